@@ -1,0 +1,28 @@
+"""The vocabulary: projects, nodes, jobs, workers and reasons, as plain typed structs that check themselves.
+
+Belongs here: what travels between rooms, is stored, or is sent over the wire; validation; JSON Schema.
+Does not: decisions (scheduler, membership) and anything that does I/O.
+"""
+
+from kfp_gpuquota.api.job import Job, JobSpec, JobStatus, Kind, Phase, Progress, Resize
+from kfp_gpuquota.api.node import Device, Node
+from kfp_gpuquota.api.project import Project
+from kfp_gpuquota.api.reason import Reason, ReasonCode
+from kfp_gpuquota.api.worker import Worker, WorkerPhase
+
+__all__ = [
+    "Device",
+    "Job",
+    "JobSpec",
+    "JobStatus",
+    "Kind",
+    "Node",
+    "Phase",
+    "Progress",
+    "Project",
+    "Reason",
+    "ReasonCode",
+    "Resize",
+    "Worker",
+    "WorkerPhase",
+]

@@ -1,0 +1,196 @@
+"""A job: what a user asks for, and what became of it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from kfp_gpuquota.api.reason import Reason
+from kfp_gpuquota.api.validation import MAX_PRIORITY, check_count, check_environment, check_name, check_range
+from kfp_gpuquota.api.worker import Worker
+from kfp_gpuquota.errors import InvalidFieldError
+
+PREEMPTIBLE_BELOW: Final = 100
+DEFAULT_GRACE_PERIOD_S: Final = 30.0
+DEFAULT_MAX_RESTARTS: Final = 3
+
+
+class Kind(StrEnum):
+    """BUILD is an interactive session: inside quota only, never preempted. TRAIN may borrow and be preempted."""
+
+    TRAIN = "train"
+    BUILD = "build"
+
+
+class Phase(StrEnum):
+    """Where a job stands. The last four are final."""
+
+    PENDING = "Pending"
+    STARTING = "Starting"
+    RUNNING = "Running"
+    STOPPING = "Stopping"
+    SUSPENDED = "Suspended"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    CANCELLED = "Cancelled"
+
+    @property
+    def final(self) -> bool:
+        """No event changes it any more."""
+        return self in {Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED}
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a user asks for. GPU counts are of the whole job, in whole GPUs.
+
+    A job is elastic where `min_gpus` < `max_gpus`: it starts with as few as `min_gpus` when the rest of `gpus` is
+    not free, grows to `max_gpus` with what is idle, and gives back one worker at a time. A worker holds
+    `gpus_per_worker` GPUs of one node: by default 1 for an elastic job, all of `gpus` for any other.
+    """
+
+    name: str
+    project: str
+    command: tuple[str, ...]
+    gpus: int = 1
+    min_gpus: int | None = None
+    max_gpus: int | None = None
+    gpus_per_worker: int | None = None
+    kind: Kind = Kind.TRAIN
+    priority: int | None = None
+    preemptible: bool | None = None
+    node: str | None = None
+    environment: dict[str, str] = {}
+    working_directory: str = ""
+    grace_period_s: float = DEFAULT_GRACE_PERIOD_S
+    max_restarts: int = DEFAULT_MAX_RESTARTS
+    labels: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        check_name("project", self.project)
+        self._check_sizes()
+        self._check_scheduling()
+        self._check_process()
+
+    @property
+    def elastic(self) -> bool:
+        """The job may run at more than one size."""
+        return self.smallest < self.largest
+
+    @property
+    def smallest(self) -> int:
+        """The fewest GPUs it runs with: its gang."""
+        return self.gpus if self.min_gpus is None else self.min_gpus
+
+    @property
+    def largest(self) -> int:
+        """The most GPUs it makes use of."""
+        return self.gpus if self.max_gpus is None else self.max_gpus
+
+    @property
+    def worker_gpus(self) -> int:
+        """GPUs held by each worker."""
+        if self.gpus_per_worker is not None:
+            return self.gpus_per_worker
+        return 1 if self.elastic else self.gpus
+
+    @property
+    def may_be_preempted(self) -> bool:
+        """Whether others may take its GPUs back."""
+        return self.kind is Kind.TRAIN if self.preemptible is None else self.preemptible
+
+    @property
+    def effective_priority(self) -> int:
+        """The priority given, or that of its kind: train 50, preemptible build 75, build 100."""
+        if self.priority is not None:
+            return self.priority
+        if self.kind is Kind.TRAIN:
+            return 50
+        return 75 if self.may_be_preempted else 100
+
+    def _check_sizes(self) -> None:
+        check_count("gpus", self.gpus, 1)
+        check_count("min_gpus", self.smallest, 1)
+        check_count("max_gpus", self.largest, 1)
+        if self.smallest > self.gpus:
+            raise InvalidFieldError("min_gpus", self.smallest, f"it cannot exceed the requested {self.gpus} GPUs")
+        if self.largest < self.gpus:
+            raise InvalidFieldError(
+                "max_gpus", self.largest, f"it cannot be below the requested {self.gpus} GPUs"
+            )
+        check_count("gpus_per_worker", self.worker_gpus, 1)
+        for field, gpus in (("gpus", self.gpus), ("min_gpus", self.smallest), ("max_gpus", self.largest)):
+            if gpus % self.worker_gpus:
+                raise InvalidFieldError(
+                    field, gpus, f"it must be a multiple of gpus_per_worker, which is {self.worker_gpus}"
+                )
+
+    def _check_scheduling(self) -> None:
+        check_range("priority", self.effective_priority, 0, MAX_PRIORITY)
+        if self.node is not None:
+            check_name("node", self.node)
+        if self.kind is Kind.BUILD and self.elastic:
+            raise InvalidFieldError(
+                "kind", self.kind.value, "an interactive session has one size", hint="leave out min_gpus and max_gpus"
+            )
+
+    def _check_process(self) -> None:
+        if not self.command or not self.command[0]:
+            raise InvalidFieldError("command", self.command, "it must name a program", hint="add: -- COMMAND ARGS")
+        for part in self.command:
+            if "\0" in part:
+                raise InvalidFieldError("command", part, "an argument cannot hold a NUL character")
+        check_environment("environment", self.environment)
+        check_range("grace_period_s", self.grace_period_s, 0, 86_400, "s")
+        check_count("max_restarts", self.max_restarts, unit="")
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the training itself last reported. `step` counts applied global batches."""
+
+    step: int = 0
+    total_steps: int | None = None
+    epoch: int = 0
+    at: float = 0.0
+    metrics: dict[str, float] = {}
+
+
+class Resize(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One change of a running job's size, as it happened; times are seconds since the epoch."""
+
+    at: float
+    from_gpus: int
+    to_gpus: int
+    generation: int
+    step: int
+    reason: Reason
+    pause_ms: float | None = None
+    lost_steps: int = 0
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of a job. `gpus` is held now, `result_worker` the worker whose outputs are the job's."""
+
+    phase: Phase = Phase.PENDING
+    reason: Reason | None = None
+    gpus: int = 0
+    generation: int = 0
+    restarts: int = 0
+    exit_code: int | None = None
+    submitted_at: float = 0.0
+    started_at: float | None = None
+    finished_at: float | None = None
+    result_worker: str | None = None
+    progress: Progress | None = None
+    workers: tuple[Worker, ...] = ()
+    resizes: tuple[Resize, ...] = ()
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as the cluster knows it. `uid` is unique for ever, a name only among the jobs that exist."""
+
+    uid: str
+    spec: JobSpec
+    status: JobStatus

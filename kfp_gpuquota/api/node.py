@@ -1,0 +1,40 @@
+"""A node and its devices."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kfp_gpuquota.api.validation import check_count, check_name
+from kfp_gpuquota.errors import InvalidFieldError
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One GPU, or one CPU slot that stands for a GPU where a machine has none.
+
+    `index` is its place on the node; `uuid` is what the driver calls it ("" for a slot); `memory_mib` is 0 for a
+    slot.
+    """
+
+    index: int
+    model: str = ""
+    uuid: str = ""
+    memory_mib: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("index", self.index, unit="")
+        check_count("memory_mib", self.memory_mib, unit="MiB")
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A machine, or a part of one, on which workers run. Not `ready`: nothing new is placed there."""
+
+    name: str
+    devices: tuple[Device, ...]
+    ready: bool = True
+    labels: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        indices = [device.index for device in self.devices]
+        if len(set(indices)) != len(indices):
+            raise InvalidFieldError("devices", indices, "each device's index must be unique on its node")

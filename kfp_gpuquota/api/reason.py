@@ -1,0 +1,45 @@
+"""Why something was decided: a stable code for programs, a sentence for people."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class ReasonCode(StrEnum):
+    """The binding cause of a decision."""
+
+    FITS = "fits"
+    IDLE_GPUS = "idle-gpus"
+    RECLAIMED = "reclaimed"
+    PREEMPTED = "preempted"
+    LENT_GPUS_RETURNED = "lent-gpus-returned"
+    CONSOLIDATED = "consolidated"
+    WAITS_FOR_RELEASE = "waits-for-release"
+    OVER_LIMIT = "over-limit"
+    OVER_QUOTA_BUILD = "over-quota-build"
+    OVER_FAIR_SHARE = "over-fair-share"
+    NO_FREE_GPUS = "no-free-gpus"
+    FRAGMENTED = "fragmented"
+    NO_SUCH_NODE = "no-such-node"
+    TOO_LARGE = "too-large"
+    SUSPENDED = "suspended"
+    NODE_LOST = "node-lost"
+    STALE_GANG = "stale-gang"
+    USER = "user"
+    WORKER_FAILED = "worker-failed"
+    LEASE_ENDED = "lease-ended"
+
+
+class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One cause. `beneficiary` is the job (uid) for which it was done, `project` the team it belongs to."""
+
+    code: ReasonCode
+    message: str
+    beneficiary: str = ""
+    project: str = ""
+    details: dict[str, str | int | float] = {}
+
+    def __str__(self) -> str:
+        return self.message

@@ -1,0 +1,55 @@
+"""Checks that name the field, its value and the range, so that each message can be shown to a user as it is."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kfp_gpuquota.errors import InvalidFieldError
+
+MAX_NAME_LENGTH: Final = 63
+MAX_COUNT: Final = 1_000_000
+MAX_PRIORITY: Final = 1_000_000_000
+
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_name(field: str, value: str) -> None:
+    """A DNS label (RFC 1123), so that every name also works as a Kubernetes object's."""
+    if len(value) <= MAX_NAME_LENGTH and _LABEL.fullmatch(value):
+        return
+    raise InvalidFieldError(
+        field,
+        value,
+        f"a name is 1 to {MAX_NAME_LENGTH} lower-case letters, digits and '-', and starts and ends with one "
+        "of the first two",
+        hint="for example 'train-digits-2'",
+    )
+
+
+def check_range(field: str, value: float, low: float, high: float, unit: str = "") -> None:
+    """low <= value <= high; `unit` is only for the message."""
+    if not low <= value <= high:  # also refuses NaN
+        raise InvalidFieldError(field, value, f"it must be between {low} and {high}{unit and ' ' + unit}")
+
+
+def check_count(field: str, value: int, low: int = 0, unit: str = "GPUs") -> None:
+    """A whole number of things from `low` up."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidFieldError(field, value, "it must be a whole number")
+    if value < low:
+        raise InvalidFieldError(field, value, f"it must be at least {low} {unit}")
+    if value > MAX_COUNT:
+        raise InvalidFieldError(field, value, f"it must be at most {MAX_COUNT} {unit}")
+
+
+def check_environment(field: str, environment: dict[str, str]) -> None:
+    """Names that a shell can set, values that a process can be given."""
+    for name, value in environment.items():
+        if not _ENVIRONMENT_NAME.fullmatch(name):
+            raise InvalidFieldError(
+                field, name, "a variable's name is letters, digits and '_' and starts with no digit"
+            )
+        if "\0" in value:
+            raise InvalidFieldError(f"{field}.{name}", value, "a value cannot hold a NUL character")

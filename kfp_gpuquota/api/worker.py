@@ -1,0 +1,35 @@
+"""A worker: one process of a job, on one node, holding some of its devices."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class WorkerPhase(StrEnum):
+    """STARTING holds its devices but has no process yet; LEAVING was told to go and still holds them."""
+
+    STARTING = "Starting"
+    RUNNING = "Running"
+    LEAVING = "Leaving"
+    GONE = "Gone"
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One process of a job.
+
+    `id` is unique for ever. `devices` are indices on `node`. `exit_code` follows the shell: 128 + N for signal N.
+    """
+
+    id: str
+    job_uid: str
+    index: int
+    node: str
+    devices: tuple[int, ...]
+    phase: WorkerPhase = WorkerPhase.STARTING
+    rank: int | None = None
+    pid: int | None = None
+    started_at: float = 0.0
+    finished_at: float | None = None
+    exit_code: int | None = None
