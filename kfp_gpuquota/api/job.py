@@ -117,9 +117,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.smallest > self.gpus:
             raise InvalidFieldError("min_gpus", self.smallest, f"it cannot exceed the requested {self.gpus} GPUs")
         if self.largest < self.gpus:
-            raise InvalidFieldError(
-                "max_gpus", self.largest, f"it cannot be below the requested {self.gpus} GPUs"
-            )
+            raise InvalidFieldError("max_gpus", self.largest, f"it cannot be below the requested {self.gpus} GPUs")
         check_count("gpus_per_worker", self.worker_gpus, 1)
         for field, gpus in (("gpus", self.gpus), ("min_gpus", self.smallest), ("max_gpus", self.largest)):
             if gpus % self.worker_gpus:

@@ -1,0 +1,121 @@
+"""What clients and the server say to each other beyond the vocabulary itself: bodies of HTTP requests and answers."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from kfp_gpuquota.api.job import Job, JobSpec
+from kfp_gpuquota.api.node import Node
+from kfp_gpuquota.api.project import Project
+from kfp_gpuquota.api.reason import Reason
+from kfp_gpuquota.api.validation import check_range
+
+MAX_LEASE_S = 86_400.0
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whoever started the job for somebody else must renew this within `duration_s`, or the job is cancelled.
+
+    A new `holder` takes the lease over; the one before can then neither renew nor shorten it.
+    """
+
+    holder: str
+    duration_s: float
+
+    def __post_init__(self) -> None:
+        check_range("duration_s", self.duration_s, 0, MAX_LEASE_S, "s")
+
+
+class SubmitJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/jobs. The same `request_id` again answers with the job that the first request made."""
+
+    spec: JobSpec
+    request_id: str
+    lease: Lease | None = None
+
+
+class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
+    """A project and what it holds now, in GPUs; `over_quota` is the part above guaranteed."""
+
+    project: Project
+    allocated: int
+    over_quota: int
+    requested: int
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """A node and which of its devices are held: device index -> worker id."""
+
+    node: Node
+    held: dict[int, str]
+
+
+class JobList(msgspec.Struct, frozen=True, kw_only=True):
+    """All jobs as of `revision`; ask with after=revision to wait for the next change."""
+
+    revision: int
+    jobs: tuple[Job, ...]
+
+
+class EventKind(StrEnum):
+    """What an entry of the history tells."""
+
+    CLUSTER_STARTED = "cluster-started"
+    PROJECT_CHANGED = "project-changed"
+    PROJECT_DELETED = "project-deleted"
+    JOB_SUBMITTED = "job-submitted"
+    JOB_STARTED = "job-started"
+    JOB_RESIZED = "job-resized"
+    JOB_EVICTED = "job-evicted"
+    JOB_SUSPENDED = "job-suspended"
+    JOB_RESUMED = "job-resumed"
+    JOB_ENDED = "job-ended"
+    JOB_DELETED = "job-deleted"
+    WORKER_STARTED = "worker-started"
+    WORKER_GONE = "worker-gone"
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One entry of the cluster's history; `at` is seconds since the epoch, `gpus` the change in GPUs held."""
+
+    revision: int
+    at: float
+    kind: EventKind
+    project: str = ""
+    job: str = ""
+    job_uid: str = ""
+    worker: str = ""
+    gpus: int = 0
+    reason: Reason | None = None
+
+
+class EventList(msgspec.Struct, frozen=True, kw_only=True):
+    """Entries after the revision asked for, oldest first."""
+
+    revision: int
+    events: tuple[Event, ...]
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """Who answers."""
+
+    version: str
+    pid: int
+    home: str
+    started_at: float
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One error: a stable code, a sentence with the next step, and the field at fault where there is one."""
+
+    code: str
+    message: str
+    field: str = ""
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of every answer that is not a success."""
+
+    error: ErrorBody

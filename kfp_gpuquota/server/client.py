@@ -1,0 +1,235 @@
+"""The synchronous client, for the command line, the launcher and notebooks.
+
+It speaks HTTP with the standard library: importing aiohttp costs a command a quarter of a second, and a step's
+launcher runs in images that we do not choose.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from urllib.parse import quote, urlencode, urlsplit
+
+import msgspec
+
+from kfp_gpuquota import errors
+from kfp_gpuquota.api import Job, JobSpec, Project
+from kfp_gpuquota.api.wire import (
+    ErrorAnswer,
+    EventList,
+    Health,
+    JobList,
+    Lease,
+    NodeView,
+    ProjectView,
+    SubmitJob,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
+
+REQUEST_TIMEOUT_S: Final = 10.0
+RETRY_FOR_S: Final = 30.0
+LONG_POLL_S: Final = 25.0
+_FIRST_DELAY_S: Final = 0.05
+_LONGEST_DELAY_S: Final = 2.0
+
+
+class Client:
+    """Talks to one cluster. Each call has a time limit, and is repeated with growing delays while nobody answers.
+
+    `locate` returns (URL, token); it is asked again after a failed connection, for a restarted daemon may have
+    moved. Raises the errors of `kfp_gpuquota.errors`; after `retry_for_s` without an answer
+    `ClusterUnavailableError`.
+    """
+
+    def __init__(self, locate: Callable[[], tuple[str, str]], *, retry_for_s: float = RETRY_FOR_S) -> None:
+        self._locate = locate
+        self._retry_for_s = retry_for_s
+        self._connection: http.client.HTTPConnection | None = None
+        self._token = ""
+        self._owner_pid = os.getpid()
+
+    # Projects and nodes
+
+    def health(self) -> Health:
+        """Who answers."""
+        return self._call("GET", "/v1/health", Health)
+
+    def list_projects(self) -> tuple[ProjectView, ...]:
+        """All projects, by name."""
+        return self._call("GET", "/v1/projects", tuple[ProjectView, ...])
+
+    def get_project(self, name: str) -> ProjectView:
+        """One project; NotFoundError."""
+        return self._call("GET", f"/v1/projects/{quote(name)}", ProjectView)
+
+    def create_project(self, project: Project) -> ProjectView:
+        """Make it; AlreadyExistsError."""
+        return self._call("POST", "/v1/projects", ProjectView, project)
+
+    def set_project(self, project: Project) -> ProjectView:
+        """Make it, or change its quota to what is given."""
+        return self._call("PUT", f"/v1/projects/{quote(project.name)}", ProjectView, project)
+
+    def delete_project(self, name: str) -> None:
+        """Remove an empty project; ConflictError while it has jobs."""
+        self._call("DELETE", f"/v1/projects/{quote(name)}", None)
+
+    def list_nodes(self) -> tuple[NodeView, ...]:
+        """All nodes and who holds their devices."""
+        return self._call("GET", "/v1/nodes", tuple[NodeView, ...])
+
+    # Jobs
+
+    def submit(self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "") -> Job:
+        """Queue a job. Safe to repeat: the request carries an id of its own.
+
+        Raises NotFoundError for an unknown project, AlreadyExistsError for a name in use, InvalidFieldError.
+        """
+        body = SubmitJob(spec=spec, request_id=request_id or uuid.uuid4().hex, lease=lease)
+        return self._call("POST", "/v1/jobs", Job, body)
+
+    def list_jobs(self, project: str = "", *, after: int | None = None, timeout_s: float = 0.0) -> JobList:
+        """All jobs, or a project's. With `after`: once the revision is beyond it, or `timeout_s` is over."""
+        query = _query(project=project, after=after, timeout_s=timeout_s)
+        return self._call("GET", f"/v1/jobs{query}", JobList, wait_s=timeout_s)
+
+    def get_job(self, project: str, name: str) -> Job:
+        """One job; NotFoundError."""
+        return self._call("GET", _job_path(project, name), Job)
+
+    def delete_job(self, project: str, name: str) -> None:
+        """Stop it where it runs, then forget it, its logs and its checkpoints."""
+        self._call("DELETE", _job_path(project, name), None)
+
+    def cancel_job(self, project: str, name: str) -> Job:
+        """Stop it; it stays listed as Cancelled."""
+        return self._call("POST", _job_path(project, name) + "/cancel", Job)
+
+    def suspend_job(self, project: str, name: str) -> Job:
+        """Stop it after a checkpoint and keep it out of the queue until it is resumed."""
+        return self._call("POST", _job_path(project, name) + "/suspend", Job)
+
+    def resume_job(self, project: str, name: str) -> Job:
+        """Put a suspended job back into the queue, with its age."""
+        return self._call("POST", _job_path(project, name) + "/resume", Job)
+
+    def renew_lease(self, project: str, name: str, lease: Lease) -> None:
+        """Keep the job alive for `lease.duration_s` more; ConflictError when another holder took it over."""
+        self._call("POST", _job_path(project, name) + "/lease", None, lease)
+
+    def watch_jobs(self, project: str = "") -> Iterator[JobList]:
+        """The list now, and again after each change, for ever. Survives a restart of the server."""
+        after: int | None = None
+        while True:
+            listed = self.list_jobs(project, after=after, timeout_s=0.0 if after is None else LONG_POLL_S)
+            if listed.revision != after:
+                after = listed.revision
+                yield listed
+
+    def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
+        """The cluster's history after a revision; waits up to `timeout_s` for at least one entry."""
+        query = _query(after=after, timeout_s=timeout_s)
+        return self._call("GET", f"/v1/events{query}", EventList, wait_s=timeout_s)
+
+    def read_log(
+        self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0
+    ) -> tuple[bytes, int, bool]:
+        """A piece of a worker's log from byte `offset`: (text, next offset, whether more may come).
+
+        Without `worker`: that of the job's first worker. Waits up to `timeout_s` for something new.
+        """
+        query = _query(worker=worker, offset=offset, timeout_s=timeout_s)
+        response, body = self._request("GET", f"{_job_path(project, name)}/logs{query}", b"", timeout_s)
+        return body, int(response.headers["X-Next-Offset"]), response.headers["X-More"] == "true"
+
+    def follow_log(self, project: str, name: str, *, worker: str = "") -> Iterator[bytes]:
+        """A worker's log as it grows, until the worker has ended."""
+        offset, more = 0, True
+        while more:
+            chunk, offset, more = self.read_log(project, name, worker=worker, offset=offset, timeout_s=LONG_POLL_S)
+            if chunk:
+                yield chunk
+
+    def stop_cluster(self) -> None:
+        """Stop the daemon. What runs goes on under its shims and is adopted by the next one."""
+        self._call("POST", "/v1/shutdown", None)
+
+    # Transport
+
+    def _call(self, method: str, path: str, answer: type[T] | Any, body: object = None, *, wait_s: float = 0.0) -> T:
+        encoded = b"" if body is None else msgspec.json.encode(body)
+        response, raw = self._request(method, path, encoded, wait_s)
+        if response.status >= 300:
+            raise _error(response.status, raw)
+        return cast(T, None) if answer is None else cast(T, msgspec.json.decode(raw, type=answer))
+
+    def _request(self, method: str, path: str, body: bytes, wait_s: float) -> tuple[http.client.HTTPResponse, bytes]:
+        deadline = time.monotonic() + self._retry_for_s + wait_s
+        delay = _FIRST_DELAY_S
+        while True:
+            try:
+                response, raw = self._attempt(method, path, body, REQUEST_TIMEOUT_S + wait_s)
+            except (OSError, http.client.HTTPException) as failure:
+                self._forget_connection()
+                if time.monotonic() + delay > deadline:
+                    raise _unavailable(failure) from failure
+            else:
+                if response.status != 503 or time.monotonic() + delay > deadline:
+                    return response, raw
+            time.sleep(delay)
+            delay = min(2 * delay, _LONGEST_DELAY_S)
+
+    def _attempt(self, method: str, path: str, body: bytes, timeout_s: float) -> tuple[http.client.HTTPResponse, bytes]:
+        connection = self._connect(timeout_s)
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        connection.request(method, path, body=body or None, headers=headers)
+        response = connection.getresponse()
+        return response, response.read()
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._connection is None or self._owner_pid != os.getpid():
+            url, self._token = self._locate()
+            parts = urlsplit(url)
+            self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+            self._owner_pid = os.getpid()
+        self._connection.timeout = timeout_s
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout_s)
+        return self._connection
+
+    def _forget_connection(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+
+def _job_path(project: str, name: str) -> str:
+    return f"/v1/projects/{quote(project, safe='')}/jobs/{quote(name, safe='')}"
+
+
+def _query(**values: object) -> str:
+    given = {key: str(value) for key, value in values.items() if value not in (None, "")}
+    return f"?{urlencode(given)}" if given else ""
+
+
+def _unavailable(failure: Exception) -> errors.ClusterUnavailableError:
+    return errors.ClusterUnavailableError(
+        f"the cluster does not answer ({failure}); start it with: gpuquota cluster start"
+    )
+
+
+def _error(status: int, raw: bytes) -> errors.GpuQuotaError:
+    try:
+        body = msgspec.json.decode(raw, type=ErrorAnswer).error
+    except msgspec.DecodeError:
+        return errors.RunError(f"the server answered {status}: {raw[:200].decode(errors='replace')}")
+    error = errors.GpuQuotaError.__new__(errors.by_code(body.code))
+    error.args = (body.message,)
+    return error
