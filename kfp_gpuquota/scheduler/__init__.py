@@ -1,0 +1,49 @@
+"""The scheduler core: an indexed `State` that events change, and `plan(state, now) -> Plan`.
+
+Belongs here: fair share, queue order, gangs, placement, reclaim, preemption, elasticity, consolidation, explanation.
+Does not: clocks, I/O, logging, randomness. See docs/scheduler.md for the vocabulary and the rules in order.
+"""
+
+from kfp_gpuquota.scheduler.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
+from kfp_gpuquota.scheduler.events import (
+    Event,
+    JobRemoved,
+    JobResumed,
+    JobSubmitted,
+    JobSuspended,
+    NodeChanged,
+    NodeRemoved,
+    ProgressReported,
+    QuotaChanged,
+    QuotaRemoved,
+    WorkerGone,
+    WorkerLeaving,
+    WorkerStarted,
+)
+from kfp_gpuquota.scheduler.planner import plan
+from kfp_gpuquota.scheduler.state import State
+
+__all__ = [
+    "Bind",
+    "Event",
+    "Evict",
+    "JobRemoved",
+    "JobResumed",
+    "JobSubmitted",
+    "JobSuspended",
+    "Move",
+    "NodeChanged",
+    "NodeRemoved",
+    "Nominate",
+    "Placement",
+    "Plan",
+    "ProgressReported",
+    "QuotaChanged",
+    "QuotaRemoved",
+    "Resize",
+    "State",
+    "WorkerGone",
+    "WorkerLeaving",
+    "WorkerStarted",
+    "plan",
+]

@@ -1,0 +1,140 @@
+"""One cycle: idle GPUs first, then what must be taken from others, then what is left is lent.
+
+    allocate      bind on idle GPUs, or nominate on those that become idle, taking back what is only lent
+    consolidate   move preemptible jobs together where that makes room
+    reclaim       take from queues above their share
+    preempt       take from lower priorities of the same queue
+    lend          what is idle then goes to elastic jobs above their request
+
+Every action looks at the waiting jobs in the same fair order, and decides on the real ledger; the caller reads the
+changes off it and rolls them back.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.scheduler import placement, quota
+from kfp_gpuquota.scheduler.agenda import Agenda
+from kfp_gpuquota.scheduler.consolidation import consolidate
+from kfp_gpuquota.scheduler.fairshare import assign_shares
+from kfp_gpuquota.scheduler.model import Job, Status, Task
+from kfp_gpuquota.scheduler.order import next_tasks
+from kfp_gpuquota.scheduler.victims import Attempt, Mode, make_room
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kfp_gpuquota.scheduler.ledger import Ledger
+
+ACTIONS: Final = ("allocate", "consolidate", "reclaim", "preempt", "lend")
+
+
+class Cycle:
+    """The working state of one plan. `cause[job]` is the job for which a victim was taken, and how."""
+
+    def __init__(self, ledger: Ledger, growable: Iterable[Job] = ()) -> None:
+        self.ledger = ledger
+        self.growable = growable
+        self.touched: dict[Job, None] = {}
+        self.losers: dict[Job, None] = {}
+        self.causes: dict[Task, tuple[Job, str]] = {}
+        self.lent: list[Task] = []
+        assign_shares([q for q in ledger.queues.values() if q.parent is None], ledger.capacity)
+
+    def run(self, actions: Sequence[str] = ACTIONS) -> None:
+        """Carry out the actions in order, on the ledger."""
+        tries: dict[str, Callable[[Job, list[Task]], bool]] = {
+            "allocate": self._allocate,
+            "consolidate": self._consolidate,
+            "reclaim": self._reclaim,
+            "preempt": self._preempt,
+        }
+        for action in actions:
+            if action == "lend":
+                self._lend()
+            else:
+                self._each(action, tries[action])
+
+    def _each(self, action: str, attempt: Callable[[Job, list[Task]], bool]) -> None:
+        agenda = Agenda(self.ledger, self.touched)
+        while (head := agenda.next()) is not None:
+            shape, job = head
+            if job in self.losers:
+                agenda.skipped(shape, job)
+                continue
+            mark = self.ledger.mark()
+            if attempt(job, next_tasks(job)):
+                self._note_victims(action, job, mark)
+                agenda.served(shape, job)
+            else:
+                agenda.failed(shape, job)
+
+    def _note_victims(self, action: str, job: Job, mark: int) -> None:
+        for task, before, _, _ in self.ledger.since(mark):
+            if before is Status.HELD and task.status is not Status.HELD:
+                self.causes[task] = (job, action)
+                self.losers[task.job] = None
+
+    def _allocate(self, job: Job, tasks: list[Task]) -> bool:
+        amount = quota.total(self.ledger, tasks)
+        if quota.barred_by_guarantee(job, amount):
+            return False
+        if not quota.barred_by_limit(job, amount, future=False) and placement.place_all(
+            self.ledger, tasks, future=False
+        ):
+            return True
+        if not quota.barred_by_limit(job, amount, future=True) and placement.place_all(self.ledger, tasks, future=True):
+            return True
+        return self._anything_lent() and make_room(Attempt(self.ledger, job, tasks, Mode.LENT))
+
+    def _anything_lent(self) -> bool:
+        return any(q.lent[0] or q.lent[1] for q in self.ledger.queues.values() if q.parent is None)
+
+    def _consolidate(self, job: Job, tasks: list[Task]) -> bool:
+        amount = quota.total(self.ledger, tasks)
+        if quota.barred_by_guarantee(job, amount) or quota.barred_by_limit(job, amount, future=True):
+            return False
+        return consolidate(self.ledger, tasks)
+
+    def _reclaim(self, job: Job, tasks: list[Task]) -> bool:
+        amount = quota.total(self.ledger, tasks)
+        if quota.barred_by_guarantee(job, amount) or quota.barred_by_share(job, amount):
+            return False
+        return make_room(Attempt(self.ledger, job, tasks, Mode.RECLAIM))
+
+    def _preempt(self, job: Job, tasks: list[Task]) -> bool:
+        amount = quota.total(self.ledger, tasks)
+        if quota.barred_by_guarantee(job, amount):
+            return False
+        if not any(j.preemptible and j.priority < job.priority for j in job.queue.running):
+            return False
+        return make_room(Attempt(self.ledger, job, tasks, Mode.PREEMPT))
+
+    def _lend(self) -> None:
+        """One worker at a time, to the queue and job to which the least is lent."""
+        heap = [(self._lend_key(job), job) for job in self.growable if self._may_borrow(job)]
+        heapify(heap)
+        while heap and any(names for count, names in self.ledger.by_idle.items() if count):
+            key, job = heappop(heap)
+            outdated = key != self._lend_key(job)
+            if outdated or (self._lend_to(job) and self._may_borrow(job)):
+                heappush(heap, (self._lend_key(job), job))
+
+    def _lend_key(self, job: Job) -> tuple[float, int, int, float, str]:
+        queue = job.queue
+        return (queue.lent[0] / max(queue.weight, 1e-9), job.lent, -job.priority, job.submitted_at, job.uid)
+
+    def _may_borrow(self, job: Job) -> bool:
+        return job.preemptible and job not in self.losers and job.wanted <= job.active < job.most
+
+    def _lend_to(self, job: Job) -> bool:
+        task = Task(job=job, request=job.request, index=job.next_index + job.active)
+        amount = self.ledger.amount(task)
+        if quota.barred_by_limit(job, amount, future=False):
+            return False
+        if not placement.place_all(self.ledger, [task], future=False):
+            return False
+        self.lent.append(task)
+        return True

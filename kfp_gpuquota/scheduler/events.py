@@ -1,0 +1,93 @@
+"""What happened, in the past tense: the only way to change a `State`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kfp_gpuquota.api import JobSpec, Node, Project
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="event"):
+    """Base of all events; times are seconds since the epoch."""
+
+
+class NodeChanged(Event, frozen=True, tag=True):
+    """The node is as given from now on. Workers on it are not touched."""
+
+    node: Node
+
+
+class NodeRemoved(Event, frozen=True, tag=True):
+    """Nothing new is placed on the node; its workers hold their devices until they are gone."""
+
+    name: str
+
+
+class QuotaChanged(Event, frozen=True, tag=True):
+    """The project's quota is as given from now on."""
+
+    project: Project
+
+
+class QuotaRemoved(Event, frozen=True, tag=True):
+    """The project is gone; jobs that still name it wait."""
+
+    name: str
+
+
+class JobSubmitted(Event, frozen=True, tag=True):
+    """The job waits. `at` fixes its age for ever, also across evictions."""
+
+    uid: str
+    spec: JobSpec
+    at: float
+
+
+class JobRemoved(Event, frozen=True, tag=True):
+    """The job ended or was cancelled; its workers hold their devices until they are gone."""
+
+    uid: str
+
+
+class JobSuspended(Event, frozen=True, tag=True):
+    """The job is not considered until it is resumed."""
+
+    uid: str
+
+
+class JobResumed(Event, frozen=True, tag=True):
+    """The job is considered again, with its age."""
+
+    uid: str
+
+
+class WorkerStarted(Event, frozen=True, tag=True):
+    """The worker holds `devices` (indices on `node`) from now on. `worker` is unique for ever."""
+
+    worker: str
+    job: str
+    node: str
+    devices: tuple[int, ...]
+    at: float
+
+
+class WorkerLeaving(Event, frozen=True, tag=True):
+    """The worker was told to go, and still holds its devices."""
+
+    worker: str
+
+
+class WorkerGone(Event, frozen=True, tag=True):
+    """The worker's devices are free: quota is released only here."""
+
+    worker: str
+
+
+class ProgressReported(Event, frozen=True, tag=True):
+    """What a training said about itself. `throughput` is in samples per second."""
+
+    job: str
+    step: int
+    at: float
+    checkpoint_at: float | None = None
+    throughput: float | None = None

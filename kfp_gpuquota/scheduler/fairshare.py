@@ -1,0 +1,83 @@
+"""How much of the cluster each queue may have: guaranteed first, the surplus by priority and weight.
+
+The rules of hierarchical proportional fairness as KAI-Scheduler documents them: per resource and parents before
+children, each queue first gets min(deserved, requested, limit); the surplus goes to the highest priority that still
+wants some, within a priority by over-quota weight, in whole units; what rounding leaves goes one unit at a time by
+largest remainder, then to the older queue. A queue of weight 0 takes no surplus.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.scheduler.model import GPU, Amount, Queue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_UNITS: Final = (GPU, 1, 1)
+
+
+def assign_shares(roots: Iterable[Queue], capacity: Sequence[float]) -> None:
+    """Set `share` of every queue of the trees, from what they request now."""
+    level = sorted(roots, key=lambda q: (q.created, q.name))
+    divided = [divide(level, r, capacity[r]) for r in range(3)]
+    for i, queue in enumerate(level):
+        queue.share = Amount(*(shares[i] for shares in divided))
+        if queue.children:
+            assign_shares(queue.children.values(), queue.share)
+
+
+def divide(queues: Sequence[Queue], r: int, total: float) -> list[float]:
+    """The share of resource `r` of each of the siblings, oldest first, when there is `total` for all of them."""
+    caps = [min(q.requested[r], q.limit[r]) for q in queues]
+    shares = [min(q.deserved[r], cap) for q, cap in zip(queues, caps, strict=True)]
+    left = total - sum(shares)
+    order = sorted(range(len(queues)), key=lambda i: -queues[i].priority)
+    for _, group in groupby(order, key=lambda i: queues[i].priority):
+        if left <= 0:
+            break
+        left = _give(list(group), queues, caps, shares, left, r)
+    return shares
+
+
+def _give(
+    group: list[int], queues: Sequence[Queue], caps: list[float], shares: list[float], left: float, r: int
+) -> float:
+    """Share `left` within one priority; returns what nobody wants."""
+    unit = _UNITS[r]
+    while left > 0:
+        hungry = [i for i in group if queues[i].weight > 0 and shares[i] < caps[i]]
+        if not hungry:
+            break
+        given = _round(hungry, queues, caps, shares, left, unit)
+        left -= given
+        if not given:
+            return _leftovers(hungry, queues, caps, shares, left, unit)
+    return left
+
+
+def _round(
+    hungry: list[int], queues: Sequence[Queue], caps: list[float], shares: list[float], left: float, unit: int
+) -> float:
+    weights = sum(queues[i].weight for i in hungry)
+    given = 0.0
+    for i in hungry:
+        part = left * queues[i].weight / weights // unit * unit
+        part = min(part, caps[i] - shares[i])
+        shares[i] += part
+        given += part
+    return given
+
+
+def _leftovers(
+    hungry: list[int], queues: Sequence[Queue], caps: list[float], shares: list[float], left: float, unit: int
+) -> float:
+    weights = sum(queues[i].weight for i in hungry)
+    remainders = {i: left * queues[i].weight / weights for i in hungry}
+    for i in sorted(hungry, key=lambda i: -remainders[i]):
+        part = min(unit, left, caps[i] - shares[i])
+        shares[i] += part
+        left -= part
+    return left

@@ -1,0 +1,202 @@
+"""What the scheduler reasons about: requests, tasks, jobs, queues and nodes, as plain mutable records.
+
+Richer than the wire vocabulary: a device may be shared, quotas cover CPU and memory, queues form a tree of any depth.
+Only the `Ledger` changes what a record counts; everything else reads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+GPU: Final = 1_000_000
+"""One whole device in the unit that shares are counted in."""
+
+UNLIMITED: Final = math.inf
+
+
+class Amount(NamedTuple):
+    """A vector of resources: micro-GPUs, milli-CPUs, bytes of memory."""
+
+    gpu: float = 0
+    cpu: float = 0
+    memory: float = 0
+
+
+NOTHING: Final = Amount()
+BOUNDLESS: Final = Amount(UNLIMITED, UNLIMITED, UNLIMITED)
+
+
+class Status(IntEnum):
+    """Where a task stands. BOUND and NOMINATED exist only inside a plan."""
+
+    PENDING = 0
+    HELD = 1
+    BOUND = 2
+    NOMINATED = 3
+    LEAVING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one task needs: `share` of each of `devices` devices of one node, or `memory_mib` of each."""
+
+    devices: int = 1
+    share: int = GPU
+    memory_mib: int = 0
+    cpu: int = 0
+    memory: int = 0
+    nodes: frozenset[str] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """It takes whole devices only."""
+        return self.share == GPU and not self.memory_mib
+
+    def share_of(self, gpu_memory_mib: int) -> int:
+        """Micro-GPUs of each device, on devices of that size; more than GPU where it can never fit."""
+        if not self.memory_mib:
+            return self.share
+        return -(-self.memory_mib * GPU // gpu_memory_mib) if gpu_memory_mib else GPU + 1
+
+    def amount(self, gpu_memory_mib: int) -> Amount:
+        """What it counts against quotas."""
+        return Amount(self.devices * self.share_of(gpu_memory_mib), self.cpu, self.memory)
+
+
+@dataclass(slots=True, eq=False)
+class Queue:
+    """A project or department. Amounts are of the whole subtree.
+
+    `held` is what will be held when what leaves is gone: running, bound and nominated. `leaving` still occupies
+    devices and counts against the limit for whatever would start now. `lent` is the part of `held` above the
+    requests of elastic jobs, `fixed` the part that cannot be preempted.
+    """
+
+    name: str
+    parent: Queue | None = None
+    deserved: Amount = NOTHING
+    limit: Amount = BOUNDLESS
+    priority: int = 100
+    weight: float = 1.0
+    created: float = 0.0
+    known: bool = True
+    children: dict[str, Queue] = field(default_factory=dict)
+    held: list[float] = field(default_factory=lambda: [0, 0, 0])
+    leaving: list[float] = field(default_factory=lambda: [0, 0, 0])
+    lent: list[float] = field(default_factory=lambda: [0, 0, 0])
+    fixed: list[float] = field(default_factory=lambda: [0, 0, 0])
+    requested: list[float] = field(default_factory=lambda: [0, 0, 0])
+    share: Amount = NOTHING
+    path: tuple[Queue, ...] = ()
+    version: int = 0
+    waiting: dict[Shape, list[tuple[OrderKey, Job]]] = field(default_factory=dict)
+    running: dict[Job, None] = field(default_factory=dict)
+
+    def claim(self, r: int) -> float:
+        """What it holds of resource `r` in its own right: without what is lent to it."""
+        return self.held[r] - self.lent[r]
+
+    @property
+    def keeps(self) -> tuple[float, ...]:
+        """What nobody's fair share takes from it: max(deserved, fair share), within its limit."""
+        return tuple(min(max(d, s), n) for d, s, n in zip(self.deserved, self.share, self.limit, strict=True))
+
+
+OrderKey = tuple[int, int, float, str]
+
+
+class Shape(NamedTuple):
+    """Jobs of one queue and shape are interchangeable but for their age: when one fails, all do."""
+
+    requests: tuple[Request, ...]
+    priority: int
+    preemptible: bool
+    starts: bool
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One worker: running, or still to be placed. `id` is "" until somebody starts it."""
+
+    job: Job
+    request: Request
+    index: int
+    id: str = ""
+    priority: int = 0
+    status: Status = Status.PENDING
+    node: Host | None = None
+    devices: tuple[int, ...] = ()
+    started_at: float = 0.0
+    moved: Task | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A gang of `gang` tasks, elastic up to `wanted`; above that, up to `most`, GPUs are only lent to it."""
+
+    uid: str
+    name: str
+    queue: Queue
+    gang: int
+    wanted: int
+    most: int
+    request: Request
+    priority: int = 50
+    preemptible: bool = True
+    submitted_at: float = 0.0
+    suspended: bool = False
+    removed: bool = False
+    tasks: dict[str, Task] = field(default_factory=dict)
+    pending: list[Task] = field(default_factory=list)
+    active: int = 0
+    placed: int = 0
+    next_index: int = 0
+    filed: tuple[Shape, OrderKey] | None = None
+    requested: Amount = NOTHING
+    throughput: dict[int, float] = field(default_factory=dict)
+    checkpoint_at: float | None = None
+
+    @property
+    def surplus(self) -> int:
+        """Tasks above the gang: each may go alone."""
+        return max(0, self.active - self.gang)
+
+    @property
+    def lent(self) -> int:
+        """Tasks above the request: the lowest claim of all."""
+        return max(0, self.active - self.wanted)
+
+
+@dataclass(slots=True, eq=False)
+class Host:
+    """A node. Per device, in micro-GPUs: `used` by what runs, `leaving`, and `nominated` for what will come."""
+
+    name: str
+    devices: tuple[int, ...]
+    gpu_memory_mib: int = 0
+    ready: bool = True
+    cpu: float = UNLIMITED
+    memory: float = UNLIMITED
+    max_tasks: float = UNLIMITED
+    labels: dict[str, str] = field(default_factory=dict)
+    used: dict[int, int] = field(default_factory=dict)
+    leaving: dict[int, int] = field(default_factory=dict)
+    nominated: dict[int, int] = field(default_factory=dict)
+    other: tuple[list[float], list[float], list[float]] = field(
+        default_factory=lambda: ([0.0] * 3, [0.0] * 3, [0.0] * 3)
+    )
+    tasks: dict[Task, None] = field(default_factory=dict)
+    idle_whole: int = 0
+    future_whole: int = 0
+
+    def idle(self, device: int) -> int:
+        """Micro-GPUs of the device that something may take now."""
+        taken = max(self.leaving.get(device, 0), self.nominated.get(device, 0))
+        return GPU - self.used.get(device, 0) - taken
+
+    def future(self, device: int) -> int:
+        """Micro-GPUs of the device that something may take when what leaves is gone."""
+        return GPU - self.used.get(device, 0) - self.nominated.get(device, 0)

@@ -1,0 +1,122 @@
+"""Where tasks go: the fullest node on which they fit, workers of one job near each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.scheduler.model import Host, Status, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kfp_gpuquota.scheduler.ledger import Ledger
+
+
+def place_all(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
+    """Bind (or, with `future`, nominate) every task, or change nothing."""
+    mark = ledger.mark()
+    for done, task in enumerate(tasks):
+        host = choose_host(ledger, task, len(tasks) - done, future=future)
+        if host is None:
+            ledger.rollback(mark)
+            return False
+        put(ledger, task, host, future=future)
+    return True
+
+
+def put(ledger: Ledger, task: Task, host: Host, *, future: bool) -> None:
+    """Give the task devices of a host on which it fits."""
+    devices = pick_devices(host, task, future=future)
+    if devices is None:
+        raise AssertionError(f"{host.name} has no room for a task of {task.job.name}")
+    ledger.set(task, Status.NOMINATED if future else Status.BOUND, host, devices)
+
+
+def choose_host(ledger: Ledger, task: Task, more: int, *, future: bool) -> Host | None:
+    """The best host for the task, when `more` tasks like it (itself included) are still to be placed."""
+    for host in _preferred(ledger, task, more, future=future):
+        if fits(host, task, future=future):
+            return host
+    return None
+
+
+def fits(host: Host, task: Task, *, future: bool) -> bool:
+    """The task may be placed on the host, now or when what leaves is gone."""
+    return (
+        host.ready
+        and may_use(host, task)
+        and _other_fits(host, task, future=future)
+        and (pick_devices(host, task, future=future) is not None)
+    )
+
+
+def may_use(host: Host, task: Task) -> bool:
+    """The task's affinity admits the host."""
+    nodes = task.request.nodes
+    return nodes is None or host.name in nodes
+
+
+def pick_devices(host: Host, task: Task, *, future: bool) -> tuple[int, ...] | None:
+    """Devices of the host for the task: the fullest on which its share fits, idle before leaving ones."""
+    count = task.request.devices
+    if not count:
+        return ()
+    if task.request.whole and (host.future_whole if future else host.idle_whole) < count:
+        return None
+    share = task.request.share_of(host.gpu_memory_mib)
+    free = host.future if future else host.idle
+    fitting = [d for d in host.devices if free(d) >= share]
+    if len(fitting) < count:
+        return None
+    fitting.sort(key=lambda d: (host.idle(d) < share, free(d), d))
+    return tuple(sorted(fitting[:count]))
+
+
+def _preferred(ledger: Ledger, task: Task, more: int, *, future: bool) -> Iterable[Host]:
+    """Hosts in the order in which they should be tried: where the job already is, where all of it fits, the rest."""
+    devices = task.request.devices
+    if not task.request.whole:
+        yield from _packed(ledger, task, future=future)
+        return
+    yield from _near(task, future=future)
+    if more > 1:
+        yield from ledger.hosts_with(devices * more, future=future)
+    yield from ledger.hosts_with(devices, future=future) if more <= 1 else _roomiest(ledger, devices, future=future)
+
+
+def _near(task: Task, *, future: bool) -> Iterable[Host]:
+    siblings = {t.node.name: t.node for t in task.job.tasks.values() if t.node is not None}
+    siblings.update({t.node.name: t.node for t in task.job.pending if t.node is not None})
+    room = sorted(siblings.values(), key=lambda h: (h.future_whole if future else h.idle_whole, h.name))
+    return (host for host in room if task.request.devices)
+
+
+def _roomiest(ledger: Ledger, devices: int, *, future: bool) -> Iterable[Host]:
+    """The emptiest first: a gang too large for any one host is spread over as few as possible."""
+    index = ledger.by_future if future else ledger.by_idle
+    for count in sorted(index, reverse=True):
+        if count >= devices:
+            for name in index[count]:
+                yield ledger.hosts[name]
+
+
+def _packed(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:
+    """For shared devices: the host whose best device is the fullest, then the fullest host."""
+
+    def key(host: Host) -> tuple[float, float, str]:
+        free = host.future if future else host.idle
+        share = task.request.share_of(host.gpu_memory_mib)
+        best = min((free(d) for d in host.devices if free(d) >= share), default=0)
+        return (best, sum(free(d) for d in host.devices), host.name)
+
+    return sorted(ledger.hosts.values(), key=key)
+
+
+def _other_fits(host: Host, task: Task, *, future: bool) -> bool:
+    request = task.request
+    used, leaving, nominated = host.other
+    for i, (need, total) in enumerate(((request.cpu, host.cpu), (request.memory, host.memory), (1, host.max_tasks))):
+        coming = nominated[i] if future else max(leaving[i], nominated[i])
+        if need and used[i] + coming + need > total:
+            return False
+    return True

@@ -1,0 +1,161 @@
+"""plan(state, now): runs one cycle on the state's ledger, reads off what it decided, and undoes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.scheduler import explain
+from kfp_gpuquota.scheduler.cycle import ACTIONS, Cycle
+from kfp_gpuquota.scheduler.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
+from kfp_gpuquota.scheduler.model import Job, Shape, Status, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.scheduler.ledger import Ledger
+    from kfp_gpuquota.scheduler.state import State
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one cycle did to one job."""
+
+    start: list[Task] = field(default_factory=list)
+    nominate: list[Task] = field(default_factory=list)
+    stop: list[Task] = field(default_factory=list)
+    move: list[Task] = field(default_factory=list)
+
+
+def plan(state: State, now: float, actions: Sequence[str] = ACTIONS) -> Plan:  # noqa: ARG001 - `now` is contract
+    """What to do in this state at time `now` (seconds since the epoch). Pure: the same history, the same plan."""
+    ledger = state.ledger
+    ledger.settle()
+    mark = ledger.mark()
+    try:
+        cycle = Cycle(ledger, state.growable.values())
+        cycle.run(actions)
+        return _read(state, cycle, mark)
+    finally:
+        ledger.rollback(mark)
+
+
+def _read(state: State, cycle: Cycle, mark: int) -> Plan:
+    outcomes = _outcomes(cycle.ledger, mark)
+    bind: list[Bind] = []
+    resize: list[Resize] = []
+    evict: list[Evict] = []
+    move: list[Move] = []
+    nominate: list[Nominate] = []
+    for job, outcome in sorted(outcomes.items(), key=lambda item: item[0].uid):
+        before = job.active + len(outcome.stop) - len(outcome.start) - len(outcome.nominate)
+        if outcome.stop and len(outcome.stop) == before:
+            evict.append(_evict(job, outcome, cycle))
+        elif outcome.start and not before:
+            bind.append(Bind(job.uid, _placements(outcome.start), explain.started(job, len(outcome.start))))
+        elif outcome.start or outcome.stop:
+            resize.append(_resize(job, outcome, before, cycle))
+        move.extend(_move(task, cycle) for task in outcome.move)
+        if outcome.nominate:
+            nominate.append(_nominate(job, outcome.nominate))
+    waiting = _waiting(state, cycle)
+    waiting.update(
+        (n.job, n.reason) for n in nominate if state.jobs[n.job].active == len(outcomes[state.jobs[n.job]].nominate)
+    )
+    return Plan(tuple(bind), tuple(resize), tuple(evict), tuple(move), tuple(nominate), waiting)
+
+
+def _outcomes(ledger: Ledger, mark: int) -> dict[Job, Outcome]:
+    outcomes: dict[Job, Outcome] = {}
+    copies = set()
+    first: dict[Task, Status] = {}
+    for task, before, _, _ in ledger.since(mark):
+        first.setdefault(task, before)
+        if task.moved is not None and task.status is Status.BOUND:
+            copies.add(task.moved)
+    for task, before in first.items():
+        if task.status is before:
+            continue
+        outcome = outcomes.setdefault(task.job, Outcome())
+        if task.moved is not None:
+            outcome.move.append(task)
+        elif task.status is Status.BOUND:
+            outcome.start.append(task)
+        elif task.status is Status.NOMINATED:
+            outcome.nominate.append(task)
+        elif task not in copies:
+            outcome.stop.append(task)
+    return outcomes
+
+
+def _placements(tasks: Iterable[Task]) -> tuple[Placement, ...]:
+    return tuple(_placement(task) for task in tasks)
+
+
+def _placement(task: Task) -> Placement:
+    if task.node is None:
+        raise AssertionError(f"a task of {task.job.name} was planned without a node")
+    return Placement(task.node.name, task.devices)
+
+
+def _evict(job: Job, outcome: Outcome, cycle: Cycle) -> Evict:
+    workers = tuple(sorted(t.id for t in outcome.stop))
+    return Evict(job.uid, workers, explain.stopped(job, cycle.causes[outcome.stop[0]]))
+
+
+def _resize(job: Job, outcome: Outcome, before: int, cycle: Cycle) -> Resize:
+    after = before + len(outcome.start) - len(outcome.stop)
+    if outcome.stop:
+        reason = explain.shrunk(job, before, after, cycle.causes[outcome.stop[0]])
+    else:
+        reason = explain.expanded(job, before, after)
+    remove = tuple(sorted(t.id for t in outcome.stop))
+    return Resize(job.uid, _placements(outcome.start), remove, before, after, reason)
+
+
+def _move(copy: Task, cycle: Cycle) -> Move:
+    old = copy.moved
+    if old is None:
+        raise AssertionError("a move has an origin")
+    to = _placement(copy)
+    return Move(copy.job.uid, old.id, to, explain.moved(old, to.node, cycle.causes[old]))
+
+
+def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:
+    leaving = [other for task in tasks if task.node is not None for other in task.node.tasks if _blocks(other, task)]
+    if not leaving:
+        # Devices are idle: the project's own leaving workers still count against its limit.
+        leaving = [t for j in _jobs_of(tasks) for t in j.tasks.values() if t.status is Status.LEAVING]
+    unique = sorted(set(leaving), key=lambda t: t.id)
+    return Nominate(job.uid, _placements(tasks), tuple(t.id for t in unique), explain.nominated(job, unique))
+
+
+def _blocks(other: Task, task: Task) -> bool:
+    return other.status is Status.LEAVING and bool(set(other.devices) & set(task.devices))
+
+
+def _jobs_of(tasks: Sequence[Task]) -> set[Job]:
+    queue = tasks[0].job.queue
+    return {t.job for t in tasks} | set(queue.running)
+
+
+def _waiting(state: State, cycle: Cycle) -> dict[str, Reason]:
+    reasons: dict[str, Reason] = {}
+    for queue in cycle.ledger.queues.values():
+        for shape, entries in queue.waiting.items():
+            if shape.starts:
+                reasons.update(_reasons_of(cycle, shape, [job for _, job in entries if job not in cycle.touched]))
+    reasons.update((uid, explain.suspended(job)) for uid, job in state.suspended.items() if not job.active)
+    reasons.update((uid, explain.emptying(job)) for uid, job in state.emptying.items() if not job.active)
+    return dict(sorted(reasons.items()))
+
+
+def _reasons_of(cycle: Cycle, shape: Shape, jobs: list[Job]) -> dict[str, Reason]:
+    """One reason serves all jobs of a shape."""
+    jobs = [job for job in jobs if not job.active]
+    if not jobs:
+        return {}
+    first = jobs[0]
+    reason = explain.waits(cycle.ledger, first, first.pending[: len(shape.requests)])
+    return dict.fromkeys((job.uid for job in jobs), reason)

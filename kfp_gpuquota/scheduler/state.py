@@ -1,0 +1,303 @@
+"""Everything the scheduler knows, indexed for planning. Events are the only way to change it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from functools import singledispatchmethod
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.errors import InvalidFieldError, NotFoundError
+from kfp_gpuquota.scheduler import events
+from kfp_gpuquota.scheduler.ledger import Ledger
+from kfp_gpuquota.scheduler.model import (
+    BOUNDLESS,
+    GPU,
+    NOTHING,
+    UNLIMITED,
+    Amount,
+    Host,
+    Job,
+    Queue,
+    Request,
+    Status,
+    Task,
+)
+from kfp_gpuquota.scheduler.order import job_key, next_tasks, shape_of
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import JobSpec, Project
+
+
+class State:
+    """An indexed snapshot of the cluster.
+
+    `apply` raises `NotFoundError` for an event about a job or worker that was never announced, and
+    `InvalidFieldError` for departments that contain each other.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.jobs: dict[str, Job] = {}
+        self.workers: dict[str, Task] = {}
+        self.growable: dict[str, Job] = {}
+        self.suspended: dict[str, Job] = {}
+        self.emptying: dict[str, Job] = {}
+
+    def apply(self, event: events.Event) -> None:
+        """Take note of what happened."""
+        self._apply(event)
+
+    @singledispatchmethod
+    def _apply(self, event: events.Event) -> None:
+        raise TypeError(f"not an event: {event!r}")
+
+    @_apply.register
+    def _(self, event: events.NodeChanged) -> None:
+        node = event.node
+        self.ledger.put_host(
+            Host(
+                name=node.name,
+                devices=tuple(sorted(d.index for d in node.devices)),
+                gpu_memory_mib=min((d.memory_mib for d in node.devices), default=0),
+                ready=node.ready,
+                labels=node.labels,
+            )
+        )
+
+    @_apply.register
+    def _(self, event: events.NodeRemoved) -> None:
+        host = self.ledger.hosts.get(event.name)
+        if host is None:
+            return
+        self.ledger.put_host(Host(name=host.name, devices=(), ready=False))
+        self._forget_empty(event.name)
+
+    @_apply.register
+    def _(self, event: events.QuotaChanged) -> None:
+        project = event.project
+        queue = self._queue(project.name)
+        parent = None if project.parent is None else self._parent(project.parent)
+        if parent is not queue.parent:
+            _graft(queue, parent)
+        _set_quota(queue, project)
+
+    @_apply.register
+    def _(self, event: events.QuotaRemoved) -> None:
+        queue = self.ledger.queues.get(event.name)
+        if queue is None:
+            return
+        queue.deserved, queue.limit, queue.known = NOTHING, NOTHING, False
+        if not queue.children and not any(job.queue is queue for job in self.jobs.values()):
+            _graft(queue, None)
+            del self.ledger.queues[event.name]
+
+    @_apply.register
+    def _(self, event: events.JobSubmitted) -> None:
+        job = new_job(event.uid, event.spec, self._queue(event.spec.project), event.at)
+        self.add_job(job)
+
+    @_apply.register
+    def _(self, event: events.JobRemoved) -> None:
+        job = self._job(event.uid)
+        job.removed = True
+        for task in list(job.tasks.values()):
+            if task.status is not Status.LEAVING:
+                self.ledger.set(task, Status.LEAVING, task.node, task.devices)
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.JobSuspended) -> None:
+        job = self._job(event.uid)
+        job.suspended = True
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.JobResumed) -> None:
+        job = self._job(event.uid)
+        job.suspended = False
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.WorkerStarted) -> None:
+        job = self._job(event.job)
+        host = self.ledger.hosts.get(event.node)
+        if host is None:
+            host = Host(name=event.node, devices=(), ready=False)
+            self.ledger.put_host(host)
+        task = job.pending.pop(0) if job.pending else Task(job=job, request=job.request, index=0)
+        task.id, task.started_at, task.index = event.worker, event.at, job.next_index
+        job.next_index += 1
+        job.tasks[event.worker] = self.workers[event.worker] = task
+        status = Status.LEAVING if job.removed else Status.HELD
+        self.ledger.set(task, status, host, event.devices)
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.WorkerLeaving) -> None:
+        task = self._worker(event.worker)
+        self.ledger.set(task, Status.LEAVING, task.node, task.devices)
+        self._changed(task.job)
+
+    @_apply.register
+    def _(self, event: events.WorkerGone) -> None:
+        task = self._worker(event.worker)
+        job, host = task.job, task.node
+        self.ledger.set(task, Status.PENDING, None)
+        del job.tasks[event.worker], self.workers[event.worker]
+        if not job.removed and job.active + len(job.pending) < job.wanted:
+            job.pending.append(Task(job=job, request=task.request, index=0, priority=task.priority))
+        self._changed(job)
+        if host is not None:
+            self._forget_empty(host.name)
+
+    @_apply.register
+    def _(self, event: events.ProgressReported) -> None:
+        job = self._job(event.job)
+        if event.throughput is not None and job.active:
+            job.throughput[job.active] = event.throughput
+        if event.checkpoint_at is not None:
+            job.checkpoint_at = event.checkpoint_at
+
+    def add_job(self, job: Job) -> None:
+        """Take up a job made by hand (richer than a `JobSpec` can say), with its queue among the ledger's."""
+        self.jobs[job.uid] = job
+        self._changed(job)
+
+    def add_queue(self, queue: Queue, parent: Queue | None = None) -> None:
+        """Take up a queue made by hand, below `parent`."""
+        self.ledger.queues[queue.name] = queue
+        _graft(queue, parent)
+
+    def _job(self, uid: str) -> Job:
+        if uid not in self.jobs:
+            raise NotFoundError(f"job {uid!r} is not known to the scheduler")
+        return self.jobs[uid]
+
+    def _worker(self, worker: str) -> Task:
+        if worker not in self.workers:
+            raise NotFoundError(f"worker {worker!r} is not known to the scheduler")
+        return self.workers[worker]
+
+    def _queue(self, name: str) -> Queue:
+        if name not in self.ledger.queues:
+            self.add_queue(Queue(name=name, limit=NOTHING, known=False))
+        return self.ledger.queues[name]
+
+    def _parent(self, name: str) -> Queue:
+        """A department; one that nobody has described yet stands in nobody's way."""
+        if name not in self.ledger.queues:
+            self.add_queue(Queue(name=name, deserved=BOUNDLESS))
+        return self.ledger.queues[name]
+
+    def _forget_empty(self, name: str) -> None:
+        host = self.ledger.hosts[name]
+        if not host.devices and not host.ready and not host.tasks:
+            self.ledger.drop_host(host)
+
+    def _changed(self, job: Job) -> None:
+        """Bring every index that mentions the job up to date."""
+        self.ledger.settle()
+        _unfile(job)
+        if job.removed and not job.tasks:
+            del self.jobs[job.uid]
+        considered = not job.removed and not job.suspended
+        tasks = next_tasks(job) if considered else []
+        if tasks:
+            _file(job, tasks)
+        _request(job, self.ledger, considered=considered)
+        self._note(self.growable, job, considered and job.wanted <= job.active < job.most)
+        self._note(self.suspended, job, job.suspended and not job.removed)
+        self._note(self.emptying, job, considered and not tasks and job.active < job.gang)
+
+    @staticmethod
+    def _note(index: dict[str, Job], job: Job, belongs: bool) -> None:  # noqa: FBT001 - a predicate's value
+        if belongs:
+            index[job.uid] = job
+        else:
+            index.pop(job.uid, None)
+
+
+def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
+    """The scheduler's record of a job as its user asks for it."""
+    size = spec.worker_gpus
+    nodes = None if spec.node is None else frozenset({spec.node})
+    job = Job(
+        uid=uid,
+        name=spec.name,
+        queue=queue,
+        gang=spec.smallest // size,
+        wanted=spec.gpus // size,
+        most=spec.largest // size,
+        request=Request(devices=size, nodes=nodes),
+        priority=spec.effective_priority,
+        preemptible=spec.may_be_preempted,
+        submitted_at=at,
+    )
+    job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
+    return job
+
+
+def _set_quota(queue: Queue, project: Project) -> None:
+    limit = UNLIMITED if project.limit is None else project.limit * GPU
+    queue.deserved = Amount(project.guaranteed * GPU, UNLIMITED, UNLIMITED)
+    queue.limit = Amount(limit, UNLIMITED, UNLIMITED)
+    queue.priority, queue.weight, queue.known = project.priority, project.over_quota_weight, True
+
+
+def _graft(queue: Queue, parent: Queue | None) -> None:
+    """Hang the queue below another parent, with all that its subtree holds."""
+    if parent is not None and queue in parent.path:
+        raise InvalidFieldError("parent", parent.name, f"it is itself below {queue.name!r}")
+    for above in queue.path[1:]:
+        _add_totals(above, queue, -1)
+    if queue.parent is not None:
+        del queue.parent.children[queue.name]
+    queue.parent = parent
+    if parent is not None:
+        parent.children[queue.name] = queue
+    _set_path(queue)
+    for above in queue.path[1:]:
+        _add_totals(above, queue, 1)
+
+
+def _set_path(queue: Queue) -> None:
+    queue.path = (queue, *(queue.parent.path if queue.parent is not None else ()))
+    for child in queue.children.values():
+        _set_path(child)
+
+
+def _add_totals(above: Queue, queue: Queue, sign: int) -> None:
+    for name in ("held", "leaving", "lent", "fixed", "requested"):
+        total, part = getattr(above, name), getattr(queue, name)
+        for r in range(3):
+            total[r] += sign * part[r]
+
+
+def _file(job: Job, tasks: list[Task]) -> None:
+    job.filed = (shape_of(job, tasks), job_key(job))
+    insort(job.queue.waiting.setdefault(job.filed[0], []), (job.filed[1], job), key=lambda e: e[0])
+
+
+def _unfile(job: Job) -> None:
+    if job.filed is None:
+        return
+    shape, key = job.filed
+    entries = job.queue.waiting[shape]
+    del entries[bisect_left(entries, key, key=lambda e: e[0])]
+    if not entries:
+        del job.queue.waiting[shape]
+    job.filed = None
+
+
+def _request(job: Job, ledger: Ledger, *, considered: bool) -> None:
+    """Count what the job holds and wants towards its queue's request, without what is only lent to it."""
+    held = [t for t in job.tasks.values() if t.status is Status.HELD]
+    wants = (held + job.pending if considered else held)[: job.wanted]
+    gpu = cpu = memory = 0.0
+    for task in wants:
+        amount = ledger.amount(task)
+        gpu, cpu, memory = gpu + amount.gpu, cpu + amount.cpu, memory + amount.memory
+    before, job.requested = job.requested, Amount(gpu, cpu, memory)
+    for queue in job.queue.path:
+        for r in range(3):
+            queue.requested[r] += job.requested[r] - before[r]

@@ -1,0 +1,159 @@
+"""A cluster in simulated time: carries plans out, with workers that take their time to leave, and checks invariants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kfp_gpuquota.api import Device, JobSpec, Kind, Node, Project
+from kfp_gpuquota.scheduler import (
+    JobRemoved,
+    JobSubmitted,
+    NodeChanged,
+    Placement,
+    Plan,
+    QuotaChanged,
+    State,
+    WorkerGone,
+    WorkerLeaving,
+    WorkerStarted,
+    plan,
+)
+
+
+@dataclass
+class Running:
+    """A worker as the world knows it."""
+
+    job: str
+    node: str
+    devices: tuple[int, ...]
+    leaving: bool = False
+
+
+@dataclass
+class World:
+    """Jobs are named by their uid. Time advances by one second a round."""
+
+    state: State = field(default_factory=State)
+    now: float = 0.0
+    specs: dict[str, JobSpec] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
+    projects: dict[str, Project] = field(default_factory=dict)
+    workers: dict[str, Running] = field(default_factory=dict)
+    serial: int = 0
+    sizes: dict[str, list[int]] = field(default_factory=dict)
+
+    def node(self, name: str, gpus: int, *, ready: bool = True) -> None:
+        self.nodes[name] = gpus
+        devices = tuple(Device(index=i) for i in range(gpus))
+        self.state.apply(NodeChanged(Node(name=name, devices=devices, ready=ready)))
+
+    def project(self, name: str, guaranteed: int = 0, limit: int | None = None, **more: object) -> None:
+        self.projects[name] = Project(name=name, guaranteed=guaranteed, limit=limit, **more)  # type: ignore[arg-type]
+        self.state.apply(QuotaChanged(self.projects[name]))
+
+    def submit(
+        self, name: str, project: str, gpus: int = 1, low: int | None = None, high: int | None = None, **more: object
+    ) -> str:
+        spec = JobSpec(name=name, project=project, command=("true",), gpus=gpus, min_gpus=low, max_gpus=high, **more)  # type: ignore[arg-type]
+        self.now += 1
+        self.specs[name] = spec
+        self.state.apply(JobSubmitted(name, spec, self.now))
+        return name
+
+    def session(self, name: str, project: str, gpus: int = 1) -> str:
+        return self.submit(name, project, gpus, kind=Kind.BUILD)
+
+    def remove(self, name: str) -> None:
+        self.state.apply(JobRemoved(name))
+        del self.specs[name]
+        for worker in self.of(name):
+            self.workers[worker].leaving = True
+
+    def of(self, job: str) -> list[str]:
+        return [w for w, r in self.workers.items() if r.job == job]
+
+    def size(self, job: str) -> int:
+        """GPUs that the job holds and was not told to give back."""
+        return sum(len(r.devices) for r in self.workers.values() if r.job == job and not r.leaving)
+
+    def held(self, project: str) -> int:
+        return sum(len(r.devices) for r in self.workers.values() if self._project_of(r) == project)
+
+    def nodes_of(self, job: str) -> set[str]:
+        return {r.node for r in self.workers.values() if r.job == job}
+
+    def start(self, job: str, placement: Placement) -> None:
+        self.serial += 1
+        worker = f"w{self.serial:05}"
+        self.workers[worker] = Running(job, placement.node, placement.devices)
+        self.state.apply(WorkerStarted(worker, job, placement.node, placement.devices, self.now))
+
+    def leave(self, worker: str) -> None:
+        self.workers[worker].leaving = True
+        self.state.apply(WorkerLeaving(worker))
+
+    def gone(self, worker: str) -> None:
+        del self.workers[worker]
+        self.state.apply(WorkerGone(worker))
+
+    def release(self) -> None:
+        """Every worker that was told to go is gone."""
+        for worker in [w for w, r in self.workers.items() if r.leaving]:
+            self.gone(worker)
+
+    def carry_out(self, decided: Plan) -> None:
+        for evict in decided.evict:
+            for worker in evict.workers:
+                self.leave(worker)
+        for resize in decided.resize:
+            for worker in resize.remove:
+                self.leave(worker)
+            for placement in resize.add:
+                self.start(resize.job, placement)
+        for bind in decided.bind:
+            for placement in bind.placements:
+                self.start(bind.job, placement)
+        for move in decided.move:
+            self.leave(move.worker)
+            self.start(move.job, move.to)
+        self.check()
+
+    def plan(self) -> Plan:
+        return plan(self.state, self.now)
+
+    def step(self) -> Plan:
+        """Plan once and carry it out; nobody is gone yet."""
+        self.now += 1
+        decided = self.plan()
+        self.carry_out(decided)
+        return decided
+
+    def settle(self, rounds: int = 30) -> list[Plan]:
+        """Plan, carry out and release until nothing changes; fails where that takes too long."""
+        plans = []
+        for _ in range(rounds):
+            decided = self.step()
+            plans.append(decided)
+            if decided.empty and not any(r.leaving for r in self.workers.values()):
+                return plans
+            self.release()
+        raise AssertionError(f"no fixed point in {rounds} rounds: {plans[-2:]}")
+
+    def check(self) -> None:
+        """What must hold at every moment."""
+        taken: set[tuple[str, int]] = set()
+        for worker in self.workers.values():
+            for device in worker.devices:
+                assert (worker.node, device) not in taken, f"{worker.node}/{device} is held twice"
+                assert device < self.nodes[worker.node], f"{worker.node} has no device {device}"
+                taken.add((worker.node, device))
+        for name, project in self.projects.items():
+            assert project.limit is None or self.held(name) <= project.limit, f"{name} is above its limit"
+        for name, spec in self.specs.items():
+            assert self.size(name) == 0 or self.size(name) >= spec.smallest, f"{name} runs below its gang"
+            assert self.size(name) <= spec.largest
+
+    def _project_of(self, running: Running) -> str:
+        job = self.state.jobs[running.job]
+        return job.queue.name
