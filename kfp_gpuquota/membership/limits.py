@@ -1,0 +1,28 @@
+"""Which workers have waited, or kept others waiting, for too long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.membership.tables import WorkerState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kfp_gpuquota.membership.roster import Limits, Member
+
+
+def kills_due(members: Iterable[Member], limits: Limits, now: float) -> Iterator[tuple[str, str]]:
+    """(worker, why) for each worker to be killed now.
+
+    Killing a silent worker closes its sockets, and that is what frees the peers which wait for it.
+    """
+    for member in members:
+        if member.state is WorkerState.GONE or member.killed or member.finished:
+            continue
+        if member.heard_at is None and now - member.wanted_at > limits.starting_s:
+            yield member.id, f"it was not heard within {limits.starting_s:g} s of its start"
+        elif member.heard_at is not None and member.alive and now - member.heard_at > limits.silence_s:
+            yield member.id, f"it was silent for more than {limits.silence_s:g} s"
+        elif member.leaving_since is not None and now - member.leaving_since > limits.leave_s:
+            yield member.id, f"it did not leave within {limits.leave_s:g} s"

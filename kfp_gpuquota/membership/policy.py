@@ -1,0 +1,48 @@
+"""Who should be in the next generation, as pure functions. The order of the result gives the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.membership.tables import WorkerState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kfp_gpuquota.membership.roster import Member
+
+
+def first_members(
+    wanted: Sequence[Member], min_workers: int, forming_s: float, not_without_all_before: float, now: float
+) -> tuple[str, ...]:
+    """The first generation: all wanted workers, or after `forming_s` those that are ready. Empty: not yet.
+
+    Before `not_without_all_before` it takes all of them: after a restart of the coordinator, one that was not heard
+    may be training.
+    """
+    ready = [member for member in wanted if member.state is WorkerState.READY]
+    if not ready:
+        return ()
+    if len(ready) < len(wanted):
+        waited = now - min(member.ready_at or 0.0 for member in ready)
+        if len(ready) < min_workers or waited < forming_s or now < not_without_all_before:
+            return ()
+    return tuple(member.id for member in ready)
+
+
+def survivors(base: Sequence[Member], wanted: Sequence[str]) -> tuple[str, ...]:
+    """The recovery generation: the members of `base` still alive; those told to go only if nobody else is left."""
+    alive = tuple(member.id for member in base if member.alive)
+    return tuple(worker for worker in alive if worker in wanted) or alive
+
+
+def next_members(base: Sequence[str], wanted: Sequence[str], members: Mapping[str, Member]) -> tuple[str, ...]:
+    """The planned generation after `base`: who stays in its order, then ready joiners in the order wanted.
+
+    State passes from member to member, so one of `base` stays until a joiner has it, even if none is wanted.
+    """
+    stay = tuple(worker for worker in base if worker in wanted)
+    join = tuple(w for w in wanted if w not in base and members[w].state is WorkerState.READY)
+    if stay or not wanted:
+        return stay + join
+    return (*base[:1], *join) if join else tuple(base)

@@ -1,0 +1,80 @@
+"""What the machine remembers of one worker and of one generation, and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kfp_gpuquota.membership.tables import (
+    GENERATION_TRANSITIONS,
+    WORKER_TRANSITIONS,
+    GenerationState,
+    GenerationTrigger,
+    WorkerState,
+    WorkerTrigger,
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long the machine waits, in seconds.
+
+    `starting_s`: from being wanted to a worker's first message. `silence_s`: without a sign of life before a worker is
+    killed. `leave_s`: from being told to go to being killed.
+    `forming_s`: from the first ready worker to a first generation without those that are not. `failure_s`: from a
+    failed collective that no lost worker explains to repeating the step with everybody.
+    """
+
+    starting_s: float = 900.0
+    silence_s: float = 10.0
+    leave_s: float = 30.0
+    forming_s: float = 5.0
+    failure_s: float = 2.0
+
+
+@dataclass
+class Member:
+    """One worker of the job, in a generation or not."""
+
+    id: str
+    state: WorkerState = WorkerState.EXPECTED
+    wanted_at: float = 0.0
+    heard_at: float | None = None
+    connected: bool = False
+    ready_at: float | None = None
+    leaving_since: float | None = None
+    killed: bool = False
+    finished: bool = False
+
+    def move(self, trigger: WorkerTrigger) -> bool:
+        """Follow the table; False where it has no such transition."""
+        after = WORKER_TRANSITIONS[self.state].get(trigger)
+        if after is not None:
+            self.state = after
+        return after is not None
+
+    @property
+    def alive(self) -> bool:
+        """It can still take part in a generation."""
+        return not self.killed and self.state not in {WorkerState.GONE, WorkerState.LEFT, WorkerState.FINISHED}
+
+
+@dataclass
+class Generation:
+    """One fixed, ordered membership. `base` is the generation whose members agree to switch; 0: nobody is asked."""
+
+    number: int
+    members: tuple[str, ...]
+    base: int
+    state: GenerationState
+    prepared: set[str] = field(default_factory=set)
+    adopted: dict[str, tuple[float, int]] = field(default_factory=dict)  # worker -> (pause in ms, lost steps)
+    leavers: set[str] = field(default_factory=set)  # of the generation before, known when this one is committed
+    step: int = 0
+    complete: bool = False  # everybody has switched
+
+    def move(self, trigger: GenerationTrigger) -> bool:
+        """Follow the table; False where it has no such transition."""
+        after = GENERATION_TRANSITIONS[self.state].get(trigger)
+        if after is not None:
+            self.state = after
+        return after is not None

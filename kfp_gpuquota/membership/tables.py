@@ -1,0 +1,84 @@
+"""The two transition tables. Everything that is not in them is ignored: duplicates, and messages that came too late.
+
+docs/membership.md shows the same tables; a test compares them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+
+class WorkerState(StrEnum):
+    """Where one worker stands."""
+
+    EXPECTED = "expected"  # the cluster started it; nothing was heard
+    JOINING = "joining"  # connected, still importing and building
+    READY = "ready"  # waits for a generation
+    MEMBER = "member"  # in the generation in force
+    LEFT = "left"  # in no generation any more; its process may still run
+    FINISHED = "finished"  # applied the last step
+    GONE = "gone"  # its process ended
+
+
+class WorkerTrigger(StrEnum):
+    """What moves a worker."""
+
+    JOINED = "WorkerJoined"
+    READY = "WorkerReady"
+    INCLUDED = "a generation with it is in force"
+    EXCLUDED = "a generation without it is in force"
+    RELEASED = "it left by agreement, or is not wanted and in no generation"
+    FINISHED = "TrainingFinished"
+    GONE = "WorkerGone"
+
+
+class GenerationState(StrEnum):
+    """Where one generation stands."""
+
+    PROPOSED = "proposed"  # its members prepare while the one in force trains
+    RECOVERING = "recovering"  # its members build it while nobody trains
+    WITHDRAWN = "withdrawn"  # no longer wanted; may still have been agreed on
+    COMMITTED = "committed"  # in force: at least one worker switched to it
+    SUPERSEDED = "superseded"  # a newer one is in force
+
+
+class GenerationTrigger(StrEnum):
+    """What moves a generation."""
+
+    ADOPTED = "GenerationAdopted, or CollectiveFailed inside it"
+    OUTDATED = "another target, a joiner lost, a member lost"
+    REPLACED = "a newer generation is committed"
+
+
+_W, _WT, _G, _GT = WorkerState, WorkerTrigger, GenerationState, GenerationTrigger
+
+_ALIVE_ANYWHERE: Final = {_WT.GONE: _W.GONE, _WT.RELEASED: _W.LEFT, _WT.INCLUDED: _W.MEMBER}
+
+WORKER_TRANSITIONS: Final = MappingProxyType(
+    {
+        _W.EXPECTED: {**_ALIVE_ANYWHERE, _WT.JOINED: _W.JOINING, _WT.READY: _W.READY},
+        _W.JOINING: {**_ALIVE_ANYWHERE, _WT.READY: _W.READY},
+        _W.READY: _ALIVE_ANYWHERE,
+        _W.MEMBER: {
+            _WT.EXCLUDED: _W.LEFT,
+            _WT.RELEASED: _W.LEFT,
+            _WT.FINISHED: _W.FINISHED,
+            _WT.GONE: _W.GONE,
+        },
+        _W.LEFT: {_WT.GONE: _W.GONE},
+        _W.FINISHED: {_WT.GONE: _W.GONE},
+        _W.GONE: {},
+    }
+)
+
+GENERATION_TRANSITIONS: Final = MappingProxyType(
+    {
+        _G.PROPOSED: {_GT.ADOPTED: _G.COMMITTED, _GT.OUTDATED: _G.WITHDRAWN, _GT.REPLACED: _G.SUPERSEDED},
+        _G.RECOVERING: {_GT.ADOPTED: _G.COMMITTED, _GT.OUTDATED: _G.WITHDRAWN, _GT.REPLACED: _G.SUPERSEDED},
+        _G.WITHDRAWN: {_GT.ADOPTED: _G.COMMITTED, _GT.REPLACED: _G.SUPERSEDED},
+        _G.COMMITTED: {_GT.REPLACED: _G.SUPERSEDED},
+        _G.SUPERSEDED: {},
+    }
+)

@@ -1,0 +1,417 @@
+"""The membership service: elastic jobs' machines over HTTP, to be mounted in the server's application.
+
+    service = MembershipService(notices)
+    app.add_routes(service.routes())
+    app.cleanup_ctx.append(service.lifespan)
+
+One connection per worker carries everything: `POST /v1/membership/{job}/workers/{worker}?incarnation=ID`, whose
+request body is a stream of the worker's events and whose response is a stream of its orders, both JSON lines. The
+first event says who connects; the end of the body is a goodbye, and is answered by the end of the response. A blank
+line is sent to the worker each second, so that both sides notice the other's end. `.../store/{generation}/{operation}`
+is the rendezvous store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+from aiohttp import web
+
+from kfp_gpuquota.api import Progress
+from kfp_gpuquota.errors import ConflictError, GpuQuotaError, InvalidFieldError, NotFoundError, UnauthorizedError
+from kfp_gpuquota.membership import (
+    AnnounceCommit,
+    AnnounceFinish,
+    AnnounceRelease,
+    Command,
+    Event,
+    Kill,
+    Limits,
+    Membership,
+    Order,
+    Reserve,
+    TargetChanged,
+    Tell,
+    Ticked,
+    WorkerDisconnected,
+    WorkerEvent,
+    WorkerGone,
+    WorkerJoined,
+    WorkerReconnected,
+)
+from kfp_gpuquota.server.membership_store import Space, Store
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+TICK_S: Final = 0.25
+PING_S: Final = 1.0
+MAX_STORE_WAIT_S: Final = 300.0
+
+
+class ProgressReported(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
+    """What the training says about itself; passed on, not judged."""
+
+    worker: str
+    step: int
+    epoch: int = 0
+    total_steps: int | None = None
+    metrics: dict[str, float] = {}
+
+
+class Notices(Protocol):
+    """What the service tells the cluster. Called in the event loop's thread; must return soon."""
+
+    def generation_reserved(self, job_uid: str, generation: int) -> None:
+        """Store the number durably before returning: it is about to be sent, and must never be used again."""
+
+    def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
+        """A generation is in force; told again with `complete` and the final figures once everybody switched."""
+
+    def worker_released(self, job_uid: str, worker: str, step: int) -> None:
+        """The worker left by agreement after `step`; its process ends with 0."""
+
+    def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
+        """End the worker's process with SIGKILL, then report `worker_gone`."""
+
+    def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
+        """The worker's own report."""
+
+    def training_finished(self, job_uid: str, worker: str, step: int) -> None:
+        """The worker applied the last step."""
+
+
+class _Mailbox:
+    """The order that stands for one connected worker, and whether it was sent."""
+
+    def __init__(self) -> None:
+        self.order: Order | None = None
+        self.changed = asyncio.Event()
+        self.closed = False
+
+    def put(self, order: Order) -> None:
+        self.order = order
+        self.changed.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self.changed.set()
+
+
+class _Job:
+    """One job: its machine, its store, its connected workers."""
+
+    def __init__(self, token: str, machine: Membership) -> None:
+        self.token = token.encode()
+        self.machine = machine
+        self.store = Store()
+        self.mailboxes: dict[str, _Mailbox] = {}
+        self.incarnations: dict[str, str] = {}
+
+
+class MembershipService:
+    """All elastic jobs of one cluster. Not thread-safe: call it in its event loop's thread."""
+
+    def __init__(
+        self, notices: Notices, *, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._notices = notices
+        self._limits = limits or Limits()
+        self._clock = clock
+        self._jobs: dict[str, _Job] = {}
+
+    # For the cluster
+
+    def open(
+        self,
+        job_uid: str,
+        token: str,
+        *,
+        min_workers: int = 1,
+        first_generation: int = 1,
+        running: Sequence[str] = (),
+    ) -> None:
+        """Take a job in. After a restart: `first_generation` is one more than the highest number reserved, and
+        `running` are all workers whose processes may still run. A job that is open already starts anew.
+        """
+        self.close(job_uid)
+        machine = Membership(
+            min_workers=min_workers, first_generation=first_generation, limits=self._limits, now=self._clock()
+        )
+        self._jobs[job_uid] = _Job(token, machine)
+        if running:
+            self._apply(job_uid, TargetChanged(tuple(running)))
+
+    def close(self, job_uid: str) -> None:
+        """Forget a job; workers still connected are cut off."""
+        if job := self._jobs.pop(job_uid, None):
+            for mailbox in job.mailboxes.values():
+                mailbox.close()
+            for space in job.store.spaces.values():
+                space.drop()
+
+    def set_target(self, job_uid: str, workers: Sequence[str], reasons: dict[str, str] | None = None) -> None:
+        """The workers the job should have; those that are missing are let go at the end of a step.
+
+        Empty: the whole job is evicted: it saves a checkpoint and all of it leaves. A worker that was released is
+        not to be wanted again. NotFoundError for a job that is not open.
+        """
+        self._apply(job_uid, TargetChanged(tuple(workers), reasons or {}))
+
+    def worker_gone(self, job_uid: str, worker: str) -> None:
+        """The worker's process has ended, however it ended."""
+        if job_uid in self._jobs:
+            self._apply(job_uid, WorkerGone(worker))
+
+    def machine(self, job_uid: str) -> Membership:
+        """The job's machine, to be read only. NotFoundError for a job that is not open."""
+        return self._job(job_uid).machine
+
+    # For the application
+
+    def routes(self) -> list[web.RouteDef]:
+        """All under /v1/membership; each request needs the job's own bearer token."""
+        base = "/v1/membership/{job}"
+        return [
+            web.post(f"{base}/workers/{{worker}}", _answering_errors(self._connect)),
+            web.post(f"{base}/store/{{generation}}/{{operation}}", _answering_errors(self._store)),
+        ]
+
+    async def lifespan(self, _app: web.Application) -> AsyncIterator[None]:
+        """For `app.cleanup_ctx`: the machines' clock, and the end of all connections."""
+        task = asyncio.create_task(self._tick())
+        yield
+        task.cancel()
+        for job_uid in list(self._jobs):
+            self.close(job_uid)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for job_uid in list(self._jobs):
+                self._apply(job_uid, Ticked())
+
+    def _job(self, job_uid: str) -> _Job:
+        if job_uid not in self._jobs:
+            raise NotFoundError(f"no elastic job {job_uid!r} is open")
+        return self._jobs[job_uid]
+
+    def _apply(self, job_uid: str, event: Event) -> None:
+        job = self._job(job_uid)
+        for command in job.machine.apply(event, self._clock()):
+            self._carry_out(job_uid, job, command)
+
+    def _carry_out(self, job_uid: str, job: _Job, command: Command) -> None:
+        match command:
+            case Tell(worker, order):
+                if mailbox := job.mailboxes.get(worker):
+                    mailbox.put(order)
+            case Reserve(generation):
+                self._notices.generation_reserved(job_uid, generation)
+            case Kill(worker, why):
+                self._notices.kill_requested(job_uid, worker, why)
+            case AnnounceRelease(worker, step):
+                self._notices.worker_released(job_uid, worker, step)
+            case AnnounceFinish(worker, step):
+                self._notices.training_finished(job_uid, worker, step)
+            case AnnounceCommit():
+                if command.complete:
+                    job.store.drop_before(command.generation)
+                self._notices.generation_committed(job_uid, command)
+
+    # One worker's connection
+
+    async def _connect(self, request: web.Request) -> web.StreamResponse:
+        job_uid, worker = request.match_info["job"], request.match_info["worker"]
+        job = self._authorized(request)
+        self._admit(job, worker, request.query.get("incarnation", ""))
+        hello = _decode(await request.content.readline())
+        if not isinstance(hello, WorkerJoined | WorkerReconnected) or hello.worker != worker:
+            raise InvalidFieldError("event", type(hello).__name__, "the first one says who connects")
+        mailbox = self._open_mailbox(job_uid, job, worker, hello)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        try:
+            await response.prepare(request)
+            await self._converse(request, response, job_uid, mailbox)
+        except (ConnectionError, asyncio.CancelledError):
+            pass  # the same as a goodbye: what it means is the machine's to say
+        finally:
+            self._close_mailbox(job_uid, worker, mailbox)
+        return response
+
+    def _authorized(self, request: web.Request) -> _Job:
+        job = self._jobs.get(request.match_info["job"])
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        if job is None or not hmac.compare_digest(given, job.token):
+            raise UnauthorizedError("the token does not open this job's membership; read it from ELASTIC_TOKEN_FILE")
+        return job
+
+    def _admit(self, job: _Job, worker: str, incarnation: str) -> None:
+        if job.incarnations.setdefault(worker, incarnation) != incarnation:
+            raise ConflictError(f"another process runs as worker {worker!r}; a worker's id is used once")
+
+    def _open_mailbox(self, job_uid: str, job: _Job, worker: str, hello: WorkerEvent) -> _Mailbox:
+        if old := job.mailboxes.pop(worker, None):
+            old.close()
+        self._apply(job_uid, hello)
+        mailbox = job.mailboxes[worker] = _Mailbox()
+        mailbox.put(job.machine.order_for(worker))
+        return mailbox
+
+    def _close_mailbox(self, job_uid: str, worker: str, mailbox: _Mailbox) -> None:
+        job = self._jobs.get(job_uid)
+        if job and job.mailboxes.get(worker) is mailbox:
+            del job.mailboxes[worker]
+            self._apply(job_uid, WorkerDisconnected(worker))
+
+    async def _converse(
+        self, request: web.Request, response: web.StreamResponse, job_uid: str, mailbox: _Mailbox
+    ) -> None:
+        sending = asyncio.create_task(_send_orders(response, mailbox))
+        listening = asyncio.create_task(self._listen(request, job_uid))
+        try:
+            await asyncio.wait({sending, listening}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, listening):
+                task.cancel()
+            await asyncio.gather(sending, listening, return_exceptions=True)
+        with suppress(ConnectionError):
+            await response.write_eof()
+
+    async def _listen(self, request: web.Request, job_uid: str) -> None:
+        worker = request.match_info["worker"]
+        while line := await request.content.readline():
+            event = _decode(line)
+            if event.worker != worker or job_uid not in self._jobs:
+                return
+            if isinstance(event, ProgressReported):
+                self._report(job_uid, event)
+            else:
+                self._apply(job_uid, event)
+
+    def _report(self, job_uid: str, report: ProgressReported) -> None:
+        progress = Progress(
+            step=report.step,
+            total_steps=report.total_steps,
+            epoch=report.epoch,
+            at=time.time(),
+            metrics=report.metrics,
+        )
+        self._notices.progress_reported(job_uid, report.worker, progress)
+
+    # The store
+
+    async def _store(self, request: web.Request) -> web.StreamResponse:
+        job = self._authorized(request)
+        operation = _OPERATIONS.get(request.match_info["operation"])
+        if operation is None:
+            raise NotFoundError(f"the store cannot {request.match_info['operation']!r}; it can {sorted(_OPERATIONS)}")
+        asked = msgspec.json.decode(await request.read(), type=StoreRequest)
+        space = job.store.space(int(request.match_info["generation"]))
+        return web.Response(body=msgspec.json.encode(await operation(space, asked)), content_type="application/json")
+
+
+class StoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One store operation; values are bytes in base64. What it does not need is left out."""
+
+    key: str = ""
+    keys: tuple[str, ...] = ()
+    value: bytes = b""
+    values: tuple[bytes, ...] = ()
+    expected: bytes = b""
+    amount: int = 0
+    timeout_s: float = 0.0
+
+
+async def _set(space: Space, asked: StoreRequest) -> None:
+    for key, value in zip(asked.keys or (asked.key,), asked.values or (asked.value,), strict=True):
+        space.set(key, value)
+
+
+async def _get(space: Space, asked: StoreRequest) -> list[bytes]:
+    keys = list(asked.keys or (asked.key,))
+    await space.wait(keys, min(asked.timeout_s, MAX_STORE_WAIT_S))
+    return space.values(keys)
+
+
+async def _wait(space: Space, asked: StoreRequest) -> None:
+    await space.wait(list(asked.keys), min(asked.timeout_s, MAX_STORE_WAIT_S))
+
+
+async def _check(space: Space, asked: StoreRequest) -> bool:
+    return space.check(asked.keys)
+
+
+async def _add(space: Space, asked: StoreRequest) -> int:
+    return space.add(asked.key, asked.amount)
+
+
+async def _append(space: Space, asked: StoreRequest) -> None:
+    space.append(asked.key, asked.value)
+
+
+async def _compare_set(space: Space, asked: StoreRequest) -> bytes:
+    return space.compare_set(asked.key, asked.expected, asked.value)
+
+
+async def _delete(space: Space, asked: StoreRequest) -> bool:
+    return space.delete(asked.key)
+
+
+async def _count(space: Space, _asked: StoreRequest) -> int:
+    return len(space)
+
+
+_OPERATIONS: Final[dict[str, Callable[[Space, StoreRequest], Awaitable[object]]]] = {
+    "set": _set,
+    "get": _get,
+    "wait": _wait,
+    "check": _check,
+    "add": _add,
+    "append": _append,
+    "compare_set": _compare_set,
+    "delete": _delete,
+    "count": _count,
+}
+
+_LINE = msgspec.json.Decoder(WorkerEvent | ProgressReported)
+
+
+def _decode(line: bytes) -> WorkerEvent | ProgressReported:
+    event: WorkerEvent | ProgressReported = _LINE.decode(line)
+    return event
+
+
+async def _send_orders(response: web.StreamResponse, mailbox: _Mailbox) -> None:
+    while not mailbox.closed:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PING_S):
+                await mailbox.changed.wait()
+        line = msgspec.json.encode(mailbox.order) if mailbox.changed.is_set() else b""
+        mailbox.changed.clear()
+        await response.write(line + b"\n")
+
+
+def _answering_errors(handler: Handler) -> Handler:
+    async def answered(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (msgspec.DecodeError, ValueError) as error:
+            return _error(400, "usage", str(error))
+        except GpuQuotaError as error:
+            return _error(error.http_status, error.code, error.message)
+        except web.HTTPRequestEntityTooLarge as error:
+            return _error(error.status, "usage", f"the body is too large: {error.text}")
+
+    return answered
+
+
+def _error(status: int, code: str, message: str) -> web.Response:
+    return web.json_response({"error": {"code": code, "message": message}}, status=status)

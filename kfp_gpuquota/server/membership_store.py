@@ -1,0 +1,119 @@
+"""The rendezvous store of one elastic job: what `torch.distributed.Store` needs, in memory.
+
+It lives with the coordinator, so that no worker hosts what the others need. Each generation has a space of its own,
+which is dropped with it; whoever still waits in it is told so at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+MAX_BYTES: Final = 64 << 20
+MAX_KEYS: Final = 100_000
+
+
+class Space:
+    """The keys and values (bytes) of one generation."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._bytes = 0
+        self._changed = asyncio.Event()
+        self._dropped = False
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store `value`; InvalidFieldError where the space is full."""
+        size = self._bytes + len(value) - len(self._values.get(key, b""))
+        if size > MAX_BYTES or (key not in self._values and len(self._values) >= MAX_KEYS):
+            raise InvalidFieldError(
+                "value", len(value), f"a generation's store holds {MAX_KEYS} keys, {MAX_BYTES} bytes"
+            )
+        self._values[key], self._bytes = value, size
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a decimal number (0 where there is none) and return the sum, as torch's TCPStore does."""
+        total = int(self._values.get(key, b"0")) + amount
+        self.set(key, str(total).encode())
+        return total
+
+    def append(self, key: str, value: bytes) -> None:
+        """Extend the value."""
+        self.set(key, self._values.get(key, b"") + value)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Store `desired` where the value is `expected`, or where there is none and `expected` is empty.
+
+        Returns the value afterwards; of a key that does not exist, `expected`.
+        """
+        current = self._values.get(key)
+        if current == expected or (current is None and not expected):
+            self.set(key, desired)
+            return desired
+        return expected if current is None else current
+
+    def check(self, keys: Iterable[str]) -> bool:
+        """Whether all of them exist."""
+        return all(key in self._values for key in keys)
+
+    def delete(self, key: str) -> bool:
+        """Whether it existed."""
+        value = self._values.pop(key, None)
+        self._bytes -= len(value or b"")
+        return value is not None
+
+    def values(self, keys: Iterable[str]) -> list[bytes]:
+        """The values of keys that exist."""
+        return [self._values[key] for key in keys]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    async def wait(self, keys: list[str], timeout_s: float) -> None:
+        """Until all of them exist. NotFoundError after `timeout_s`, ConflictError once the space is dropped."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._dropped and not self.check(keys):
+                    await self._changed.wait()
+        except TimeoutError:
+            missing = [key for key in keys if key not in self._values]
+            raise NotFoundError(f"no value for {missing} within {timeout_s:g} s") from None
+        if self._dropped:
+            raise ConflictError("this generation is over; rendezvous in the newest one")
+
+    def drop(self) -> None:
+        """End all waits."""
+        self._dropped = True
+        self._changed.set()
+
+
+class Store:
+    """The spaces of one job, by generation."""
+
+    def __init__(self) -> None:
+        self._spaces: dict[int, Space] = {}
+        self._oldest = 0
+
+    def space(self, generation: int) -> Space:
+        """That generation's; ConflictError for one that is over."""
+        if generation < self._oldest:
+            raise ConflictError(f"generation {generation} is over; the oldest one kept is {self._oldest}")
+        return self._spaces.setdefault(generation, Space())
+
+    def drop_before(self, generation: int) -> None:
+        """Forget all older ones."""
+        self._oldest = max(self._oldest, generation)
+        for old in [g for g in self._spaces if g < generation]:
+            self._spaces.pop(old).drop()
+
+    @property
+    def spaces(self) -> Mapping[int, Space]:
+        """What is held, by generation."""
+        return self._spaces

@@ -1,0 +1,230 @@
+"""What the machine decides, one history a test."""
+
+from __future__ import annotations
+
+from kfp_gpuquota.membership import (
+    AnnounceCommit,
+    AnnounceRelease,
+    CollectiveFailed,
+    Command,
+    Event,
+    GenerationAdopted,
+    Kill,
+    LeaveRequested,
+    Membership,
+    Propose,
+    Recover,
+    Release,
+    Reserve,
+    Stay,
+    TargetChanged,
+    Tell,
+    Ticked,
+    TrainingFinished,
+    WorkerDisconnected,
+    WorkerGone,
+    WorkerJoined,
+    WorkerReady,
+    WorkerReconnected,
+)
+
+
+class Driver:
+    """A machine and everything it ever said."""
+
+    def __init__(self, machine: Membership | None = None) -> None:
+        self.machine = machine or Membership()
+        self.said: list[Command] = []
+        self.now = 0.0
+
+    def __call__(self, *events: Event, at: float | None = None) -> list[Command]:
+        self.now = self.now if at is None else at
+        new = [command for event in events for command in self.machine.apply(event, self.now)]
+        self.said += new
+        return new
+
+    def orders(self, worker: str) -> list[object]:
+        return [c.order for c in self.said if isinstance(c, Tell) and c.worker == worker]
+
+
+def arrive(worker: str) -> tuple[Event, ...]:
+    return WorkerJoined(worker), WorkerReady(worker)
+
+
+def training(*workers: str) -> Driver:
+    """Generation 1 of these workers is in force."""
+    drive = Driver()
+    drive(TargetChanged(workers))
+    for worker in workers:
+        drive(*arrive(worker))
+    drive(*(GenerationAdopted(worker, 1, 0) for worker in workers))
+    return drive
+
+
+def test_the_first_generation_forms_when_every_wanted_worker_is_ready() -> None:
+    drive = Driver()
+    drive(TargetChanged(("a", "b")), *arrive("b"))
+    assert drive.orders("b") == [Stay(0)]
+    assert drive(WorkerJoined("a")) == []
+    assert drive(WorkerReady("a")) == [
+        Reserve(1),
+        Tell("a", Recover(1, ("a", "b"))),
+        Tell("b", Recover(1, ("a", "b"))),
+    ]
+
+
+def test_the_first_generation_starts_with_the_gang_after_some_patience() -> None:
+    drive = Driver(Membership(min_workers=1))
+    drive(TargetChanged(("a", "b")), *arrive("a"), at=1.0)
+    assert Reserve(1) not in drive(Ticked(), at=5.9)
+    assert Tell("a", Recover(1, ("a",))) in drive(Ticked(), at=6.0)
+
+
+def test_a_joiner_is_proposed_behind_the_members_who_keep_their_order() -> None:
+    drive = training("a", "b")
+    drive(TargetChanged(("c", "b", "a")))
+    said = drive(*arrive("c"))
+    proposal = Propose(2, ("a", "b", "c"), base=1)
+    assert Reserve(2) in said
+    assert [drive.machine.order_for(w) for w in "abc"] == [proposal] * 3
+
+
+def test_a_leaver_is_released_only_when_everybody_has_switched() -> None:
+    drive = training("a", "b", "c")
+    drive(TargetChanged(("a", "b")))
+    assert drive.machine.order_for("c") == Propose(2, ("a", "b"), base=1)
+    assert AnnounceRelease("c", 7) in drive(GenerationAdopted("c", 2, 7))
+    assert isinstance(drive.machine.order_for("c"), Propose)
+    drive(GenerationAdopted("a", 2, 7, pause_ms=3.0))
+    said = drive(GenerationAdopted("b", 2, 7, pause_ms=5.0))
+    assert AnnounceCommit(2, ("a", "b"), 7, 5.0, 0, complete=True) in said
+    assert isinstance(drive.machine.order_for("c"), Release)
+
+
+def test_the_loss_of_a_member_makes_a_recovery_generation_of_the_survivors_at_once() -> None:
+    drive = training("a", "b", "c")
+    said = drive(WorkerGone("a"))
+    assert said == [
+        Reserve(2),
+        Tell("b", Recover(2, ("b", "c"))),
+        Tell("c", Recover(2, ("b", "c"))),
+    ]
+
+
+def test_a_failed_collective_and_a_broken_connection_together_are_a_loss() -> None:
+    drive = training("a", "b", "c")
+    assert drive(WorkerDisconnected("c")) == []
+    said = drive(CollectiveFailed("a", 1))
+    assert isinstance(said[0], Kill)
+    assert Tell("b", Recover(2, ("a", "b"))) in said
+
+
+def test_a_failed_collective_that_nothing_explains_is_repeated_with_everybody_after_a_while() -> None:
+    drive = training("a", "b")
+    assert drive(CollectiveFailed("a", 1), at=1.0) == []
+    assert drive(Ticked(), at=2.9) == []
+    assert Tell("b", Recover(2, ("a", "b"))) in drive(Ticked(), at=3.0)
+
+
+def test_the_loss_of_a_joiner_withdraws_the_proposal() -> None:
+    drive = training("a", "b")
+    drive(TargetChanged(("a", "b", "c")), *arrive("c"))
+    said = drive(WorkerGone("c"))
+    assert said == [Tell("a", Stay(1)), Tell("b", Stay(1))]
+
+
+def test_a_withdrawn_generation_that_was_agreed_on_anyway_is_in_force() -> None:
+    drive = training("a", "b")
+    drive(TargetChanged(("a", "b", "c")), *arrive("c"), WorkerGone("c"))
+    said = drive(GenerationAdopted("a", 2, 9))
+    assert Tell("a", Recover(3, ("a", "b"))) in said
+    assert drive.machine.generation == 2
+
+
+def test_a_member_who_failed_behind_an_agreed_switch_is_not_left_behind() -> None:
+    drive = training("a", "b", "c")
+    drive(TargetChanged(("a", "b")), GenerationAdopted("a", 2, 5))
+    drive(CollectiveFailed("b", 1, 4), at=1.0)
+    assert Tell("b", Recover(3, ("a", "b"))) in drive(Ticked(), at=3.0)
+
+
+def test_a_silent_worker_is_killed_and_its_peers_go_on() -> None:
+    drive = training("a", "b")
+    said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=10.1)
+    assert [c.worker for c in said if isinstance(c, Kill)] == ["b"]
+    assert Tell("a", Recover(2, ("a",))) in said
+
+
+def test_a_worker_that_does_not_leave_in_time_is_killed() -> None:
+    drive = training("a", "b")
+    drive(TargetChanged(("a",)), at=1.0)
+    for worker in "ab":
+        drive(GenerationAdopted(worker, 1, 0), at=30.0)
+    assert [c.worker for c in drive(Ticked(), at=31.1) if isinstance(c, Kill)] == ["b"]
+
+
+def test_one_member_stays_until_a_joiner_holds_the_state() -> None:
+    drive = training("a", "b")
+    drive(TargetChanged(("c",)))
+    assert drive.machine.order_for("a") == Stay(1)
+    drive(*arrive("c"))
+    assert drive.machine.order_for("b") == Propose(2, ("a", "c"), base=1)
+    drive(*(GenerationAdopted(worker, 2, 4) for worker in "abc"))
+    assert drive.machine.order_for("a") == Propose(3, ("c",), base=2)
+
+
+def test_an_evicted_job_agrees_on_an_empty_generation_and_starts_anew_with_the_next_workers() -> None:
+    drive = training("a", "b")
+    drive(TargetChanged(()))
+    assert drive.machine.order_for("a") == Propose(2, (), base=1)
+    drive(GenerationAdopted("a", 2, 8), TargetChanged(("c",)), *arrive("c"))
+    assert drive.machine.order_for("c") == Stay(0)
+    drive(GenerationAdopted("b", 2, 8))
+    assert drive.machine.order_for("c") == Recover(3, ("c",))
+
+
+def test_a_worker_that_was_told_to_go_by_its_node_asks_to_leave_by_agreement() -> None:
+    drive = training("a", "b")
+    drive(LeaveRequested("a"))
+    assert drive.machine.order_for("b") == Propose(2, ("b",), base=1)
+
+
+def test_nothing_is_resized_once_a_member_has_finished() -> None:
+    drive = training("a", "b")
+    drive(TrainingFinished("a", 100))
+    assert drive(TargetChanged(("b",)), WorkerGone("a")) == []
+
+
+def test_one_that_has_not_finished_recovers_without_those_that_have() -> None:
+    drive = training("a", "b")
+    drive(TrainingFinished("a", 100), WorkerGone("a"))
+    drive(CollectiveFailed("b", 1, 100))
+    assert drive(Ticked(), at=2.0) == [Reserve(2), Tell("b", Recover(2, ("b",)))]
+
+
+def test_a_restarted_coordinator_learns_the_generation_from_its_workers() -> None:
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "b", "c")), WorkerReconnected("b", 7, ("a", "b"), 30))
+    assert drive.machine.generation == 7
+    drive(WorkerReconnected("a", 7, ("a", "b"), 30))
+    assert drive(*arrive("c"))[-4:] == [
+        Reserve(8),
+        *(Tell(w, Propose(8, ("a", "b", "c"), base=7)) for w in "abc"),
+    ]
+
+
+def test_a_restarted_coordinator_forms_nothing_new_while_a_worker_may_still_be_training() -> None:
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "b")), *arrive("b"), at=1.0)
+    assert not [c for c in drive(Ticked(), at=9.0) if isinstance(c, Reserve)]
+    assert Reserve(8) in drive(Ticked(), at=10.0)
+
+
+def test_messages_of_an_older_generation_change_nothing() -> None:
+    drive = training("a", "b", "c")
+    drive(WorkerGone("c"), GenerationAdopted("a", 2, 3), GenerationAdopted("b", 2, 3))
+    assert drive(CollectiveFailed("a", 1, 3), GenerationAdopted("b", 1, 2), at=60.0) == []
+
+
+def test_the_same_history_gives_the_same_commands() -> None:
+    assert training("a", "b", "c").said == training("a", "b", "c").said

@@ -1,0 +1,259 @@
+"""The service over real HTTP connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import aiohttp
+from aiohttp import web
+
+from kfp_gpuquota.server.membership import MembershipService
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from kfp_gpuquota.api import Progress
+    from kfp_gpuquota.membership import AnnounceCommit, Limits
+
+TOKEN = "a-token"
+JOB = "job-1"
+
+
+@dataclass
+class Recorder:
+    """Notices, as rows."""
+
+    rows: list[tuple[object, ...]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def _note(self, *row: object) -> None:
+        self.rows.append(row)
+        self.changed.set()
+
+    def generation_reserved(self, job_uid: str, generation: int) -> None:
+        self._note("reserved", generation)
+
+    def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
+        self._note("committed", commit.generation, "by all" if commit.complete else "by the first")
+
+    def worker_released(self, job_uid: str, worker: str, step: int) -> None:
+        self._note("released", worker, step)
+
+    def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
+        self._note("kill", worker)
+
+    def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
+        self._note("progress", worker, progress.step)
+
+    def training_finished(self, job_uid: str, worker: str, step: int) -> None:
+        self._note("finished", worker, step)
+
+    async def until(self, *row: object) -> None:
+        while row not in self.rows:
+            self.changed.clear()
+            await self.changed.wait()
+
+
+class Connection:
+    """One worker's connection: say events, hear orders."""
+
+    def __init__(self, session: aiohttp.ClientSession, worker: str, token: str, incarnation: str) -> None:
+        self.worker, self._lines = worker, asyncio.Queue[bytes | None]()
+        self._request = session.post(
+            f"/v1/membership/{JOB}/workers/{worker}",
+            params={"incarnation": incarnation},
+            headers={"Authorization": f"Bearer {token}"},
+            data=self._body(),
+        )
+
+    async def _body(self) -> AsyncIterator[bytes]:
+        while line := await self._lines.get():
+            yield line
+
+    async def open(self, event: str = "WorkerJoined", **fields: object) -> aiohttp.ClientResponse:
+        self.say(event, **fields)
+        self.response = await self._request
+        return self.response
+
+    def say(self, event: str, **fields: object) -> None:
+        self._lines.put_nowait(json.dumps({"event": event, "worker": self.worker, **fields}).encode() + b"\n")
+
+    def goodbye(self) -> None:
+        self._lines.put_nowait(None)
+
+    async def hear(self, order: str) -> dict[str, object]:
+        while True:
+            line = await self.response.content.readline()
+            assert line, "the stream ended"
+            heard: dict[str, object] = json.loads(line.strip() or b'{"order": "nothing"}')
+            if heard["order"] == order:
+                return heard
+
+
+@dataclass
+class Bench:
+    service: MembershipService
+    recorder: Recorder
+    session: aiohttp.ClientSession
+
+    async def join(self, worker: str, token: str = TOKEN, incarnation: str = "1") -> Connection:
+        connection = Connection(self.session, worker, token, incarnation)
+        await connection.open()
+        return connection
+
+    async def store(self, operation: str, generation: int = 1, **fields: object) -> tuple[int, object]:
+        async with self.session.post(
+            f"/v1/membership/{JOB}/store/{generation}/{operation}",
+            json=fields,
+            headers={"Authorization": f"Bearer {TOKEN}"},
+        ) as response:
+            return response.status, await response.json()
+
+
+@asynccontextmanager
+async def served(limits: Limits | None = None) -> AsyncIterator[Bench]:
+    recorder = Recorder()
+    service = MembershipService(recorder, limits=limits)
+    app = web.Application()
+    app.add_routes(service.routes())
+    app.cleanup_ctx.append(service.lifespan)
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    base = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    service.open(JOB, TOKEN)
+    try:
+        async with aiohttp.ClientSession(base, timeout=aiohttp.ClientTimeout(30)) as session:
+            yield Bench(service, recorder, session)
+    finally:
+        await runner.cleanup()
+
+
+def run(scenario: Callable[[Bench], Awaitable[None]], limits: Limits | None = None) -> None:
+    async def body() -> None:
+        async with served(limits) as bench, asyncio.timeout(30):
+            await scenario(bench)
+
+    asyncio.run(body())
+
+
+def test_a_worker_is_told_its_generation_and_the_number_was_reserved_before() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.service.set_target(JOB, ["a"])
+        a = await bench.join("a")
+        a.say("WorkerReady")
+        assert await a.hear("Recover") == {"order": "Recover", "generation": 1, "members": ["a"]}
+        assert bench.recorder.rows == [("reserved", 1)]
+        a.say("GenerationAdopted", generation=1, step=0)
+        await bench.recorder.until("committed", 1, "by all")
+        a.say("ProgressReported", step=5, metrics={"loss": 0.5})
+        await bench.recorder.until("progress", "a", 5)
+
+    run(scenario)
+
+
+def test_a_wrong_token_opens_nothing() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.service.set_target(JOB, ["a"])
+        refused = await bench.join("a", token="another")
+        assert refused.response.status == 401
+        assert (await refused.response.json())["error"]["code"] == "unauthorized"
+
+    run(scenario)
+
+
+def test_a_second_process_with_the_same_worker_id_is_refused() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.service.set_target(JOB, ["a"])
+        await bench.join("a", incarnation="1")
+        second = await bench.join("a", incarnation="2")
+        assert second.response.status == 409
+        assert "used once" in (await second.response.json())["error"]["message"]
+
+    run(scenario)
+
+
+def test_a_worker_that_connects_again_is_told_the_newest_order_and_nothing_older() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.service.set_target(JOB, ["a", "b"])
+        a, b = await bench.join("a"), await bench.join("b")
+        a.say("WorkerReady")
+        b.say("WorkerReady")
+        await a.hear("Recover")
+        a.goodbye()
+        bench.service.worker_gone(JOB, "b")
+        again = await bench.join("a")
+        assert (await again.hear("Recover"))["members"] == ["a"]
+
+    run(scenario)
+
+
+def test_a_goodbye_is_answered_by_the_end_of_the_stream_when_all_was_heard() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.service.set_target(JOB, ["a"])
+        a = await bench.join("a")
+        a.say("WorkerReady")
+        await a.hear("Recover")
+        a.say("GenerationAdopted", generation=1, step=0)
+        a.say("TrainingFinished", step=9)
+        a.goodbye()
+        await a.response.content.read()
+        assert ("finished", "a", 9) in bench.recorder.rows
+
+    run(scenario)
+
+
+def test_garbage_ends_the_connection_and_not_the_service() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.service.set_target(JOB, ["a"])
+        strange = Connection(bench.session, "a", TOKEN, "1")
+        assert (await strange.open("Nonsense")).status == 400
+        assert (await bench.join("a")).response.status == 200
+
+    run(scenario)
+
+
+def test_a_get_waits_for_the_value_and_ends_when_its_generation_is_over() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.service.set_target(JOB, ["a"])
+        waiting = asyncio.create_task(bench.store("get", key="k", timeout_s=20))
+        assert await bench.store("set", key="k", value="dg==") == (200, None)
+        assert await waiting == (200, ["dg=="])
+        stuck = asyncio.create_task(bench.store("get", key="never", timeout_s=20))
+        a = await bench.join("a")
+        a.say("WorkerReady")
+        await a.hear("Recover")
+        a.say("GenerationAdopted", generation=1, step=0)
+        await bench.recorder.until("committed", 1, "by all")
+        bench.service.set_target(JOB, [])
+        await a.hear("Propose")
+        a.say("GenerationAdopted", generation=2, step=1)
+        assert (await stuck)[0] == 409
+
+    run(scenario)
+
+
+def test_the_store_counts_compares_and_deletes() -> None:
+    async def scenario(bench: Bench) -> None:
+        assert await bench.store("add", key="n", amount=2) == (200, 2)
+        assert await bench.store("add", key="n", amount=3) == (200, 5)
+        assert await bench.store("compare_set", key="c", value="eA==") == (200, "eA==")
+        assert await bench.store("compare_set", key="c", value="eQ==") == (200, "eA==")
+        assert await bench.store("check", keys=["c", "n"]) == (200, True)
+        assert await bench.store("delete", key="c") == (200, True)
+        assert await bench.store("check", keys=["c"]) == (200, False)
+        assert (await bench.store("get", key="c", timeout_s=0.01))[0] == 404
+
+    run(scenario)
+
+
+def test_a_value_beyond_the_limit_is_refused() -> None:
+    async def scenario(bench: Bench) -> None:
+        status, answer = await bench.store("set", key="big", value="A" * (4 << 20))
+        assert status == 413, answer
+
+    run(scenario)
