@@ -3,6 +3,7 @@
     GpuQuotaError
     ├── UsageError                 the caller's mistake: exit code 2, HTTP 4xx
     │   ├── InvalidFieldError      a value is out of its range or of the wrong shape
+    │   ├── DefinitionError        a component or pipeline is put together in a way that cannot work
     │   ├── NotFoundError          the thing named does not exist
     │   ├── AlreadyExistsError     the name is taken
     │   ├── ConflictError          not now: the state of the thing forbids it
@@ -56,6 +57,15 @@ class InvalidFieldError(UsageError):
         self.field, self.value, self.rule = field, value, rule
         tail = f"; {hint}" if hint else ""
         super().__init__(f"{field} is {_shown(value)}, but {rule}{tail}")
+
+
+class DefinitionError(UsageError, TypeError):
+    """A pipeline component or a pipeline is put together in a way that cannot work.
+
+    Also a TypeError, as KFP's own errors at definition are: tools that ask a component for its signature expect that.
+    """
+
+    code = "definition"
 
 
 class NotFoundError(UsageError):

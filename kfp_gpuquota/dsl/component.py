@@ -1,0 +1,197 @@
+"""The decorator for a component, and the setter for one task."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, overload
+
+from kfp import dsl
+from kfp.dsl import base_component, structures
+from kfp.dsl import placeholders as kfp_placeholders
+from kfp.dsl.component_task_config import TaskConfigField, TaskConfigPassthrough
+from kfp.dsl.pipeline_task import PipelineTask, TaskState
+
+from kfp_gpuquota.dsl import route
+from kfp_gpuquota.dsl.options import IMAGE, NOT_YET, Options, checked, from_environment, to_environment
+from kfp_gpuquota.errors import DefinitionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp.pipeline_spec import pipeline_spec_pb2
+
+Component: TypeAlias = base_component.BaseComponent
+_SIZES: Final = ("gpus", "min_gpus", "max_gpus")
+
+
+def _pipeline_spec(self: Component) -> pipeline_spec_pb2.PipelineSpec:
+    """From the edited spec; a component loaded from YAML would answer with its original text."""
+    with base_component.BlockPipelineTaskRegistration():
+        return self.component_spec.to_pipeline_spec()
+
+
+def _no_signature(self: Component) -> object:
+    """The first thing that @dsl.component and @dsl.pipeline ask of what they decorate.
+
+    Without this KFP fails somewhere in `inspect`, with a message about code objects.
+    """
+    raise DefinitionError(f"component {self.name!r}: put @gpuquota.component(...) above @dsl.component, not below it")
+
+
+_OVERRIDES: Final = {"pipeline_spec": property(_pipeline_spec), "__signature__": property(_no_signature)}
+
+
+@overload
+def component(target: Callable[..., Any] | Component, **options: Any) -> Component: ...
+@overload
+def component(
+    target: None = None,
+    *,
+    gpus: int = 1,
+    min_gpus: int | None = None,
+    max_gpus: int | None = None,
+    gpus_per_worker: int | None = None,
+    interactive: bool = False,
+    preemptible: bool | None = None,
+    priority: int | None = None,
+    max_runtime: str | float | None = None,
+    name: str | None = None,
+    **kfp_keywords: Any,
+) -> Callable[[Callable[..., Any] | Component], Component]: ...
+
+
+def component(
+    target: Callable[..., Any] | Component | None = None,
+    *,
+    gpus: int = 1,
+    min_gpus: int | None = None,
+    max_gpus: int | None = None,
+    gpus_per_worker: int | None = None,
+    interactive: bool = False,
+    preemptible: bool | None = None,
+    priority: int | None = None,
+    max_runtime: str | float | None = None,
+    name: str | None = None,
+    **kfp_keywords: Any,
+) -> Component | Callable[[Callable[..., Any] | Component], Component]:
+    """Run a step's work as a job of its team's GPU quota.
+
+    Put it above `@dsl.component` or `@dsl.container_component`, apply it to a component loaded from YAML, or decorate
+    a plain function: then other keywords go to `dsl.component`. The given component is not changed.
+
+    `gpus` is what the step asks for; with `min_gpus` or `max_gpus` the job is elastic. `interactive` stays inside the
+    guaranteed quota and is never preempted. `max_runtime` is in seconds or such as '2h', and counts from the first
+    start. `name` begins the job's name (the step's, if not given).
+
+    Raises DefinitionError, which names the component and the argument.
+    """
+    given = {
+        "gpus": gpus,
+        "min_gpus": min_gpus,
+        "max_gpus": max_gpus,
+        "gpus_per_worker": gpus_per_worker,
+        "interactive": interactive,
+        "preemptible": preemptible,
+        "priority": priority,
+        "max_runtime": max_runtime,
+        "name": name,
+    }
+
+    def decorate(target: Callable[..., Any] | Component) -> Component:
+        label = str(getattr(target, "name", None) or getattr(target, "__name__", target))
+        unsupported = {key: value for key, value in kfp_keywords.items() if key in NOT_YET}
+        options = checked(label, {**given, **unsupported})
+        return _decorated(_as_component(label, target, kfp_keywords), options)
+
+    return decorate if target is None else decorate(target)
+
+
+def set_gpus(task: PipelineTask, gpus: int, *, min: int | None = None, max: int | None = None) -> PipelineTask:  # noqa: A002
+    """Give one task another size than its component: `gpus`, elastic between `min` and `max` where they are given.
+
+    A task that is not decorated goes through the quota from then on. Returns the task. Raises DefinitionError.
+    """
+    label = task.component_spec.name
+    container = task.container_spec
+    if container is None:
+        raise DefinitionError(f"task {label!r} is not one container: set_gpus needs a step, not a pipeline or importer")
+    if task.state is TaskState.FINAL:
+        raise DefinitionError(f"task {label!r} has run already: call set_gpus inside a pipeline")
+    sizes = {"gpus": gpus, "min_gpus": min, "max_gpus": max}
+    environment = dict(container.env or {})
+    if route.is_routed(container.command):
+        before = from_environment(environment)
+        kept = {f: getattr(before, f) for f in Options.__struct_fields__ if f not in _SIZES}
+        container.env = {**_without_options(environment), **to_environment(checked(label, {**kept, **sizes}))}
+    else:
+        _wrap(label, container, checked(label, sizes))
+    return task
+
+
+def _as_component(label: str, target: Callable[..., Any] | Component, kfp_keywords: dict[str, Any]) -> Component:
+    if not isinstance(target, base_component.BaseComponent):
+        if not callable(target):
+            raise DefinitionError(f"@gpuquota.component is for components and functions, not for {target!r}")
+        return cast(Component, dsl.component(target, **kfp_keywords))
+    if kfp_keywords:
+        raise DefinitionError(
+            f"component {label!r}: unknown argument {sorted(kfp_keywords)[0]!r}; what is meant for KFP goes to "
+            "@dsl.component below"
+        )
+    return target
+
+
+def _decorated(given: Component, options: Options) -> Component:
+    spec = given.component_spec
+    _check_kind(spec)
+    edited = copy.deepcopy(given)
+    edited.__class__ = type(type(given).__name__, (type(given),), dict(_OVERRIDES))
+    _wrap(spec.name, edited.component_spec.implementation.container, options)
+    _pass_environment(edited.component_spec)
+    return edited
+
+
+def _check_kind(spec: structures.ComponentSpec) -> None:
+    implementation = spec.implementation
+    if implementation.graph is not None:
+        raise DefinitionError(
+            f"{spec.name!r} is a pipeline: decorate its steps with @gpuquota.component(...), and the pipeline with "
+            "@gpuquota.pipeline(project=...)"
+        )
+    if implementation.container is None:
+        raise DefinitionError(f"component {spec.name!r} runs no container: there is nothing to give GPUs to")
+    if route.is_routed(implementation.container.command):
+        raise DefinitionError(
+            f"component {spec.name!r} is decorated with @gpuquota.component twice; for another size of one task use "
+            "gpuquota.set_gpus(task, ...)"
+        )
+
+
+def _wrap(label: str, container: structures.ContainerSpecImplementation, options: Options) -> None:
+    route.check_command(label, container.command)
+    argv = [
+        kfp_placeholders.convert_command_line_element_to_string(element)
+        for element in [*(container.command or []), *(container.args or [])]
+    ]
+    container.command = list(route.COMMAND)
+    container.args = route.launcher_arguments(argv)
+    container.env = {**_as_dict(container.env), **to_environment(options), IMAGE: container.image}
+
+
+def _as_dict(environment: Any) -> dict[str, str]:
+    """KFP's loader leaves a compiled component's environment as YAML has it: a list of name and value."""
+    if isinstance(environment, list):
+        return {entry["name"]: entry.get("value", "") for entry in environment}
+    return dict(environment or {})
+
+
+def _without_options(environment: dict[str, str]) -> dict[str, str]:
+    ours = {f"GPUQUOTA_{field.upper()}" for field in Options.__struct_fields__}
+    return {name: value for name, value in environment.items() if name not in ours}
+
+
+def _pass_environment(spec: structures.ComponentSpec) -> None:
+    """A component that lists what reaches it of its task's configuration gets no environment unless it lists that."""
+    listed = spec.task_config_passthroughs
+    if listed and all(passthrough.field is not TaskConfigField.ENV for passthrough in listed):
+        listed.append(TaskConfigPassthrough(field=TaskConfigField.ENV, apply_to_task=True))

@@ -1,0 +1,181 @@
+"""What a decorated step runs in place of its own command: `python3 -m kfp_gpuquota.dsl.launcher ... -- COMMAND`.
+
+It submits the command as a job, keeps the job's lease, tells in the step's log what becomes of it, brings its outputs
+home and ends as the job ended. It never imports kfp, and never ends because a worker was preempted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.dsl.lease import AFTER_STOP_S, LeaseKeeper
+from kfp_gpuquota.dsl.logs import LogFollower, tail
+from kfp_gpuquota.dsl.narration import Narrator, conclusion
+from kfp_gpuquota.dsl.step import Step, step_from
+from kfp_gpuquota.dsl.submission import claim
+from kfp_gpuquota.errors import ClusterUnavailableError, GpuQuotaError, JobFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator, Sequence
+    from types import FrameType
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api.wire import JobList
+    from kfp_gpuquota.server.client import Client
+
+LONG_POLL_S: Final = 20.0
+# A cluster that is restarted or upgraded is back by then; the job goes on meanwhile.
+PATIENCE_S: Final = 600.0
+_LOG_ENDS_WITHIN_S: Final = 5.0
+_output = threading.Lock()
+
+
+class _StoppedError(BaseException):
+    """The launcher was told to stop. Not an Exception: nothing on the way may take it for a failure."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the step; returns the exit code: the job's, 1 or 2 for an error of ours, 128 + N for signal N."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _on_signal)
+    try:
+        return _run(step_from(_parsed(arguments), os.environ))
+    except GpuQuotaError as error:
+        say(f"error: {error.message}")
+        return error.exit_code
+    except _StoppedError as stopped:
+        return 128 + stopped.number
+
+
+def say(text: str) -> None:
+    """One line of our own in the step's log."""
+    _write(f"gpuquota: {text}")
+
+
+def _run(step: Step) -> int:
+    client = connect()
+    holder = os.environ.get("KFP_POD_UID") or uuid.uuid4().hex
+    job, staging = claim(client, step, holder, say)
+    keeper = LeaseKeeper(connect, holder, job.spec, say)
+    keeper.start()
+    try:
+        job = _followed(client, job, step.options.max_runtime_s)
+    except _StoppedError as stopped:
+        # Ctrl-C is a person who wants it to end. A pod that is told to stop may come back, and take the job over.
+        keeper.leave(0.0 if stopped.number == signal.SIGINT else AFTER_STOP_S)
+        raise
+    keeper.stop()
+    if job.status.result_worker:
+        staging.bring_home(job.status.result_worker)
+    else:
+        staging.discard()
+    say(conclusion(job))
+    return _exit_code(job)
+
+
+def _followed(client: Client, job: Job, max_runtime_s: float | None) -> Job:
+    """The job in its final state; its log and its changes are told on the way."""
+    narrator = Narrator()
+    follower = LogFollower(connect, job, _write)
+    follower.start()
+    for state in _states(client, job):
+        for line in narrator.lines(state, time.monotonic()):
+            say(line)
+        follower.see(state)
+        job = state
+        if max_runtime_s is not None:
+            _stop_overdue(client, job, max_runtime_s, time.time())
+    follower.join(_LOG_ENDS_WITHIN_S)
+    for line in _untold_failure(client, job, follower.followed):
+        _write(line)
+    return job
+
+
+def _states(client: Client, job: Job) -> Iterator[Job]:
+    """Each new state of a job up to the final one."""
+    project = job.spec.project
+    after: int | None = None
+    while not job.status.phase.final:
+        listed = _patiently(client, project, after)
+        after = listed.revision
+        found = next((each for each in listed.jobs if each.uid == job.uid), None)
+        if found is None:
+            raise JobFailedError(f"the job {job.spec.name!r} was deleted")
+        job = found
+        yield job
+
+
+def _patiently(client: Client, project: str, after: int | None) -> JobList:
+    """The list of jobs, also through a cluster that is away for a while."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return client.list_jobs(project, after=after, timeout_s=0.0 if after is None else LONG_POLL_S)
+        except ClusterUnavailableError:
+            if time.monotonic() > give_up_at:
+                raise
+            say("the cluster does not answer; the job goes on, and so does this step")
+
+
+def _stop_overdue(client: Client, job: Job, max_runtime_s: float, now: float) -> None:
+    started = job.status.started_at
+    if started is not None and now > started + max_runtime_s and job.status.phase is Phase.RUNNING:
+        say(f"stopping: it has run for max_runtime, {max_runtime_s:g} s")
+        client.cancel_job(job.spec.project, job.spec.name)
+
+
+def _untold_failure(client: Client, job: Job, followed: Container[str]) -> list[str]:
+    """The end of the log of the worker that failed first, where the step's log did not follow that one."""
+    failed = [worker for worker in job.status.workers if worker.exit_code and worker.id not in followed]
+    if job.status.phase is not Phase.FAILED or not failed:
+        return []
+    first = min(failed, key=lambda worker: worker.finished_at or 0.0)
+    return tail(client, job, first)
+
+
+def _exit_code(job: Job) -> int:
+    """The job's, where it ended by itself."""
+    if job.status.phase is Phase.SUCCEEDED:
+        return 0
+    return job.status.exit_code or 1
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kfp_gpuquota.dsl.launcher", description=__doc__)
+    parser.add_argument("--stands-in-for", help="KFP's executor, which kfp.local wants to see named")
+    parser.add_argument("--run-id", default="")
+    parser.add_argument("--task-name", default="")
+    parser.add_argument("--task-id", default="")
+    parser.add_argument("--gpus", help="the GPUs asked for, where only the run knows them")
+    parser.add_argument("--executor-input", required=True)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    separator = given.index("--")  # by hand: argparse's own handling of -- changes with Python's version
+    return parser.parse_args(given[:separator], argparse.Namespace(argv=given[separator + 1 :]))
+
+
+def _write(line: str) -> None:
+    with _output:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+def _on_signal(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the last call
+    raise _StoppedError(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

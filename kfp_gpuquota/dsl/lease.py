@@ -1,0 +1,67 @@
+"""The launcher's promise that it is still there: while it renews the lease, the job lives."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.api.wire import Lease
+from kfp_gpuquota.errors import ConflictError, GpuQuotaError, NotFoundError, RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.api import JobSpec
+    from kfp_gpuquota.server.client import Client
+
+DURATION_S: Final = 30.0
+# How long a job outlives a launcher that was told to stop: a new pod of the same step must be up by then.
+AFTER_STOP_S: Final = 15.0
+_RENEWALS: Final = 3
+_LAST_CALL_WAITS_S: Final = 0.2
+
+
+class LeaseKeeper(threading.Thread):
+    """Renews a job's lease from a thread of its own, over a connection of its own, until `stop` or a takeover."""
+
+    def __init__(self, connect: Callable[[], Client], holder: str, spec: JobSpec, say: Callable[[str], None]) -> None:
+        super().__init__(name="lease", daemon=True)
+        self._connect, self._holder, self._spec, self._say = connect, holder, spec, say
+        self._stopped = threading.Event()
+        self._calling = threading.Lock()
+
+    def lease(self, duration_s: float = DURATION_S) -> Lease:
+        """The lease as this launcher asks for it."""
+        return Lease(holder=self._holder, duration_s=duration_s)
+
+    def run(self) -> None:
+        """Renew until told to stop. A cluster that is away is asked again and again."""
+        client = self._connect()
+        while not self._stopped.wait(DURATION_S / _RENEWALS):
+            try:
+                with self._calling:
+                    self._renew(client, DURATION_S)
+            except ConflictError:
+                self._say("another attempt of this step has taken the job over; following it")
+                return
+            except NotFoundError:
+                return
+            except RunError as error:
+                self._say(f"cannot renew the job's lease, trying on: {error.message}")
+
+    def _renew(self, client: Client, duration_s: float) -> None:
+        if not self._stopped.is_set() or duration_s != DURATION_S:
+            client.renew_lease(self._spec.project, self._spec.name, self.lease(duration_s))
+
+    def stop(self) -> None:
+        """The job has ended."""
+        self._stopped.set()
+
+    def leave(self, after_s: float) -> None:
+        """Stop, and with one quick call let the job live only `after_s` longer, unless somebody takes it over."""
+        self._stopped.set()
+        self._calling.acquire(timeout=_LAST_CALL_WAITS_S)  # a renewal in flight must not undo this
+        try:
+            self._renew(self._connect(), after_s)
+        except GpuQuotaError as error:
+            self._say(f"the job ends with its present lease: {error.message}")

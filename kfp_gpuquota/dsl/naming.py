@@ -1,0 +1,42 @@
+"""The name of a step's job: the same for every attempt of one step of one run, and for nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any, Final
+
+from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
+
+Json = dict[str, Any]
+# Of all that KFP tells a step, only this artifact's URI differs from one attempt to the next.
+ATTEMPT_ARTIFACT: Final = "executor-logs"
+_DIGEST_LENGTH: Final = 10
+_ROOM_FOR_NUMBER: Final = 4
+
+
+def job_name(label: str, *, run_id: str, task: str, executor_input: Json) -> str:
+    """`label` made a DNS label, and a digest of what makes this step of this run unlike all others.
+
+    `task` is the step's name in its pipeline, or an id that tells apart the iterations of a loop.
+    """
+    identity = json.dumps([run_id, task, _less_attempt(executor_input)], sort_keys=True)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:_DIGEST_LENGTH]
+    room = MAX_NAME_LENGTH - _DIGEST_LENGTH - _ROOM_FOR_NUMBER - 1
+    return f"{_dns_label(label)[:room].rstrip('-') or 'step'}-{digest}"
+
+
+def numbered(name: str, number: int) -> str:
+    """The job of the `number`-th attempt to run the step anew, counted from 1."""
+    return name if number == 1 else f"{name}-{number}"
+
+
+def _less_attempt(executor_input: Json) -> Json:
+    outputs = executor_input.get("outputs", {})
+    artifacts = {name: value for name, value in outputs.get("artifacts", {}).items() if name != ATTEMPT_ARTIFACT}
+    return {**executor_input, "outputs": {**outputs, "artifacts": artifacts}}
+
+
+def _dns_label(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

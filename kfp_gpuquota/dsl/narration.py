@@ -1,0 +1,95 @@
+"""What the step's log says about its job: one line a change. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.api import Kind, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kfp_gpuquota.api import Job, Progress, Resize
+
+PROGRESS_EVERY_S: Final = 5.0
+_SHOWN_METRICS: Final = 3
+
+
+class Narrator:
+    """Tells a job's story: `lines(job, now)` for each new state of it, `now` in seconds."""
+
+    def __init__(self, progress_every_s: float = PROGRESS_EVERY_S) -> None:
+        self._every_s = progress_every_s
+        self._before: Job | None = None
+        self._progress_at = float("-inf")
+
+    def lines(self, job: Job, now: float) -> list[str]:
+        """What is new since the state before."""
+        told = [*self._phase(job), *self._restarts(job), *self._resizes(job), *self._progress(job, now)]
+        self._before = job
+        return told
+
+    def _phase(self, job: Job) -> Iterator[str]:
+        before, status = self._before, job.status
+        changed = before is None or before.status.phase is not status.phase
+        if status.phase is Phase.RUNNING and changed:
+            verb = "running" if job.spec.kind is Kind.BUILD else "training"
+            yield f"{verb} with {size(status.gpus, job.spec.gpus)}"
+        waits = {Phase.PENDING: "waiting", Phase.SUSPENDED: "suspended", Phase.STOPPING: "stopping"}
+        if (word := waits.get(status.phase)) and (changed or _reason(before) != _reason(job)):
+            yield f"{word}: {_reason(job)}" if _reason(job) else word
+
+    def _restarts(self, job: Job) -> Iterator[str]:
+        already = self._before.status.restarts if self._before else 0
+        if job.status.restarts > already:
+            yield f"restart {job.status.restarts} of at most {job.spec.max_restarts}: {_reason(job)}"
+
+    def _resizes(self, job: Job) -> Iterator[str]:
+        already = len(self._before.status.resizes) if self._before else 0
+        yield from map(_resized, job.status.resizes[already:])
+
+    def _progress(self, job: Job, now: float) -> Iterator[str]:
+        progress = job.status.progress
+        if progress is None or (self._before and self._before.status.progress == progress):
+            return
+        if now - self._progress_at >= self._every_s:
+            self._progress_at = now
+            yield _progressed(progress)
+
+
+def conclusion(job: Job) -> str:
+    """The last line: how the job ended."""
+    status = job.status
+    why = f": {_reason(job)}" if _reason(job) else ""
+    if status.phase is Phase.SUCCEEDED:
+        lost = sum(resize.lost_steps for resize in status.resizes)
+        changes = f"; {len(status.resizes)} changes of size, steps lost: {lost}" if status.resizes else ""
+        return f"succeeded after {(status.finished_at or 0) - (status.started_at or 0):.0f} s{changes}"
+    if status.phase is Phase.CANCELLED:
+        return f"cancelled{why}"
+    code = "" if status.exit_code is None else f" with exit code {status.exit_code}"
+    return f"failed{code}{why}"
+
+
+def size(held: int, requested: int) -> str:
+    """How many GPUs, and how many of them are beyond the request or short of it."""
+    gpus = f"{held} GPU{'' if held == 1 else 's'}"
+    if held > requested:
+        return f"{gpus} ({requested} requested, {held - requested} borrowed)"
+    return gpus if held == requested else f"{gpus} ({requested} requested)"
+
+
+def _resized(resize: Resize) -> str:
+    verb = "expanded" if resize.to_gpus > resize.from_gpus else "shrunk"
+    pause = "" if resize.pause_ms is None else f" (paused {resize.pause_ms:.0f} ms at step {resize.step})"
+    return f"{verb} {resize.from_gpus} -> {resize.to_gpus}: {resize.reason}{pause}"
+
+
+def _progressed(progress: Progress) -> str:
+    of = "" if progress.total_steps is None else f"/{progress.total_steps}"
+    metrics = [f"{name} {value:.4g}" for name, value in list(progress.metrics.items())[:_SHOWN_METRICS]]
+    return ", ".join([f"step {progress.step}{of}", *metrics])
+
+
+def _reason(job: Job | None) -> str:
+    return "" if job is None or job.status.reason is None else job.status.reason.message

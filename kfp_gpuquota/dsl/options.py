@@ -1,0 +1,123 @@
+"""What the decorator says about a step, and how that travels to the step's launcher.
+
+As environment variables of the step's container: KFP's backend leaves those out of its cache key, so that a step that
+asks for other GPUs still finds its cached result.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.validation import check_name, check_range
+from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PREFIX: Final = "GPUQUOTA_"
+PROJECT: Final = "GPUQUOTA_PROJECT"
+IMAGE: Final = "GPUQUOTA_IMAGE"
+NOT_YET: Final = frozenset({"fraction", "memory", "memory_limit", "gpu_type", "checkpoint"})
+MAX_RUNTIME_S: Final = 365 * 86_400.0
+
+_SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A step's job, less what only a run can know. GPU counts are of the whole job.
+
+    `max_runtime_s` counts from the first start, not from when the job began to wait. `name` is the beginning of the
+    job's name ("": the step's own).
+    """
+
+    gpus: int = 1
+    min_gpus: int | None = None
+    max_gpus: int | None = None
+    gpus_per_worker: int | None = None
+    interactive: bool = False
+    preemptible: bool | None = None
+    priority: int | None = None
+    max_runtime_s: float | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.name:
+            check_name("name", self.name)
+        if self.max_runtime_s is not None:
+            check_range("max_runtime", self.max_runtime_s, 1, MAX_RUNTIME_S, "s")
+        for field in ("interactive", "preemptible"):
+            if not isinstance(getattr(self, field), bool | None):
+                raise InvalidFieldError(field, getattr(self, field), "it must be True or False")
+        self.job_spec(name="step", project="project", command=("true",))
+
+    def job_spec(self, *, name: str, project: str, command: tuple[str, ...], **more: Any) -> JobSpec:
+        """The job that a run submits; `more` are JobSpec's other fields. Raises InvalidFieldError."""
+        kind = Kind.BUILD if self.interactive else Kind.TRAIN
+        shared = ("gpus", "min_gpus", "max_gpus", "gpus_per_worker", "preemptible", "priority")
+        sizes = {field: getattr(self, field) for field in shared}
+        return JobSpec(name=name, project=project, command=command, kind=kind, **sizes, **more)
+
+
+def checked(component: str, given: Mapping[str, object]) -> Options:
+    """Options from what an author wrote; each DefinitionError names the component and the argument."""
+    for argument, value in given.items():
+        if argument in NOT_YET:
+            raise DefinitionError(f"component {component!r}: {argument} is not supported yet; leave it out")
+        if _is_channel(value):
+            raise DefinitionError(
+                f"component {component!r}: {argument} is {str(value)!r}, which is only known when the pipeline runs, "
+                f"but a constant is needed here; for a number of GPUs from a pipeline parameter use "
+                f"task.set_accelerator_type('nvidia.com/gpu').set_accelerator_limit(...)"
+            )
+    fields = {name: value for name, value in given.items() if value is not None}
+    if "max_runtime" in fields:
+        fields["max_runtime_s"] = _seconds(component, fields.pop("max_runtime"))
+    try:
+        return Options(**fields)  # type: ignore[arg-type]  # the structs check types themselves
+    except InvalidFieldError as error:
+        message = error.message.replace("kind is 'build'", "interactive is True")  # the author's word for it
+        raise DefinitionError(f"component {component!r}: {message}") from None
+
+
+def to_environment(options: Options) -> dict[str, str]:
+    """GPUQUOTA_* variables, in a fixed order; defaults are left out, the size never is."""
+    given = msgspec.to_builtins(options)
+    given = {"gpus": options.gpus, **given}
+    return {PREFIX + name.upper(): _shown(value) for name, value in sorted(given.items())}
+
+
+def from_environment(environment: Mapping[str, str]) -> Options:
+    """The opposite of `to_environment`. Raises InvalidFieldError."""
+    found = {
+        field: environment[PREFIX + field.upper()]
+        for field in Options.__struct_fields__
+        if environment.get(PREFIX + field.upper())
+    }
+    try:
+        return msgspec.convert(found, Options, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidFieldError("environment", found, f"the step's GPUQUOTA_* variables do not fit: {error}") from error
+
+
+def _is_channel(value: object) -> bool:
+    """A pipeline parameter or a task's output, told by its shape: this module must not import kfp."""
+    return hasattr(value, "pattern") and hasattr(value, "channel_type")
+
+
+def _seconds(component: str, value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
+        return float(match[1]) * _SECONDS[match[2]]
+    raise DefinitionError(
+        f"component {component!r}: max_runtime is {value!r}, but it must be seconds or a time such as '90m', '2h', '1d'"
+    )
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,68 @@
+"""The decorator for a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+from google.protobuf import json_format  # type: ignore[import-untyped]
+from kfp.dsl import base_component
+from kfp.pipeline_spec import pipeline_spec_pb2
+
+from kfp_gpuquota.dsl.route import route_pipeline
+from kfp_gpuquota.errors import DefinitionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Pipeline: TypeAlias = base_component.BaseComponent
+
+
+def _pipeline_spec(self: Pipeline) -> pipeline_spec_pb2.PipelineSpec:
+    """From the edited spec; a pipeline loaded from YAML would answer with its original text."""
+    return self.component_spec.implementation.graph
+
+
+@overload
+def pipeline(target: Pipeline) -> Pipeline: ...
+@overload
+def pipeline(target: None = None, *, project: str | None = None) -> Callable[[Pipeline], Pipeline]: ...
+
+
+def pipeline(
+    target: Pipeline | None = None, *, project: str | None = None
+) -> Pipeline | Callable[[Pipeline], Pipeline]:
+    """Send every step of a pipeline that uses GPUs through the quota of `project`.
+
+    Put it above `@dsl.pipeline`, or apply it to a pipeline loaded from YAML. Decorated steps and those that ask for
+    GPUs by `set_accelerator_limit` are routed, in nested pipelines, conditions, loops and exit handlers too. Without
+    `project` the step takes $GPUQUOTA_PROJECT or the configured default where it runs. The given pipeline is not
+    changed. Raises DefinitionError.
+    """
+
+    def decorate(target: Pipeline) -> Pipeline:
+        _check_kind(target)
+        routed = copy.deepcopy(target)
+        routed.__class__ = type(type(target).__name__, (type(target),), {"pipeline_spec": property(_pipeline_spec)})
+        graph = routed.component_spec.implementation.graph
+        graph.deployment_spec.CopyFrom(_routed(graph, project).deployment_spec)
+        return routed
+
+    return decorate if target is None else decorate(target)
+
+
+def _routed(graph: pipeline_spec_pb2.PipelineSpec, project: str | None) -> pipeline_spec_pb2.PipelineSpec:
+    """Only the deployment part makes the way through JSON: of a large pipeline it is what changes."""
+    deployment = json_format.MessageToDict(graph.deployment_spec)
+    edited = route_pipeline({"deploymentSpec": deployment}, project)
+    return json_format.ParseDict({"deploymentSpec": edited["deploymentSpec"]}, pipeline_spec_pb2.PipelineSpec())
+
+
+def _check_kind(target: Any) -> None:
+    if isinstance(target, base_component.BaseComponent) and target.component_spec.implementation.graph is not None:
+        return
+    name = getattr(target, "name", None) or getattr(target, "__name__", target)
+    raise DefinitionError(
+        f"{name!r} is not a pipeline yet: put @gpuquota.pipeline(...) above @dsl.pipeline, not below it; "
+        "for a step use @gpuquota.component(...)"
+    )

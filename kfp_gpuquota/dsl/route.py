@@ -1,0 +1,151 @@
+"""A step's container, and a whole compiled pipeline, edited so that the step goes through the quota. Pure.
+
+Routing works on what KFP compiled (the JSON form of its PipelineSpec), because then tracing is over and everything is
+in one place: steps in nested pipelines, conditions, loops and exit handlers are all entries of
+`deploymentSpec.executors`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Final
+
+from kfp_gpuquota.api.validation import check_name
+from kfp_gpuquota.dsl.options import IMAGE, PREFIX, PROJECT, Options, checked, to_environment
+from kfp_gpuquota.dsl.placeholders import EXECUTOR_INPUT, disguise
+from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Json = dict[str, Any]
+
+COMMAND: Final = ("python3", "-m", "kfp_gpuquota.dsl.launcher")
+# kfp.local's SubprocessRunner runs a step only if its command names KFP's executor. The launcher stands in for it, for
+# any kind of component.
+STANDS_IN_FOR: Final = "kfp.dsl.executor_main"
+RUN_OPTIONS: Final = (
+    "--stands-in-for", STANDS_IN_FOR,
+    "--run-id", "{{$.pipeline_job_uuid}}",
+    "--task-name", "{{$.pipeline_task_name}}",
+    "--task-id", "{{$.pipeline_task_uuid}}",
+    "--executor-input", EXECUTOR_INPUT,
+)  # fmt: skip
+GPU_RESOURCE_SUFFIX: Final = "/gpu"
+_OUTSIDE_THE_QUOTA: Final = "tpu"
+
+
+def is_routed(command: Sequence[object] | None) -> bool:
+    """Whether a container's command is the launcher already."""
+    return tuple(command or ())[: len(COMMAND)] == COMMAND
+
+
+def launcher_arguments(argv: Sequence[str], *, gpus: str = "") -> list[str]:
+    """Arguments of the launcher for a step that would have run `argv`; `gpus` is a placeholder of the run's."""
+    size = ["--gpus", gpus] if gpus else []
+    return [*RUN_OPTIONS, *size, "--", *(disguise(element) for element in argv)]
+
+
+def check_command(component: str, command: Sequence[object] | None) -> None:
+    """Raises DefinitionError for a container that relies on its image's entry point, which cannot be seen from here."""
+    if not command:
+        raise DefinitionError(
+            f"component {component!r} has no command: what its image starts by itself cannot be known here; "
+            "name it, as in dsl.ContainerSpec(command=[...])"
+        )
+
+
+def route_pipeline(spec: Json, project: str | None = None) -> Json:
+    """A compiled pipeline (KFP's PipelineSpec as JSON, `yaml.safe_load` of its file) with its GPU steps routed.
+
+    Every step that is decorated, or asks for GPUs with `set_accelerator_type` and `set_accelerator_limit`, runs
+    through the quota of `project`; a step that names a project already keeps it. All others stay as they are, and
+    routing twice changes nothing. The given spec is not touched. Raises DefinitionError.
+    """
+    _check_project(project)
+    routed = copy.deepcopy(spec)
+    executors: Json = routed.get("deploymentSpec", {}).get("executors", {})
+    for label, executor in executors.items():
+        if "container" in executor:
+            _route_container(label.removeprefix("exec-"), executor["container"], project)
+    return routed
+
+
+def _route_container(step: str, container: Json, project: str | None) -> None:
+    accelerator = _accelerator(step, container)
+    if is_routed(container.get("command")):
+        _check_agreement(step, container, accelerator)
+    elif accelerator is None:
+        return
+    else:
+        _wrap(step, container, str(accelerator["count"]))
+    _drop_accelerator(container)
+    more = {IMAGE: container["image"], **({PROJECT: project} if project else {})}
+    _set_environment(container, more, keep=(PROJECT,))
+
+
+def _wrap(step: str, container: Json, count: str) -> None:
+    check_command(step, container.get("command"))
+    argv = [*container["command"], *container.get("args", [])]
+    constant = not count.startswith("{{")
+    options = checked(step, {"gpus": _number(step, count)}) if constant else Options()
+    container["command"] = list(COMMAND)
+    container["args"] = launcher_arguments(argv, gpus="" if constant else count)
+    _set_environment(container, to_environment(options))
+
+
+def _accelerator(step: str, container: Json) -> Json | None:
+    """{"type", "count"} of a step that asks for GPUs; None for one that does not, or asks for a TPU."""
+    asked = container.get("resources", {}).get("accelerator")
+    if not asked:
+        return None
+    kind = str(asked.get("resourceType") or asked.get("type") or "")
+    if _OUTSIDE_THE_QUOTA in kind.lower():
+        return None
+    if not kind.lower().endswith(GPU_RESOURCE_SUFFIX):
+        raise DefinitionError(
+            f"step {step!r} asks for the accelerator {kind!r}, but the quota counts GPUs of any type: "
+            "write set_accelerator_type('nvidia.com/gpu'); choosing a type is not supported yet"
+        )
+    return {"type": kind, "count": asked.get("resourceCount") or asked.get("count") or "1"}
+
+
+def _check_agreement(step: str, container: Json, accelerator: Json | None) -> None:
+    if accelerator is None:
+        return
+    decorated = next(e["value"] for e in container["env"] if e["name"] == PREFIX + "GPUS")
+    if str(accelerator["count"]) != decorated:
+        raise DefinitionError(
+            f"step {step!r}: the decorator says gpus={decorated}, the task set_accelerator_limit"
+            f"({accelerator['count']}); say it once, or use gpuquota.set_gpus(task, {accelerator['count']})"
+        )
+
+
+def _drop_accelerator(container: Json) -> None:
+    """The workers hold the GPUs. A launcher that asked for them too would hold as many again, and use none."""
+    resources = container.get("resources", {})
+    resources.pop("accelerator", None)
+    if not resources:
+        container.pop("resources", None)
+
+
+def _set_environment(container: Json, values: Mapping[str, str], keep: tuple[str, ...] = ()) -> None:
+    present = {entry["name"]: entry["value"] for entry in container.get("env", [])}
+    merged = {**present, **{name: value for name, value in values.items() if not (name in keep and name in present)}}
+    container["env"] = [{"name": name, "value": value} for name, value in merged.items()]
+
+
+def _number(step: str, count: str) -> int:
+    try:
+        return int(count)
+    except ValueError:
+        raise DefinitionError(f"step {step!r}: the accelerator limit is {count!r}, which is not a number") from None
+
+
+def _check_project(project: str | None) -> None:
+    if project is None:
+        return
+    try:
+        check_name("project", project)
+    except InvalidFieldError as error:
+        raise DefinitionError(error.message) from None

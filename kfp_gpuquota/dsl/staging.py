@@ -1,0 +1,108 @@
+"""A step's files while its job runs: what the workers read, and the way home for the outputs of one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kfp_gpuquota.dsl.worker import STAGING, local_path, output_locations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+Json = dict[str, Any]
+STEP_FILE: Final = "step.json"
+PRIVATE_DIRECTORY: Final = 0o700
+PRIVATE_FILE: Final = 0o600
+
+
+class Staging:
+    """The staging directories of one job of one step; `job` is the job's name.
+
+    The one beside `outputs.outputFile` holds the step's file and exists from before the job is submitted until its
+    outputs have been brought home. So where it is missing, nothing is left to bring.
+    """
+
+    def __init__(self, executor_input: Json, job: str) -> None:
+        self._executor_input = executor_input
+        self.tag = f"{STAGING}/{job}"
+        self.root = Path(executor_input["outputs"]["outputFile"]).parent / self.tag
+        self.step_file = self.root / STEP_FILE
+
+    def create(self, argv: list[str], environment: Mapping[str, str]) -> None:
+        """Write down what each worker needs. The environment may hold secrets, so only this user can read it."""
+        self.root.mkdir(parents=True, exist_ok=True, mode=PRIVATE_DIRECTORY)
+        content = {
+            "tag": self.tag,
+            "argv": argv,
+            "environment": dict(environment),
+            "executor_input": self._executor_input,
+        }
+        temporary = self.step_file.with_suffix(f".{os.getpid()}.tmp")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        temporary.replace(self.step_file)
+
+    def exists(self) -> bool:
+        """Whether there may be outputs to bring home."""
+        return self.root.exists()
+
+    def bring_home(self, worker: str) -> None:
+        """Move this worker's outputs to their final places, and remove what all workers left. Safe to repeat."""
+        with self._alone() as mine:
+            if mine:
+                self._translate(worker)
+                for final in self._directories():
+                    _move_into(final / self.tag / worker, final)
+                self.discard()
+
+    def discard(self) -> None:
+        """Remove every worker's files; the root last, for it says that there is something to do."""
+        roots = [directory / self.tag for directory in self._directories()]
+        for root in sorted(roots, key=lambda root: root == self.root):
+            shutil.rmtree(root, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another job's staging lies beside it
+                root.parent.rmdir()
+
+    def _directories(self) -> list[Path]:
+        """Final directories of the outputs, each once."""
+        places = output_locations(self._executor_input)
+        return list(dict.fromkeys(Path(local_path(place[key])).parent for place, key in places))
+
+    def _translate(self, worker: str) -> None:
+        """In what KFP will read, name the final places. Text is enough: the staging directory's name is unique."""
+        outputs = self._executor_input["outputs"]
+        names = [outputs["outputFile"], *(p["outputFile"] for p in outputs.get("parameters", {}).values())]
+        staged = f"{self.tag}/{worker}/".encode()
+        for path in (Path(name).parent / self.tag / worker / Path(name).name for name in names):
+            if path.is_file() and staged in (content := path.read_bytes()):
+                path.write_bytes(content.replace(staged, b""))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Hold the root's lock; False where the outputs are home already (two attempts may watch one job)."""
+        try:
+            descriptor = os.open(self.root, os.O_RDONLY)
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield self.root.exists()
+        finally:
+            os.close(descriptor)
+
+
+def _move_into(source: Path, target: Path) -> None:
+    """Move all entries of a directory into another one on the same file system; what is there is replaced."""
+    for entry in sorted(source.iterdir()) if source.is_dir() else ():
+        destination = target / entry.name
+        if destination.is_dir() and not destination.is_symlink():
+            shutil.rmtree(destination)
+        entry.replace(destination)

@@ -1,0 +1,99 @@
+"""What a launcher was told: by its arguments, and by its environment."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.connect import load_settings
+from kfp_gpuquota.dsl.naming import job_name
+from kfp_gpuquota.dsl.options import PREFIX, PROJECT, Options, from_environment
+from kfp_gpuquota.errors import InvalidFieldError, UsageError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+Json = dict[str, Any]
+# Who a worker is and what it holds is the cluster's to say; the launcher's own constants are nobody else's business.
+_NOT_PASSED_ON: Final = re.compile(
+    rf"{PREFIX}.*|ELASTIC_.*|RUNAI_.*|JOB_NAME|JOB_UUID|POD_INDEX|(CUDA|NVIDIA|HIP|ROCR)_VISIBLE_DEVICES|_|SHLVL"
+)
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One attempt of one step. `argv` is its original command, with the outputs' placeholders still in it."""
+
+    options: Options
+    project: str
+    job_name: str
+    argv: list[str]
+    executor_input: Json
+    environment: dict[str, str]
+    labels: dict[str, str]
+
+
+def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Step:
+    """Raises UsageError where something is missing or does not fit."""
+    options = from_environment(environment)
+    if arguments.gpus is not None:
+        options = msgspec.structs.replace(options, gpus=_whole(arguments.gpus))
+    executor_input = _decoded(arguments.executor_input)
+    # In a pod the task's id stays the same for a retry and tells apart the iterations of a loop. kfp.local draws one
+    # for every attempt.
+    task = arguments.task_id if "KFP_POD_UID" in environment else arguments.task_name
+    label = options.name or arguments.task_name
+    return Step(
+        options=options,
+        project=_project(environment),
+        job_name=job_name(label, run_id=arguments.run_id, task=task, executor_input=executor_input),
+        argv=arguments.argv,
+        executor_input=executor_input,
+        environment=passed_on(environment),
+        labels={"pipeline-run": arguments.run_id, "pipeline-task": arguments.task_name},
+    )
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of the step's environment reaches its workers."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if _VARIABLE.fullmatch(name) and not _NOT_PASSED_ON.fullmatch(name)
+    }
+
+
+def _project(environment: Mapping[str, str]) -> str:
+    found = environment.get(PROJECT) or load_settings(environment).project
+    if not found:
+        raise UsageError(
+            "this step names no project, so nobody's quota is there to use; write @gpuquota.pipeline(project=...) "
+            f"above @dsl.pipeline, set {PROJECT}, or set a default once: gpuquota config project PROJECT"
+        )
+    return found
+
+
+def _decoded(text: str) -> Json:
+    try:
+        decoded: Json = json.loads(text)
+        decoded["outputs"]["outputFile"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidFieldError("--executor-input", text, f"KFP's executor input must be JSON: {error!r}") from None
+    return decoded
+
+
+def _whole(text: str) -> int:
+    """A pipeline parameter's number: KFP writes whole ones as 2 or 2.0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.5
+    if number != int(number):
+        raise InvalidFieldError("gpus", text, "the accelerator limit must be a whole number")
+    return int(number)

@@ -1,0 +1,99 @@
+"""What each worker of a step's job starts with: `python3 -I -S worker.py STEP_FILE`.
+
+It sends the outputs of the step's original command to a place of this worker's own, and then becomes that command.
+The standard library only, and no import of this package: it runs in whatever image the step has.
+
+A worker's own place is a directory beside each output's final one, `.gpuquota/JOB/WORKER`, so that bringing a result
+home is a rename, and that a path and a URI are staged by the same rule.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import sys
+from typing import Any
+
+Json = dict[str, Any]
+
+STAGING = ".gpuquota"
+EXIT_NOT_FOUND = 127
+_MOUNTS = {"gs://": "/gcs/", "minio://": "/minio/", "s3://": "/s3/"}
+_PLACEHOLDER = re.compile(r"\{\{gpuquota([^}]*)\}\}")
+_OUTPUT = re.compile(r"\.outputs\.(parameters|artifacts)\['([^']+)'\]\.(\w+)")
+
+
+def staged(location: str, tag: str) -> str:
+    """A path or URI, moved into the directory `tag` beside it."""
+    directory, _, name = location.rpartition("/")
+    return f"{directory}/{tag}/{name}"
+
+
+def local_path(uri: str) -> str:
+    """Where KFP lets a step read and write the artifact with this URI."""
+    for scheme, mount in _MOUNTS.items():
+        if uri.startswith(scheme):
+            return mount + uri[len(scheme) :]
+    return uri
+
+
+def output_locations(executor_input: Json) -> list[tuple[Json, str]]:
+    """Every place in an executor input that says where an output goes, as (object, key)."""
+    outputs = executor_input.get("outputs", {})
+    found = [(outputs, "outputFile")]
+    found += [(parameter, "outputFile") for parameter in outputs.get("parameters", {}).values()]
+    for listed in outputs.get("artifacts", {}).values():
+        found += [(artifact, key) for artifact in listed.get("artifacts", []) for key in ("uri", "customPath")]
+    return [(place, key) for place, key in found if "/" in place.get(key, "") and "oci://" not in place[key]]
+
+
+def redirected(executor_input: Json, tag: str) -> Json:
+    """The executor input of a worker that writes every output into the directory `tag` beside its final place."""
+    mine = copy.deepcopy(executor_input)
+    for place, key in output_locations(mine):
+        place[key] = staged(place[key], tag)
+    return mine
+
+
+def revealed(element: str, executor_input: Json) -> str:
+    """One element of the original command, with the placeholders of outputs filled in."""
+    return _PLACEHOLDER.sub(lambda match: _value(match[1], executor_input) or match[0], element)
+
+
+def _value(path: str, executor_input: Json) -> str:
+    outputs = executor_input["outputs"]
+    if not path:
+        return json.dumps(executor_input)
+    if path in {".outputs.output_file", ".outputMetadataUri"}:
+        return str(outputs["outputFile"])
+    match = _OUTPUT.fullmatch(path)
+    if not match:
+        return ""
+    kind, name, field = match.groups()
+    if kind == "parameters":
+        return str(outputs["parameters"][name]["outputFile"])
+    artifact = outputs["artifacts"][name]["artifacts"][0]
+    custom = artifact.get("customPath", "")
+    return artifact["uri"] if field == "uri" else custom or local_path(artifact["uri"])
+
+
+def main(step_file: str) -> None:
+    """Become the original command. Ends with 127 where there is no such program, as a shell does."""
+    with open(step_file, encoding="utf-8") as file:  # noqa: PTH123  # pathlib costs a worker 10 ms
+        step = json.load(file)
+    mine = redirected(step["executor_input"], f"{step['tag']}/{os.environ['ELASTIC_WORKER_ID']}")
+    for place, key in output_locations(mine):
+        os.makedirs(local_path(place[key]).rpartition("/")[0], exist_ok=True)  # noqa: PTH103
+    argv = [revealed(element, mine) for element in step["argv"]]
+    environment = {**os.environ, **step["environment"]}
+    try:
+        os.execvpe(argv[0], argv, environment)
+    except OSError as error:
+        sys.stderr.write(f"gpuquota: cannot run {argv[0]!r}: {error.strerror}\n")
+        sys.exit(EXIT_NOT_FOUND)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

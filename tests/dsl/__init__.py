@@ -1,0 +1,1 @@
+"""Tests of kfp_gpuquota.dsl."""

@@ -1,0 +1,89 @@
+"""What the decorator takes, refuses, and hands to the launcher."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfp_gpuquota.api import Kind
+from kfp_gpuquota.dsl.options import Options, checked, from_environment, to_environment
+from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
+
+
+@st.composite
+def _options(draw: st.DrawFn) -> Options:
+    gpus = draw(st.integers(1, 64))
+    interactive = draw(st.booleans())
+    return Options(
+        gpus=gpus,
+        min_gpus=None if interactive else draw(st.none() | st.integers(1, gpus)),
+        max_gpus=None if interactive else draw(st.none() | st.integers(gpus, 128)),
+        interactive=interactive,
+        preemptible=draw(st.none() | st.booleans()),
+        priority=draw(st.none() | st.integers(0, 1000)),
+        max_runtime_s=draw(st.none() | st.floats(1, 86_400)),
+        name=draw(st.sampled_from(["", "train-digits"])),
+    )
+
+
+@given(_options())
+def test_options_reach_the_launcher_as_they_were_written(options: Options) -> None:
+    assert from_environment(to_environment(options)) == options
+
+
+def test_only_what_differs_from_the_default_and_the_size_travel() -> None:
+    assert to_environment(Options()) == {"GPUQUOTA_GPUS": "1"}
+    assert to_environment(Options(gpus=2, interactive=True, preemptible=False)) == {
+        "GPUQUOTA_GPUS": "2",
+        "GPUQUOTA_INTERACTIVE": "true",
+        "GPUQUOTA_PREEMPTIBLE": "false",
+    }
+
+
+def test_a_job_is_what_the_options_say() -> None:
+    spec = Options(gpus=2, interactive=True, priority=7).job_spec(name="n", project="p", command=("sh",))
+    assert (spec.gpus, spec.kind, spec.effective_priority, spec.may_be_preempted) == (2, Kind.BUILD, 7, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [(90, 90.0), (1.5, 1.5), ("90m", 5400.0), ("2h", 7200.0), ("1.5 d", 129600.0)]
+)
+def test_a_time_limit_is_seconds_or_a_number_with_a_unit(text: object, seconds: float) -> None:
+    assert checked("train", {"max_runtime": text}).max_runtime_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gpus": 1, "min_gpus": 3}, "min_gpus is 3, but it cannot exceed the requested 1 GPUs"),
+        ({"gpus": 2, "max_gpus": 1}, "max_gpus is 1, but it cannot be below the requested 2 GPUs"),
+        ({"gpus": 0}, "gpus is 0, but it must be at least 1 GPUs"),
+        ({"gpus": "2"}, "gpus is '2', but it must be a whole number"),
+        ({"gpus": True}, "gpus is True, but it must be a whole number"),
+        ({"gpus": 1.5}, "gpus is 1.5, but it must be a whole number"),
+        ({"gpus": 3, "gpus_per_worker": 2}, "gpus is 3, but it must be a multiple of gpus_per_worker, which is 2"),
+        ({"interactive": "yes"}, "interactive is 'yes', but it must be True or False"),
+        (
+            {"interactive": True, "max_gpus": 2},
+            "interactive is True, but an interactive session has one size; leave out min_gpus and max_gpus",
+        ),
+        ({"max_runtime": "2w"}, "max_runtime is '2w', but it must be seconds or a time such as '90m', '2h', '1d'"),
+        ({"fraction": 0.5}, "fraction is not supported yet; leave it out"),
+        ({"gpu_type": "H100"}, "gpu_type is not supported yet; leave it out"),
+    ],
+)
+def test_what_cannot_be_is_refused_where_it_is_written(given: dict[str, object], message: str) -> None:
+    with pytest.raises(DefinitionError) as caught:
+        checked("train", given)
+    assert caught.value.message == f"component 'train': {message}"
+
+
+def test_a_name_that_no_job_can_have_is_refused() -> None:
+    with pytest.raises(DefinitionError, match="component 'train': name is 'Train!', but a name is"):
+        checked("train", {"name": "Train!"})
+
+
+def test_a_broken_environment_is_a_usage_error_not_a_traceback() -> None:
+    with pytest.raises(InvalidFieldError, match="GPUQUOTA"):
+        from_environment({"GPUQUOTA_GPUS": "many"})

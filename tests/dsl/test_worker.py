@@ -1,0 +1,156 @@
+"""The worker's side: outputs go to a place of its own, everything else stays as KFP made it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfp_gpuquota.dsl import worker
+from kfp_gpuquota.dsl.placeholders import disguise
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TAG = ".gpuquota/train-0123456789/uid-0"
+EXECUTOR_INPUT = {
+    "inputs": {"parameterValues": {"epochs": 3}, "artifacts": {"data": {"artifacts": [{"uri": "/root/load/data"}]}}},
+    "outputs": {
+        "parameters": {"accuracy": {"outputFile": "/root/train/accuracy"}},
+        "artifacts": {
+            "model": {"artifacts": [{"name": "model", "uri": "minio://bucket/run/train/model"}]},
+            "model_card": {
+                "artifacts": [{"name": "model_card", "uri": "/root/train/model_card", "customPath": "/c/d"}]
+            },
+        },
+        "outputFile": "/root/train/executor_output.json",
+    },
+}
+
+
+def test_every_output_is_redirected_and_no_input_is() -> None:
+    mine = worker.redirected(EXECUTOR_INPUT, TAG)
+    assert mine == {
+        "inputs": EXECUTOR_INPUT["inputs"],
+        "outputs": {
+            "parameters": {"accuracy": {"outputFile": f"/root/train/{TAG}/accuracy"}},
+            "artifacts": {
+                "model": {"artifacts": [{"name": "model", "uri": f"minio://bucket/run/train/{TAG}/model"}]},
+                "model_card": {
+                    "artifacts": [
+                        {
+                            "name": "model_card",
+                            "uri": f"/root/train/{TAG}/model_card",
+                            "customPath": f"/c/{TAG}/d",
+                        }
+                    ]
+                },
+            },
+            "outputFile": f"/root/train/{TAG}/executor_output.json",
+        },
+    }
+
+
+def test_redirecting_leaves_the_given_executor_input_alone() -> None:
+    before = json.dumps(EXECUTOR_INPUT)
+    worker.redirected(EXECUTOR_INPUT, TAG)
+    assert json.dumps(EXECUTOR_INPUT) == before
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.from_regex(r"(/[a-z ]{1,5}){1,4}", fullmatch=True)
+    )
+)
+def test_a_redirected_path_is_the_final_one_with_the_tag_taken_out(outputs: dict[str, str]) -> None:
+    given_input = {"outputs": {"parameters": {k: {"outputFile": v} for k, v in outputs.items()}, "outputFile": "/o/e"}}
+    mine = worker.redirected(given_input, TAG)
+    back = {k: v["outputFile"].replace(f"{TAG}/", "") for k, v in mine["outputs"]["parameters"].items()}
+    assert back == outputs
+
+
+@pytest.mark.parametrize(
+    ("placeholder", "value"),
+    [
+        ("{{$}}", json.dumps(EXECUTOR_INPUT)),
+        ("{{$.outputs.output_file}}", "/root/train/executor_output.json"),
+        ("{{$.outputMetadataUri}}", "/root/train/executor_output.json"),
+        ("--out={{$.outputs.parameters['accuracy'].output_file}}", "--out=/root/train/accuracy"),
+        ("{{$.outputs.artifacts['model'].uri}}", "minio://bucket/run/train/model"),
+        ("{{$.outputs.artifacts['model'].path}}", "/minio/bucket/run/train/model"),
+        ("{{$.outputs.artifacts['model_card'].path}}", "/c/d"),
+        ("a {{$.outputs.output_file}} {{$}}", f"a /root/train/executor_output.json {json.dumps(EXECUTOR_INPUT)}"),
+    ],
+)
+def test_a_disguised_placeholder_is_filled_in_by_the_worker(placeholder: str, value: str) -> None:
+    assert "{{$" not in disguise(placeholder)
+    assert worker.revealed(disguise(placeholder), EXECUTOR_INPUT) == value
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        "{{$.inputs.parameters['epochs']}}",
+        "{{$.inputs.artifacts['data'].path}}",
+        "{{$.pipeline_job_uuid}}",
+        "{{$.outputs.artifacts['model'].metadata['key']}}",
+        "print(f'{{$x}}', '{{}}', '$')",
+        "",
+    ],
+)
+def test_what_is_not_an_outputs_placeholder_stays_with_kfp(element: str) -> None:
+    assert disguise(element) == element
+
+
+@given(st.text())
+def test_text_without_a_placeholder_reaches_the_command_unchanged(text: str) -> None:
+    if "{{$" not in text and "{{gpuquota" not in text:
+        assert worker.revealed(disguise(text), EXECUTOR_INPUT) == text
+
+
+def _run(step_file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", "-S", worker.__file__, str(step_file)]
+    variables = {"PATH": os.environ["PATH"], "ELASTIC_WORKER_ID": "w-0", **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+
+def _step(directory: Path, argv: list[str], environment: dict[str, str] | None = None) -> Path:
+    outputs = {
+        "parameters": {"x": {"outputFile": str(directory / "out" / "x")}},
+        "outputFile": str(directory / "e.json"),
+    }
+    content = {
+        "tag": ".gpuquota/j",
+        "argv": argv,
+        "environment": environment or {},
+        "executor_input": {"outputs": outputs},
+    }
+    (directory / "step.json").write_text(json.dumps(content))
+    return directory / "step.json"
+
+
+def test_the_worker_becomes_the_original_command(tmp_path: Path) -> None:
+    argv = [
+        "sh",
+        "-c",
+        'echo "$0" "$GREETING" > "$1"; exit 7',
+        "zero",
+        disguise("{{$.outputs.parameters['x'].output_file}}"),
+    ]
+    ended = _run(_step(tmp_path, argv, {"GREETING": "good day"}), GREETING="overridden")
+    assert (ended.returncode, ended.stderr) == (7, "")
+    assert (tmp_path / "out" / ".gpuquota" / "j" / "w-0" / "x").read_text() == "zero good day\n"
+
+
+def test_a_program_that_does_not_exist_ends_as_in_a_shell(tmp_path: Path) -> None:
+    ended = _run(_step(tmp_path, ["no-such-program"]))
+    assert (ended.returncode, ended.stderr) == (
+        127,
+        "gpuquota: cannot run 'no-such-program': No such file or directory\n",
+    )
