@@ -70,9 +70,9 @@ def checked(component: str, given: Mapping[str, object]) -> Options:
             raise DefinitionError(f"component {component!r}: {argument} is not supported yet; leave it out")
         if _is_channel(value):
             raise DefinitionError(
-                f"component {component!r}: {argument} is {str(value)!r}, which is only known when the pipeline runs, "
-                f"but a constant is needed here; for a number of GPUs from a pipeline parameter use "
-                f"task.set_accelerator_type('nvidia.com/gpu').set_accelerator_limit(...)"
+                f"component {component!r}: {argument} is {_channel(value)}, which is only known when the pipeline "
+                "runs, but a constant is needed here; for a number of GPUs that the run decides use "
+                "task.set_accelerator_type('nvidia.com/gpu').set_accelerator_limit(...)"
             )
     fields = {name: value for name, value in given.items() if value is not None}
     if "max_runtime" in fields:
@@ -107,6 +107,10 @@ def from_environment(environment: Mapping[str, str]) -> Options:
 def _is_channel(value: object) -> bool:
     """A pipeline parameter or a task's output, told by its shape: this module must not import kfp."""
     return hasattr(value, "pattern") and hasattr(value, "channel_type")
+
+
+def _channel(value: Any) -> str:
+    return f"output {value.name!r} of task {value.task_name!r}" if value.task_name else f"parameter {value.name!r}"
 
 
 def _seconds(component: str, value: object) -> float:

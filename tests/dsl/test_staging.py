@@ -104,8 +104,21 @@ def test_two_attempts_that_bring_one_result_home_do_not_disturb_each_other(
     assert not staging.exists()
 
 
-def test_a_worker_that_wrote_nothing_brings_nothing(tmp_path: Path, executor_input: dict[str, Any]) -> None:
+def test_artifacts_of_a_command_that_knows_nothing_of_kfp_are_named_for_it(
+    tmp_path: Path, executor_input: dict[str, Any]
+) -> None:
     staging = Staging(executor_input, "train-1")
+    staging.create(["true"], {})
+    staging.bring_home("w-0")
+    assert _files(tmp_path) == {"train/executor_output.json"}
+    artifact = {"name": "model", "uri": str(tmp_path / "bucket" / "model")}
+    assert json.loads((tmp_path / "train/executor_output.json").read_text()) == {
+        "artifacts": {"model": {"artifacts": [artifact]}}
+    }
+
+
+def test_a_worker_that_wrote_nothing_brings_nothing(tmp_path: Path) -> None:
+    staging = Staging({"outputs": {"outputFile": str(tmp_path / "train" / "executor_output.json")}}, "train-1")
     staging.create(["true"], {})
     staging.bring_home("w-0")
     assert _files(tmp_path) == set()
