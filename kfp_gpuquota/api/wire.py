@@ -98,6 +98,14 @@ class EventList(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[Event, ...]
 
 
+class LogChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a worker's log as bytes, the offset behind it, and whether more may come."""
+
+    text: bytes
+    next_offset: int
+    more: bool
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Who answers."""
 

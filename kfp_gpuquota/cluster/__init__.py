@@ -1,1 +1,4 @@
-"""TODO"""
+"""Where plans become real: the embedded cluster on one machine, Kubernetes, and how a client finds either.
+
+Belongs here: processes, files, databases, API servers. Does not: decisions (scheduler, membership).
+"""

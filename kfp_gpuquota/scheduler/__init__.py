@@ -7,6 +7,7 @@ Does not: clocks, I/O, logging, randomness. See docs/scheduler.md for the vocabu
 from kfp_gpuquota.scheduler.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
 from kfp_gpuquota.scheduler.events import (
     Event,
+    JobCompleting,
     JobRemoved,
     JobResumed,
     JobSubmitted,
@@ -27,6 +28,7 @@ __all__ = [
     "Bind",
     "Event",
     "Evict",
+    "JobCompleting",
     "JobRemoved",
     "JobResumed",
     "JobSubmitted",

@@ -49,6 +49,12 @@ class JobRemoved(Event, frozen=True, tag=True):
     uid: str
 
 
+class JobCompleting(Event, frozen=True, tag=True):
+    """One of its workers has finished: the job takes no more of them, unless it returns to the queue."""
+
+    uid: str
+
+
 class JobSuspended(Event, frozen=True, tag=True):
     """The job is not considered until it is resumed."""
 

@@ -80,7 +80,7 @@ class Queue:
     deserved: Amount = NOTHING
     limit: Amount = BOUNDLESS
     priority: int = 100
-    weight: float = 1.0
+    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
     created: float = 0.0
     known: bool = True
     children: dict[str, Queue] = field(default_factory=dict)
@@ -148,6 +148,7 @@ class Job:
     preemptible: bool = True
     submitted_at: float = 0.0
     suspended: bool = False
+    completing: bool = False
     removed: bool = False
     tasks: dict[str, Task] = field(default_factory=dict)
     pending: list[Task] = field(default_factory=list)

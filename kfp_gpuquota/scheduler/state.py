@@ -106,6 +106,12 @@ class State:
         self._changed(job)
 
     @_apply.register
+    def _(self, event: events.JobCompleting) -> None:
+        job = self._job(event.uid)
+        job.completing = True
+        self._changed(job)
+
+    @_apply.register
     def _(self, event: events.JobSuspended) -> None:
         job = self._job(event.uid)
         job.suspended = True
@@ -200,7 +206,8 @@ class State:
         _unfile(job)
         if job.removed and not job.tasks:
             del self.jobs[job.uid]
-        considered = not job.removed and not job.suspended
+        job.completing = job.completing and bool(job.tasks)
+        considered = not job.removed and not job.suspended and not job.completing
         tasks = next_tasks(job) if considered else []
         if tasks:
             _file(job, tasks)
@@ -241,7 +248,7 @@ def _set_quota(queue: Queue, project: Project) -> None:
     limit = UNLIMITED if project.limit is None else project.limit * GPU
     queue.deserved = Amount(project.guaranteed * GPU, UNLIMITED, UNLIMITED)
     queue.limit = Amount(limit, UNLIMITED, UNLIMITED)
-    queue.priority, queue.weight, queue.known = project.priority, project.over_quota_weight, True
+    queue.priority, queue.weights, queue.known = project.priority, (project.over_quota_weight,) * 3, True
 
 
 def _graft(queue: Queue, parent: Queue | None) -> None:

@@ -23,6 +23,7 @@ from kfp_gpuquota.api.wire import (
     Health,
     JobList,
     Lease,
+    LogChunk,
     NodeView,
     ProjectView,
     SubmitJob,
@@ -140,22 +141,22 @@ class Client:
 
     def read_log(
         self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0
-    ) -> tuple[bytes, int, bool]:
-        """A piece of a worker's log from byte `offset`: (text, next offset, whether more may come).
+    ) -> LogChunk:
+        """A piece of a worker's log from byte `offset`, of the job's first worker unless another is named.
 
-        Without `worker`: that of the job's first worker. Waits up to `timeout_s` for something new.
+        Waits up to `timeout_s` for something new.
         """
         query = _query(worker=worker, offset=offset, timeout_s=timeout_s)
-        response, body = self._request("GET", f"{_job_path(project, name)}/logs{query}", b"", timeout_s)
-        return body, int(response.headers["X-Next-Offset"]), response.headers["X-More"] == "true"
+        return self._call("GET", f"{_job_path(project, name)}/logs{query}", LogChunk, wait_s=timeout_s)
 
     def follow_log(self, project: str, name: str, *, worker: str = "") -> Iterator[bytes]:
         """A worker's log as it grows, until the worker has ended."""
         offset, more = 0, True
         while more:
-            chunk, offset, more = self.read_log(project, name, worker=worker, offset=offset, timeout_s=LONG_POLL_S)
-            if chunk:
-                yield chunk
+            chunk = self.read_log(project, name, worker=worker, offset=offset, timeout_s=LONG_POLL_S)
+            offset, more = chunk.next_offset, chunk.more
+            if chunk.text:
+                yield chunk.text
 
     def stop_cluster(self) -> None:
         """Stop the daemon. What runs goes on under its shims and is adopted by the next one."""

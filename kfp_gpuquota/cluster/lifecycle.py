@@ -1,0 +1,125 @@
+"""What becomes of a job when one of its workers is gone. Pure; the same for every kind of cluster.
+
+| the worker                                   | the job                                                         |
+|----------------------------------------------|-----------------------------------------------------------------|
+| was told to go                               | goes on; its intent decides once none is left                   |
+| ended with 0                                 | takes no more workers; succeeds once none is left               |
+| failed, the job is not managed               | fails with its exit code, the others are stopped                |
+| failed, managed, others are left             | goes on without it, up to `max_restarts` times, then fails      |
+| killed by a signal, managed, the last one    | returns to the queue, up to `max_restarts` times, then fails    |
+| failed by itself, managed, the last one      | fails with its exit code                                        |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kfp_gpuquota.api import Phase, Reason, ReasonCode, Resize
+from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+KILLED_ABOVE = 128
+
+
+def after_worker_gone(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+    """The job after `gone` has ended; `workers` are all of its present attempt, `gone` among them."""
+    if not gone.released and job.intent is Intent.RUN:
+        job = _after_own_end(job, gone, workers)
+    if any(worker.alive for worker in workers):
+        return job
+    return settled(job, workers, now)
+
+
+def _after_own_end(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord]) -> JobRecord:
+    code = gone.worker.exit_code or 0
+    if code == 0:
+        return msgspec.structs.replace(job, completing=True)
+    others = any(worker.alive or _finished(worker) for worker in workers)
+    if job.completing and others:
+        return job  # the training is over, and another worker holds or brings its result
+    recoverable = job.managed and (others or code > KILLED_ABOVE) and job.status.restarts < job.spec.max_restarts
+    why = _failure(gone, code, job, recoverable=recoverable)
+    job = with_status(job, restarts=job.status.restarts + recoverable, exit_code=code, reason=why)
+    job = msgspec.structs.replace(job, resize_reason=why)
+    if not recoverable:
+        return msgspec.structs.replace(job, intent=Intent.FAIL)
+    return job if others else msgspec.structs.replace(job, intent=Intent.REQUEUE)
+
+
+def resized(
+    job: JobRecord,
+    size: int,
+    now: float,
+    *,
+    generation: int = 0,
+    step: int = 0,
+    pause_ms: float | None = None,
+    lost_steps: int = 0,
+) -> JobRecord:
+    """The job at `size` GPUs; a change from another size enters its history, with the reason that stands."""
+    before, job = job.size, msgspec.structs.replace(job, size=size)
+    if before in {0, size} or size == 0:
+        return job
+    change = Resize(
+        at=now,
+        from_gpus=before,
+        to_gpus=size,
+        generation=generation,
+        step=step,
+        reason=job.resize_reason or Reason(code=ReasonCode.FITS, message=""),
+        pause_ms=pause_ms,
+        lost_steps=lost_steps,
+    )
+    return with_status(job, resizes=(*job.status.resizes, change))
+
+
+def settled(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+    """The job when no worker is left: its intent becomes its phase."""
+    match job.intent:
+        case Intent.REQUEUE:
+            return _requeued(job)
+        case Intent.SUSPEND:
+            return with_status(_requeued(job), phase=Phase.SUSPENDED)
+        case Intent.CANCEL | Intent.DELETE:
+            return with_status(job, phase=Phase.CANCELLED, finished_at=now)
+        case Intent.FAIL:
+            return with_status(job, phase=Phase.FAILED, finished_at=now)
+        case Intent.RUN:
+            return _completed(job, workers, now)
+
+
+def _completed(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+    finishers = [worker for worker in workers if _finished(worker)]
+    if not finishers:  # every worker was told to go, one by one
+        return _requeued(job)
+    result = min(finishers, key=lambda w: (w.worker.rank is None, w.worker.rank or 0, w.worker.index))
+    return with_status(
+        job, phase=Phase.SUCCEEDED, reason=None, exit_code=0, finished_at=now, result_worker=result.worker.id
+    )
+
+
+def _requeued(job: JobRecord) -> JobRecord:
+    job = msgspec.structs.replace(job, intent=Intent.RUN, completing=False, managed=False, size=0)
+    return with_status(job, phase=Phase.PENDING, started_at=None)
+
+
+def _finished(worker: WorkerRecord) -> bool:
+    return not worker.alive and not worker.released and worker.worker.exit_code == 0
+
+
+def _failure(gone: WorkerRecord, code: int, job: JobRecord, *, recoverable: bool) -> Reason:
+    how = f"was killed by signal {code - KILLED_ABOVE}" if code > KILLED_ABOVE else f"ended with exit code {code}"
+    then = ""
+    if recoverable:
+        then = f"; restart {job.status.restarts + 1} of at most {job.spec.max_restarts}"
+    elif job.managed and job.spec.max_restarts and job.status.restarts >= job.spec.max_restarts:
+        then = f"; it had been restarted {job.spec.max_restarts} times, which is its max_restarts"
+    return Reason(
+        code=ReasonCode.WORKER_FAILED,
+        message=f"worker {gone.worker.index} {how}{then}",
+        details={"exit_code": code, "worker": gone.worker.id},
+    )

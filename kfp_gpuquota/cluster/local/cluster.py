@@ -1,0 +1,277 @@
+"""What users may ask of the embedded cluster: each request is checked, then committed as one change."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Job, JobStatus, Phase, Project, Reason, ReasonCode
+from kfp_gpuquota.api.wire import (
+    Event,
+    EventKind,
+    EventList,
+    JobList,
+    Lease,
+    LogChunk,
+    NodeView,
+    ProjectView,
+    SubmitJob,
+)
+from kfp_gpuquota.cluster.admission import check_fits
+from kfp_gpuquota.cluster.records import Intent, JobRecord, with_status
+from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kfp_gpuquota.cluster.local.driver import Driver
+    from kfp_gpuquota.cluster.local.home import Home
+    from kfp_gpuquota.cluster.local.state import ClusterState
+    from kfp_gpuquota.cluster.local.store import Store
+
+LOG_CHUNK: Final = 1 << 18
+LOG_POLL_S: Final = 0.1
+EVENT_POLL_S: Final = 0.5
+
+
+class LocalCluster:
+    """The embedded cluster's answer to `server.backend.Backend`."""
+
+    def __init__(self, home: Home, store: Store, state: ClusterState, driver: Driver) -> None:
+        self._home = home
+        self._store = store
+        self._state = state
+        self._driver = driver
+        self._leases: dict[str, asyncio.TimerHandle] = {}
+        for job in state.jobs.values():
+            self._watch_lease(job)
+
+    # Projects and nodes
+
+    def list_projects(self) -> tuple[ProjectView, ...]:
+        """All projects, by name."""
+        return self._state.list_projects()
+
+    def get_project(self, name: str) -> ProjectView:
+        """One project. Raises NotFoundError."""
+        self._state.project(name)
+        return next(shown for shown in self._state.list_projects() if shown.project.name == name)
+
+    def create_project(self, project: Project) -> ProjectView:
+        """Make it. Raises AlreadyExistsError."""
+        if project.name in self._state.projects:
+            raise AlreadyExistsError(
+                f"project {project.name!r} already exists; change it with: gpuquota project set {project.name}"
+            )
+        return self.set_project(project)
+
+    def set_project(self, project: Project) -> ProjectView:
+        """Make it, or change its quota. Raises ConflictError when sessions in use no longer fit."""
+        if project.parent is not None:
+            self._state.project(project.parent)
+        self._check_not_below_use(project)
+        with self._state.change() as change:
+            change.projects[project.name] = project
+            change.events.append(
+                Event(revision=0, at=time.time(), kind=EventKind.PROJECT_CHANGED, project=project.name)
+            )
+        self._driver.wake()
+        return self.get_project(project.name)
+
+    def delete_project(self, name: str) -> None:
+        """Remove it. Raises ConflictError while it has jobs or is a parent."""
+        self._state.project(name)
+        if jobs := [job.spec.name for job in self._state.jobs.values() if job.spec.project == name]:
+            shown = " ".join(jobs[:5]) + (" ..." if len(jobs) > 5 else "")
+            raise ConflictError(
+                f"project {name!r} still has {len(jobs)} jobs; delete them first: gpuquota delete -p {name} {shown}"
+            )
+        if children := [p.name for p in self._state.projects.values() if p.parent == name]:
+            raise ConflictError(f"project {name!r} is the parent of {', '.join(children)}; delete or move these first")
+        with self._state.change() as change:
+            change.projects[name] = None
+            change.events.append(Event(revision=0, at=time.time(), kind=EventKind.PROJECT_DELETED, project=name))
+
+    def list_nodes(self) -> tuple[NodeView, ...]:
+        """All nodes."""
+        return self._state.list_nodes()
+
+    # Jobs
+
+    def submit(self, request: SubmitJob) -> Job:
+        """Queue a job; the same request again answers with the same job.
+
+        Raises NotFoundError for the project, AlreadyExistsError for the name, InvalidFieldError for what never fits.
+        """
+        if made := self._state.job_of_request(request.request_id):
+            return self._state.view(made.uid)
+        spec = request.spec
+        check_fits(spec, self._state.project(spec.project), tuple(self._state.nodes.values()))
+        if self._state.has_name(spec.project, spec.name):
+            raise AlreadyExistsError(
+                f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it first: "
+                f"gpuquota delete -p {spec.project} {spec.name}"
+            )
+        job = self._new_job(request)
+        with self._driver.decide() as transcript:
+            transcript.change.jobs[job.uid] = job
+            transcript.note(job, EventKind.JOB_SUBMITTED)
+        self._watch_lease(job)
+        return self._state.view(job.uid)
+
+    async def list_jobs(self, project: str, after: int | None, timeout_s: float) -> JobList:
+        """All jobs, or a project's; with `after` once something has changed since."""
+        await self._state.wait_for_change(after, timeout_s)
+        return self._state.list_jobs(project)
+
+    def get_job(self, project: str, name: str) -> Job:
+        """One job. Raises NotFoundError."""
+        return self._state.view(self._state.job_named(project, name).uid)
+
+    def cancel_job(self, project: str, name: str, why: str = "cancelled by a user") -> Job:
+        """Stop it; it stays listed. Of a job that has ended: nothing."""
+        job = self._state.job_named(project, name)
+        if not job.status.phase.final and not job.ending:
+            self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=why))
+        return self._state.view(job.uid)
+
+    def delete_job(self, project: str, name: str) -> None:
+        """Stop it where it runs, then forget it."""
+        job = self._state.job_named(project, name)
+        self._stop(job, Intent.DELETE, Reason(code=ReasonCode.USER, message="deleted by a user"))
+
+    def suspend_job(self, project: str, name: str) -> Job:
+        """Stop it, and keep it out of the queue. Raises ConflictError for one that has ended."""
+        job = self._state.job_named(project, name)
+        self._refuse_ended(job)
+        if job.status.phase is not Phase.SUSPENDED and job.intent is not Intent.SUSPEND:
+            self._stop(job, Intent.SUSPEND, Reason(code=ReasonCode.SUSPENDED, message="suspended by a user"))
+        return self._state.view(job.uid)
+
+    def resume_job(self, project: str, name: str) -> Job:
+        """Put a suspended job back into the queue, with its age. Of one that is not suspended: nothing."""
+        job = self._state.job_named(project, name)
+        self._refuse_ended(job)
+        if job.status.phase is Phase.SUSPENDED or job.intent is Intent.SUSPEND:
+            with self._driver.decide() as transcript:
+                if job.intent is Intent.SUSPEND:  # still stopping: when it has, it goes to the queue
+                    job = msgspec.structs.replace(job, intent=Intent.REQUEUE)
+                else:
+                    job = with_status(job, phase=Phase.PENDING, reason=None)
+                transcript.record(job)
+                transcript.note(job, EventKind.JOB_RESUMED)
+        return self._state.view(job.uid)
+
+    def renew_lease(self, project: str, name: str, lease: Lease) -> None:
+        """Keep the job alive. Raises ConflictError when another holder has taken it over from this one."""
+        job = self._state.job_named(project, name)
+        if job.lease_holder not in ("", lease.holder) and lease.duration_s < job.lease_s:
+            raise ConflictError(f"the lease of job {name!r} was taken over by {job.lease_holder!r}")
+        if (job.lease_holder, job.lease_s) != (lease.holder, lease.duration_s):
+            job = msgspec.structs.replace(job, lease_holder=lease.holder, lease_s=lease.duration_s)
+            with self._state.change() as change:
+                change.jobs[job.uid] = job
+        self._watch_lease(job)
+
+    # History and logs
+
+    async def events(self, after: int, timeout_s: float) -> EventList:
+        """The history after a revision; waits for at least one entry."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := self._store.load_events(after)) and (left := deadline - time.monotonic()) > 0:
+            await self._state.wait_for_change(self._state.revision, left)
+        return EventList(revision=found[-1].revision if found else after, events=tuple(found))
+
+    async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
+        """A piece of a worker's log. Raises NotFoundError for a worker that the job does not have."""
+        job = self._state.job_named(project, name)
+        record = await self._worker_for_log(job, worker, timeout_s)
+        if record is None:
+            return LogChunk(text=b"", next_offset=offset, more=not self._state.view(job.uid).status.phase.final)
+        path = self._home.worker(job.uid, record) / "log"
+        deadline = time.monotonic() + timeout_s
+        while True:
+            alive = (known := self._state.workers.get(record)) is not None and known.alive
+            text = _read_from(path, offset)
+            if text or not alive or time.monotonic() >= deadline:
+                return LogChunk(text=text, next_offset=offset + len(text), more=bool(text) or alive)
+            await asyncio.sleep(LOG_POLL_S)
+
+    async def _worker_for_log(self, job: JobRecord, worker: str, timeout_s: float) -> str | None:
+        if worker:
+            if all(worker not in (w.worker.id, str(w.worker.index)) for w in self._state.workers_of(job.uid)):
+                raise NotFoundError(f"job {job.spec.name!r} has no worker {worker!r}")
+            return next(
+                w.worker.id for w in self._state.workers_of(job.uid) if worker in (w.worker.id, str(w.worker.index))
+            )
+        if not self._state.attempt_of(job):
+            await self._state.wait_for_change(self._state.revision, timeout_s)
+        workers = self._state.attempt_of(self._state.jobs.get(job.uid, job))
+        chosen = job.status.result_worker
+        return chosen or (workers[0].worker.id if workers else None)
+
+    # Inside
+
+    def _new_job(self, request: SubmitJob) -> JobRecord:
+        return JobRecord(
+            uid=uuid.uuid4().hex,
+            spec=request.spec,
+            status=JobStatus(submitted_at=time.time()),
+            request_id=request.request_id,
+            lease_holder=request.lease.holder if request.lease else "",
+            lease_s=request.lease.duration_s if request.lease else 0.0,
+        )
+
+    def _stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
+        with self._driver.decide() as transcript:
+            transcript.stop(job, intent, reason)
+
+    def _refuse_ended(self, job: JobRecord) -> None:
+        if job.status.phase.final or job.ending:
+            raise ConflictError(f"job {job.spec.name!r} has ended ({job.status.phase.value}); submit it again instead")
+
+    def _check_not_below_use(self, project: Project) -> None:
+        held = {"fixed": 0, "all": 0}
+        for uid, job in self._state.jobs.items():
+            if job.spec.project == project.name:
+                gpus = sum(len(record.worker.devices) for record in self._state.alive_of(uid))
+                held["all"] += gpus
+                held["fixed"] += 0 if job.spec.may_be_preempted else gpus
+        if held["fixed"] > project.guaranteed:
+            raise ConflictError(
+                f"project {project.name!r} holds {held['fixed']} GPUs in sessions that cannot be preempted, more than "
+                f"the new guaranteed {project.guaranteed}; delete some of them first"
+            )
+        if project.limit is not None and held["all"] > project.limit:
+            raise ConflictError(
+                f"project {project.name!r} holds {held['all']} GPUs, more than the new limit {project.limit}; suspend "
+                "or delete some of its jobs first"
+            )
+
+    def _watch_lease(self, job: JobRecord) -> None:
+        """(Re)start the lease's clock: the monotonic one, so that a clock that jumps cancels nothing."""
+        if timer := self._leases.pop(job.uid, None):
+            timer.cancel()
+        if job.lease_holder and not job.status.phase.final:
+            loop = asyncio.get_running_loop()
+            self._leases[job.uid] = loop.call_later(job.lease_s, self._lease_ended, job.uid)
+
+    def _lease_ended(self, uid: str) -> None:
+        self._leases.pop(uid, None)
+        job = self._state.jobs.get(uid)
+        if job is not None and not job.status.phase.final and not job.ending:
+            message = f"nobody has waited for it any more for {job.lease_s:g} s: its launcher has ended"
+            self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=message))
+
+
+def _read_from(path: Path, offset: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(LOG_CHUNK)
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,134 @@
+"""The embedded cluster's daemon: `python -m kfp_gpuquota.cluster.local.daemon HOME READY_FD [CONFIG]`.
+
+It may be killed at any moment. The next one reads SQLite, adopts what runs through the shims, and goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from kfp_gpuquota.api.wire import Health
+from kfp_gpuquota.cluster.local.cluster import LocalCluster
+from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
+from kfp_gpuquota.cluster.local.driver import Driver
+from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.start import READY
+from kfp_gpuquota.cluster.local.state import ClusterState
+from kfp_gpuquota.cluster.local.store import Store
+from kfp_gpuquota.errors import ConflictError, GpuQuotaError
+from kfp_gpuquota.server.app import build_app
+from kfp_gpuquota.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfp_gpuquota.api import Node
+
+LOOPBACK: Final = "127.0.0.1"
+SHUTDOWN_TIMEOUT_S: Final = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until told to stop; returns the exit code."""
+    home, ready = Home(Path(arguments[0])), int(arguments[1])
+    config = msgspec.json.decode(arguments[2], type=ClusterConfig) if len(arguments) > 2 else None
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    try:
+        home.create()
+        with home.lock():
+            asyncio.run(serve(home, config, ready))
+    except GpuQuotaError as error:
+        log.error("%s", error.message)
+        _say(ready, error.message)
+        return error.exit_code
+    return 0
+
+
+async def serve(home: Home, config: ClusterConfig | None, ready: int) -> None:
+    """Bring everything up in the order in which it depends on each other, say so, and wait for the end."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as stack:
+        store = Store(home.database)
+        stack.callback(store.close)
+        nodes = _nodes(store, config)
+        listener = _listen(home)
+        stack.callback(listener.close)
+        url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+        state = ClusterState(store, nodes)
+        driver = Driver(home, state, url)
+        stack.callback(driver.close)
+        app = build_app(
+            LocalCluster(home, store, state, driver),
+            token=home.read_or_make_token(),
+            health=Health(version=__version__, pid=os.getpid(), home=str(home.root), started_at=time.time()),
+            extra_routes=driver.membership.routes(),
+            on_shutdown=stop.set,
+        )
+        app.cleanup_ctx.append(driver.membership.lifespan)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None)
+        stack.push_async_callback(runner.cleanup)
+        await runner.setup()
+        driver.recover()
+        await web.SockSite(runner, listener).start()
+        home.publish(url)
+        log.info("serving %s on %s", home.root, url)
+        _say(ready, READY)
+        await stop.wait()
+        log.info("stopping; what runs goes on")
+
+
+def _nodes(store: Store, config: ClusterConfig | None) -> tuple[Node, ...]:
+    """The nodes as configured; a new shape is remembered. Raises ConflictError when it would lose running workers."""
+    shape = config or store.load_config()
+    nodes = discover_nodes(shape)
+    places = {(node.name, device.index) for node in nodes for device in node.devices}
+    for record in store.load_workers():
+        worker = record.worker
+        if record.alive and not places.issuperset((worker.node, index) for index in worker.devices):
+            raise ConflictError(
+                f"a worker still runs on GPUs {list(worker.devices)} of {worker.node}, which the new shape does not "
+                "have; delete its job first, or start the cluster without --nodes and --gpus-per-node"
+            )
+    if config is not None:
+        with store.transaction():
+            store.save_config(config)
+    return nodes
+
+
+def _listen(home: Home) -> socket.socket:
+    """On the port of the daemon before, for its workers know it; on any other when somebody has taken it."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with suppress(OSError, ValueError):
+        listener.bind((LOOPBACK, urlsplit(home.url_file.read_text().strip()).port or 0))
+        return listener
+    listener.bind((LOOPBACK, 0))
+    return listener
+
+
+def _say(ready: int, line: str) -> None:
+    with suppress(OSError):
+        os.write(ready, f"{line}\n".encode())
+        os.close(ready)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,314 @@
+"""Carries out what the scheduler plans, and tells it what the workers really did.
+
+Planning happens on change, never by polling: whatever changes the state calls `wake`, and the next turn of the event
+loop makes one plan for all that changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Phase, Progress, Worker, WorkerPhase
+from kfp_gpuquota.api.wire import EventKind
+from kfp_gpuquota.cluster.lifecycle import after_worker_gone, resized
+from kfp_gpuquota.cluster.local import shims
+from kfp_gpuquota.cluster.local.environment import worker_environment
+from kfp_gpuquota.cluster.local.home import Home, write_private
+from kfp_gpuquota.cluster.local.transcript import Transcript
+from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.errors import NotFoundError, StateFileError
+from kfp_gpuquota.membership import Limits
+from kfp_gpuquota.server.membership import MembershipService
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kfp_gpuquota.cluster.local.state import ClusterState
+    from kfp_gpuquota.membership import AnnounceCommit
+
+RETRY_S: Final = 1.0
+EXIT_CANNOT_START: Final = 126
+
+log = logging.getLogger(__name__)
+
+
+class Driver:
+    """One per daemon; it is also what the membership service tells its news to. All of it runs in the event loop."""
+
+    def __init__(self, home: Home, state: ClusterState, url: str) -> None:
+        self._home = home
+        self._url = url
+        self._state = state
+        self.membership = MembershipService(self)
+        self._shims = shims.Shims(self._on_started, self._on_ended)
+        self._loop = asyncio.get_running_loop()
+        self._planning: asyncio.Handle | None = None
+
+    def wake(self) -> None:
+        """Something changed: plan in the next turn of the loop."""
+        if self._planning is None:
+            self._planning = self._loop.call_soon(self._plan)
+
+    def recover(self) -> None:
+        """Take up what an earlier daemon left: adopt what runs, learn how the rest ended, do what was not done."""
+        for job in list(self._state.jobs.values()):
+            if self._state.alive_of(job.uid):
+                self._open_membership(job)
+        for record in list(self._state.workers.values()):
+            if record.alive:
+                self._recover_worker(record)
+        self.wake()
+
+    def close(self) -> None:
+        """Let go of everything; what runs goes on."""
+        if self._planning:
+            self._planning.cancel()
+        self._shims.close()
+
+    @contextlib.contextmanager
+    def decide(self) -> Iterator[Transcript]:
+        """Write a decision, commit it when the block ends, then carry it out. Raises StateFileError."""
+        with self._state.change() as change:
+            transcript = Transcript(self._state, change, time.time())
+            yield transcript
+        self._start_all(transcript.started)
+        self._stop_all(transcript.stopped)
+        for uid, job in change.jobs.items():
+            if job is None:
+                self._home.remove_job(uid)
+        self.wake()
+
+    # Plans
+
+    def _plan(self) -> None:
+        self._planning = None
+        plan = scheduler.plan(self._state.scheduler, time.time())
+        for uid, reason in plan.waiting.items():
+            self._state.note_waiting(uid, reason)
+        if plan.empty:
+            return
+        try:
+            with self.decide() as transcript:
+                transcript.plan(plan)
+        except StateFileError as error:
+            log.error("the plan was dropped and is made again in %s s: %s", RETRY_S, error)
+            self._loop.call_later(RETRY_S, self.wake)
+
+    # Starting and stopping
+
+    def _start_all(self, workers: Iterable[str]) -> None:
+        records = [self._state.workers[worker] for worker in workers]
+        for uid in dict.fromkeys(record.worker.job_uid for record in records):
+            if self._state.jobs[uid].status.phase is Phase.STARTING:
+                self._open_membership(self._state.jobs[uid])
+            else:
+                self._update_target(uid)
+        for record in records:
+            self._start(record)
+
+    def _start(self, record: WorkerRecord) -> None:
+        worker = record.worker
+        job = self._state.jobs[worker.job_uid]
+        directory = self._home.worker(job.uid, worker.id)
+        command = shims.WorkerCommand(
+            command=job.spec.command,
+            environment=worker_environment(self._home, job, worker, self._state.nodes),
+            working_directory=job.spec.working_directory or str(self._home.job(job.uid)),
+            grace_period_s=job.spec.grace_period_s,
+        )
+        try:
+            self._shims.start(worker.id, directory, command)
+        except OSError as error:
+            log.error("worker %s cannot be started: %s", worker.id, error)
+            if shims.prevent(directory):
+                self._loop.call_soon(self._on_ended, worker.id, EXIT_CANNOT_START)
+
+    def _stop_all(self, workers: Iterable[str]) -> None:
+        records = [self._state.workers[worker] for worker in workers]
+        for uid in dict.fromkeys(record.worker.job_uid for record in records):
+            self._update_target(uid)
+        for record in records:
+            self._ask_to_go(record)
+
+    def _ask_to_go(self, record: WorkerRecord) -> None:
+        """By membership where it takes part in one, which kills it after its grace period; else by SIGTERM.
+
+        Not by both: SIGTERM goes to the whole process group, and would end the data loader's processes, too, while
+        the training still needs them for its last step.
+        """
+        if not self._takes_part(record.worker):
+            self._shims.terminate(record.worker.id)
+
+    def _takes_part(self, worker: Worker) -> bool:
+        if self._state.jobs[worker.job_uid].managed:
+            return True
+        member = self.membership.machine(worker.job_uid).members.get(worker.id)
+        return member is not None and member.heard_at is not None
+
+    def _open_membership(self, job: JobRecord) -> None:
+        token_file = self._home.job_token_file(job.uid)
+        self._home.checkpoints(job.uid).mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_private(self._home.coordinator_file(job.uid), f"{self._url}/v1/membership/{job.uid}")
+        if not token_file.exists():
+            write_private(token_file, secrets.token_urlsafe(32))
+        self.membership.open(
+            job.uid,
+            token_file.read_text(),
+            min_workers=job.spec.smallest // job.spec.worker_gpus,
+            first_generation=job.generation_high + 1,
+            running=[record.worker.id for record in self._state.alive_of(job.uid)],
+            limits=Limits(starting_s=math.inf, leave_s=job.spec.grace_period_s),
+        )
+        self._update_target(job.uid)
+
+    def _update_target(self, uid: str) -> None:
+        wanted = [record.worker.id for record in self._state.alive_of(uid) if not record.released]
+        with contextlib.suppress(NotFoundError):
+            self.membership.set_target(uid, wanted)
+
+    # What the shims tell
+
+    def _recover_worker(self, record: WorkerRecord) -> None:
+        worker = record.worker
+        directory = self._home.worker(worker.job_uid, worker.id)
+        match self._shims.adopt(worker.id, directory):
+            case shims.Found.RUNNING:
+                self._on_started(worker.id)
+                if record.released:
+                    self._ask_to_go(record)
+            case shims.Found.ENDED:
+                self._loop.call_soon(self._on_ended, worker.id, shims.exit_code(directory))
+            case shims.Found.NEVER_STARTED if not record.released:
+                self._start(record)
+            case shims.Found.NEVER_STARTED if shims.prevent(directory):
+                self._loop.call_soon(self._on_ended, worker.id, shims.EXIT_SHIM_LOST)
+            case shims.Found.NEVER_STARTED:
+                self._loop.call_later(RETRY_S, self._recover_worker, record)
+
+    def _on_started(self, worker: str) -> None:
+        record = self._state.workers.get(worker)
+        if record is None or record.worker.phase is not WorkerPhase.STARTING:
+            return
+        job = self._state.jobs[record.worker.job_uid]
+        pid = shims.process_id(self._home.worker(job.uid, worker))
+        running = msgspec.structs.replace(record.worker, phase=WorkerPhase.RUNNING, pid=pid)
+        if job.status.phase is Phase.STARTING:
+            job = with_status(job, phase=Phase.RUNNING)
+        with self._noting(worker) as transcript:
+            transcript.change.workers[worker] = msgspec.structs.replace(record, worker=running)
+            transcript.record(self._unmanaged_size(job, transcript.now))
+
+    def _unmanaged_size(self, job: JobRecord, now: float) -> JobRecord:
+        """A job without a membership has the size of its processes."""
+        if job.managed or job.intent is not Intent.RUN:
+            return job
+        alive = [record.worker for record in self._state.alive_of(job.uid) if not record.released]
+        return resized(job, sum(len(worker.devices) for worker in alive), now)
+
+    def _on_ended(self, worker: str, code: int) -> None:
+        record = self._state.workers.get(worker)
+        if record is None or not record.alive:
+            return
+        try:
+            self._record_end(record, code)
+        except StateFileError as error:
+            log.error("the end of worker %s is recorded in %s s: %s", worker, RETRY_S, error)
+            self._loop.call_later(RETRY_S, self._on_ended, worker, code)
+
+    def _record_end(self, record: WorkerRecord, code: int) -> None:
+        before = self._state.jobs[record.worker.job_uid]
+        with self.decide() as transcript:
+            gone = msgspec.structs.replace(
+                record.worker, phase=WorkerPhase.GONE, exit_code=code, finished_at=transcript.now
+            )
+            record = msgspec.structs.replace(record, worker=gone)
+            workers = [record if w.worker.id == gone.id else w for w in self._state.attempt_of(before)]
+            after = after_worker_gone(before, record, workers, transcript.now)
+            transcript.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-len(gone.devices))
+            transcript.change.workers[gone.id] = record
+            transcript.record(after)
+            if after.intent is Intent.FAIL and before.intent is not Intent.FAIL and not after.status.phase.final:
+                transcript.fail(after, [w.worker.id for w in workers if w.alive])
+        self.membership.worker_gone(gone.job_uid, gone.id)
+        self._after_end(gone.job_uid)
+
+    def _after_end(self, uid: str) -> None:
+        if not self._state.alive_of(uid):
+            self.membership.close(uid)
+            return
+        self._update_target(uid)
+        with self._noting(uid) as transcript:
+            transcript.record(self._unmanaged_size(self._state.jobs[uid], transcript.now))
+
+    # What the membership service tells: see server.membership.Notices
+
+    def generation_reserved(self, job_uid: str, generation: int) -> None:
+        """Store a generation's number before anybody hears of it."""
+        job = msgspec.structs.replace(self._state.jobs[job_uid], generation_high=generation)
+        with self._noting(job_uid) as transcript:
+            transcript.record(job)
+        self._state.jobs[job_uid] = job  # also where it could not be written: the next commit writes it
+
+    def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
+        """A generation is in force: give the workers their ranks, and record the change of size."""
+        job = self._state.jobs.get(job_uid)
+        if job is None or not commit.complete:
+            return
+        with self._noting(job_uid) as transcript:
+            for rank, worker in enumerate(commit.members):
+                record = self._state.workers[worker]
+                ranked = msgspec.structs.replace(record.worker, rank=rank)
+                transcript.change.workers[worker] = msgspec.structs.replace(record, worker=ranked)
+            changed = resized(
+                msgspec.structs.replace(job, managed=True),
+                len(commit.members) * job.spec.worker_gpus,
+                transcript.now,
+                generation=commit.generation,
+                step=commit.step,
+                pause_ms=round(commit.pause_ms, 1),
+                lost_steps=commit.lost_steps,
+            )
+            transcript.record(changed)
+
+    def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
+        """Membership wants the worker's process ended."""
+        log.warning("killing worker %s of job %s: %s", worker, job_uid, why)
+        self._shims.kill(worker)
+
+    def worker_released(self, job_uid: str, worker: str, step: int) -> None:
+        """The worker left by agreement; its process ends by itself, and until then holds its devices."""
+        log.info("worker %s of job %s left after step %s", worker, job_uid, step)
+
+    def training_finished(self, job_uid: str, worker: str, step: int) -> None:
+        """A worker applied the training's last step: the job takes no more workers."""
+        job = self._state.jobs.get(job_uid)
+        if job is None or job.completing or job.intent is not Intent.RUN:
+            return
+        log.info("job %s finished its training with step %s of worker %s", job_uid, step, worker)
+        with self._noting(job_uid) as transcript:
+            transcript.record(msgspec.structs.replace(job, completing=True))
+        self.wake()
+
+    def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
+        """What the training says about itself."""
+        del worker  # each reports the same steps
+        if job_uid in self._state.jobs:
+            self._state.note_progress(job_uid, progress)
+
+    @contextlib.contextmanager
+    def _noting(self, what: str) -> Iterator[Transcript]:
+        """For facts that are learnt again: a full disk delays them, and must not stop the daemon."""
+        try:
+            with self._state.change() as change:
+                yield Transcript(self._state, change, time.time())
+        except StateFileError as error:
+            log.error("%s: %s", what, error)

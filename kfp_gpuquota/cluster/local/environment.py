@@ -1,0 +1,42 @@
+"""What a worker finds in its environment: see docs/contracts.md."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.cluster.local.devices import environment_of, threads_per_slot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kfp_gpuquota.api import Node, Worker
+    from kfp_gpuquota.cluster.local.home import Home
+    from kfp_gpuquota.cluster.records import JobRecord
+
+# What a worker may inherit from whoever started the daemon. Everything else a job must bring itself, or it would
+# depend on the shell in which somebody happened to start the cluster.
+INHERITED: Final = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+
+
+def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mapping[str, Node]) -> dict[str, str]:
+    """All of it. The job's own variables win over inherited ones and over hints, never over identity."""
+    held = tuple(device for device in nodes[worker.node].devices if device.index in worker.devices)
+    hints = environment_of(held, threads_per_slot(tuple(nodes.values())))
+    directory = home.worker(job.uid, worker.id)
+    return {
+        **{name: os.environ[name] for name in INHERITED if name in os.environ},
+        "PYTHONUNBUFFERED": "1",
+        **{name: value for name, value in hints.items() if name != "CUDA_VISIBLE_DEVICES"},
+        **job.spec.environment,
+        "CUDA_VISIBLE_DEVICES": hints["CUDA_VISIBLE_DEVICES"],
+        "JOB_NAME": job.spec.name,
+        "JOB_UUID": job.uid,
+        "POD_INDEX": str(worker.index),
+        "RUNAI_NUM_OF_GPUS": str(len(worker.devices)),
+        "ELASTIC_COORDINATOR": f"@{home.coordinator_file(job.uid)}",
+        "ELASTIC_TOKEN_FILE": str(home.job_token_file(job.uid)),
+        "ELASTIC_WORKER_ID": worker.id,
+        "ELASTIC_CHECKPOINT_DIR": str(home.checkpoints(job.uid)),
+        "ELASTIC_REPORT_FILE": str(directory / "report.jsonl"),
+    }

@@ -1,0 +1,146 @@
+"""The cluster's directory: who may read it, who runs on it, and how clients find the daemon.
+
+HOME/            0700    one user's cluster; $GPUQUOTA_HOME, else $XDG_STATE_HOME/gpuquota
+  state.db               SQLite
+  token          0600    what clients present
+  url            0600    where the daemon listens; workers read it again after it moved
+  daemon.lock            held by the one daemon
+  daemon.log
+  jobs/UID/              one job: its token, its checkpoints, its workers' directories
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+from kfp_gpuquota.errors import ConflictError, StateFileError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+PRIVATE_DIRECTORY = 0o700
+PRIVATE_FILE = 0o600
+LOCK_PATIENCE_S: Final = 0.5
+
+
+def default_home(environment: Mapping[str, str]) -> Path:
+    """$GPUQUOTA_HOME, else gpuquota under the XDG state directory."""
+    if given := environment.get("GPUQUOTA_HOME"):
+        return Path(given).expanduser().absolute()
+    state = environment.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "gpuquota"
+
+
+class Home:
+    """Paths below one cluster's directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.database = root / "state.db"
+        self.token_file = root / "token"
+        self.url_file = root / "url"
+        self.log_file = root / "daemon.log"
+        self.jobs = root / "jobs"
+        self._lock_file = root / "daemon.lock"
+
+    def create(self) -> None:
+        """Make the directory, private to its user. Raises StateFileError where that cannot be."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=PRIVATE_DIRECTORY)
+            self._check_private()
+            self.jobs.mkdir(exist_ok=True, mode=PRIVATE_DIRECTORY)
+        except OSError as error:
+            raise StateFileError(
+                f"cannot write the cluster's directory {self.root}: {error.strerror}; "
+                "choose another with the environment variable GPUQUOTA_HOME"
+            ) from error
+
+    def _check_private(self) -> None:
+        found = self.root.stat()
+        if found.st_uid != os.geteuid():
+            raise StateFileError(f"{self.root} belongs to another user; choose another directory with GPUQUOTA_HOME")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            self.root.chmod(PRIVATE_DIRECTORY)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Be the one daemon of this directory; ConflictError when there is one."""
+        with self._lock_file.open("w") as file:
+            if not _locked_within(file, fcntl.LOCK_EX, LOCK_PATIENCE_S):
+                raise ConflictError(f"another daemon already runs on {self.root}")
+            yield
+
+    def is_locked(self) -> bool:
+        """Whether a daemon runs on this directory."""
+        try:
+            with self._lock_file.open() as file:
+                return not _locked_within(file, fcntl.LOCK_SH, 0.0)
+        except FileNotFoundError:
+            return False
+
+    def job(self, uid: str) -> Path:
+        """A job's directory."""
+        return self.jobs / uid
+
+    def checkpoints(self, uid: str) -> Path:
+        """Where a job's checkpoints survive its workers."""
+        return self.jobs / uid / "checkpoints"
+
+    def job_token_file(self, uid: str) -> Path:
+        """The token that opens this job's membership and nothing else."""
+        return self.jobs / uid / "token"
+
+    def coordinator_file(self, uid: str) -> Path:
+        """Where this job's workers find the URL of their membership service, also after it moved."""
+        return self.jobs / uid / "coordinator"
+
+    def remove_job(self, uid: str) -> None:
+        """Forget a job's logs, checkpoints and papers."""
+        shutil.rmtree(self.jobs / uid, ignore_errors=True)
+
+    def worker(self, uid: str, worker: str) -> Path:
+        """A worker's directory, which its shim works in."""
+        return self.jobs / uid / "workers" / worker
+
+    def read_or_make_token(self) -> str:
+        """The token of this cluster, made on first use."""
+        with contextlib.suppress(FileNotFoundError):
+            if token := self.token_file.read_text().strip():
+                return token
+        return write_private(self.token_file, secrets.token_urlsafe(32))
+
+    def publish(self, url: str) -> None:
+        """Say where the daemon listens."""
+        write_private(self.url_file, url)
+
+
+def _locked_within(file: IO[str], kind: int, patience_s: float) -> bool:
+    """Clients look at the lock for an instant (shared), so a daemon that wants it asks more than once."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        else:
+            return True
+
+
+def write_private(path: Path, text: str) -> str:
+    """Write `text` so that only this user can read it and nobody ever sees half of it; returns it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    temporary.replace(path)
+    return text

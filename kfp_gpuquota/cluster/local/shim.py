@@ -1,0 +1,200 @@
+"""The process above each worker: outlives the daemon, and remembers how the worker ended.
+
+Run as `python -I -S shim.py DIRECTORY`; standard library only, so that it starts in 15 ms and stays small.
+
+    DIRECTORY/spec.json     argv, environment, directory, grace_period_s      written by the daemon, before
+    DIRECTORY/lock          held (flock) for as long as the shim lives
+    DIRECTORY/process.json  pids and start times                              written before the worker's exec
+    DIRECTORY/log           all that the worker says
+    DIRECTORY/exit.json     exit code and time                                written atomically, last
+
+A worker id runs at most once: a second shim finds the lock held, or process.json there, and ends. On SIGTERM the
+worker's process group gets SIGTERM, and SIGKILL when the grace period is over; on SIGUSR1 it gets SIGKILL at once.
+When the shim itself is killed, the kernel kills the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+EXIT_CANNOT_EXECUTE = 126
+EXIT_NOT_FOUND = 127
+EXIT_LOCKED = 75
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def start_time(pid: int) -> int:
+    """When `pid` was started, in clock ticks since boot: with the pid, a name that is never used again."""
+    with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123 (pathlib costs 5 ms of start-up)
+        return int(stat.read().rpartition(")")[2].split()[19])
+
+
+def write_atomically(path: str, content: dict[str, object]) -> None:
+    """The file holds either nothing or all of `content`, also after a power loss."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "w") as file:  # noqa: PTH123
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)  # noqa: PTH105
+
+
+def main(directory: str) -> int:
+    """Run the worker of `directory` and return the shim's own exit code."""
+    os.chdir(directory)
+    os.umask(0o077)
+    lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return EXIT_LOCKED
+    if os.path.exists("process.json") or os.path.exists("exit.json"):  # noqa: PTH110
+        return EXIT_LOCKED
+    with open("spec.json") as file:  # noqa: PTH123
+        spec = json.load(file)
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return supervise(spec)
+
+
+def supervise(spec: dict[str, object]) -> int:
+    """Start the worker, pass signals on, wait for it, write how it ended."""
+    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    worker = start_worker(spec, signals)
+    announce(worker)
+    wait(worker, signals, float(spec["grace_period_s"]))  # type: ignore[arg-type]
+    code = end_group(worker)
+    write_atomically("exit.json", {"code": 128 - code if code < 0 else code, "at": time.time()})
+    return 0
+
+
+def start_worker(spec: dict[str, object], signals: set[signal.Signals]) -> int:
+    """Fork the worker and let it execute only when process.json is on disk."""
+    go_read, go_write = os.pipe2(os.O_CLOEXEC)
+    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    parent = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        os.close(go_write)
+        become_worker(spec, go_read, log, parent, signals)
+    os.close(go_read)
+    os.close(log)
+    identity = {"pid": worker, "start": start_time(worker), "shim_pid": parent, "shim_start": start_time(parent)}
+    write_atomically("process.json", {**identity, "at": time.time()})
+    os.write(go_write, b"1")
+    os.close(go_write)
+    return worker
+
+
+def become_worker(spec: dict[str, object], go: int, log: int, parent: int, signals: set[signal.Signals]) -> None:
+    """In the child: never returns."""
+    try:
+        os.setsid()
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent or not os.read(go, 1):
+            os._exit(EXIT_CANNOT_EXECUTE)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        os.umask(0o022)
+        environment = {str(key): str(value) for key, value in spec["environment"].items()}  # type: ignore[attr-defined]
+        os.chdir(str(spec["working_directory"]))
+        argv = [str(part) for part in spec["command"]]  # type: ignore[attr-defined]
+        os.execvpe(argv[0], argv, environment)
+    except FileNotFoundError as error:
+        complain(spec, error, EXIT_NOT_FOUND)
+    except OSError as error:
+        complain(spec, error, EXIT_CANNOT_EXECUTE)
+    finally:
+        os._exit(EXIT_CANNOT_EXECUTE)
+
+
+def complain(spec: dict[str, object], error: OSError, code: int) -> None:
+    """Say in the worker's log why it could not start, as a shell would."""
+    command = spec["command"]
+    os.write(2, f"cannot run {command!r} in {spec['working_directory']}: {error.strerror}\n".encode())
+    os._exit(code)
+
+
+def announce(worker: int) -> None:
+    """Tell the daemon at the other end of stdout, if it still lives, that the worker runs."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.write(1, f"{worker}\n".encode())
+        null = os.open("/dev/null", os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+
+
+def wait(worker: int, signals: set[signal.Signals], grace_period_s: float) -> None:
+    """Until the worker has ended, and pass signals on to its group meanwhile; leaves it unreaped."""
+    while not has_ended(worker):
+        caught = signal.sigwait(signals)
+        if caught == signal.SIGCHLD:
+            reap_orphans(worker)
+        elif caught in {signal.SIGTERM, signal.SIGINT}:
+            kill_group(worker, signal.SIGTERM)
+            signal.setitimer(signal.ITIMER_REAL, max(grace_period_s, 0.001))
+        else:
+            kill_group(worker, signal.SIGKILL)
+
+
+def has_ended(worker: int) -> bool:
+    """Whether it is a zombie, which it stays: its number cannot be given away before its group was ended."""
+    return os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def reap_orphans(worker: int) -> None:
+    """Collect what the worker's descendants left to us."""
+    for child in children():
+        if child != worker:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+
+
+def kill_group(worker: int, number: signal.Signals) -> None:
+    """The worker is our unreaped child, so its group's number cannot belong to anybody else.
+
+    Between fork and setsid there is no such group yet: then the worker itself is the target.
+    """
+    try:
+        os.killpg(worker, number)
+    except ProcessLookupError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, number)
+
+
+def end_group(worker: int) -> int:
+    """End what the worker left behind, for it would go on holding the GPU; returns the worker's exit code.
+
+    Its group first, then whatever moved to a session of its own: as a subreaper the shim is their parent.
+    """
+    kill_group(worker, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    while orphans := children():
+        for orphan in orphans:
+            os.kill(orphan, signal.SIGKILL)
+            os.waitpid(orphan, 0)
+    return code
+
+
+def children() -> list[int]:
+    """Our direct children."""
+    me = os.getpid()
+    with open(f"/proc/{me}/task/{me}/children") as file:  # noqa: PTH123
+        return [int(pid) for pid in file.read().split()]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,234 @@
+"""Starting, watching, adopting and ending the shims above the workers.
+
+A process is named by a pidfd, never by a number that may be given away. What a shim leaves in its directory is the
+truth about its worker, so a daemon that starts again learns the same as one that watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.local import shim
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EXIT_SHIM_LOST: Final = 128 + signal.SIGKILL
+WORKER_ID_VARIABLE: Final = "ELASTIC_WORKER_ID"
+_SHIM = Path(shim.__file__)
+_OTHER_SHIM_DELAY_S: Final = 0.05
+
+
+class WorkerCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """What a shim is to run: spec.json."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    working_directory: str
+    grace_period_s: float
+
+
+class Found(StrEnum):
+    """What a worker's directory says about it."""
+
+    NEVER_STARTED = "never-started"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Shims:
+    """The shims of one daemon. Callbacks come from the event loop: `on_started(worker)`, `on_ended(worker, code)`."""
+
+    def __init__(self, on_started: Callable[[str], None], on_ended: Callable[[str, int], None]) -> None:
+        self._on_started = on_started
+        self._on_ended = on_ended
+        self._pidfds: dict[str, int] = {}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._directories: dict[str, Path] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def start(self, worker: str, directory: Path, command: WorkerCommand) -> None:
+        """Start the worker under a new shim. Raises OSError when the machine cannot."""
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        shim.write_atomically(str(directory / "spec.json"), msgspec.to_builtins(command))
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_SHIM), str(directory)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd=directory,
+        )
+        self._children[worker] = child
+        self._await_announcement(worker, child)
+        self._watch(worker, directory, os.pidfd_open(child.pid))
+
+    def adopt(self, worker: str, directory: Path) -> Found:
+        """Learn what became of a worker that another daemon started, and watch it where it still runs."""
+        if (directory / "exit.json").exists():
+            return Found.ENDED
+        identity = _read_json(directory / "process.json")
+        if identity is None:
+            return Found.NEVER_STARTED
+        pidfd = _open_process(int(identity["shim_pid"]), int(identity["shim_start"]))
+        if pidfd is None:
+            end_leftovers(worker)
+            return Found.ENDED
+        self._watch(worker, directory, pidfd)
+        return Found.RUNNING
+
+    def terminate(self, worker: str) -> None:
+        """SIGTERM now, SIGKILL after the worker's grace period."""
+        self._signal(worker, signal.SIGTERM)
+
+    def kill(self, worker: str) -> None:
+        """SIGKILL now."""
+        self._signal(worker, signal.SIGUSR1)
+
+    def watches(self, worker: str) -> bool:
+        """Whether the worker's shim is alive as far as is known."""
+        return worker in self._pidfds
+
+    def close(self) -> None:
+        """Stop watching; the shims and their workers go on."""
+        for pidfd in self._pidfds.values():
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+        self._pidfds.clear()
+        for child in self._children.values():
+            if child.stdout:
+                self._loop.remove_reader(child.stdout)
+                child.stdout.close()
+            child.returncode = 0  # it goes on without us: nothing to wait for, nothing to warn of
+        self._children.clear()
+
+    def _await_announcement(self, worker: str, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdout is not None
+        pipe = child.stdout
+        os.set_blocking(pipe.fileno(), False)
+
+        def readable() -> None:
+            said = pipe.read()
+            self._loop.remove_reader(pipe)
+            pipe.close()
+            if said:
+                self._on_started(worker)
+
+        self._loop.add_reader(pipe, readable)
+
+    def _watch(self, worker: str, directory: Path, pidfd: int) -> None:
+        self._pidfds[worker] = pidfd
+        self._directories[worker] = directory
+        self._loop.add_reader(pidfd, self._ended, worker)
+
+    def _ended(self, worker: str) -> None:
+        pidfd = self._pidfds.pop(worker)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        directory = self._directories.pop(worker)
+        if (child := self._children.pop(worker, None)) and child.wait() == shim.EXIT_LOCKED:
+            self._follow_other(worker, directory)
+            return
+        if not (directory / "exit.json").exists():
+            end_leftovers(worker)
+        self._on_ended(worker, exit_code(directory))
+
+    def _follow_other(self, worker: str, directory: Path) -> None:
+        """Another shim was there first: a daemon started it and died. Its papers appear within moments."""
+        found = self.adopt(worker, directory)
+        if found is Found.ENDED:
+            self._on_ended(worker, exit_code(directory))
+        elif found is Found.NEVER_STARTED:
+            self._loop.call_later(_OTHER_SHIM_DELAY_S, self._follow_other, worker, directory)
+        else:
+            self._on_started(worker)
+
+    def _signal(self, worker: str, number: signal.Signals) -> None:
+        if (pidfd := self._pidfds.get(worker)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
+
+
+def exit_code(directory: Path) -> int:
+    """How the worker ended; 137 (killed) when its shim was killed with it and nobody could write it down."""
+    ended = _read_json(directory / "exit.json")
+    return int(ended["code"]) if ended else EXIT_SHIM_LOST
+
+
+def process_id(directory: Path) -> int | None:
+    """The worker's pid, for people to look at; it may be gone."""
+    identity = _read_json(directory / "process.json")
+    return int(identity["pid"]) if identity else None
+
+
+def prevent(directory: Path) -> bool:
+    """Make sure that a worker which never started never will; False when it just has.
+
+    A daemon may have died right after it started the shim, which then comes late.
+    """
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        if (directory / "process.json").exists():
+            return False
+        shim.write_atomically(str(directory / "exit.json"), {"code": EXIT_SHIM_LOST, "at": time.time()})
+        return True
+    finally:
+        os.close(lock)
+
+
+def end_leftovers(worker: str) -> None:
+    """Kill what a worker left when its shim was killed; found by the worker id in the environment, never by number."""
+    marker = f"{WORKER_ID_VARIABLE}={worker}".encode()
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(int(process.name))
+            try:
+                if marker in (process / "environ").read_bytes().split(b"\0"):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os.close(pidfd)
+
+
+def _open_process(pid: int, start: int) -> int | None:
+    """A pidfd for the process that was started then; None when it has ended and the number is another's."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        if shim.start_time(pid) == start and not _is_zombie(pid):
+            return pidfd
+    os.close(pidfd)
+    return None
+
+
+def _is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in {"Z", "X"}
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return content

@@ -1,0 +1,76 @@
+"""Starting the embedded cluster's daemon on demand, and stopping it."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.errors import ClusterStartError, ConflictError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.local.home import Home
+
+START_TIMEOUT_S: Final = 30.0
+STOP_TIMEOUT_S: Final = 15.0
+READY: Final = "ready"
+
+
+def ensure_running(home: Home) -> None:
+    """Start the daemon unless it runs. Safe for many callers at once. Raises ClusterStartError."""
+    home.create()
+    if not home.is_locked():
+        start(home)
+    _await_files(home)
+
+
+def start(home: Home, arguments: tuple[str, ...] = ()) -> None:
+    """Start a daemon and return when it serves; one that finds another already there is no failure."""
+    said = _spawn(home, arguments)
+    if said == READY or home.is_locked():
+        return
+    raise ClusterStartError(
+        f"the embedded cluster did not start: {said or 'it said nothing'}; its log is {home.log_file}"
+    )
+
+
+def _spawn(home: Home, arguments: tuple[str, ...]) -> str:
+    """Start the process; returns its first line, which is READY or what went wrong."""
+    read, write = os.pipe()
+    try:
+        with home.log_file.open("ab") as log:
+            subprocess.Popen(
+                [sys.executable, "-m", "kfp_gpuquota.cluster.local.daemon", str(home.root), str(write), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(write,),
+                start_new_session=True,
+                cwd="/",
+            ).returncode = 0  # a daemon: nobody waits for it
+    finally:
+        os.close(write)
+    with os.fdopen(read) as pipe:
+        ready, _, _ = select.select([pipe], [], [], START_TIMEOUT_S)
+        return pipe.readline().strip() if ready else f"no answer within {START_TIMEOUT_S:g} s"
+
+
+def _await_files(home: Home) -> None:
+    """Another caller's daemon may hold the lock and not serve yet."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not (home.url_file.exists() and home.token_file.exists()):
+        if time.monotonic() > deadline:
+            raise ClusterStartError(f"the embedded cluster does not serve; its log is {home.log_file}")
+        time.sleep(0.02)
+
+
+def await_stop(home: Home) -> None:
+    """Return when no daemon runs any more. Raises ConflictError."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while home.is_locked():
+        if time.monotonic() > deadline:
+            raise ConflictError(f"the daemon still runs after {STOP_TIMEOUT_S:g} s; its log is {home.log_file}")
+        time.sleep(0.02)

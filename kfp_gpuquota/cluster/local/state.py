@@ -1,0 +1,261 @@
+"""The cluster's state in memory: a copy of what SQLite holds, with the scheduler's indexed view beside it.
+
+A `Change` gathers what one decision alters. `commit` writes all of it in one transaction, and only then alters memory,
+so that a full disk or a kill at any moment leaves both as they were. Processes are started and signalled after the
+commit, from what was committed: a daemon that died in between finds it there and does it then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api.wire import Event, JobList, NodeView, ProjectView
+from kfp_gpuquota.cluster.records import JobRecord, WorkerRecord, view, with_status
+from kfp_gpuquota.cluster.scheduling import job_announced, job_changed, worker_changed
+from kfp_gpuquota.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import Job, Node, Progress, Project, Reason
+    from collections.abc import Iterable, Iterator
+
+    from kfp_gpuquota.cluster.local.store import Store
+
+
+@dataclass
+class Change:
+    """What one decision alters; None removes."""
+
+    projects: dict[str, Project | None] = field(default_factory=dict)
+    jobs: dict[str, JobRecord | None] = field(default_factory=dict)
+    workers: dict[str, WorkerRecord] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+
+class ClusterState:
+    """Projects, nodes, jobs and workers, each by its key, and the scheduler's state."""
+
+    def __init__(self, store: Store, nodes: Iterable[Node]) -> None:
+        self._store = store
+        self.nodes: dict[str, Node] = {node.name: node for node in nodes}
+        self.projects: dict[str, Project] = {}
+        self.jobs: dict[str, JobRecord] = {}
+        self.workers: dict[str, WorkerRecord] = {}
+        self.scheduler = scheduler.State()
+        self._uids: dict[tuple[str, str], str] = {}
+        self._workers_of: dict[str, list[str]] = {}
+        self._by_request: dict[str, str] = {}
+        self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._load()
+
+    # Reading
+
+    @property
+    def revision(self) -> int:
+        """Changes with every change."""
+        return self._revision
+
+    def job_named(self, project: str, name: str) -> JobRecord:
+        """One job. Raises NotFoundError."""
+        uid = self._uids.get((project, name))
+        if uid is None:
+            raise NotFoundError(
+                f"project {project!r} has no job {name!r}; see what it has with: gpuquota list -p {project}"
+            )
+        return self.jobs[uid]
+
+    def job_of_request(self, request_id: str) -> JobRecord | None:
+        """The job that this request has made already."""
+        uid = self._by_request.get(request_id)
+        return self.jobs.get(uid) if uid else None
+
+    def has_name(self, project: str, name: str) -> bool:
+        """Whether the name is taken."""
+        return (project, name) in self._uids
+
+    def project(self, name: str) -> Project:
+        """One project. Raises NotFoundError."""
+        if name not in self.projects:
+            raise NotFoundError(
+                f"project {name!r} does not exist; create it with: gpuquota project create {name} --guaranteed N"
+            )
+        return self.projects[name]
+
+    def workers_of(self, uid: str) -> list[WorkerRecord]:
+        """All workers that a job ever had, oldest first."""
+        return [self.workers[worker] for worker in self._workers_of.get(uid, [])]
+
+    def attempt_of(self, job: JobRecord) -> list[WorkerRecord]:
+        """The workers of the job's present attempt."""
+        return [worker for worker in self.workers_of(job.uid) if worker.attempt == job.attempt]
+
+    def alive_of(self, uid: str) -> list[WorkerRecord]:
+        """The workers that may still hold devices."""
+        return [worker for worker in self.workers_of(uid) if worker.alive]
+
+    def view(self, uid: str) -> Job:
+        """The job as clients see it."""
+        return view(self.jobs[uid], self.workers_of(uid))
+
+    def list_jobs(self, project: str = "") -> JobList:
+        """All jobs, or a project's, oldest first."""
+        chosen = (uid for uid, job in self.jobs.items() if project in ("", job.spec.project))
+        return JobList(revision=self._revision, jobs=tuple(self.view(uid) for uid in chosen))
+
+    def list_projects(self) -> tuple[ProjectView, ...]:
+        """All projects with what they hold, by name."""
+        held = dict.fromkeys(self.projects, 0)
+        wanted = dict.fromkeys(self.projects, 0)
+        for uid, job in self.jobs.items():
+            if job.spec.project in held and not job.status.phase.final:
+                held[job.spec.project] += sum(len(w.worker.devices) for w in self.alive_of(uid))
+                wanted[job.spec.project] += job.spec.gpus
+        return tuple(
+            ProjectView(
+                project=project,
+                allocated=held[name],
+                over_quota=max(0, held[name] - project.guaranteed),
+                requested=wanted[name],
+            )
+            for name, project in sorted(self.projects.items())
+        )
+
+    def list_nodes(self) -> tuple[NodeView, ...]:
+        """All nodes with who holds their devices."""
+        held: dict[str, dict[int, str]] = {name: {} for name in self.nodes}
+        for record in self.workers.values():
+            if record.alive:
+                held[record.worker.node].update(dict.fromkeys(record.worker.devices, record.worker.id))
+        return tuple(NodeView(node=node, held=held[name]) for name, node in self.nodes.items())
+
+    async def wait_for_change(self, after: int | None, timeout_s: float) -> None:
+        """Return once the revision is not `after` any more, or `timeout_s` is over."""
+        if after != self._revision or timeout_s <= 0:
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter
+        except TimeoutError:
+            pass
+        finally:
+            self._waiters.discard(waiter)
+
+    # Changing
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[Change]:
+        """Gather a change; it is committed when the block ends without an error."""
+        gathered = Change()
+        yield gathered
+        self.commit(gathered)
+
+    def commit(self, change: Change) -> None:
+        """Write it, then remember it. Raises StateFileError, and nothing has changed then."""
+        self._write(change)
+        told = list(self._news(change))
+        self._remember(change)
+        for event in told:
+            self.scheduler.apply(event)
+        self.wake()
+
+    def note_progress(self, uid: str, progress: Progress) -> None:
+        """Remember what a training said of itself; it says so again every second, so nothing is written."""
+        self.jobs[uid] = with_status(self.jobs[uid], progress=progress)
+        self.wake()
+
+    def note_waiting(self, uid: str, reason: Reason) -> None:
+        """Remember why a job waits; the next plan says so again, so nothing is written."""
+        job = self.jobs[uid]
+        if job.status.reason != reason:
+            self.jobs[uid] = with_status(job, reason=reason)
+            self.wake()
+
+    def wake(self) -> None:
+        """Let those who wait for a change see one."""
+        self._revision += 1
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # Inside
+
+    def _news(self, change: Change) -> Iterator[scheduler.Event]:
+        """What the scheduler has to hear of a change."""
+        for name, project in change.projects.items():
+            yield scheduler.QuotaRemoved(name) if project is None else scheduler.QuotaChanged(project)
+        for uid, job in change.jobs.items():
+            yield from job_announced(self.jobs.get(uid), job)
+        for name, worker in change.workers.items():
+            yield from worker_changed(self.workers.get(name), worker)
+        for uid, job in change.jobs.items():
+            yield from job_changed(self.jobs.get(uid), job)
+
+    def _write(self, change: Change) -> None:
+        with self._store.transaction():
+            for name, project in change.projects.items():
+                if project is None:
+                    self._store.delete_project(name)
+                else:
+                    self._store.save_project(project)
+            for uid, job in change.jobs.items():
+                if job is None:
+                    self._store.delete_job(uid)
+                else:
+                    self._store.save_job(job)
+            for worker in change.workers.values():
+                if change.jobs.get(worker.worker.job_uid, worker) is not None:
+                    self._store.save_worker(worker)
+            for event in change.events:
+                self._store.append_event(event)
+
+    def _remember(self, change: Change) -> None:
+        for name, project in change.projects.items():
+            if project is None:
+                del self.projects[name]
+            else:
+                self.projects[name] = project
+        for worker in change.workers.values():
+            self._remember_worker(worker)
+        for uid, job in change.jobs.items():
+            if job is None:
+                self._forget_job(uid)
+            else:
+                self._remember_job(job)
+
+    def _remember_job(self, job: JobRecord) -> None:
+        self.jobs[job.uid] = job
+        self._uids[job.spec.project, job.spec.name] = job.uid
+        self._by_request[job.request_id] = job.uid
+
+    def _remember_worker(self, worker: WorkerRecord) -> None:
+        if worker.worker.id not in self.workers:
+            self._workers_of.setdefault(worker.worker.job_uid, []).append(worker.worker.id)
+        self.workers[worker.worker.id] = worker
+
+    def _forget_job(self, uid: str) -> None:
+        job = self.jobs.pop(uid)
+        del self._uids[job.spec.project, job.spec.name]
+        self._by_request.pop(job.request_id, None)
+        for worker in self._workers_of.pop(uid, []):
+            del self.workers[worker]
+
+    def _load(self) -> None:
+        """Everything that is stored, as if it happened just now."""
+        for node in self.nodes.values():
+            self.scheduler.apply(scheduler.NodeChanged(node))
+        stored = Change(
+            projects={project.name: project for project in self._store.load_projects()},
+            jobs={job.uid: job for job in self._store.load_jobs()},
+            workers={record.worker.id: record for record in self._store.load_workers()},
+        )
+        for event in list(self._news(stored)):
+            self.scheduler.apply(event)
+        self._remember(stored)

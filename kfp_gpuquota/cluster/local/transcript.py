@@ -1,0 +1,130 @@
+"""A plan, or somebody's wish to stop a job, as a change of records: nothing here starts or signals anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kfp_gpuquota.api import Phase, Reason, Worker, WorkerPhase
+from kfp_gpuquota.api.wire import Event, EventKind
+from kfp_gpuquota.cluster.lifecycle import settled
+from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfp_gpuquota import scheduler
+    from kfp_gpuquota.cluster.local.state import Change, ClusterState
+
+
+@dataclass
+class Transcript:
+    """Writes decisions into `change`; `started` and `stopped` are to be carried out after the commit."""
+
+    state: ClusterState
+    change: Change
+    now: float
+    started: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+
+    def plan(self, plan: scheduler.Plan) -> None:
+        """All of a plan. Nominations are no change: they only say what will be planned next."""
+        for evict in plan.evict:
+            self._evict(evict)
+        for move in plan.move:
+            self._release(self._job(move.job), (move.worker,), move.reason)
+        for resize in plan.resize:
+            self._release(self._job(resize.job), resize.remove, resize.reason)
+            self._add_workers(self._job(resize.job), resize.add, resize.reason)
+        for bind in plan.bind:
+            self._bind(bind)
+
+    def stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
+        """Stop a job with this intent; one without workers is settled at once."""
+        job = msgspec.structs.replace(job, intent=intent)
+        if not job.status.phase.final:
+            job = with_status(job, phase=Phase.STOPPING, reason=reason)
+        if alive := [record.worker.id for record in self.state.alive_of(job.uid)]:
+            self._release(job, alive, reason)
+        else:
+            self.record(settled(job, [], self.now))
+
+    def fail(self, job: JobRecord, others: Iterable[str]) -> None:
+        """Stop the workers that are left of a job that has failed."""
+        assert job.status.reason is not None
+        self._release(with_status(job, phase=Phase.STOPPING), others, job.status.reason)
+
+    def record(self, job: JobRecord) -> None:
+        """The job as given from now on; what ended or changed its size enters the history."""
+        before = self.state.jobs[job.uid]
+        if len(job.status.resizes) > len(before.status.resizes):
+            last = job.status.resizes[-1]
+            self.note(job, EventKind.JOB_RESIZED, gpus=last.to_gpus - last.from_gpus, reason=last.reason)
+        if job.status.phase.final and not before.status.phase.final:
+            self.note(job, EventKind.JOB_ENDED, reason=job.status.reason)
+        deleted = job.status.phase.final and job.intent is Intent.DELETE
+        if deleted:
+            self.note(job, EventKind.JOB_DELETED)
+        self.change.jobs[job.uid] = None if deleted else job
+
+    def note(
+        self, job: JobRecord, kind: EventKind, *, worker: str = "", gpus: int = 0, reason: Reason | None = None
+    ) -> None:
+        """Add to the history."""
+        spec = job.spec
+        self.change.events.append(
+            Event(
+                revision=0,
+                at=self.now,
+                kind=kind,
+                project=spec.project,
+                job=spec.name,
+                job_uid=job.uid,
+                worker=worker,
+                gpus=gpus,
+                reason=reason,
+            )
+        )
+
+    def _job(self, uid: str) -> JobRecord:
+        return self.change.jobs.get(uid) or self.state.jobs[uid]
+
+    def _bind(self, bind: scheduler.Bind) -> None:
+        job = self._job(bind.job)
+        job = msgspec.structs.replace(job, attempt=job.attempt + 1, intent=Intent.RUN)
+        job = with_status(job, phase=Phase.STARTING, reason=bind.reason, started_at=self.now, result_worker=None)
+        self.note(job, EventKind.JOB_STARTED, reason=bind.reason)
+        self._add_workers(job, bind.placements, bind.reason)
+
+    def _evict(self, evict: scheduler.Evict) -> None:
+        job = msgspec.structs.replace(self._job(evict.job), intent=Intent.REQUEUE)
+        job = with_status(job, phase=Phase.STOPPING, reason=evict.reason)
+        self.note(job, EventKind.JOB_EVICTED, reason=evict.reason)
+        self._release(job, [record.worker.id for record in self.state.alive_of(job.uid)], evict.reason)
+
+    def _add_workers(self, job: JobRecord, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
+        for placement in placements:
+            worker = Worker(
+                id=f"{job.uid}-{job.next_index}",
+                job_uid=job.uid,
+                index=job.next_index,
+                node=placement.node,
+                devices=placement.devices,
+                started_at=self.now,
+            )
+            job = msgspec.structs.replace(job, next_index=job.next_index + 1)
+            self.change.workers[worker.id] = WorkerRecord(worker=worker, attempt=job.attempt)
+            self.started.append(worker.id)
+            self.note(job, EventKind.WORKER_STARTED, worker=worker.id, gpus=len(worker.devices))
+        self.change.jobs[job.uid] = with_status(msgspec.structs.replace(job, resize_reason=reason), reason=reason)
+
+    def _release(self, job: JobRecord, workers: Iterable[str], reason: Reason) -> None:
+        """Tell workers to go: they hold their devices until they are gone."""
+        for worker in workers:
+            record = self.change.workers.get(worker) or self.state.workers[worker]
+            leaving = msgspec.structs.replace(record.worker, phase=WorkerPhase.LEAVING)
+            self.change.workers[worker] = msgspec.structs.replace(record, worker=leaving, released=True)
+            self.stopped.append(worker)
+        self.change.jobs[job.uid] = with_status(msgspec.structs.replace(job, resize_reason=reason), reason=reason)

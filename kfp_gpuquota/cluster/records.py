@@ -1,0 +1,81 @@
+"""What a cluster remembers of each job and worker: the API's structs and the few facts that are nobody else's."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Reason, Worker, WorkerPhase
+
+
+class Intent(StrEnum):
+    """What is to become of a job when its last worker is gone."""
+
+    RUN = "run"
+    REQUEUE = "requeue"
+    SUSPEND = "suspend"
+    CANCEL = "cancel"
+    DELETE = "delete"
+    FAIL = "fail"
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A job as it is stored.
+
+    `attempt` counts its starts, and marks the workers of each. `managed`: its workers have joined a membership, so
+    it loses and gains workers without a restart. `completing`: a worker has finished, so it takes no more.
+    `generation_high` is the highest generation number ever given out, `size` the GPUs it last ran with,
+    `resize_reason` why its size is changing.
+    """
+
+    uid: str
+    spec: JobSpec
+    status: JobStatus
+    request_id: str = ""
+    intent: Intent = Intent.RUN
+    attempt: int = 0
+    next_index: int = 0
+    managed: bool = False
+    completing: bool = False
+    generation_high: int = 0
+    size: int = 0
+    resize_reason: Reason | None = None
+    lease_holder: str = ""
+    lease_s: float = 0.0
+
+    @property
+    def ending(self) -> bool:
+        """It is being stopped for good: the scheduler need not consider it any more."""
+        return self.intent in {Intent.CANCEL, Intent.DELETE, Intent.FAIL}
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker as it is stored. `released`: it was told to go, so its end says nothing about the job."""
+
+    worker: Worker
+    attempt: int
+    released: bool = False
+
+    @property
+    def alive(self) -> bool:
+        """It may still hold its devices."""
+        return self.worker.phase is not WorkerPhase.GONE
+
+
+def view(record: JobRecord, workers: list[WorkerRecord]) -> Job:
+    """The job as clients see it, with the workers of its present attempt."""
+    shown = tuple(w.worker for w in workers if w.attempt == record.attempt or w.alive)
+    held = sum(len(w.worker.devices) for w in workers if w.alive)
+    status = msgspec.structs.replace(record.status, workers=shown, gpus=held, generation=record.generation_high)
+    return Job(uid=record.uid, spec=record.spec, status=status)
+
+
+def with_status(record: JobRecord, **changes: object) -> JobRecord:
+    """The record with some fields of its status changed."""
+    return msgspec.structs.replace(record, status=msgspec.structs.replace(record.status, **changes))
+
+
+def is_waiting(record: JobRecord) -> bool:
+    """It is in the queue."""
+    return record.status.phase is Phase.PENDING

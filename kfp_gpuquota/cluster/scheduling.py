@@ -1,0 +1,52 @@
+"""What the scheduler is to be told when a record changes: derived in one place, so that nobody can forget to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def job_announced(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
+    """A job that was not there before; to be told before anything about its workers."""
+    if before is None and after is not None and not _over(after):
+        yield scheduler.JobSubmitted(after.uid, after.spec, after.status.submitted_at)
+
+
+def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
+    """What became of a job; to be told after what became of its workers."""
+    if before is not None and _over(before):
+        return
+    if after is None or _over(after):
+        if before is not None:
+            yield scheduler.JobRemoved(before.uid)
+        return
+    if _suspended(after) != (before is not None and _suspended(before)):
+        yield scheduler.JobSuspended(after.uid) if _suspended(after) else scheduler.JobResumed(after.uid)
+    if after.completing and not (before is not None and before.completing):
+        yield scheduler.JobCompleting(after.uid)
+
+
+def worker_changed(before: WorkerRecord | None, after: WorkerRecord) -> Iterator[scheduler.Event]:
+    """A worker that holds its devices from now on, was told to go, or is gone."""
+    worker = after.worker
+    if before is None and after.alive:
+        yield scheduler.WorkerStarted(worker.id, worker.job_uid, worker.node, worker.devices, worker.started_at)
+    if after.alive and after.released and not (before is not None and before.released):
+        yield scheduler.WorkerLeaving(worker.id)
+    if before is not None and before.alive and not after.alive:
+        yield scheduler.WorkerGone(worker.id)
+
+
+def _over(job: JobRecord) -> bool:
+    """It ended, or is being stopped for good."""
+    return job.status.phase.final or job.ending
+
+
+def _suspended(job: JobRecord) -> bool:
+    return job.status.phase is Phase.SUSPENDED or job.intent is Intent.SUSPEND

@@ -1,0 +1,108 @@
+"""The HTTP application: authentication, errors as JSON, and the table of routes over a backend."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from aiohttp import web
+
+from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health
+from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, UnauthorizedError
+from kfp_gpuquota.server import openapi
+from kfp_gpuquota.server.routes import ROUTES, Request, Route, decode_body
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+    from kfp_gpuquota.server.backend import Backend
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_BODY_BYTES: Final = 1 << 20
+
+log = logging.getLogger(__name__)
+
+
+def build_app(
+    backend: Backend,
+    *,
+    token: str,
+    health: Health,
+    extra_routes: Iterable[web.RouteDef] = (),
+    on_shutdown: Callable[[], None],
+) -> web.Application:
+    """The application for one cluster.
+
+    `token` opens everything under /v1 but `extra_routes`, which check their own (membership, with a token per job).
+    `on_shutdown` is called when a client asks the daemon to stop.
+    """
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+    checked = _checker(token)
+
+    async def healthy(_request: web.Request) -> web.Response:
+        return _json(health)
+
+    async def described(_request: web.Request) -> web.Response:
+        return _json(openapi.document(health.version))
+
+    async def shutdown(_request: web.Request) -> web.Response:
+        on_shutdown()
+        return web.Response(status=204)
+
+    app.add_routes([web.route(route.method, route.path, checked(_serve(backend, route))) for route in ROUTES])
+    app.add_routes([web.get("/v1/health", checked(healthy)), web.get("/v1/openapi.json", checked(described))])
+    app.add_routes([web.post("/v1/shutdown", checked(shutdown)), *extra_routes])
+    return app
+
+
+def _serve(backend: Backend, route: Route) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        body = decode_body(route, await request.read())
+        answer = await route.handler(backend, Request(request.match_info, request.query, body))
+        if route.answer is None:
+            return web.Response(status=204)
+        return _json(answer, 201 if route.created else 200)
+
+    return handle
+
+
+def _checker(token: str) -> Callable[[Handler], Handler]:
+    expected = f"Bearer {token}".encode()
+
+    def checked(handler: Handler) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not hmac.compare_digest(given, expected):
+                raise UnauthorizedError("the token is missing or wrong; the cluster's own is in its file 'token'")
+            return await handler(request)
+
+        return handle
+
+    return checked
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except GpuQuotaError as error:
+        field = error.field if isinstance(error, InvalidFieldError) else ""
+        return _error(error.http_status, error.code, error.message, field)
+    except web.HTTPRequestEntityTooLarge:
+        return _error(413, "usage", f"the body is larger than {MAX_BODY_BYTES} bytes")
+    except web.HTTPException as error:
+        return _error(error.status, "usage", f"{request.method} {request.path}: {error.reason}")
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return _error(500, "internal", "the server failed; daemon.log in the cluster's directory says why")
+
+
+def _json(answer: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), status=status, content_type="application/json")
+
+
+def _error(status: int, code: str, message: str, field: str = "") -> web.Response:
+    return _json(ErrorAnswer(error=ErrorBody(code=code, message=message, field=field)), status)

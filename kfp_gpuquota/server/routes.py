@@ -1,0 +1,194 @@
+"""The routes under /v1, as one table: the handlers, the OpenAPI document and the tests all read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Job, Project
+from kfp_gpuquota.api.validation import check_range
+from kfp_gpuquota.api.wire import EventList, JobList, Lease, LogChunk, NodeView, ProjectView, SubmitJob
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from kfp_gpuquota.server.backend import Backend
+
+MAX_WAIT_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, decoded: variables of the path, of the query, and the body."""
+
+    path: Mapping[str, str]
+    query: Mapping[str, str]
+    body: Any = None
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a long-poll may wait."""
+        value = self._number("timeout_s", 0.0)
+        check_range("timeout_s", value, 0, MAX_WAIT_S, "s")
+        return value
+
+    def integer(self, name: str) -> int | None:
+        """A whole number of the query, None where it is not given."""
+        if name not in self.query:
+            return None
+        value = self._number(name, 0)
+        if value != int(value) or not 0 <= value < 1 << 62:
+            raise InvalidFieldError(name, self.query[name], "it must be a whole number from 0 up")
+        return int(value)
+
+    def _number(self, name: str, default: float) -> float:
+        text = self.query.get(name)
+        if text is None:
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            raise InvalidFieldError(name, text, "it must be a number") from None
+        if value in {float("inf"), float("-inf")} or value != value:
+            raise InvalidFieldError(name, text, "it must be a finite number")
+        return value
+
+
+@dataclass(frozen=True)
+class Route:
+    """One operation. `body` and `answer` are struct types; None is an empty body, `bytes` plain text."""
+
+    method: str
+    path: str
+    summary: str
+    handler: Callable[[Backend, Request], Awaitable[object]]
+    body: type | None = None
+    answer: Any = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    created: bool = False
+
+
+async def _list_projects(backend: Backend, _request: Request) -> object:
+    return backend.list_projects()
+
+
+async def _create_project(backend: Backend, request: Request) -> object:
+    return backend.create_project(request.body)
+
+
+async def _get_project(backend: Backend, request: Request) -> object:
+    return backend.get_project(request.path["project"])
+
+
+async def _set_project(backend: Backend, request: Request) -> object:
+    if request.body.name != request.path["project"]:
+        raise InvalidFieldError("name", request.body.name, f"the path names project {request.path['project']!r}")
+    return backend.set_project(request.body)
+
+
+async def _delete_project(backend: Backend, request: Request) -> object:
+    backend.delete_project(request.path["project"])
+    return None
+
+
+async def _list_nodes(backend: Backend, _request: Request) -> object:
+    return backend.list_nodes()
+
+
+async def _submit(backend: Backend, request: Request) -> object:
+    return backend.submit(request.body)
+
+
+async def _list_jobs(backend: Backend, request: Request) -> object:
+    return await backend.list_jobs(request.query.get("project", ""), request.integer("after"), request.timeout_s)
+
+
+async def _get_job(backend: Backend, request: Request) -> object:
+    return backend.get_job(request.path["project"], request.path["job"])
+
+
+async def _cancel_job(backend: Backend, request: Request) -> object:
+    return backend.cancel_job(request.path["project"], request.path["job"])
+
+
+async def _delete_job(backend: Backend, request: Request) -> object:
+    backend.delete_job(request.path["project"], request.path["job"])
+    return None
+
+
+async def _suspend_job(backend: Backend, request: Request) -> object:
+    return backend.suspend_job(request.path["project"], request.path["job"])
+
+
+async def _resume_job(backend: Backend, request: Request) -> object:
+    return backend.resume_job(request.path["project"], request.path["job"])
+
+
+async def _renew_lease(backend: Backend, request: Request) -> object:
+    backend.renew_lease(request.path["project"], request.path["job"], request.body)
+    return None
+
+
+async def _read_log(backend: Backend, request: Request) -> object:
+    return await backend.read_log(
+        request.path["project"],
+        request.path["job"],
+        request.query.get("worker", ""),
+        request.integer("offset") or 0,
+        request.timeout_s,
+    )
+
+
+async def _events(backend: Backend, request: Request) -> object:
+    return await backend.events(request.integer("after") or 0, request.timeout_s)
+
+
+_JOB: Final = "/v1/projects/{project}/jobs/{job}"
+_AFTER: Final = "answer only when the revision is no longer this one"
+_TIMEOUT: Final = f"wait at most so many seconds (up to {MAX_WAIT_S:g}) for something new"
+_WAIT: Final = {"after": _AFTER, "timeout_s": _TIMEOUT}
+
+ROUTES: Final = (
+    Route("GET", "/v1/projects", "List projects", _list_projects, answer=tuple[ProjectView, ...]),
+    Route("POST", "/v1/projects", "Create a project", _create_project, Project, ProjectView, created=True),
+    Route("GET", "/v1/projects/{project}", "One project", _get_project, answer=ProjectView),
+    Route("PUT", "/v1/projects/{project}", "Create or change a project", _set_project, Project, ProjectView),
+    Route("DELETE", "/v1/projects/{project}", "Delete an empty project", _delete_project),
+    Route("GET", "/v1/nodes", "List nodes", _list_nodes, answer=tuple[NodeView, ...]),
+    Route("POST", "/v1/jobs", "Submit a job", _submit, SubmitJob, Job, created=True),
+    Route("GET", "/v1/jobs", "List jobs", _list_jobs, answer=JobList, query={"project": "only this one's", **_WAIT}),
+    Route("GET", _JOB, "One job", _get_job, answer=Job),
+    Route("DELETE", _JOB, "Stop a job and forget it", _delete_job),
+    Route("POST", f"{_JOB}/cancel", "Stop a job", _cancel_job, answer=Job),
+    Route("POST", f"{_JOB}/suspend", "Stop a job and keep it out of the queue", _suspend_job, answer=Job),
+    Route("POST", f"{_JOB}/resume", "Put a suspended job back into the queue", _resume_job, answer=Job),
+    Route("POST", f"{_JOB}/lease", "Keep a job alive", _renew_lease, Lease),
+    Route(
+        "GET",
+        f"{_JOB}/logs",
+        "A piece of a worker's log",
+        _read_log,
+        answer=LogChunk,
+        query={"worker": "its id or index", "offset": "from this byte on", "timeout_s": _TIMEOUT},
+    ),
+    Route("GET", "/v1/events", "The cluster's history", _events, answer=EventList, query=_WAIT),
+)
+
+
+def decode_body(route: Route, raw: bytes) -> object:
+    """The body as the route's struct. Raises InvalidFieldError that names the field."""
+    if route.body is None:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=route.body)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).partition(" - at `$")
+        field_name = where.rstrip("`").lstrip(".") or "body"
+        if isinstance(error.__cause__, InvalidFieldError):
+            raise error.__cause__ from None
+        raise InvalidFieldError(field_name, raw[:60].decode(errors="replace"), message) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidFieldError("body", raw[:60].decode(errors="replace"), f"it must be JSON: {error}") from None

@@ -1,0 +1,122 @@
+"""Fixtures for everybody: a real embedded cluster in a directory of its own, checked when the test ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from kfp_gpuquota.api import Job, JobSpec, Project
+from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.start import await_stop, start
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kfp_gpuquota.server.client import Client
+
+DEADLINE_S = 60.0
+
+
+@dataclass
+class EmbeddedCluster:
+    """A running cluster, the client to it, and what tests do with both."""
+
+    home: Home
+    client: Client
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For processes that are to use this cluster."""
+        return {**os.environ, "GPUQUOTA_HOME": str(self.home.root)}
+
+    def project(self, name: str, guaranteed: int, **more: object) -> None:
+        """Create a project."""
+        self.client.create_project(Project(name=name, guaranteed=guaranteed, **more))  # type: ignore[arg-type]
+
+    def submit(self, name: str, *command: str, project: str = "team-a", **more: object) -> Job:
+        """Submit a job; without a command one that sleeps until it is told to go."""
+        spec = {"name": name, "project": project, "command": command or ("sleep", "infinity"), "grace_period_s": 2.0}
+        return self.client.submit(msgspec.convert({**spec, **more}, JobSpec, str_keys=True))
+
+    def job(self, name: str, project: str = "team-a") -> Job:
+        """A job as it is now."""
+        return self.client.get_job(project, name)
+
+    def wait_for(self, name: str, condition: Callable[[Job], bool], project: str = "team-a") -> Job:
+        """The job, as soon as `condition` holds for it; fails the test when it does not in time."""
+        deadline = time.monotonic() + DEADLINE_S
+        after: int | None = None
+        while time.monotonic() < deadline:
+            listed = self.client.list_jobs(project, after=after, timeout_s=0.0 if after is None else 1.0)
+            after = listed.revision
+            for job in listed.jobs:
+                if job.spec.name == name and condition(job):
+                    return job
+        pytest.fail(f"not within {DEADLINE_S:g} s: {self.job(name, project)}")
+
+    def wait_for_phase(self, name: str, phase: str, project: str = "team-a") -> Job:
+        """The job, as soon as it is in `phase`."""
+        return self.wait_for(name, lambda job: job.status.phase == phase, project)
+
+    def kill_daemon(self) -> None:
+        """End the daemon with SIGKILL, and return when it is gone."""
+        os.kill(self.client.health().pid, signal.SIGKILL)
+        await_stop(self.home)
+
+    def processes(self) -> list[str]:
+        """Command lines of all processes that belong to this cluster."""
+        return list(_command_lines(str(self.home.root).encode()))
+
+
+def _command_lines(root: bytes) -> Iterator[str]:
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal() and int(process.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                line, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
+                if line and (root + b"\0" in line or root + b"/" in line + environment):
+                    yield f"{process.name}: {line.replace(bytes(1), b' ').decode(errors='replace')}"
+
+
+@contextlib.contextmanager
+def running_cluster(root: Path, config: ClusterConfig | None = None) -> Iterator[EmbeddedCluster]:
+    """A cluster that is stopped at the end, with all its jobs; fails when a process is left."""
+    home = Home(root)
+    home.create()
+    start(home, (msgspec.json.encode(config or ClusterConfig(gpus_per_node=2)).decode(),))
+    cluster = EmbeddedCluster(home, connect({"GPUQUOTA_HOME": str(root)}))
+    try:
+        yield cluster
+    finally:
+        _shut_down(cluster)
+
+
+def _shut_down(cluster: EmbeddedCluster) -> None:
+    for job in cluster.client.list_jobs().jobs:
+        cluster.client.delete_job(job.spec.project, job.spec.name)
+    deadline = time.monotonic() + DEADLINE_S
+    while cluster.client.list_jobs().jobs and time.monotonic() < deadline:
+        time.sleep(0.02)
+    cluster.client.stop_cluster()
+    await_stop(cluster.home)
+    while (left := cluster.processes()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    log = cluster.home.log_file.read_text()
+    assert not left, left
+    assert "Traceback" not in log, log
+
+
+@pytest.fixture
+def embedded_cluster(tmp_path: Path) -> Iterator[EmbeddedCluster]:
+    """One node with 2 slots, no projects."""
+    with running_cluster(tmp_path / "home") as cluster:
+        yield cluster
