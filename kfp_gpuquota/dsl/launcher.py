@@ -91,25 +91,27 @@ def _followed(client: Client, job: Job, max_runtime_s: float | None) -> Job:
     narrator = Narrator()
     follower = LogFollower(connect, job, _write)
     follower.start()
-    for state in _states(client, job):
+    for state in _states(client, job, max_runtime_s):
         for line in narrator.lines(state, time.monotonic()):
             say(line)
         follower.see(state)
         job = state
-        if max_runtime_s is not None:
-            _stop_overdue(client, job, max_runtime_s, time.time())
+        if job.status.phase is Phase.RUNNING and _time_left(job, max_runtime_s, time.time()) <= 0:
+            say(f"stopping: it has run for its max_runtime of {max_runtime_s:g} s")
+            client.cancel_job(job.spec.project, job.spec.name)
     follower.join(_LOG_ENDS_WITHIN_S)
     for line in _untold_failure(client, job, follower.followed):
         _write(line)
     return job
 
 
-def _states(client: Client, job: Job) -> Iterator[Job]:
-    """Each new state of a job up to the final one."""
+def _states(client: Client, job: Job, max_runtime_s: float | None) -> Iterator[Job]:
+    """Each new state of a job up to the final one, and the present one when its time is over."""
     project = job.spec.project
     after: int | None = None
     while not job.status.phase.final:
-        listed = _patiently(client, project, after)
+        wait_s = min(LONG_POLL_S, max(0.0, _time_left(job, max_runtime_s, time.time())))
+        listed = _patiently(client, project, after, wait_s)
         after = listed.revision
         found = next((each for each in listed.jobs if each.uid == job.uid), None)
         if found is None:
@@ -118,23 +120,24 @@ def _states(client: Client, job: Job) -> Iterator[Job]:
         yield job
 
 
-def _patiently(client: Client, project: str, after: int | None) -> JobList:
+def _patiently(client: Client, project: str, after: int | None, wait_s: float) -> JobList:
     """The list of jobs, also through a cluster that is away for a while."""
     give_up_at = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return client.list_jobs(project, after=after, timeout_s=0.0 if after is None else LONG_POLL_S)
+            return client.list_jobs(project, after=after, timeout_s=0.0 if after is None else wait_s)
         except ClusterUnavailableError:
             if time.monotonic() > give_up_at:
                 raise
             say("the cluster does not answer; the job goes on, and so does this step")
 
 
-def _stop_overdue(client: Client, job: Job, max_runtime_s: float, now: float) -> None:
+def _time_left(job: Job, max_runtime_s: float | None, now: float) -> float:
+    """Seconds that a job may still run; waiting in the queue costs nothing."""
     started = job.status.started_at
-    if started is not None and now > started + max_runtime_s and job.status.phase is Phase.RUNNING:
-        say(f"stopping: it has run for max_runtime, {max_runtime_s:g} s")
-        client.cancel_job(job.spec.project, job.spec.name)
+    if max_runtime_s is None or started is None or job.status.phase is Phase.STOPPING:
+        return float("inf")
+    return started + max_runtime_s - now
 
 
 def _untold_failure(client: Client, job: Job, followed: Container[str]) -> list[str]:

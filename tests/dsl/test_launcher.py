@@ -1,0 +1,249 @@
+"""The launcher against a real cluster: attach, retry, stop, fail, wait."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kfp_gpuquota.api import JobSpec, Phase, ReasonCode
+from tests.dsl.steps import Step
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import EmbeddedCluster
+
+WAIT_FOR_GATE = 'while [ ! -e gate ]; do sleep 0.02; done; echo through; echo 42 > "$0"'
+
+
+@pytest.fixture
+def cluster(embedded_cluster: EmbeddedCluster) -> EmbeddedCluster:
+    embedded_cluster.project("team-a", 1)
+    embedded_cluster.project("team-b", 1)
+    return embedded_cluster
+
+
+def _names(cluster: EmbeddedCluster) -> list[str]:
+    return sorted(job.spec.name for job in cluster.client.list_jobs().jobs)
+
+
+def test_a_step_ends_as_its_job_ends_and_its_output_is_in_place(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    step = Step(cluster, tmp_path, 'echo working; echo 42 > "$0"')
+    code, log = step.run()
+    lines = log.split("\n")
+    assert code == 0, log
+    assert lines[0].startswith("gpuquota: job train-")
+    assert lines[0].endswith(" in project team-a")
+    assert lines[1:-1] == ["gpuquota: training with 1 GPU", "[0] working", lines[-2]]
+    assert lines[-2].startswith("gpuquota: succeeded after ")
+    assert step.result.read_text() == "42\n"
+    assert not list(tmp_path.rglob(".gpuquota"))
+
+
+def test_the_job_is_what_the_environment_says(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    options = {"GPUQUOTA_GPUS": "2", "GPUQUOTA_MIN_GPUS": "1", "GPUQUOTA_PRIORITY": "7", "GPUQUOTA_NAME": "tuned"}
+    Step(cluster, tmp_path, "true", environment=options).run()
+    (job,) = cluster.client.list_jobs().jobs
+    spec = job.spec
+    assert (spec.gpus, spec.smallest, spec.priority, spec.labels) == (
+        2,
+        1,
+        7,
+        {"pipeline-run": "run-1", "pipeline-task": "train"},
+    )
+    assert spec.name.startswith("tuned-")
+
+
+def test_a_number_of_gpus_that_only_the_run_knows(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    code, log = Step(cluster, tmp_path, "true").run("--gpus", "2.0")
+    assert (code, "training with 2 GPUs" in log) == (0, True), log
+
+
+def test_the_users_environment_reaches_the_worker_and_our_constants_do_not(
+    cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    secret = {"API_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "7"}
+    step = Step(cluster, tmp_path, 'env | sort > "$0"', environment=secret)
+    assert step.run()[0] == 0
+    seen = dict(line.split("=", 1) for line in step.result.read_text().splitlines() if "=" in line)
+    (job,) = cluster.client.list_jobs().jobs
+    assert (seen["API_TOKEN"], seen["JOB_NAME"], seen["CUDA_VISIBLE_DEVICES"]) == ("secret", job.spec.name, "")
+    assert not [name for name in seen if name.startswith("GPUQUOTA_")]
+    assert "API_TOKEN" not in job.spec.environment
+
+
+def test_a_retried_step_finds_its_running_job(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    step = Step(cluster, tmp_path, WAIT_FOR_GATE)
+    first = step.start()
+    first.read_until("training with")
+    first.process.kill()
+    first.wait()
+    second = step.start()
+    second.read_until("training with")
+    (tmp_path / "gate").touch()
+    code, log = second.wait()
+    assert (code, len(_names(cluster))) == (0, 1), log
+    assert "[0] through" in log
+    assert step.result.read_text() == "42\n"
+
+
+def test_the_result_of_a_job_that_ended_while_nobody_watched_is_taken_over(
+    cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    step = Step(cluster, tmp_path, WAIT_FOR_GATE)
+    first = step.start()
+    first.read_until("training with")
+    first.process.kill()
+    first.wait()
+    (tmp_path / "gate").touch()
+    cluster.wait_for_phase(_names(cluster)[0], Phase.SUCCEEDED)
+    assert not step.result.exists()
+    code, log = step.run()
+    assert (code, len(_names(cluster)), step.result.read_text()) == (0, 1, "42\n"), log
+
+
+def test_a_step_that_is_done_with_runs_anew_when_it_is_started_anew(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    step = Step(cluster, tmp_path, 'echo $$ > "$0"')
+    step.run()
+    before = step.result.read_text()
+    assert step.run()[0] == 0
+    assert step.result.read_text() != before
+    first, second = _names(cluster)
+    assert second == f"{first}-2"
+
+
+def test_two_runs_never_share_a_job(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    for run in ("run-1", "run-2"):
+        assert Step(cluster, tmp_path, "true", run_id=run).run()[0] == 0
+    assert len({name.rsplit("-", 1)[1] for name in _names(cluster)}) == 2
+
+
+def test_a_failing_step_ends_with_the_jobs_exit_code_and_says_why(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    step = Step(cluster, tmp_path, "echo no good >&2; exit 3")
+    code, log = step.run()
+    assert code == 3
+    assert "[0] no good" in log
+    assert log.rstrip().endswith("gpuquota: failed with exit code 3: worker 0 ended with exit code 3")
+    assert not list(tmp_path.rglob(".gpuquota"))
+
+
+def test_a_retry_after_a_failure_is_a_new_job(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    step = Step(cluster, tmp_path, '[ -e gate ] && echo 1 > "$0"')
+    assert step.run()[0] == 1
+    (tmp_path / "gate").touch()
+    code, log = step.run()
+    assert (code, len(_names(cluster))) == (0, 2), log
+
+
+def test_a_launcher_that_is_told_to_stop_leaves_the_job_to_the_next_attempt(
+    cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    step = Step(cluster, tmp_path, WAIT_FOR_GATE)
+    first = step.start()
+    first.read_until("training with")
+    assert first.send(signal.SIGTERM)[0] == 128 + signal.SIGTERM
+    assert cluster.job(_names(cluster)[0]).status.phase is Phase.RUNNING
+    second = step.start()
+    second.read_until("training with")
+    (tmp_path / "gate").touch()
+    code, log = second.wait()
+    assert (code, len(_names(cluster))) == (0, 1), log
+
+
+def test_a_person_who_interrupts_the_step_cancels_its_job(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    launcher = Step(cluster, tmp_path, "sleep infinity").start()
+    launcher.read_until("training with")
+    assert launcher.send(signal.SIGINT)[0] == 128 + signal.SIGINT
+    job = cluster.wait_for_phase(_names(cluster)[0], Phase.CANCELLED)
+    assert job.status.reason
+    assert job.status.reason.code is ReasonCode.LEASE_ENDED
+
+
+def test_a_job_that_is_cancelled_fails_its_step(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    launcher = Step(cluster, tmp_path, "sleep infinity").start()
+    launcher.read_until("training with")
+    cluster.client.cancel_job("team-a", _names(cluster)[0])
+    code, log = launcher.wait()
+    assert (code, "gpuquota: cancelled" in log) == (1, True), log
+
+
+def test_a_step_that_has_run_for_its_max_runtime_is_stopped(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    step = Step(cluster, tmp_path, "sleep infinity", environment={"GPUQUOTA_MAX_RUNTIME_S": "1"})
+    code, log = step.run()
+    assert (code, "gpuquota: stopping: it has run for its max_runtime of 1 s" in log) == (1, True), log
+
+
+def test_a_waiting_step_says_why_and_runs_when_it_can(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    filler = JobSpec(name="filler", project="team-a", command=("sleep", "infinity"), priority=90, grace_period_s=1.0)
+    cluster.client.submit(filler)
+    cluster.submit("theirs", project="team-b")
+    cluster.wait_for_phase("filler", Phase.RUNNING)
+    cluster.wait_for_phase("theirs", Phase.RUNNING, "team-b")
+    launcher = Step(cluster, tmp_path, "true").start()
+    assert len(launcher.read_until("waiting: ")) > len("gpuquota: waiting: ")
+    cluster.client.delete_job("team-a", "filler")
+    code, log = launcher.wait()
+    assert (code, "training with 1 GPU" in log) == (0, True), log
+
+
+def test_a_preempted_step_does_not_end(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    cluster.submit("mine")
+    cluster.wait_for_phase("mine", Phase.RUNNING)
+    launcher = Step(cluster, tmp_path, 'while [ ! -e gate ]; do sleep 0.02; done; echo 42 > "$0"').start()
+    launcher.read_until("training with")  # over quota
+    cluster.submit("theirs", project="team-b")
+    launcher.read_until("waiting: ")
+    (tmp_path / "gate").touch()
+    cluster.client.delete_job("team-b", "theirs")
+    code, log = launcher.wait()
+    assert code == 0, log
+    assert [line.split(":")[1] for line in log.split("\n") if "gpuquota: stopping" in line]
+
+
+def test_a_daemon_that_is_killed_and_started_again_does_not_disturb_the_step(
+    cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    step = Step(cluster, tmp_path, WAIT_FOR_GATE)
+    launcher = step.start()
+    launcher.read_until("training with")
+    cluster.kill_daemon()
+    (tmp_path / "gate").touch()
+    code, log = launcher.wait()
+    assert (code, step.result.read_text(), len(_names(cluster))) == (0, "42\n", 1), log
+
+
+def test_the_log_of_the_worker_that_failed_is_shown_when_another_one_was_followed(
+    cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    script = '[ "$POD_INDEX" = 0 ] && sleep infinity; echo rank one is broken; exit 5'
+    two = {"GPUQUOTA_GPUS": "2", "GPUQUOTA_GPUS_PER_WORKER": "1"}
+    code, log = Step(cluster, tmp_path, script, environment=two).run()
+    assert (code, "[1] rank one is broken" in log) == (5, True), log
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"GPUQUOTA_PROJECT": ""}, "this step names no project"),
+        ({"GPUQUOTA_PROJECT": "team-x"}, "team-x"),
+        ({"GPUQUOTA_GPUS": "64"}, "gpus is 64"),
+        ({"GPUQUOTA_GPUS": "many"}, "GPUQUOTA_* variables do not fit"),
+    ],
+)
+def test_what_cannot_run_is_one_clear_line_and_exit_code_2(
+    cluster: EmbeddedCluster, tmp_path: Path, environment: dict[str, str], message: str
+) -> None:
+    code, log = Step(cluster, tmp_path, "true", environment=environment).run()
+    assert (code, len(log.splitlines()), message in log) == (2, 1, True), log
+    assert not list(tmp_path.rglob(".gpuquota"))
+
+
+def test_the_launcher_never_imports_kfp() -> None:
+    program = "import sys, kfp_gpuquota.dsl.launcher; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "'kfp_gpuquota'" in loaded
+    assert not [name for name in ("'kfp'", "'torch'", "'aiohttp'", "'numpy'") if name in loaded]
