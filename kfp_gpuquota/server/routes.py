@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -186,9 +187,21 @@ def decode_body(route: Route, raw: bytes) -> object:
         return msgspec.json.decode(raw, type=route.body)
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$")
-        field_name = where.rstrip("`").lstrip(".") or "body"
-        if isinstance(error.__cause__, InvalidFieldError):
-            raise error.__cause__ from None
-        raise InvalidFieldError(field_name, raw[:60].decode(errors="replace"), message) from None
+        path = where.rstrip("`").lstrip(".")
+        raise InvalidFieldError(path or "body", _value_at(raw, path), message) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidFieldError("body", raw[:60].decode(errors="replace"), f"it must be JSON: {error}") from None
+
+
+def _value_at(raw: bytes, path: str) -> object:
+    """What the body holds at a path like `spec.command[0]`, to be shown to whoever wrote it."""
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):  # the decoder had refused it before it had read all of it
+        return raw[:60].decode(errors="replace")
+    for step in re.findall(r"[^.\[\]]+", path):
+        try:
+            value = value[int(step) if isinstance(value, list) else step]
+        except (KeyError, IndexError, TypeError, ValueError):
+            break
+    return value

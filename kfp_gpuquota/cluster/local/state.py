@@ -20,9 +20,9 @@ from kfp_gpuquota.cluster.scheduling import job_announced, job_changed, worker_c
 from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.api import Job, Node, Progress, Project, Reason
     from collections.abc import Iterable, Iterator
 
+    from kfp_gpuquota.api import Job, Node, Progress, Project, Reason
     from kfp_gpuquota.cluster.local.store import Store
 
 

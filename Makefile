@@ -1,0 +1,46 @@
+# Every command that people need: `make help`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CASES ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint types layers check docs clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(VENV)/.quickstart  ## Set up, then run the example pipeline on a cluster of its own
+	$(BIN)/python examples/quickstart.py
+
+test: $(VENV)/.dev  ## Set up, then run all tests
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(CASES)
+
+check: lint types layers  ## Style, types and import layers
+
+lint: $(VENV)/.dev  ## Style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev  ## Types (strict)
+	$(BIN)/mypy
+
+layers: $(VENV)/.dev  ## Import layers
+	$(BIN)/lint-imports
+
+clean:  ## Remove what these commands made
+	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.quickstart: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): about two minutes and 6 GB, most of it torch"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): about two minutes and 6 GB, most of it torch"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.quickstart

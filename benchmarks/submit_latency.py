@@ -1,0 +1,69 @@
+"""From submit to a spawned worker, and to being listed, on a warm and idle embedded cluster.
+
+    python benchmarks/submit_latency.py [--jobs 50]
+
+spawn_ms: from the moment before the client's submit to the moment at which the shim wrote down that the worker's
+process exists (process.json). list_ms: from the same moment until a list that holds the job has been received.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from common import milliseconds, print_conditions, print_result
+
+from kfp_gpuquota.api import JobSpec, Project
+from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.start import await_stop, start
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.server.client import Client
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=50, help="how many submissions (default 50)")
+    jobs = parser.parse_args().jobs
+    print_conditions("submit latency, embedded cluster, one node of 2 slots", jobs=jobs)
+    with tempfile.TemporaryDirectory() as root:
+        home = Home(Path(root) / "home")
+        home.create()
+        start(home, (msgspec.json.encode(ClusterConfig(gpus_per_node=2)).decode(),))
+        client = connect({"GPUQUOTA_HOME": str(home.root)})
+        try:
+            client.create_project(Project(name="team", guaranteed=2))
+            pairs = [measure(client, home, f"job-{number}") for number in range(jobs + 3)][3:]
+        finally:
+            client.stop_cluster()
+            await_stop(home)
+    spawn, listed = milliseconds([spawn for spawn, _ in pairs]), milliseconds([listed for _, listed in pairs])
+    print(f"spawned: {spawn}\nlisted:  {listed}")
+    print_result(spawn_ms=spawn["median"], list_ms=listed["median"], jobs=jobs)
+
+
+def measure(client: Client, home: Home, name: str) -> tuple[float, float]:
+    """(seconds until the process, seconds until the list) of one job; returns when the job has ended."""
+    begin_wall, begin = time.time(), time.perf_counter()
+    job = client.submit(JobSpec(name=name, project="team", command=("true",)))
+    found = any(listed.uid == job.uid for listed in client.list_jobs("team").jobs)
+    listed_s = time.perf_counter() - begin
+    assert found, "the job is not listed"
+    while not client.get_job("team", name).status.phase.final:
+        time.sleep(0.005)
+    worker = client.get_job("team", name).status.workers[0]
+    process = json.loads((home.worker(job.uid, worker.id) / "process.json").read_text())
+    client.delete_job("team", name)
+    return process["at"] - begin_wall, listed_s
+
+
+if __name__ == "__main__":
+    main()

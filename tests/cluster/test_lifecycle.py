@@ -1,0 +1,124 @@
+"""What becomes of a job when a worker is gone: the table of cluster/lifecycle.py, row by row."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.cluster.lifecycle import after_worker_gone, resized
+from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord
+
+NOW = 100.0
+KILLED = 137
+
+
+def job(**fields: object) -> JobRecord:
+    spec = JobSpec(name="train", project="team-a", command=("x",), gpus=2, min_gpus=1, max_gpus=4, max_restarts=2)
+    record = JobRecord(uid="u", spec=spec, status=JobStatus(phase=Phase.RUNNING), attempt=1)
+    return msgspec.structs.replace(record, **fields)
+
+
+def worker(index: int, code: int | None = None, *, released: bool = False, rank: int | None = None) -> WorkerRecord:
+    phase = WorkerPhase.RUNNING if code is None else WorkerPhase.GONE
+    made = Worker(
+        id=f"u-{index}", job_uid="u", index=index, node="n", devices=(index,), phase=phase, exit_code=code, rank=rank
+    )
+    return WorkerRecord(worker=made, attempt=1, released=released)
+
+
+def after(record: JobRecord, *workers: WorkerRecord) -> JobRecord:
+    """The first worker is the one that is gone."""
+    return after_worker_gone(record, workers[0], workers, NOW)
+
+
+def test_a_job_succeeds_when_its_last_worker_has_ended_with_0() -> None:
+    ended = after(job(), worker(0, 0))
+    assert (ended.status.phase, ended.status.exit_code, ended.status.finished_at) == (Phase.SUCCEEDED, 0, NOW)
+
+
+def test_the_result_is_the_lowest_ranks() -> None:
+    ended = after(job(), worker(0, 0, rank=2), worker(1, 0, rank=0), worker(2, 0, rank=1))
+    assert ended.status.result_worker == "u-1"
+
+
+def test_a_job_takes_no_more_workers_once_one_has_ended_with_0() -> None:
+    going_on = after(job(), worker(0, 0), worker(1))
+    assert (going_on.completing, going_on.status.phase) == (True, Phase.RUNNING)
+
+
+def test_a_worker_that_was_told_to_go_says_nothing_about_the_job() -> None:
+    assert after(job(), worker(0, KILLED, released=True), worker(1)) == job()
+
+
+def test_an_unmanaged_job_fails_with_the_exit_code_of_its_worker() -> None:
+    ended = after(job(), worker(0, 3))
+    assert (ended.status.phase, ended.status.exit_code, ended.status.restarts) == (Phase.FAILED, 3, 0)
+    assert ended.status.reason is not None
+    assert ended.status.reason.message == "worker 0 ended with exit code 3"
+
+
+def test_the_other_workers_of_a_failed_job_are_to_be_stopped() -> None:
+    failing = after(job(), worker(0, 3), worker(1))
+    assert (failing.intent, failing.status.phase) == (Intent.FAIL, Phase.RUNNING)
+
+
+def test_a_managed_job_goes_on_without_a_worker_that_was_killed() -> None:
+    going_on = after(job(managed=True), worker(0, KILLED), worker(1))
+    assert (going_on.intent, going_on.status.phase, going_on.status.restarts) == (Intent.RUN, Phase.RUNNING, 1)
+    assert going_on.status.reason is not None
+    assert going_on.status.reason.message == "worker 0 was killed by signal 9; restart 1 of at most 2"
+
+
+def test_a_managed_job_fails_when_it_loses_more_workers_than_it_may() -> None:
+    worn = job(managed=True, status=JobStatus(phase=Phase.RUNNING, restarts=2))
+    failing = after(worn, worker(0, KILLED), worker(1))
+    assert failing.intent is Intent.FAIL
+    assert failing.status.reason is not None
+    assert "restarted 2 times, which is its max_restarts" in failing.status.reason.message
+
+
+def test_a_managed_job_that_was_killed_whole_returns_to_the_queue() -> None:
+    waiting = after(job(managed=True, size=2), worker(0, KILLED), worker(1, KILLED))
+    assert (waiting.status.phase, waiting.intent, waiting.size) == (Phase.PENDING, Intent.RUN, 0)
+
+
+def test_a_managed_job_whose_last_worker_failed_by_itself_fails() -> None:
+    assert after(job(managed=True), worker(0, 1)).status.phase is Phase.FAILED
+
+
+def test_a_crash_after_the_training_does_not_spoil_the_result_of_another_worker() -> None:
+    ended = after(job(managed=True, completing=True), worker(0, KILLED, rank=0), worker(1, 0, rank=1))
+    assert (ended.status.phase, ended.status.result_worker) == (Phase.SUCCEEDED, "u-1")
+
+
+def test_a_job_of_which_every_worker_was_told_to_go_returns_to_the_queue() -> None:
+    assert after(job(), worker(0, 0, released=True)).status.phase is Phase.PENDING
+
+
+@pytest.mark.parametrize(
+    ("intent", "phase"),
+    [
+        (Intent.REQUEUE, Phase.PENDING),
+        (Intent.SUSPEND, Phase.SUSPENDED),
+        (Intent.CANCEL, Phase.CANCELLED),
+        (Intent.DELETE, Phase.CANCELLED),
+        (Intent.FAIL, Phase.FAILED),
+    ],
+)
+def test_the_intent_decides_when_no_worker_is_left(intent: Intent, phase: Phase) -> None:
+    assert after(job(intent=intent), worker(0, 143, released=True)).status.phase is phase
+    assert after(job(intent=intent), worker(0, 143, released=True), worker(1)).status.phase is Phase.RUNNING
+
+
+def test_a_change_of_size_enters_the_history_with_its_reason() -> None:
+    reason = Reason(code=ReasonCode.IDLE_GPUS, message="1 GPU is idle")
+    grown = resized(job(size=1, resize_reason=reason), 2, NOW, generation=3, step=7, pause_ms=1.5)
+    (change,) = grown.status.resizes
+    assert (change.from_gpus, change.to_gpus, change.generation, change.step) == (1, 2, 3, 7)
+    assert (change.reason, change.pause_ms, change.lost_steps, change.at) == (reason, 1.5, 0, NOW)
+
+
+def test_the_first_size_and_the_same_size_are_no_change() -> None:
+    assert resized(job(size=0), 2, NOW).status.resizes == ()
+    assert resized(job(size=2), 2, NOW).status.resizes == ()
