@@ -1,0 +1,255 @@
+"""The quickstart: one pipeline, two teams, two GPUs. Run by `make quickstart`; nothing to prepare, no network.
+
+Team A's digits pipeline trains on both GPUs, for team B's is idle. Team B opens an interactive session: the training
+gives the GPU back within a step and goes on with one. Team B closes the session: the training takes the GPU again.
+Without GPUs in this machine two CPU slots stand for them. What happens when is decided by the training's own progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from timeline import draw
+
+from kfp_gpuquota.api import Job, JobSpec, Kind, Project, Resize
+from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.cluster.local.devices import CPU_SLOT, ClusterConfig
+from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.start import await_stop, start
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from kfp_gpuquota.server.client import Client
+
+OUT = Path("out/quickstart").absolute()
+PICTURE = OUT / "timeline.png"
+LOG = OUT / "pipeline.log"
+GPUS = 2
+TEAM_A, TEAM_B = "team-a", "team-b"
+SESSION = "notebook"
+# Long enough that the training still goes on when the worker that comes back has started; a GPU is faster.
+EPOCHS_ON_CPU, EPOCHS_ON_GPU = 100, 1500
+OPEN_AFTER_STEPS, CLOSE_AFTER_STEPS = 60, 60
+ENOUGH_ACCURACY = 0.95
+EXPECTED_CHANGES = [(2, 1), (1, 2)]
+
+
+@dataclass
+class Story:
+    """What happens in front of the person who watches."""
+
+    client: Client
+    console: Console
+    training: Job | None = None
+    opened_at: float | None = None
+    closed_at_step: int | None = None
+    _shrunk_at_step: int | None = field(default=None, repr=False)
+
+    def follow(self, pipeline: subprocess.Popen[bytes]) -> None:
+        """Watch the jobs until the pipeline has ended, and play team B's part."""
+        after: int | None = None
+        with _progress(self.console) as progress, LOG.open() as log:
+            bar = progress.add_task("loading", total=None)
+            while pipeline.poll() is None:
+                listed = self.client.list_jobs(after=after, timeout_s=0.0 if after is None else 0.5)
+                after = listed.revision
+                self.training = next((job for job in listed.jobs if job.spec.project == TEAM_A), None)
+                if self.training:
+                    self._play_team_b(self.training)
+                    _show(progress, bar, self.training)
+                self._tell(log.read())
+            self._tell(log.read())
+
+    def _play_team_b(self, training: Job) -> None:
+        step = training.status.progress.step if training.status.progress else 0
+        if self.opened_at is None and training.status.gpus == GPUS and step >= OPEN_AFTER_STEPS:
+            self.client.submit(
+                JobSpec(name=SESSION, project=TEAM_B, command=("sleep", "infinity"), kind=Kind.BUILD, grace_period_s=1)
+            )
+            self.opened_at = time.time()
+            self._say(f"[bold]{TEAM_B}[/] opens an interactive session, and has its GPU guaranteed")
+        elif self.opened_at and self._shrunk_at_step is None and training.status.gpus < GPUS:
+            self._shrunk_at_step = step
+        elif (
+            self._shrunk_at_step is not None
+            and self.closed_at_step is None
+            and step >= self._shrunk_at_step + CLOSE_AFTER_STEPS
+        ):
+            self.client.delete_job(TEAM_B, SESSION)
+            self.closed_at_step = step
+            self._say(f"[bold]{TEAM_B}[/] closes its session, and its GPU is idle again")
+
+    def _tell(self, text: str) -> None:
+        """What the training step's own log says about its job; the rest is in the log file."""
+        for line in re.findall(r"gpuquota: (?!step )(.*)", text):
+            self._say(f"[bold]{TEAM_A}[/] {line}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Client]:
+    """A cluster of its own with two teams; at the end nothing of it runs any more."""
+    home = Home(OUT / "cluster")
+    if home.is_locked():
+        _shut_down(home)
+    shutil.rmtree(OUT, ignore_errors=True)
+    home.create()
+    os.environ["GPUQUOTA_HOME"] = str(home.root)
+    start(home, (msgspec.json.encode(ClusterConfig(gpus_per_node=GPUS)).decode(),))
+    try:
+        client = connect()
+        for team in (TEAM_A, TEAM_B):
+            client.create_project(Project(name=team, guaranteed=1))
+        yield client
+    finally:
+        _shut_down(home)
+
+
+def _shut_down(home: Home) -> None:
+    client = connect({"GPUQUOTA_HOME": str(home.root)})
+    for job in client.list_jobs().jobs:
+        client.delete_job(job.spec.project, job.spec.name)
+    while listed := client.list_jobs().jobs:
+        client.list_jobs(after=len(listed), timeout_s=0.1)
+    client.stop_cluster()
+    await_stop(home)
+
+
+@contextlib.contextmanager
+def pipeline_process(epochs: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The pipeline, exactly as a data scientist runs it; ended, with all its steps, when we leave early."""
+    script = Path(__file__).with_name("digits_pipeline.py")
+    command = [
+        sys.executable,
+        "-u",
+        str(script),
+        f"--project={TEAM_A}",
+        f"--epochs={epochs}",
+        f"--root={OUT / 'pipelines'}",
+    ]
+    with LOG.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        while _group_runs(process.pid):  # a launcher that outlived us would start the cluster again
+            time.sleep(0.02)
+
+
+def _group_runs(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
+    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+
+
+def _show(progress: Progress, bar: object, job: Job) -> None:
+    reported = job.status.progress
+    loss = f"loss {reported.metrics['loss']:.3f}" if reported and "loss" in reported.metrics else ""
+    progress.update(
+        bar,  # type: ignore[arg-type]
+        description=f"training on {job.status.gpus} GPU{'s' * (job.status.gpus != 1)}"
+        if job.status.gpus
+        else "waiting",
+        completed=reported.step if reported else 0,
+        total=reported.total_steps if reported else None,
+        loss=loss,
+    )
+
+
+def report(story: Story, console: Console) -> list[str]:
+    """Show what came out; returns what is wrong with it."""
+    accuracy = re.search(r"^accuracy: (\d\.\d+)$", LOG.read_text(), re.MULTILINE)
+    if not accuracy or story.training is None:
+        console.print(LOG.read_text(), markup=False, highlight=False)
+        return ["the pipeline did not reach its end"]
+    resizes = story.training.status.resizes
+    lost = sum(resize.lost_steps for resize in resizes)
+    console.print(_table(resizes, story.training.status.started_at or 0.0))
+    draw(PICTURE, story.client.events().events, (TEAM_A, TEAM_B), resizes, GPUS)
+    console.print(f"accuracy: {accuracy[1]}\nsteps lost: {lost}\ntimeline: {PICTURE}", highlight=False)
+    return _problems(float(accuracy[1]), resizes, lost)
+
+
+def _table(resizes: tuple[Resize, ...], start_at: float) -> Table:
+    table = Table("when", "GPUs", "why", "at step", "pause", "steps lost", title="Every change of the training's size")
+    for resize in resizes:
+        pause = "" if resize.pause_ms is None else f"{resize.pause_ms:.0f} ms"
+        table.add_row(
+            f"{resize.at - start_at:.1f} s",
+            f"{resize.from_gpus} → {resize.to_gpus}",
+            str(resize.reason),
+            str(resize.step),
+            pause,
+            str(resize.lost_steps),
+        )
+    return table
+
+
+def _problems(accuracy: float, resizes: tuple[Resize, ...], lost: int) -> list[str]:
+    changes = [(resize.from_gpus, resize.to_gpus) for resize in resizes]
+    return [
+        message
+        for wrong, message in (
+            (accuracy < ENOUGH_ACCURACY, f"the accuracy is {accuracy}, but it should be at least {ENOUGH_ACCURACY}"),
+            (changes[-2:] != EXPECTED_CHANGES, f"the sizes went {changes}, but should end with {EXPECTED_CHANGES}"),
+            (lost > 0, f"{lost} steps were lost"),
+        )
+        if wrong
+    ]
+
+
+def _on_sigterm(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Run the story; returns 0 when everything came out as promised, 1 when not, 130 when interrupted."""
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    console = Console()
+    began = time.monotonic()
+    try:
+        with cluster() as client:
+            on_cpu = client.list_nodes()[0].node.devices[0].model == CPU_SLOT
+            story = Story(client, console)
+            with pipeline_process(EPOCHS_ON_CPU if on_cpu else EPOCHS_ON_GPU) as pipeline:
+                story.follow(pipeline)
+            problems = report(story, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; everything is stopped")
+        return 130
+    for problem in problems:
+        console.print(f"[red]wrong:[/] {problem}; see {LOG}")
+    console.print(f"finished in {time.monotonic() - began:.0f} s", highlight=False)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
