@@ -13,7 +13,7 @@ from kfp_gpuquota.scheduler import quota
 from kfp_gpuquota.scheduler.order import QueueKey, job_key, next_tasks, queue_key, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kfp_gpuquota.scheduler.ledger import Ledger
     from kfp_gpuquota.scheduler.model import Job, OrderKey, Queue, Shape
@@ -39,8 +39,8 @@ class Line:
     def first(self) -> tuple[Shape, Job] | None:
         """The job to look at next."""
         best: tuple[OrderKey, Shape, Job] | None = None
-        for shape in [*self._filed, *(s for s in self._back if s not in self._filed)]:
-            entry = self._head(shape)
+        for shape in self.shapes():
+            entry = self.head(shape)
             if entry is not None and (best is None or entry[0] < best[0]):
                 best = (entry[0], shape, entry[1])
         return None if best is None else best[1:]
@@ -58,7 +58,12 @@ class Line:
         else:
             self._at[shape] += 1
 
-    def _head(self, shape: Shape) -> Entry | None:
+    def shapes(self) -> list[Shape]:
+        """The shapes that are still open."""
+        return [*self._filed, *(s for s in self._back if s not in self._filed)]
+
+    def head(self, shape: Shape) -> Entry | None:
+        """The first job of a shape."""
         heads = self._back.get(shape, [])[:1]
         jobs = self._filed.get(shape)
         if jobs:
@@ -104,6 +109,20 @@ class Agenda:
     def failed(self, shape: Shape, job: Job) -> None:
         """Neither this job nor any other of its shape can be served."""
         self._lines[job.queue].close(shape)
+
+    def close_queue(self, queue: Queue) -> None:
+        """No other job of the queue is looked at any more."""
+        line = self._lines[queue]
+        for shape in line.shapes():
+            line.close(shape)
+
+    def close_where(self, hopeless: Callable[[Job], bool]) -> None:
+        """Close every shape whose first job is hopeless."""
+        for line in self._lines.values():
+            for shape in line.shapes():
+                entry = line.head(shape)
+                if entry is not None and hopeless(entry[1]):
+                    line.close(shape)
 
     def _line(self, queue: Queue) -> Line:
         if queue not in self._lines:

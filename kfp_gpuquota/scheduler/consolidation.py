@@ -1,79 +1,105 @@
-"""Moving preemptible jobs together, only where every one of them finds a new place and the waiting job then fits."""
+"""Moving preemptible workers, only where every one of them finds a new place that is idle now.
+
+Used in two ways: to make room for a waiting job without stopping anything (`consolidate`), and to give victims of a
+reclaim a place elsewhere instead of stopping them (`resettle`).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler import placement
-from kfp_gpuquota.scheduler.model import Host, Status, Task
+from kfp_gpuquota.scheduler import placement, quota
+from kfp_gpuquota.scheduler.model import Host, Job, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kfp_gpuquota.scheduler.ledger import Ledger
 
+Candidate = tuple[tuple[float, int, int, float, str], Host, list[Task]]
+
+_TRIES: Final = 16
+"""Hosts on which moves are tried out for one task: the cheapest ones; others hardly ever succeed where these fail."""
+
 
 def consolidate(ledger: Ledger, tasks: Sequence[Task]) -> bool:
-    """Clear room for all tasks by moving others, or change nothing. Moved tasks are bound at their new places."""
+    """Nominate all tasks where others are moved away from, or change nothing."""
     mark = ledger.mark()
     for done, task in enumerate(tasks):
-        host = placement.choose_host(ledger, task, len(tasks) - done, future=True) or _cleared(ledger, task)
-        if host is None:
+        host = placement.choose_host(ledger, task, len(tasks) - done, future=True)
+        if host is not None:
+            placement.put(ledger, task, host, future=True)
+        elif not _clear(ledger, task):
             ledger.rollback(mark)
             return False
-        placement.put(ledger, task, host, future=True)
     return True
 
 
-def _cleared(ledger: Ledger, task: Task) -> Host | None:
-    """The host that takes the fewest moves, with those moves made."""
-    if not task.request.whole or not task.request.devices:
-        return None
-    for _, host, moves in _candidates(ledger, task):
+def resettle(ledger: Ledger, evicted: Sequence[Task]) -> None:
+    """Move victims to idle places elsewhere: all workers of a job that go, or none of it."""
+    by_job: dict[Job, list[Task]] = {}
+    for task in evicted:
+        by_job.setdefault(task.job, []).append(task)
+    for tasks in by_job.values():
         mark = ledger.mark()
-        if all(_move(ledger, moved, host) for moved in moves):
-            return host
+        if not all(_find_place(ledger, task) for task in tasks):
+            ledger.rollback(mark)
+
+
+def _clear(ledger: Ledger, task: Task) -> bool:
+    for _, host, moves in sorted(_candidates(ledger, task), key=lambda c: c[0])[:_TRIES]:
+        mark = ledger.mark()
+        for moved in moves:
+            ledger.set(moved, Status.LEAVING, moved.node, moved.devices)
+        placement.put(ledger, task, host, future=True)
+        if all(_find_place(ledger, moved) for moved in moves):
+            return True
         ledger.rollback(mark)
-    return None
+    return False
 
 
-def _candidates(ledger: Ledger, task: Task) -> list[tuple[tuple[int, int, str], Host, list[Task]]]:
-    spare = sum(count * len(names) for count, names in ledger.by_future.items())
-    found = []
+def _candidates(ledger: Ledger, task: Task) -> list[Candidate]:
+    found: list[Candidate] = []
+    if not placement.room_elsewhere(ledger, task):
+        return found
     for host in ledger.hosts.values():
-        if not host.ready or not placement.may_use(host, task) or spare - host.future_whole < 1:
+        if not host.ready or not host.tasks or not placement.may_use(host, task):
             continue
         moves = _moves(host, task)
         if moves:
-            size = sum(len(t.devices) for t in moves)
-            if size <= spare - host.future_whole:
-                found.append(((size, len(moves), host.name), host, moves))
-    return sorted(found, key=lambda c: c[0])
+            size = sum(t.request.amount(host.gpu_memory_mib).gpu for t in moves)
+            last = moves[-1].job
+            found.append(((size, len(moves), last.priority, -last.submitted_at, host.name), host, moves))
+    return found
 
 
 def _moves(host: Host, task: Task) -> list[Task]:
-    """The smallest set of movable tasks, large ones first where one suffices, that frees enough devices."""
-    short = task.request.devices - host.future_whole
-    movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.request.whole and t.devices]
-    movable.sort(key=lambda t: (len(t.devices), t.job.priority, -t.job.submitted_at, t.job.uid, -t.index))
-    enough = next((t for t in movable if len(t.devices) >= short), None)
-    if enough is not None:
-        return [enough]
+    """One small task whose going suffices, or as few large ones as it takes; the youngest of equals first."""
+    movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
+    movable.sort(key=lambda t: (_size(t, host), t.job.priority, -t.job.submitted_at, t.job.uid, -t.index))
+    for candidate in movable:
+        if placement.fits_without(host, task, [candidate]):
+            return [candidate]
+    movable.sort(key=lambda t: (-_size(t, host), t.job.priority, -t.job.submitted_at, t.job.uid, -t.index))
     chosen: list[Task] = []
-    for candidate in reversed(movable):
+    for candidate in movable:
         chosen.append(candidate)
-        short -= len(candidate.devices)
-        if short <= 0:
+        if placement.fits_without(host, task, chosen):
             return chosen
     return []
 
 
-def _move(ledger: Ledger, task: Task, away: Host) -> bool:
-    """Make the task leave its host, with a copy of it bound elsewhere."""
-    ledger.set(task, Status.LEAVING, task.node, task.devices)
+def _size(task: Task, host: Host) -> float:
+    return task.request.amount(host.gpu_memory_mib).gpu
+
+
+def _find_place(ledger: Ledger, task: Task) -> bool:
+    """Bind a copy of the leaving task where it can start now, its queue's limit permitting both for a moment."""
     copy = Task(job=task.job, request=task.request, index=task.index, priority=task.priority, moved=task)
-    for host in ledger.hosts_with(task.request.devices, future=False):
-        if host is not away and placement.fits(host, copy, future=False):
-            placement.put(ledger, copy, host, future=False)
-            return True
-    return False
+    if quota.barred_by_limit(task.job, ledger.amount(copy), future=False):
+        return False
+    host = placement.choose_host(ledger, copy, 1, future=False)
+    if host is None:
+        return False
+    placement.put(ledger, copy, host, future=False)
+    return True

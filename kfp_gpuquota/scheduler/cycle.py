@@ -4,6 +4,7 @@
     consolidate   move preemptible jobs together where that makes room
     reclaim       take from queues above their share
     preempt       take from lower priorities of the same queue
+    evict_stale   stop gangs that have been below their minimum for too long
     lend          what is idle then goes to elastic jobs above their request
 
 Every action looks at the waiting jobs in the same fair order, and decides on the real ledger; the caller reads the
@@ -28,14 +29,26 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.ledger import Ledger
 
-ACTIONS: Final = ("allocate", "consolidate", "reclaim", "preempt", "lend")
+ACTIONS: Final = ("allocate", "consolidate", "reclaim", "preempt", "evict_stale", "lend")
 
 
 class Cycle:
     """The working state of one plan. `cause[job]` is the job for which a victim was taken, and how."""
 
-    def __init__(self, ledger: Ledger, growable: Iterable[Job] = ()) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        growable: Iterable[Job] = (),
+        *,
+        below: Iterable[Job] = (),
+        now: float = 0.0,
+        in_order: bool = False,
+    ) -> None:
         self.ledger = ledger
+        self.below = below
+        self.in_order = in_order
+        self.now = now
+        self._mark = ledger.mark()
         self.growable = growable
         self.touched: dict[Job, None] = {}
         self.losers: dict[Job, None] = {}
@@ -54,11 +67,19 @@ class Cycle:
         for action in actions:
             if action == "lend":
                 self._lend()
-            else:
+            elif action == "evict_stale":
+                self._evict_stale()
+            elif action in tries:
                 self._each(action, tries[action])
+
+    def changed(self) -> list[Task]:
+        """The tasks that this cycle placed, moved or stopped, in the order of their first change."""
+        return list(dict.fromkeys(change[0] for change in self.ledger.since(self._mark)))
 
     def _each(self, action: str, attempt: Callable[[Job, list[Task]], bool]) -> None:
         agenda = Agenda(self.ledger, self.touched)
+        if action == "allocate":
+            agenda.close_where(lambda job: not self._has_room(job))
         while (head := agenda.next()) is not None:
             shape, job = head
             if job in self.losers:
@@ -70,6 +91,8 @@ class Cycle:
                 agenda.served(shape, job)
             else:
                 agenda.failed(shape, job)
+                if action == "reclaim" and self.in_order and self._over_share(job):
+                    agenda.close_queue(job.queue)
 
     def _note_victims(self, action: str, job: Job, mark: int) -> None:
         for task, before, _, _ in self.ledger.since(mark):
@@ -89,6 +112,21 @@ class Cycle:
             return True
         return self._anything_lent() and make_room(Attempt(self.ledger, job, tasks, Mode.LENT))
 
+    def _has_room(self, job: Job) -> bool:
+        """A job without room is out before queues are compared by what their first job would hold."""
+        tasks = next_tasks(job)
+        mark = self.ledger.mark()
+        found = placement.place_all(self.ledger, tasks, future=True)
+        self.ledger.rollback(mark)
+        return found or self._anything_lent()
+
+    def _over_share(self, job: Job) -> bool:
+        return quota.barred_by_share(job, quota.total(self.ledger, next_tasks(job))) is not None
+
+    def _patient(self, job: Job) -> bool:
+        """The job has not waited long enough yet to take from others."""
+        return self.now - job.waiting_since < job.preemption_delay_s
+
     def _anything_lent(self) -> bool:
         return any(q.lent[0] or q.lent[1] for q in self.ledger.queues.values() if q.parent is None)
 
@@ -100,17 +138,26 @@ class Cycle:
 
     def _reclaim(self, job: Job, tasks: list[Task]) -> bool:
         amount = quota.total(self.ledger, tasks)
-        if quota.barred_by_guarantee(job, amount) or quota.barred_by_share(job, amount):
+        if self._patient(job) or quota.barred_by_guarantee(job, amount) or quota.barred_by_share(job, amount):
             return False
         return make_room(Attempt(self.ledger, job, tasks, Mode.RECLAIM))
 
     def _preempt(self, job: Job, tasks: list[Task]) -> bool:
         amount = quota.total(self.ledger, tasks)
-        if quota.barred_by_guarantee(job, amount):
+        if self._patient(job) or quota.barred_by_guarantee(job, amount):
             return False
         if not any(j.preemptible and j.priority < job.priority for j in job.queue.running):
             return False
         return make_room(Attempt(self.ledger, job, tasks, Mode.PREEMPT))
+
+    def _evict_stale(self) -> None:
+        for job in sorted(self.below, key=lambda j: j.uid):
+            since = self.now if job.below_since is None else job.below_since
+            if 0 < job.active < job.gang and 0 <= job.stale_after_s <= self.now - since:
+                for task in [t for t in job.tasks.values() if t.status is Status.HELD]:
+                    self.ledger.set(task, Status.LEAVING, task.node, task.devices)
+                    self.causes[task] = (job, "evict_stale")
+                self.losers[job] = None
 
     def _lend(self) -> None:
         """One worker at a time, to the queue and job to which the least is lent."""
@@ -124,7 +171,7 @@ class Cycle:
 
     def _lend_key(self, job: Job) -> tuple[float, int, int, float, str]:
         queue = job.queue
-        return (queue.lent[0] / max(queue.weight, 1e-9), job.lent, -job.priority, job.submitted_at, job.uid)
+        return (queue.lent[0] / max(queue.weights[0], 1e-9), job.lent, -job.priority, job.submitted_at, job.uid)
 
     def _may_borrow(self, job: Job) -> bool:
         return job.preemptible and job not in self.losers and job.wanted <= job.active < job.most

@@ -84,9 +84,13 @@ class WorkerLeaving(Event, frozen=True, tag=True):
 
 
 class WorkerGone(Event, frozen=True, tag=True):
-    """The worker's devices are free: quota is released only here."""
+    """The worker's devices are free: quota is released only here.
+
+    With `at`, a gang that runs below its minimum from then on is stopped whole after a while.
+    """
 
     worker: str
+    at: float | None = None
 
 
 class ProgressReported(Event, frozen=True, tag=True):

@@ -191,6 +191,7 @@ _CAUSES = {
     "allocate": (ReasonCode.LENT_GPUS_RETURNED, "it was only lent, and {job} of project {project} needs it"),
     "reclaim": (ReasonCode.RECLAIMED, "project {project} takes back its share for {job}"),
     "preempt": (ReasonCode.PREEMPTED, "{job} has a higher priority in project {project}"),
+    "evict_stale": (ReasonCode.STALE_GANG, "it ran below its minimum for too long, and a gang runs whole"),
     "consolidate": (ReasonCode.CONSOLIDATED, "it makes room for {job} and gets a place elsewhere"),
 }
 

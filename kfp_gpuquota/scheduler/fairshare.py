@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler.model import GPU, Amount, Queue
+from kfp_gpuquota.scheduler.model import GPU, UNLIMITED, Amount, Queue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,7 +32,10 @@ def assign_shares(roots: Iterable[Queue], capacity: Sequence[float]) -> None:
 def divide(queues: Sequence[Queue], r: int, total: float) -> list[float]:
     """The share of resource `r` of each of the siblings, oldest first, when there is `total` for all of them."""
     caps = [min(q.requested[r], q.limit[r]) for q in queues]
-    shares = [min(q.deserved[r], cap) for q, cap in zip(queues, caps, strict=True)]
+    # Unlimited guarantees are worth the whole; finite ones count in full even where they exceed it together.
+    shares = [
+        min(q.deserved[r] if q.deserved[r] < UNLIMITED else total, cap) for q, cap in zip(queues, caps, strict=True)
+    ]
     left = total - sum(shares)
     order = sorted(range(len(queues)), key=lambda i: -queues[i].priority)
     for _, group in groupby(order, key=lambda i: queues[i].priority):
@@ -48,36 +51,33 @@ def _give(
     """Share `left` within one priority; returns what nobody wants."""
     unit = _UNITS[r]
     while left > 0:
-        hungry = [i for i in group if queues[i].weight > 0 and shares[i] < caps[i]]
+        hungry = [i for i in group if shares[i] < caps[i]]
         if not hungry:
             break
-        given = _round(hungry, queues, caps, shares, left, unit)
-        left -= given
-        if not given:
-            return _leftovers(hungry, queues, caps, shares, left, unit)
+        # Weight 0 borrows nothing while others of the priority want to; when none does, all are equal.
+        weights = {i: queues[i].weights[r] for i in hungry if queues[i].weights[r] > 0} or dict.fromkeys(hungry, 1.0)
+        total = sum(weights.values())
+        parts = {i: left * weight / total for i, weight in weights.items()}
+        left -= _serve(parts, caps, shares, unit)
+        if all(shares[i] < caps[i] for i in parts):
+            return _leftovers(parts, caps, shares, left, unit)
     return left
 
 
-def _round(
-    hungry: list[int], queues: Sequence[Queue], caps: list[float], shares: list[float], left: float, unit: int
-) -> float:
-    weights = sum(queues[i].weight for i in hungry)
+def _serve(parts: dict[int, float], caps: list[float], shares: list[float], unit: int) -> float:
+    """Give each its part in whole units, but no more than it wants; returns what was given."""
     given = 0.0
-    for i in hungry:
-        part = left * queues[i].weight / weights // unit * unit
-        part = min(part, caps[i] - shares[i])
-        shares[i] += part
-        given += part
+    for i, part in parts.items():
+        got = min(part // unit * unit, caps[i] - shares[i])
+        shares[i] += got
+        given += got
     return given
 
 
-def _leftovers(
-    hungry: list[int], queues: Sequence[Queue], caps: list[float], shares: list[float], left: float, unit: int
-) -> float:
-    weights = sum(queues[i].weight for i in hungry)
-    remainders = {i: left * queues[i].weight / weights for i in hungry}
-    for i in sorted(hungry, key=lambda i: -remainders[i]):
-        part = min(unit, left, caps[i] - shares[i])
-        shares[i] += part
-        left -= part
+def _leftovers(parts: dict[int, float], caps: list[float], shares: list[float], left: float, unit: int) -> float:
+    """What rounding left, one unit at a time by largest remainder, then to the older queue."""
+    for i in sorted(parts, key=lambda i: -(parts[i] % unit)):
+        got = min(unit, left, caps[i] - shares[i])
+        shares[i] += got
+        left -= got
     return left

@@ -16,6 +16,9 @@ GPU: Final = 1_000_000
 
 UNLIMITED: Final = math.inf
 
+STALE_AFTER_S: Final = 60.0
+"""How long a gang may run below its minimum, waiting for others to take the lost places, before it is stopped whole."""
+
 
 class Amount(NamedTuple):
     """A vector of resources: micro-GPUs, milli-CPUs, bytes of memory."""
@@ -157,6 +160,10 @@ class Job:
     next_index: int = 0
     filed: tuple[Shape, OrderKey] | None = None
     requested: Amount = NOTHING
+    below_since: float | None = None
+    stale_after_s: float = STALE_AFTER_S
+    waiting_since: float = 0.0
+    preemption_delay_s: float = 0.0
     throughput: dict[int, float] = field(default_factory=dict)
     checkpoint_at: float | None = None
 

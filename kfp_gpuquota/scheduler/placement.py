@@ -50,6 +50,30 @@ def fits(host: Host, task: Task, *, future: bool) -> bool:
     )
 
 
+def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
+    """The task would fit on the host when what leaves, and `others`, are gone."""
+    freed: dict[int, int] = {}
+    other = [0.0, 0.0, 0.0]
+    for victim in others:
+        if victim.node is host:
+            share = victim.request.share_of(host.gpu_memory_mib)
+            for device in victim.devices:
+                freed[device] = freed.get(device, 0) + share
+            other = [other[0] + victim.request.cpu, other[1] + victim.request.memory, other[2] + 1]
+    request = task.request
+    if request.devices:
+        share = request.share_of(host.gpu_memory_mib)
+        if sum(host.future(d) + freed.get(d, 0) >= share for d in host.devices) < request.devices:
+            return False
+    return _other_fits(host, task, future=True, freed=other)
+
+
+def room_elsewhere(ledger: Ledger, task: Task) -> bool:
+    """A quick no: less will be free in the whole cluster than the task needs, wherever the others go."""
+    held = sum(queue.held[0] for queue in ledger.queues.values() if queue.parent is None)
+    return held + ledger.amount(task).gpu <= ledger.capacity[0]
+
+
 def may_use(host: Host, task: Task) -> bool:
     """The task's affinity admits the host."""
     nodes = task.request.nodes
@@ -112,11 +136,11 @@ def _packed(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:
     return sorted(ledger.hosts.values(), key=key)
 
 
-def _other_fits(host: Host, task: Task, *, future: bool) -> bool:
+def _other_fits(host: Host, task: Task, *, future: bool, freed: Sequence[float] = (0, 0, 0)) -> bool:
     request = task.request
     used, leaving, nominated = host.other
     for i, (need, total) in enumerate(((request.cpu, host.cpu), (request.memory, host.memory), (1, host.max_tasks))):
         coming = nominated[i] if future else max(leaving[i], nominated[i])
-        if need and used[i] + coming + need > total:
+        if need and used[i] + coming - freed[i] + need > total:
             return False
     return True

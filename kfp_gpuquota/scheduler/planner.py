@@ -28,13 +28,13 @@ class Outcome:
     move: list[Task] = field(default_factory=list)
 
 
-def plan(state: State, now: float, actions: Sequence[str] = ACTIONS) -> Plan:  # noqa: ARG001 - `now` is contract
+def plan(state: State, now: float, actions: Sequence[str] = ACTIONS) -> Plan:
     """What to do in this state at time `now` (seconds since the epoch). Pure: the same history, the same plan."""
     ledger = state.ledger
     ledger.settle()
     mark = ledger.mark()
     try:
-        cycle = Cycle(ledger, state.growable.values())
+        cycle = Cycle(ledger, state.growable.values(), below=state.below.values(), now=now)
         cycle.run(actions)
         return _read(state, cycle, mark)
     finally:

@@ -61,12 +61,23 @@ def barred_by_guarantee(job: Job, amount: Amount) -> Barred | None:
 
 
 def barred_by_share(job: Job, amount: Amount) -> Barred | None:
-    """The level at which the job would bring its queue above its fair share: it may not reclaim then."""
-    for queue in job.queue.path:
-        for r, value in enumerate(amount):
-            if value and queue.claim(r) + value > queue.share[r]:
-                return Barred(queue, Bar.FAIR_SHARE, r)
+    """The job would bring its own queue above its fair share: it may not reclaim then.
+
+    Departments above are looked at when the victims are known, since those may belong to the same department.
+    """
+    queue = job.queue
+    for r, value in enumerate(amount):
+        if value and queue.claim(r) + value > queue.share[r]:
+            return Barred(queue, Bar.FAIR_SHARE, r)
     return None
+
+
+def exceeds(queue: Queue, amount: Amount, *, fairly: bool) -> bool:
+    """The queue is above its limit (or, with `fairly`, its fair share) in a resource of `amount`."""
+    for r, value in enumerate(amount):
+        if value and (queue.held[r] > queue.limit[r] or (fairly and queue.claim(r) > queue.share[r])):
+            return True
+    return False
 
 
 def rivals(one: Queue, other: Queue) -> tuple[Queue, Queue] | None:
@@ -77,17 +88,19 @@ def rivals(one: Queue, other: Queue) -> tuple[Queue, Queue] | None:
     return None
 
 
-def may_lose(victim: Queue, taken: Amount, reclaimer: Queue, amount: Amount) -> bool:
+def within_guarantee(queue: Queue, amount: Amount) -> bool:
+    """The queue stays within what it is guaranteed when it gets `amount` more."""
+    return all(queue.claim(r) + value <= queue.deserved[r] for r, value in enumerate(amount) if value)
+
+
+def may_lose(victim: Queue, taken: Amount, amount: Amount, *, guaranteed: bool) -> bool:
     """The sibling queue still holds more than it keeps when `taken` is gone, so that it can lose one more.
 
-    A reclaimer that stays within its guaranteed quota may take all that is above the victim's guaranteed quota, one
-    above only what is above the victim's fair share.
+    A reclaimer within its guaranteed quota may take all that is above the victim's guaranteed quota, one above it
+    only what is above the victim's fair share.
     """
-    guaranteed = all(reclaimer.claim(r) + amount[r] <= reclaimer.deserved[r] for r in range(3) if amount[r])
-    for r in range(3):
-        if not amount[r]:
-            continue
+    for r, value in enumerate(amount):
         left = victim.claim(r) - taken[r]
-        if left > (victim.deserved[r] if guaranteed else victim.keeps[r]):
+        if value and left > (victim.deserved[r] if guaranteed else victim.keeps[r]):
             return True
     return False

@@ -40,6 +40,7 @@ class State:
         self.jobs: dict[str, Job] = {}
         self.workers: dict[str, Task] = {}
         self.growable: dict[str, Job] = {}
+        self.below: dict[str, Job] = {}
         self.suspended: dict[str, Job] = {}
         self.emptying: dict[str, Job] = {}
 
@@ -152,6 +153,7 @@ class State:
         del job.tasks[event.worker], self.workers[event.worker]
         if not job.removed and job.active + len(job.pending) < job.wanted:
             job.pending.append(Task(job=job, request=task.request, index=0, priority=task.priority))
+        job.below_since = event.at if job.below_since is None else job.below_since
         self._changed(job)
         if host is not None:
             self._forget_empty(host.name)
@@ -213,6 +215,10 @@ class State:
             _file(job, tasks)
         _request(job, self.ledger, considered=considered)
         self._note(self.growable, job, considered and job.wanted <= job.active < job.most)
+        below = considered and 0 < job.active < job.gang
+        self._note(self.below, job, below)
+        if not below:
+            job.below_since = None
         self._note(self.suspended, job, job.suspended and not job.removed)
         self._note(self.emptying, job, considered and not tasks and job.active < job.gang)
 

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.scheduler import placement, quota
+from kfp_gpuquota.scheduler.consolidation import resettle
 from kfp_gpuquota.scheduler.model import NOTHING, Amount, Host, Job, Queue, Status, Task
 from kfp_gpuquota.scheduler.order import dominant_share
 
@@ -40,7 +41,7 @@ class Stage(IntEnum):
 _SPARE_AT_MOST: Final = 32
 """Sparing tries each unit again: beyond this many it costs more than it can save."""
 
-UnitKey = tuple[bool, float, str, Stage, int, float, str, int]
+UnitKey = tuple[bool, float, float, Stage, int, float, str, int]
 
 
 class Unit(NamedTuple):
@@ -63,9 +64,11 @@ class Attempt:
     amount: Amount = NOTHING
     now: float = 0.0
     ratios: dict[Queue, float] = field(default_factory=dict)
+    within: frozenset[Queue] = frozenset()
 
     def __post_init__(self) -> None:
         self.amount = quota.total(self.ledger, self.tasks)
+        self.within = frozenset(q for q in self.job.queue.path if quota.within_guarantee(q, self.amount))
 
     def ratio(self, queue: Queue) -> float:
         """How far above what it keeps the queue is; the same during one attempt."""
@@ -83,7 +86,17 @@ def make_room(attempt: Attempt) -> bool:
     if 1 < len(units) <= _SPARE_AT_MOST and not _spare(attempt, units, mark):
         attempt.ledger.rollback(mark)
         _find(attempt, mark)
+    if attempt.mode is not Mode.LENT:
+        _resettle(attempt, mark)
     return True
+
+
+def _resettle(attempt: Attempt, mark: int) -> None:
+    """Victims that find an idle place elsewhere move there; the most valuable are asked first."""
+    gone = [t for t, before, _, _ in attempt.ledger.since(mark) if before is Status.HELD and t.job.preemptible]
+    gone = [t for t in gone if t.status is Status.LEAVING and t.job.active < t.job.wanted]
+    gone.sort(key=lambda t: (-t.job.priority, t.job.submitted_at, t.job.uid, t.index))
+    resettle(attempt.ledger, gone)
 
 
 def _find(attempt: Attempt, mark: int) -> list[Unit] | None:
@@ -141,7 +154,7 @@ def _needed_on(attempt: Attempt, host: Host, task: Task) -> list[Unit] | None:
         if not _allowed(attempt, unit, before):
             continue
         chosen = [*before, unit]
-        if _fits_without(host, task, chosen):
+        if placement.fits_without(host, task, _tasks(chosen)):
             return _pruned(host, task, chosen)
     return None
 
@@ -150,29 +163,13 @@ def _pruned(host: Host, task: Task, chosen: list[Unit]) -> list[Unit]:
     """Without the units that turn out not to be needed, the most valuable spared first."""
     for unit in chosen[-2::-1]:
         fewer = [u for u in chosen if u is not unit]
-        if _fits_without(host, task, fewer):
+        if placement.fits_without(host, task, _tasks(fewer)):
             chosen = fewer
     return chosen
 
 
-def _fits_without(host: Host, task: Task, chosen: Iterable[Unit]) -> bool:
-    request = task.request
-    freed: dict[int, int] = {}
-    other = [0.0, 0.0, 0.0]
-    for unit in chosen:
-        for victim in unit.tasks:
-            if victim.node is not host:
-                continue
-            for device in victim.devices:
-                freed[device] = freed.get(device, 0) + victim.request.share_of(host.gpu_memory_mib)
-            other = [other[0] + victim.request.cpu, other[1] + victim.request.memory, other[2] + 1]
-    share = request.share_of(host.gpu_memory_mib)
-    fitting = sum(host.future(d) + freed.get(d, 0) >= share for d in host.devices)
-    if request.devices and fitting < request.devices:
-        return False
-    used, _, nominated = host.other
-    needs = ((request.cpu, host.cpu), (request.memory, host.memory), (1, host.max_tasks))
-    return all(not need or used[i] + nominated[i] - other[i] + need <= top for i, (need, top) in enumerate(needs))
+def _tasks(units: Iterable[Unit]) -> Iterable[Task]:
+    return (task for unit in units for task in unit.tasks)
 
 
 def _by_job(tasks: Iterable[Task]) -> dict[Job, list[Task]]:
@@ -218,7 +215,7 @@ def _unit(attempt: Attempt, stage: Stage, job: Job, tasks: tuple[Task, ...]) -> 
     key = (
         stage is not Stage.LENT,
         -attempt.ratio(job.queue),
-        job.queue.name,
+        -job.queue.created,
         stage,
         job.priority,
         -job.submitted_at,
@@ -240,13 +237,15 @@ def _allowed(attempt: Attempt, unit: Unit, before: Sequence[Unit]) -> bool:
     if unit.stage is Stage.WHOLE:
         # The gang is looked at as what is left when everything above it has gone.
         gone.extend(unit.tasks[: unit.job.surplus - unit.job.lent])
-    return quota.may_lose(victim, quota.total(attempt.ledger, gone), reclaimer, attempt.amount)
+    return quota.may_lose(
+        victim, quota.total(attempt.ledger, gone), attempt.amount, guaranteed=reclaimer in attempt.within
+    )
 
 
 def _meet_limits(attempt: Attempt, units: list[Unit]) -> bool:
-    """Evict more where a limit, and not the devices, stands in the way."""
+    """Evict more where a limit or a department's fair share, and not the devices, stands in the way."""
     for queue in attempt.job.queue.path:
-        while any(queue.held[r] > queue.limit[r] for r in range(3) if attempt.amount[r]):
+        while quota.exceeds(queue, attempt.amount, fairly=attempt.mode is Mode.RECLAIM):
             unit = _next_below(attempt, queue)
             if unit is None:
                 return False
@@ -283,6 +282,7 @@ def _spare(attempt: Attempt, units: list[Unit], mark: int) -> bool:
 def _works(attempt: Attempt, units: Sequence[Unit]) -> bool:
     for unit in units:
         _evict(attempt.ledger, unit)
-    if quota.barred_by_limit(attempt.job, attempt.amount, future=True):
+    if not placement.place_all(attempt.ledger, attempt.tasks, future=True):
         return False
-    return placement.place_all(attempt.ledger, attempt.tasks, future=True)
+    fairly = attempt.mode is Mode.RECLAIM
+    return not any(quota.exceeds(queue, attempt.amount, fairly=fairly) for queue in attempt.job.queue.path)

@@ -1,0 +1,213 @@
+"""What must hold whatever happens: random clusters, random histories, plans carried out late or in part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kfp_gpuquota.api import Device, JobSpec, Kind, Node, Project
+from kfp_gpuquota.scheduler import (
+    Event,
+    JobSubmitted,
+    NodeChanged,
+    Plan,
+    QuotaChanged,
+    State,
+    WorkerGone,
+    plan,
+)
+from tests.scheduler.world import World
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterable
+
+PROJECTS = ["a", "b", "c"]
+EXAMPLES = 40
+
+
+def victims(decided: Plan) -> Iterable[tuple[str, str]]:
+    """Who loses workers, and for whom."""
+    yield from ((e.job, e.reason.beneficiary) for e in decided.evict)
+    yield from ((r.job, r.reason.beneficiary) for r in decided.resize if r.remove)
+
+
+class History(RuleBasedStateMachine):
+    """A cluster lives: jobs come and go, quotas and nodes change, plans are carried out at once or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.count = 0
+
+    @initialize(sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4), data=st.data())
+    def build(self, sizes: list[int], data: st.DataObject) -> None:
+        for i, size in enumerate(sizes):
+            self.world.node(f"n{i}", size)
+        for name in PROJECTS:
+            self.set_quota(name, data.draw(st.integers(0, 6)), data.draw(st.none() | st.integers(6, 12)), 1.0)
+
+    @rule(
+        project=st.sampled_from(PROJECTS),
+        size=st.integers(1, 4),
+        low=st.integers(1, 4),
+        more=st.integers(0, 4),
+        build=st.booleans(),
+        priority=st.sampled_from([None, 10, 60, 90]),
+    )
+    def submit(self, project: str, size: int, low: int, more: int, priority: int | None, *, build: bool) -> None:
+        self.count += 1
+        name = f"j{self.count:03}"
+        if build:
+            self.world.session(name, project, size)
+        else:
+            self.world.submit(name, project, size, min(low, size), size + more, priority=priority, gpus_per_worker=1)
+
+    @rule(project=st.sampled_from(PROJECTS), size=st.integers(1, 4), workers=st.integers(1, 3))
+    def submit_gang(self, project: str, size: int, workers: int) -> None:
+        self.count += 1
+        self.world.submit(f"j{self.count:03}", project, size * workers, gpus_per_worker=size)
+
+    @precondition(lambda self: self.world.specs)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.world.remove(data.draw(st.sampled_from(sorted(self.world.specs))))
+
+    @rule(name=st.sampled_from(PROJECTS), guaranteed=st.integers(0, 6), weight=st.sampled_from([0.0, 1.0, 3.0]))
+    def set_quota(self, name: str, guaranteed: int, limit: int | None = None, weight: float = 1.0) -> None:
+        limit = self.world.projects[name].limit if name in self.world.projects else limit
+        self.world.project(name, guaranteed, limit, over_quota_weight=weight)
+
+    @rule()
+    def plan_and_carry_out(self) -> None:
+        self.world.step()
+
+    @rule()
+    def workers_leave(self) -> None:
+        self.world.release()
+
+    @precondition(lambda self: any(r.leaving for r in self.world.workers.values()))
+    @rule(data=st.data())
+    def one_worker_leaves(self, data: st.DataObject) -> None:
+        leaving = sorted(w for w, r in self.world.workers.items() if r.leaving)
+        self.world.gone(data.draw(st.sampled_from(leaving)))
+
+    @rule()
+    def settle(self) -> None:
+        self.world.settle()
+
+    @invariant()
+    def plans_are_sound(self) -> None:
+        decided = self.world.plan()
+        assert decided == self.world.plan()
+        placed = {n.job for n in decided.nominate}
+        for victim, beneficiary in victims(decided):
+            assert self.world.specs[victim].may_be_preempted, f"{victim} cannot be preempted"
+            assert beneficiary in placed, f"{victim} loses workers for {beneficiary}, which gets no place"
+            assert beneficiary != victim
+        for job in decided.waiting:
+            assert self.world.size(job) == 0, f"{job} runs and is said to wait"
+        bound = {b.job for b in decided.bind}
+        waiting = {j for j in self.world.specs if not self.world.of(j)} - bound
+        assert waiting <= set(decided.waiting)
+
+    def teardown(self) -> None:
+        if self.world.nodes:
+            self.world.settle()
+            self.world.check()
+
+
+TestHistory = History.TestCase
+TestHistory.settings = settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None)
+
+
+specs = st.builds(
+    lambda project, gpus, low, more, kind: (project, gpus, min(low, gpus), gpus + more, kind),
+    st.sampled_from(PROJECTS),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.sampled_from(Kind),
+)
+
+
+def make_spec(index: int, drawn: tuple[str, int, int, int, Kind]) -> JobSpec:
+    project, gpus, low, high, kind = drawn
+    build = kind is Kind.BUILD
+    return JobSpec(
+        name=f"j{index}",
+        project=project,
+        command=("true",),
+        gpus=gpus,
+        min_gpus=None if build else low,
+        max_gpus=None if build else high,
+        kind=kind,
+    )
+
+
+@given(
+    nodes=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    drawn=st.lists(specs, max_size=8),
+    seed=st.randoms(use_true_random=False),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_plan_does_not_depend_on_the_order_of_the_input(
+    nodes: list[int], drawn: list[tuple[str, int, int, int, Kind]], seed: random.Random
+) -> None:
+    groups: list[list[Event]] = [
+        [QuotaChanged(Project(name=name, guaranteed=2)) for name in PROJECTS],
+        [
+            NodeChanged(Node(name=f"n{i}", devices=tuple(Device(index=d) for d in range(n))))
+            for i, n in enumerate(nodes)
+        ],
+        [JobSubmitted(f"j{i}", make_spec(i, d), float(i)) for i, d in enumerate(drawn)],
+    ]
+    events = [e for group in groups for e in group]
+    plans = []
+    for _ in range(2):
+        state = State()
+        for event in events:
+            state.apply(event)
+        plans.append(plan(state, 100.0))
+        seed.shuffle(events)
+    assert plans[0] == plans[1]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    greedy=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=10),
+)
+@settings(max_examples=60, deadline=None)
+def test_guaranteed_quota_is_always_obtained_in_a_bounded_number_of_rounds(
+    sizes: list[int], greedy: list[tuple[int, int]]
+) -> None:
+    world = World()
+    total = sum(sizes)
+    for i, size in enumerate(sizes):
+        world.node(f"n{i}", size)
+    mine = total // 2
+    world.project("mine", mine)
+    world.project("theirs", total - mine)
+    for i, (gpus, more) in enumerate(greedy):
+        world.submit(f"g{i}", "theirs", gpus, 1, gpus + more, gpus_per_worker=1)
+    world.settle()
+    for i in range(mine):
+        world.session(f"s{i}", "mine")
+    world.settle(2 * total + 4)
+    assert all(world.size(f"s{i}") == 1 for i in range(mine))
+
+
+def test_a_worker_that_is_gone_frees_its_devices_once() -> None:
+    world = World()
+    world.node("n0", 2)
+    world.project("a", 2)
+    world.submit("j", "a", 2, 1, 2)
+    world.settle()
+    worker = world.of("j")[0]
+    del world.workers[worker]
+    world.state.apply(WorkerGone(worker))
+    world.settle()
+    assert world.size("j") == 2
