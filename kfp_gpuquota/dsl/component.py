@@ -12,7 +12,7 @@ from kfp.dsl.component_task_config import TaskConfigField, TaskConfigPassthrough
 from kfp.dsl.pipeline_task import PipelineTask, TaskState
 
 from kfp_gpuquota.dsl import route
-from kfp_gpuquota.dsl.options import IMAGE, NOT_YET, Options, checked, from_environment, to_environment
+from kfp_gpuquota.dsl.options import NOT_YET, Options, checked, from_environment, to_environment
 from kfp_gpuquota.errors import DefinitionError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _wrap(label: str, container: structures.ContainerSpecImplementation, options
     ]
     container.command = list(route.COMMAND)
     container.args = route.launcher_arguments(argv)
-    container.env = {**_as_dict(container.env), **to_environment(options), IMAGE: container.image}
+    container.env = {**_as_dict(container.env), **to_environment(options)}
 
 
 def _as_dict(environment: Any) -> dict[str, str]:

@@ -159,9 +159,7 @@ def _exit_code(job: Job) -> int:
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kfp_gpuquota.dsl.launcher", description=__doc__)
     parser.add_argument("--stands-in-for", help="KFP's executor, which kfp.local wants to see named")
-    parser.add_argument("--run-id", default="")
-    parser.add_argument("--task-name", default="")
-    parser.add_argument("--task-id", default="")
+    parser.add_argument("--task", required=True, help="RUN/ID/NAME")
     parser.add_argument("--gpus", help="the GPUs asked for, where only the run knows them")
     parser.add_argument("--executor-input", required=True)
     given = list(sys.argv[1:] if arguments is None else arguments)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "GPUQUOTA_"
 PROJECT: Final = "GPUQUOTA_PROJECT"
-IMAGE: Final = "GPUQUOTA_IMAGE"
 NOT_YET: Final = frozenset({"fraction", "memory", "memory_limit", "gpu_type", "checkpoint"})
 MAX_RUNTIME_S: Final = 365 * 86_400.0
 

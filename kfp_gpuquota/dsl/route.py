@@ -11,26 +11,21 @@ import copy
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.validation import check_name
-from kfp_gpuquota.dsl.options import IMAGE, PREFIX, PROJECT, Options, checked, to_environment
+from kfp_gpuquota.dsl.options import PREFIX, PROJECT, Options, checked, to_environment
 from kfp_gpuquota.dsl.placeholders import EXECUTOR_INPUT, disguise
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 Json = dict[str, Any]
 
 COMMAND: Final = ("python3", "-m", "kfp_gpuquota.dsl.launcher")
-# kfp.local's SubprocessRunner runs a step only if its command names KFP's executor. The launcher stands in for it, for
-# any kind of component.
-STANDS_IN_FOR: Final = "kfp.dsl.executor_main"
-RUN_OPTIONS: Final = (
-    "--stands-in-for", STANDS_IN_FOR,
-    "--run-id", "{{$.pipeline_job_uuid}}",
-    "--task-name", "{{$.pipeline_task_name}}",
-    "--task-id", "{{$.pipeline_task_uuid}}",
-    "--executor-input", EXECUTOR_INPUT,
-)  # fmt: skip
+# kfp.local's SubprocessRunner runs a step only if its command names KFP's executor, as a Python component's own does.
+# For all others the launcher says that it stands in for it.
+EXECUTOR: Final = "kfp.dsl.executor_main"
+# One element, for the sake of large pipelines: KFP takes its time over every line of YAML.
+TASK: Final = "--task={{$.pipeline_job_uuid}}/{{$.pipeline_task_uuid}}/{{$.pipeline_task_name}}"
 GPU_RESOURCE_SUFFIX: Final = "/gpu"
 _OUTSIDE_THE_QUOTA: Final = "tpu"
 
@@ -42,8 +37,9 @@ def is_routed(command: Sequence[object] | None) -> bool:
 
 def launcher_arguments(argv: Sequence[str], *, gpus: str = "") -> list[str]:
     """Arguments of the launcher for a step that would have run `argv`; `gpus` is a placeholder of the run's."""
-    size = ["--gpus", gpus] if gpus else []
-    return [*RUN_OPTIONS, *size, "--", *(disguise(element) for element in argv)]
+    stands_in = [] if any(EXECUTOR in element for element in argv) else [f"--stands-in-for={EXECUTOR}"]
+    size = [f"--gpus={gpus}"] if gpus else []
+    return [*stands_in, TASK, *size, "--executor-input", EXECUTOR_INPUT, "--", *map(disguise, argv)]
 
 
 def check_command(component: str, command: Sequence[object] | None) -> None:
@@ -80,8 +76,8 @@ def _route_container(step: str, container: Json, project: str | None) -> None:
     else:
         _wrap(step, container, str(accelerator["count"]))
     _drop_accelerator(container)
-    more = {IMAGE: container["image"], **({PROJECT: project} if project else {})}
-    _set_environment(container, more, keep=(PROJECT,))
+    if project and all(entry["name"] != PROJECT for entry in container["env"]):
+        container["env"].append({"name": PROJECT, "value": project})
 
 
 def _wrap(step: str, container: Json, count: str) -> None:
@@ -91,7 +87,8 @@ def _wrap(step: str, container: Json, count: str) -> None:
     options = checked(step, {"gpus": _number(step, count)}) if constant else Options()
     container["command"] = list(COMMAND)
     container["args"] = launcher_arguments(argv, gpus="" if constant else count)
-    _set_environment(container, to_environment(options))
+    added = [{"name": name, "value": value} for name, value in to_environment(options).items()]
+    container["env"] = [*container.get("env", []), *added]
 
 
 def _accelerator(step: str, container: Json) -> Json | None:
@@ -127,12 +124,6 @@ def _drop_accelerator(container: Json) -> None:
     resources.pop("accelerator", None)
     if not resources:
         container.pop("resources", None)
-
-
-def _set_environment(container: Json, values: Mapping[str, str], keep: tuple[str, ...] = ()) -> None:
-    present = {entry["name"]: entry["value"] for entry in container.get("env", [])}
-    merged = {**present, **{name: value for name, value in values.items() if not (name in keep and name in present)}}
-    container["env"] = [{"name": name, "value": value} for name, value in merged.items()]
 
 
 def _number(step: str, count: str) -> int:

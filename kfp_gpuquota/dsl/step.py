@@ -45,18 +45,18 @@ def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     if arguments.gpus is not None:
         options = msgspec.structs.replace(options, gpus=_whole(arguments.gpus))
     executor_input = _decoded(arguments.executor_input)
+    run_id, task_id, task_name = arguments.task.split("/", 2)
     # In a pod the task's id stays the same for a retry and tells apart the iterations of a loop. kfp.local draws one
     # for every attempt.
-    task = arguments.task_id if "KFP_POD_UID" in environment else arguments.task_name
-    label = options.name or arguments.task_name
+    task = task_id if "KFP_POD_UID" in environment else task_name
     return Step(
         options=options,
         project=_project(environment),
-        job_name=job_name(label, run_id=arguments.run_id, task=task, executor_input=executor_input),
+        job_name=job_name(options.name or task_name, run_id=run_id, task=task, executor_input=executor_input),
         argv=arguments.argv,
         executor_input=executor_input,
         environment=passed_on(environment),
-        labels={"pipeline-run": arguments.run_id, "pipeline-task": arguments.task_name},
+        labels={"pipeline-run": run_id, "pipeline-task": task_name},
     )
 
 

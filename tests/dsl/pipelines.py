@@ -113,7 +113,7 @@ def inner(epochs: int) -> float:
 
 @gpuquota.pipeline(project="team-a")
 @dsl.pipeline(name="control-flow")
-def control_flow(retrain: bool = True) -> None:  # noqa: FBT001, FBT002  # a pipeline's parameter
+def control_flow(retrain: bool = True) -> None:  # noqa: FBT002  # a pipeline's parameter
     """Routed steps inside a nested pipeline, a condition, a loop and an exit handler."""
     with dsl.ExitHandler(plain_say(text="the end")):
         first = inner(epochs=1)

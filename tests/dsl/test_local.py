@@ -36,7 +36,7 @@ def everything(  # type: ignore[no-untyped-def]
     data: dsl.Input[dsl.Dataset],
     names: list,  # type: ignore[type-arg]
     options: dict,  # type: ignore[type-arg]
-    strict: bool,  # noqa: FBT001
+    strict: bool,
     model: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
     page: dsl.Output[dsl.HTML],
