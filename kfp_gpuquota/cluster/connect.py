@@ -36,13 +36,18 @@ def connect(environment: Mapping[str, str] | None = None, *, retry_for_s: float 
     if url := environment.get(URL_VARIABLE):
         token_file = _token_file(environment)
         return Client(lambda: (url, token_file.read_text().strip()), retry_for_s=retry_for_s)
-    home = Home(default_home(environment))
+    home = embedded_home(environment)
 
     def locate() -> tuple[str, str]:
         ensure_running(home)
         return home.url_file.read_text().strip(), home.token_file.read_text().strip()
 
     return Client(locate, retry_for_s=retry_for_s)
+
+
+def embedded_home(environment: Mapping[str, str] | None = None) -> Home:
+    """The embedded cluster's directory."""
+    return Home(default_home(os.environ if environment is None else environment))
 
 
 def load_settings(environment: Mapping[str, str] | None = None) -> Settings:

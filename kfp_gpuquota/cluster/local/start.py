@@ -27,6 +27,12 @@ def ensure_running(home: Home) -> None:
     _await_files(home)
 
 
+def start_with(home: Home, config: str) -> None:
+    """Start the daemon with a new shape (a `ClusterConfig` as JSON). Raises ClusterStartError."""
+    home.create()
+    start(home, (config,))
+
+
 def start(home: Home, arguments: tuple[str, ...] = ()) -> None:
     """Start a daemon and return when it serves; one that finds another already there is no failure."""
     said = _spawn(home, arguments)

@@ -1,0 +1,175 @@
+"""`gpuquota suspend`, `resume`, `wait`, `delete` and `exec`: touching a job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cli.options import ProjectOption, client, project_or_configured
+from kfp_gpuquota.errors import ConflictError, JobFailedError, NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.server.client import Client
+
+JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB")]
+POLL_S = 5.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command("suspend", short_help="Stop jobs and keep them out of the queue.")(suspend)
+    app.command("resume", short_help="Put suspended jobs back into the queue.")(resume)
+    app.command("wait", short_help="Wait until jobs have ended, or reached a status.")(wait)
+    app.command("delete", short_help="Stop jobs and forget them.")(delete)
+    app.command("exec", short_help="Run a command beside a job's worker.")(execute)
+
+
+def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
+    """Stop jobs: a training made with elastic_runtime saves a checkpoint first, and resumes from it.
+
+    Example:
+      gpuquota suspend train1 train2
+    """
+    reached, project = client(), project_or_configured(project)
+    for name in jobs:
+        reached.suspend_job(project, name)
+        typer.echo(f"job {name} suspended")
+
+
+def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
+    """Put suspended jobs back into the queue, at the place that their age gives them.
+
+    Example:
+      gpuquota resume train1
+    """
+    reached, project = client(), project_or_configured(project)
+    for name in jobs:
+        reached.resume_job(project, name)
+        typer.echo(f"job {name} resumed")
+
+
+def wait(
+    jobs: JobsArgument,
+    project: ProjectOption = "",
+    until: Annotated[
+        str, typer.Option("--for", metavar="STATUS", help="A status such as Running; else until they have ended.")
+    ] = "",
+    timeout: Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", help="Give up after this.")] = None,
+) -> None:
+    """Wait for jobs. Ends with 1 when one failed or was cancelled, or when the time is over.
+
+    Examples:
+      gpuquota wait train1
+      gpuquota wait notebook --for Running --timeout 60
+    """
+    wanted = _phase(until)
+    reached, project = client(), project_or_configured(project)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    failed = [
+        job
+        for job in (_wait_for(reached, project, name, wanted, deadline) for name in jobs)
+        if _is_failure(job, wanted)
+    ]
+    for job in failed:
+        why = f": {job.status.reason.message}" if job.status.reason else ""
+        typer.echo(f"job {job.spec.name} is {job.status.phase.value.lower()}{why}", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def delete(
+    jobs: JobsArgument,
+    project: ProjectOption = "",
+    *,
+    wait_for_end: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when they are gone.")] = True,
+) -> None:
+    """Stop jobs and forget them, their logs and their checkpoints.
+
+    Example:
+      gpuquota delete elastic1 filler1
+    """
+    reached, project = client(), project_or_configured(project)
+    known = {job.spec.name: job.uid for job in reached.list_jobs(project).jobs}
+    if missing := [name for name in jobs if name not in known]:
+        raise NotFoundError(
+            f"project {project!r} has no job {', '.join(map(repr, missing))}, and nothing was deleted; see what it has "
+            f"with: gpuquota list -p {project}"
+        )
+    for name in jobs:
+        reached.delete_job(project, name)
+    if wait_for_end:
+        _wait_until_gone(reached, project, {known[name] for name in jobs})
+    for name in jobs:
+        typer.echo(f"job {name} deleted")
+
+
+def execute(
+    job: JobArgument,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARG]...")],
+    project: ProjectOption = "",
+    worker: Annotated[int | None, typer.Option("--worker", help="The worker's index; else the first.")] = None,
+) -> None:
+    """Run a command with the environment, the directory and the GPUs of a running worker.
+
+    Examples:
+      gpuquota exec train1 -- nvidia-smi
+      gpuquota exec train1 -- bash
+    """
+    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+
+    found = client().get_job(project_or_configured(project), job)
+    running = [w for w in found.status.workers if w.phase == "Running" and worker in (None, w.index)]
+    if not running:
+        raise ConflictError(f"job {job!r} has no such worker running; see its workers with: gpuquota describe {job}")
+    directory = embedded_home().worker(found.uid, running[0].id)
+    spec = json.loads((directory / "spec.json").read_text())
+    try:
+        ended = subprocess.run(command, env=spec["environment"], cwd=spec["working_directory"], check=False)
+    except OSError as error:
+        raise UsageError(f"cannot run {command[0]!r}: {error.strerror}") from error
+    sys.exit(ended.returncode if ended.returncode >= 0 else 128 - ended.returncode)
+
+
+def _phase(text: str) -> Phase | None:
+    if not text:
+        return None
+    try:
+        return Phase(text.capitalize())
+    except ValueError:
+        raise UsageError(
+            f"there is no status {text!r}; there are {', '.join(phase.value for phase in Phase)}"
+        ) from None
+
+
+def _wait_for(reached: Client, project: str, name: str, wanted: Phase | None, deadline: float | None) -> Job:
+    reached.get_job(project, name)
+    after: int | None = None
+    while True:
+        left = POLL_S if deadline is None else deadline - time.monotonic()
+        listed = reached.list_jobs(project, after=after, timeout_s=max(0.0, min(left, POLL_S)))
+        after = listed.revision
+        job = next((job for job in listed.jobs if job.spec.name == name), None)
+        if job is None:
+            raise NotFoundError(f"job {name!r} was deleted")
+        if job.status.phase.final or job.status.phase is wanted:
+            return job
+        if left <= 0:
+            raise JobFailedError(f"job {name!r} is still {job.status.phase.value.lower()} when the time is over")
+
+
+def _is_failure(job: Job, wanted: Phase | None) -> bool:
+    return job.status.phase not in (wanted, Phase.SUCCEEDED)
+
+
+def _wait_until_gone(reached: Client, project: str, uids: set[str]) -> None:
+    for listed in reached.watch_jobs(project):
+        if not uids.intersection(job.uid for job in listed.jobs):
+            return

@@ -1,0 +1,43 @@
+"""`gpuquota`: its commands, and how errors end."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from kfp_gpuquota.cli import cluster, jobs, projects, show, submit
+from kfp_gpuquota.errors import GpuQuotaError
+
+app = typer.Typer(
+    name="gpuquota",
+    help="GPU quotas, borrowing and elastic training: on this machine, or on Kubernetes.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+app.add_typer(cluster.app, name="cluster")
+app.add_typer(projects.app, name="project")
+app.add_typer(projects.config, name="config")
+submit.register(app)
+show.register(app)
+jobs.register(app)
+
+
+def main() -> None:
+    """Run a command: errors are one sentence on stderr, and the exit code is 1 (it failed) or 2 (a mistake)."""
+    try:
+        app()
+    except GpuQuotaError as error:
+        typer.echo(f"Error: {error.message}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

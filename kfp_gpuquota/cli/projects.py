@@ -1,0 +1,166 @@
+"""`gpuquota project` and `gpuquota config`: quotas, and what a user has set once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from kfp_gpuquota.api import Project
+from kfp_gpuquota.cli.options import OutputOption, client
+from kfp_gpuquota.cli.output import Format, show, table
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kfp_gpuquota.api.wire import ProjectView
+
+app = typer.Typer(help="Projects and their quotas.", no_args_is_help=True)
+config = typer.Typer(help="What other commands use where nothing is given.", no_args_is_help=True)
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
+GuaranteedOption = Annotated[
+    int | None, typer.Option("--guaranteed", "-g", help="GPUs the project can always get back.")
+]
+LimitOption = Annotated[
+    str | None, typer.Option("--limit", "-l", help="The most GPUs it may hold: a number, or 'none' to borrow all idle.")
+]
+PriorityOption = Annotated[int | None, typer.Option("--priority", help="Who borrows first: higher (default 100).")]
+WeightOption = Annotated[
+    float | None, typer.Option("--weight", help="Its share of what is idle, within one priority (default 1).")
+]
+ParentOption = Annotated[str | None, typer.Option("--parent", help="The department it belongs to.")]
+
+
+@app.command("create", short_help="Create a project.")
+def create(
+    name: NameArgument,
+    guaranteed: GuaranteedOption = None,
+    limit: LimitOption = None,
+    priority: PriorityOption = None,
+    weight: WeightOption = None,
+    parent: ParentOption = None,
+) -> None:
+    """Create a project with its quota.
+
+    Without a limit it may borrow every idle GPU; a limit that equals the guaranteed quota is a static allocation.
+
+    Examples:
+      gpuquota project create team-a --guaranteed 2
+      gpuquota project create team-b --guaranteed 20 --limit 30
+      gpuquota project create static --guaranteed 4 --limit 4
+    """
+    project = Project(name=name, **_given(guaranteed, limit, priority, weight, parent))
+    view = client().create_project(project)
+    typer.echo(f"project {name} created: {_quota(view)}")
+
+
+@app.command("set", short_help="Change a project's quota.")
+def set_quota(
+    name: NameArgument,
+    guaranteed: GuaranteedOption = None,
+    limit: LimitOption = None,
+    priority: PriorityOption = None,
+    weight: WeightOption = None,
+    parent: ParentOption = None,
+) -> None:
+    """Change what is given; the rest stays as it is.
+
+    Examples:
+      gpuquota project set team-a --guaranteed 4
+      gpuquota project set team-a --limit none
+    """
+    reached = client()
+    changed = _given(guaranteed, limit, priority, weight, parent)
+    view = reached.set_project(msgspec.structs.replace(reached.get_project(name).project, **changed))
+    typer.echo(f"project {name} changed: {_quota(view)}")
+
+
+@app.command("list", short_help="List projects.")
+def list_projects(output: OutputOption = Format.TABLE) -> None:
+    """List projects with their quota and what they hold.
+
+    Examples:
+      gpuquota project list
+      gpuquota project list -o json
+    """
+    views = client().list_projects()
+    show(views, output, project_table(views, wide=output is Format.WIDE))
+
+
+@app.command("delete", short_help="Delete empty projects.")
+def delete(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -> None:
+    """Delete projects that have no jobs.
+
+    Example:
+      gpuquota project delete team-a
+    """
+    reached = client()
+    for name in names:
+        reached.delete_project(name)
+        typer.echo(f"project {name} deleted")
+
+
+@config.command("project", short_help="Set the project to work in.")
+def config_project(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") -> None:
+    """Set the project that other commands use; without a name, show it.
+
+    Examples:
+      gpuquota config project team-a
+      gpuquota config project
+    """
+    from kfp_gpuquota.cluster.connect import Settings, current_project, save_settings  # noqa: PLC0415
+
+    if not name:
+        typer.echo(current_project())
+        return
+    client().get_project(name)
+    save_settings(Settings(project=name))
+    typer.echo(f"project {name} is used from now on")
+
+
+def project_table(views: tuple[ProjectView, ...], *, wide: bool = False) -> Table:
+    """Quotas and what is held."""
+    columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "REQUESTED"]
+    more = ["PRIORITY", "WEIGHT", "PARENT"] if wide else []
+    return table(columns + more, ([*_row(view), *(_wide_row(view) if wide else [])] for view in views))
+
+
+def _row(view: ProjectView) -> list[object]:
+    project = view.project
+    limit = "none" if project.limit is None else project.limit
+    return [project.name, project.guaranteed, limit, view.allocated, view.over_quota, view.requested]
+
+
+def _wide_row(view: ProjectView) -> list[object]:
+    return [view.project.priority, view.project.over_quota_weight, view.project.parent]
+
+
+def _quota(view: ProjectView) -> str:
+    limit = view.project.limit
+    most = "may borrow what is idle" if limit is None else f"at most {limit}"
+    return f"{view.project.guaranteed} GPUs guaranteed, {most}"
+
+
+def _given(
+    guaranteed: int | None, limit: str | None, priority: int | None, weight: float | None, parent: str | None
+) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "guaranteed": guaranteed,
+        "priority": priority,
+        "over_quota_weight": weight,
+        "parent": parent,
+    }
+    given = {name: value for name, value in fields.items() if value is not None}
+    if limit is not None:
+        given["limit"] = None if limit == "none" else _number("limit", limit)
+    return given
+
+
+def _number(field: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidFieldError(field, text, "it must be a whole number of GPUs, or 'none'") from None

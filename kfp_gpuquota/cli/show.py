@@ -1,0 +1,271 @@
+"""`gpuquota list`, `describe`, `explain`, `top` and `logs`: looking without touching."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cli.options import OutputOption, ProjectOption, WatchOption, client, project_or_configured
+from kfp_gpuquota.cli.output import Format, age, print_table, show, table, watch_tables
+from kfp_gpuquota.cli.projects import project_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.table import Table
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api.wire import NodeView
+    from kfp_gpuquota.server.client import Client
+
+
+class What(StrEnum):
+    """What can be listed."""
+
+    JOBS = "jobs"
+    PROJECTS = "projects"
+    NODES = "nodes"
+
+
+AllOption = Annotated[bool, typer.Option("--all-projects", "-A", help="Jobs of every project.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command("list", short_help="List jobs, projects or nodes.")(list_things)
+    app.command("describe", short_help="Show everything about a job.")(describe)
+    app.command("explain", short_help="Say why a job waits, shrank or was stopped.")(explain)
+    app.command("logs", short_help="Show what a job printed.")(logs)
+    app.command("top", short_help="Show who uses what.")(top)
+
+
+def list_things(
+    what: Annotated[What, typer.Argument(help="What to list.")] = What.JOBS,
+    project: ProjectOption = "",
+    *,
+    all_projects: AllOption = False,
+    watch: WatchOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """List jobs (of the project, or of all), projects, or nodes.
+
+    Examples:
+      gpuquota list
+      gpuquota list jobs -A -o wide
+      gpuquota list nodes
+      gpuquota list -w
+    """
+    reached = client()
+    if what is What.PROJECTS:
+        views = reached.list_projects()
+        show(views, output, project_table(views, wide=output is Format.WIDE))
+    elif what is What.NODES:
+        nodes = reached.list_nodes()
+        show(nodes, output, _node_table(nodes))
+    else:
+        chosen = "" if all_projects else _project_or_all(project)
+        if watch:
+            watch_tables(_job_table(listed.jobs, output) for listed in reached.watch_jobs(chosen))
+        jobs = reached.list_jobs(chosen).jobs
+        show(jobs, output, _job_table(jobs, output))
+
+
+def describe(job: JobArgument, project: ProjectOption = "", output: OutputOption = Format.TABLE) -> None:
+    """Show a job: what it asks for, what it has, its workers, and how its size changed.
+
+    Examples:
+      gpuquota describe elastic1
+      gpuquota describe elastic1 -o yaml
+    """
+    found = client().get_job(project_or_configured(project), job)
+    if output in {Format.JSON, Format.YAML}:
+        show(found, output)
+        return
+    print_table(table(("JOB", found.spec.name), _facts(found)))
+    if found.status.workers:
+        columns = ("WORKER", "RANK", "NODE", "GPUS", "PHASE", "PID", "EXIT CODE")
+        print_table(table(columns, _worker_rows(found)))
+    if found.status.resizes:
+        print_table(table(("SIZE CHANGED", "FROM", "TO", "STEP", "PAUSE", "WHY"), _resize_rows(found)))
+
+
+def explain(job: JobArgument, project: ProjectOption = "") -> None:
+    """Say in one sentence why a job waits, shrank or was stopped, and what would change that.
+
+    Example:
+      gpuquota explain train1
+    """
+    found = client().get_job(project_or_configured(project), job)
+    status = found.status
+    why = f": {status.reason.message}" if status.reason is not None else ""
+    typer.echo(f"{found.spec.name} is {status.phase.value.lower()} with {_gpus(status.gpus)}{why}")
+
+
+def logs(
+    job: JobArgument,
+    project: ProjectOption = "",
+    *,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the worker has ended.")] = False,
+    worker: Annotated[str, typer.Option("--worker", help="The worker's index or id; else the first.")] = "",
+) -> None:
+    """Show what a job's worker printed.
+
+    Examples:
+      gpuquota logs train1
+      gpuquota logs train1 -f --worker 2
+    """
+    reached, project = client(), project_or_configured(project)
+    chunks = reached.follow_log(project, job, worker=worker) if follow else _log_so_far(reached, project, job, worker)
+    for chunk in chunks:
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.flush()
+
+
+def top(*, watch: WatchOption = False) -> None:
+    """Show projects, nodes and running jobs with what they use.
+
+    Examples:
+      gpuquota top
+      gpuquota top -w
+    """
+    reached = client()
+    if watch:
+        watch_tables(_overview(reached) for _ in reached.watch_jobs())
+    print_table(_overview(reached))
+
+
+def _project_or_all(given: str) -> str:
+    """The project asked for or configured; all of them for somebody who has set none."""
+    from kfp_gpuquota.cluster.connect import load_settings  # noqa: PLC0415
+
+    return given or load_settings().project
+
+
+def _log_so_far(reached: Client, project: str, job: str, worker: str) -> Iterator[bytes]:
+    offset = 0
+    while (chunk := reached.read_log(project, job, worker=worker, offset=offset)).text:
+        yield chunk.text
+        offset = chunk.next_offset
+
+
+def _job_table(jobs: Sequence[Job], output: Format = Format.TABLE) -> Table:
+    wide = output is Format.WIDE
+    columns = ["JOB", "PROJECT", "TYPE", "STATUS", "GPUS", "REQUESTED", "PROGRESS", "AGE", "REASON"]
+    more = ["MIN", "MAX", "PRIORITY", "NODES", "UID"] if wide else []
+    return table(columns + more, ([*_job_row(job), *(_wide_row(job) if wide else [])] for job in jobs))
+
+
+def _job_row(job: Job) -> list[object]:
+    spec, status = job.spec, job.status
+    return [
+        spec.name,
+        spec.project,
+        spec.kind.value,
+        status.phase.value,
+        status.gpus,
+        spec.gpus,
+        _progress(job),
+        age(status.submitted_at),
+        status.reason.message if status.reason is not None and status.phase is not Phase.RUNNING else "",
+    ]
+
+
+def _wide_row(job: Job) -> list[object]:
+    nodes = sorted({worker.node for worker in job.status.workers if worker.phase != "Gone"})
+    return [job.spec.smallest, job.spec.largest, job.spec.effective_priority, ",".join(nodes), job.uid]
+
+
+def _progress(job: Job) -> str:
+    progress = job.status.progress
+    if progress is None:
+        return ""
+    total = f"/{progress.total_steps}" if progress.total_steps else ""
+    return f"step {progress.step}{total}"
+
+
+def _facts(job: Job) -> list[tuple[str, object]]:
+    spec, status = job.spec, job.status
+    metrics = (
+        ", ".join(f"{name} {value:.4g}" for name, value in status.progress.metrics.items()) if status.progress else ""
+    )
+    facts: list[tuple[str, object]] = [
+        ("project", spec.project),
+        ("uid", job.uid),
+        ("type", f"{spec.kind.value}, priority {spec.effective_priority}, {_preemptible(job)}"),
+        ("command", " ".join(spec.command)),
+        ("asks for", _asks(job)),
+        ("status", f"{status.phase.value} with {_gpus(status.gpus)}"),
+        ("because", status.reason.message if status.reason else ""),
+        ("progress", ", ".join(part for part in (_progress(job), metrics) if part)),
+        ("submitted", f"{age(status.submitted_at)} ago"),
+        ("ran for", age(status.started_at, status.finished_at)),
+        ("restarts", status.restarts or ""),
+        ("exit code", "" if status.exit_code is None else status.exit_code),
+    ]
+    return [(name, value) for name, value in facts if value != ""]
+
+
+def _preemptible(job: Job) -> str:
+    return "preemptible" if job.spec.may_be_preempted else "not preemptible"
+
+
+def _asks(job: Job) -> str:
+    spec = job.spec
+    if not spec.elastic:
+        return _gpus(spec.gpus)
+    return f"{_gpus(spec.gpus)}, elastic from {spec.smallest} to {spec.largest}"
+
+
+def _worker_rows(job: Job) -> Iterator[list[object]]:
+    for worker in job.status.workers:
+        devices = ",".join(str(index) for index in worker.devices)
+        yield [worker.index, worker.rank, worker.node, devices, worker.phase.value, worker.pid, worker.exit_code]
+
+
+def _resize_rows(job: Job) -> Iterator[list[object]]:
+    for change in job.status.resizes:
+        pause = "" if change.pause_ms is None else f"{change.pause_ms:.0f} ms"
+        yield [
+            f"{age(change.at)} ago",
+            change.from_gpus,
+            change.to_gpus,
+            change.step or "",
+            pause,
+            change.reason.message,
+        ]
+
+
+def _node_table(nodes: Sequence[NodeView]) -> Table:
+    rows = (
+        [
+            view.node.name,
+            "ready" if view.node.ready else "not ready",
+            len(view.node.devices),
+            len(view.held),
+            len(view.node.devices) - len(view.held),
+            ", ".join(sorted({device.model for device in view.node.devices})),
+        ]
+        for view in nodes
+    )
+    return table(("NODE", "STATUS", "GPUS", "IN USE", "IDLE", "MODEL"), rows)
+
+
+def _overview(reached: Client) -> Table:
+    """Projects, nodes and running jobs, one below the other."""
+    from rich.table import Table  # noqa: PLC0415
+
+    running = [job for job in reached.list_jobs().jobs if not job.status.phase.final]
+    grid = Table.grid()
+    grid.add_row(project_table(reached.list_projects()))
+    grid.add_row(_node_table(reached.list_nodes()))
+    grid.add_row(_job_table(running))
+    return grid
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
