@@ -10,7 +10,16 @@ from bisect import insort
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler import quota
-from kfp_gpuquota.scheduler.order import QueueKey, job_key, next_tasks, queue_key, shape_of
+from kfp_gpuquota.scheduler.order import (
+    Entitlement,
+    QueueKey,
+    entitlement,
+    job_key,
+    next_tasks,
+    queue_key,
+    shape_amount,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,7 +33,10 @@ Entry = tuple["OrderKey", "Job"]
 class Line:
     """The jobs of one queue that wait, less those that this cycle has `touched`, plus what is put back."""
 
-    def __init__(self, queue: Queue, touched: dict[Job, None]) -> None:
+    def __init__(self, ledger: Ledger, queue: Queue, touched: dict[Job, None], *, in_order: bool) -> None:
+        self._ledger = ledger
+        self._queue = queue
+        self._in_order = in_order
         self._touched = touched
         self._filed: dict[Shape, list[Entry]] = dict(queue.waiting)
         self._at = dict.fromkeys(self._filed, 0)
@@ -38,12 +50,21 @@ class Line:
 
     def first(self) -> tuple[Shape, Job] | None:
         """The job to look at next."""
-        best: tuple[OrderKey, Shape, Job] | None = None
+        best: tuple[tuple[int, Entitlement, OrderKey], Shape, Job] | None = None
         for shape in self.shapes():
             entry = self.head(shape)
-            if entry is not None and (best is None or entry[0] < best[0]):
-                best = (entry[0], shape, entry[1])
+            if entry is None:
+                continue
+            key = (-shape.priority, self._entitled(shape), entry[0])
+            if best is None or key < best[0]:
+                best = (key, shape, entry[1])
         return None if best is None else best[1:]
+
+    def _entitled(self, shape: Shape) -> Entitlement:
+        """Among jobs of one priority, what stays within quota goes before what does not."""
+        if self._in_order:
+            return Entitlement.WITHIN_GUARANTEE
+        return entitlement(self._queue, shape_amount(shape, self._ledger.gpu_memory_mib))
 
     def close(self, shape: Shape) -> None:
         """No job of this shape is looked at any more."""
@@ -78,10 +99,11 @@ class Line:
 class Agenda:
     """All jobs that wait, in the order in which one action looks at them."""
 
-    def __init__(self, ledger: Ledger, touched: dict[Job, None]) -> None:
+    def __init__(self, ledger: Ledger, touched: dict[Job, None], *, in_order: bool = False) -> None:
+        self._in_order = in_order
         self._ledger = ledger
         self._touched = touched
-        self._lines = {q: Line(q, touched) for q in ledger.queues.values() if q.waiting}
+        self._lines = {q: self._new_line(q) for q in ledger.queues.values() if q.waiting}
         for job in touched:
             self._line(job.queue).put_back(job)
         self._roots = [q for q in ledger.queues.values() if q.parent is None]
@@ -110,11 +132,12 @@ class Agenda:
         """Neither this job nor any other of its shape can be served."""
         self._lines[job.queue].close(shape)
 
-    def close_queue(self, queue: Queue) -> None:
-        """No other job of the queue is looked at any more."""
-        line = self._lines[queue]
+    def close_behind(self, job: Job) -> None:
+        """No job of the queue that comes after this one is looked at any more: in order all, else lower priorities."""
+        line = self._lines[job.queue]
         for shape in line.shapes():
-            line.close(shape)
+            if self._in_order or shape.priority < job.priority:
+                line.close(shape)
 
     def close_where(self, hopeless: Callable[[Job], bool]) -> None:
         """Close every shape whose first job is hopeless."""
@@ -124,9 +147,12 @@ class Agenda:
                 if entry is not None and hopeless(entry[1]):
                     line.close(shape)
 
+    def _new_line(self, queue: Queue) -> Line:
+        return Line(self._ledger, queue, self._touched, in_order=self._in_order)
+
     def _line(self, queue: Queue) -> Line:
         if queue not in self._lines:
-            self._lines[queue] = Line(queue, self._touched)
+            self._lines[queue] = self._new_line(queue)
         return self._lines[queue]
 
     def _best(self, queues: Iterable[Queue], heads: dict[Queue, tuple[Shape, Job]]) -> tuple[Shape, Job] | None:

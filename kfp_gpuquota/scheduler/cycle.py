@@ -52,6 +52,7 @@ class Cycle:
         self.growable = growable
         self.touched: dict[Job, None] = {}
         self.losers: dict[Job, None] = {}
+        self.pledged: dict[Job, None] = {}
         self.causes: dict[Task, tuple[Job, str]] = {}
         self.lent: list[Task] = []
         assign_shares([q for q in ledger.queues.values() if q.parent is None], ledger.capacity)
@@ -77,7 +78,7 @@ class Cycle:
         return list(dict.fromkeys(change[0] for change in self.ledger.since(self._mark)))
 
     def _each(self, action: str, attempt: Callable[[Job, list[Task]], bool]) -> None:
-        agenda = Agenda(self.ledger, self.touched)
+        agenda = Agenda(self.ledger, self.touched, in_order=self.in_order)
         if action == "allocate":
             agenda.close_where(lambda job: not self._has_room(job))
         while (head := agenda.next()) is not None:
@@ -87,15 +88,17 @@ class Cycle:
                 continue
             mark = self.ledger.mark()
             if attempt(job, next_tasks(job)):
-                self._note_victims(action, job, mark)
+                self._note(action, job, mark)
                 agenda.served(shape, job)
             else:
                 agenda.failed(shape, job)
-                if action == "reclaim" and self.in_order and self._over_share(job):
-                    agenda.close_queue(job.queue)
+                if action == "reclaim" and self._over_share(job):
+                    agenda.close_behind(job)
 
-    def _note_victims(self, action: str, job: Job, mark: int) -> None:
+    def _note(self, action: str, job: Job, mark: int) -> None:
         for task, before, _, _ in self.ledger.since(mark):
+            if task.status is Status.NOMINATED:
+                self.pledged[job] = None
             if before is Status.HELD and task.status is not Status.HELD:
                 self.causes[task] = (job, action)
                 self.losers[task.job] = None
@@ -104,8 +107,11 @@ class Cycle:
         amount = quota.total(self.ledger, tasks)
         if quota.barred_by_guarantee(job, amount):
             return False
-        if not quota.barred_by_limit(job, amount, future=False) and placement.place_all(
-            self.ledger, tasks, future=False
+        # What joins a gang that is only nominated is nominated, too: it must not start alone.
+        if (
+            job not in self.pledged
+            and not quota.barred_by_limit(job, amount, future=False)
+            and placement.place_all(self.ledger, tasks, future=False)
         ):
             return True
         if not quota.barred_by_limit(job, amount, future=True) and placement.place_all(self.ledger, tasks, future=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler.model import Amount, Job, OrderKey, Queue, Shape, Task
@@ -9,7 +10,25 @@ from kfp_gpuquota.scheduler.model import Amount, Job, OrderKey, Queue, Shape, Ta
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-QueueKey = tuple[bool, bool, int, float, float, float, str]
+
+class Entitlement(IntEnum):
+    """What a job brings its queue to."""
+
+    WITHIN_GUARANTEE = 0
+    WITHIN_SHARE = 1
+    BEYOND = 2
+
+
+QueueKey = tuple[bool, Entitlement, int, float, float, float, str]
+
+
+def entitlement(queue: Queue, amount: Amount) -> Entitlement:
+    """Where the queue stands with `amount` more."""
+    if all(queue.claim(r) + value <= queue.deserved[r] for r, value in enumerate(amount) if value):
+        return Entitlement.WITHIN_GUARANTEE
+    if all(queue.claim(r) + value <= queue.share[r] for r, value in enumerate(amount) if value):
+        return Entitlement.WITHIN_SHARE
+    return Entitlement.BEYOND
 
 
 def next_tasks(job: Job) -> list[Task]:
@@ -24,6 +43,15 @@ def shape_of(job: Job, tasks: Sequence[Task]) -> Shape:
     return Shape(tuple(t.request for t in tasks), job.priority, job.preemptible, job.active < job.gang)
 
 
+def shape_amount(shape: Shape, gpu_memory_mib: int) -> Amount:
+    """What a job of this shape asks for next."""
+    gpu = cpu = memory = 0.0
+    for request in shape.requests:
+        amount = request.amount(gpu_memory_mib)
+        gpu, cpu, memory = gpu + amount.gpu, cpu + amount.cpu, memory + amount.memory
+    return Amount(gpu, cpu, memory)
+
+
 def job_key(job: Job) -> OrderKey:
     """Priority, then gangs below their minimum before those at it before those above it, then age."""
     stage = 0 if job.active < job.gang else 1 if job.active == job.gang else 2
@@ -31,13 +59,16 @@ def job_key(job: Job) -> OrderKey:
 
 
 def queue_key(queue: Queue, amount: Amount) -> QueueKey:
-    """Queues not above their fair share; then those still within deserved; priority; dominant share; age."""
+    """Queues not above their fair share; then those still within deserved; priority; dominant share; age.
+
+    Between the second and the third: what stays within the fair share goes before what does not. Without that, a place
+    that was reclaimed for a queue within its share could fall back to the queue that it was taken from.
+    """
     over = any(queue.claim(r) > queue.share[r] for r in range(3))
     with_job = [queue.claim(r) + amount[r] for r in range(3)]
-    beyond = any(with_job[r] > queue.deserved[r] for r in range(3) if amount[r])
     return (
         over,
-        beyond,
+        entitlement(queue, amount),
         -queue.priority,
         dominant_share(queue, with_job),
         dominant_share(queue, [queue.claim(r) for r in range(3)]),

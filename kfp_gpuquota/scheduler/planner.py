@@ -48,6 +48,7 @@ def _read(state: State, cycle: Cycle, mark: int) -> Plan:
     evict: list[Evict] = []
     move: list[Move] = []
     nominate: list[Nominate] = []
+    idle: set[str] = set()
     for job, outcome in sorted(outcomes.items(), key=lambda item: item[0].uid):
         before = job.active + len(outcome.stop) - len(outcome.start) - len(outcome.nominate)
         if outcome.stop and len(outcome.stop) == before:
@@ -59,10 +60,10 @@ def _read(state: State, cycle: Cycle, mark: int) -> Plan:
         move.extend(_move(task, cycle) for task in outcome.move)
         if outcome.nominate:
             nominate.append(_nominate(job, outcome.nominate))
+        if not before and not outcome.start:
+            idle.add(job.uid)
     waiting = _waiting(state, cycle)
-    waiting.update(
-        (n.job, n.reason) for n in nominate if state.jobs[n.job].active == len(outcomes[state.jobs[n.job]].nominate)
-    )
+    waiting.update((n.job, n.reason) for n in nominate if n.job in idle)
     return Plan(tuple(bind), tuple(resize), tuple(evict), tuple(move), tuple(nominate), waiting)
 
 

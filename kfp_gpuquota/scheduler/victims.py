@@ -282,6 +282,8 @@ def _spare(attempt: Attempt, units: list[Unit], mark: int) -> bool:
 def _works(attempt: Attempt, units: Sequence[Unit]) -> bool:
     for unit in units:
         _evict(attempt.ledger, unit)
+    if any(0 < unit.job.active < unit.job.gang for unit in units):
+        return False
     if not placement.place_all(attempt.ledger, attempt.tasks, future=True):
         return False
     fairly = attempt.mode is Mode.RECLAIM

@@ -121,7 +121,9 @@ class History(RuleBasedStateMachine):
 
 
 TestHistory = History.TestCase
-TestHistory.settings = settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None)
+TestHistory.settings = settings(
+    max_examples=EXAMPLES, stateful_step_count=30, deadline=None, report_multiple_bugs=False
+)
 
 
 specs = st.builds(
@@ -153,7 +155,7 @@ def make_spec(index: int, drawn: tuple[str, int, int, int, Kind]) -> JobSpec:
     drawn=st.lists(specs, max_size=8),
     seed=st.randoms(use_true_random=False),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, report_multiple_bugs=False)
 def test_the_plan_does_not_depend_on_the_order_of_the_input(
     nodes: list[int], drawn: list[tuple[str, int, int, int, Kind]], seed: random.Random
 ) -> None:
@@ -180,7 +182,7 @@ def test_the_plan_does_not_depend_on_the_order_of_the_input(
     sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4),
     greedy=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=10),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, report_multiple_bugs=False)
 def test_guaranteed_quota_is_always_obtained_in_a_bounded_number_of_rounds(
     sizes: list[int], greedy: list[tuple[int, int]]
 ) -> None:
