@@ -42,7 +42,7 @@ class Phase(StrEnum):
         return self in {Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED}
 
 
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user asks for. GPU counts are of the whole job, in whole GPUs.
 
     A job is elastic where `min_gpus` < `max_gpus`: it starts with as few as `min_gpus` when the rest of `gpus` is
@@ -145,7 +145,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_count("max_restarts", self.max_restarts, unit="")
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """What the training itself last reported. `step` counts applied global batches."""
 
     step: int = 0
@@ -155,7 +155,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     metrics: dict[str, float] = {}
 
 
-class Resize(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Resize(msgspec.Struct, frozen=True, kw_only=True):
     """One change of a running job's size, as it happened; times are seconds since the epoch."""
 
     at: float
@@ -168,7 +168,7 @@ class Resize(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lost_steps: int = 0
 
 
-class JobStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a job. `gpus` is held now, `result_worker` the worker whose outputs are the job's."""
 
     phase: Phase = Phase.PENDING

@@ -8,7 +8,7 @@ from kfp_gpuquota.api.validation import check_count, check_name
 from kfp_gpuquota.errors import InvalidFieldError
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One GPU, or one CPU slot that stands for a GPU where a machine has none.
 
     `index` is its place on the node; `uuid` is what the driver calls it ("" for a slot); `memory_mib` is 0 for a
@@ -25,7 +25,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_count("memory_mib", self.memory_mib, unit="MiB")
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A machine, or a part of one, on which workers run. Not `ready`: nothing new is placed there."""
 
     name: str

@@ -10,7 +10,7 @@ from kfp_gpuquota.errors import InvalidFieldError
 DEFAULT_PROJECT_PRIORITY = 100
 
 
-class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A team's quota, in whole GPUs.
 
     `guaranteed` can always be got back. `limit` is the most the project may hold: None borrows all that is idle,

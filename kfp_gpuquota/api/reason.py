@@ -32,7 +32,7 @@ class ReasonCode(StrEnum):
     LEASE_ENDED = "lease-ended"
 
 
-class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Reason(msgspec.Struct, frozen=True, kw_only=True):
     """One cause. `beneficiary` is the job (uid) for which it was done, `project` the team it belongs to."""
 
     code: ReasonCode

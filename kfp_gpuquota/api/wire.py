@@ -77,7 +77,7 @@ class EventKind(StrEnum):
     WORKER_GONE = "worker-gone"
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the cluster's history; `at` is seconds since the epoch, `gpus` the change in GPUs held."""
 
     revision: int

@@ -16,7 +16,7 @@ class WorkerPhase(StrEnum):
     GONE = "Gone"
 
 
-class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """One process of a job.
 
     `id` is unique for ever. `devices` are indices on `node`. `exit_code` follows the shell: 128 + N for signal N.

@@ -69,6 +69,8 @@ def list_things(
         show(nodes, output, _node_table(nodes))
     else:
         chosen = "" if all_projects else _project_or_all(project)
+        if chosen:
+            reached.get_project(chosen)
         if watch:
             watch_tables(_job_table(listed.jobs, output) for listed in reached.watch_jobs(chosen))
         jobs = reached.list_jobs(chosen).jobs

@@ -109,7 +109,7 @@ class Shims:
             os.close(pidfd)
         self._pidfds.clear()
         for child in self._children.values():
-            if child.stdout:
+            if child.stdout and not child.stdout.closed:
                 self._loop.remove_reader(child.stdout)
                 child.stdout.close()
             child.returncode = 0  # it goes on without us: nothing to wait for, nothing to warn of

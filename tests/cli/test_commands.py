@@ -1,0 +1,176 @@
+"""Each command, its formats, its help, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+from tests.cli.conftest import PROGRAM
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.conftest import Cli
+
+COMMANDS = [
+    "submit", "list", "describe", "explain", "logs", "top", "suspend", "resume", "wait", "delete", "exec",
+    "cluster start", "cluster stop", "cluster status",
+    "project create", "project set", "project list", "project delete", "config project",
+]  # fmt: skip
+
+
+@pytest.fixture
+def team(cli: Cli) -> Cli:
+    cli("project create team-a --guaranteed 1 --limit 1")
+    cli("config project team-a")
+    return cli
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_text_has_an_example_that_begins_with_the_command(command: str) -> None:
+    done = subprocess.run([PROGRAM, *command.split(), "--help"], capture_output=True, text=True, check=True)
+    assert "Example" in done.stdout
+    assert f"gpuquota {command}" in done.stdout.partition("Example")[2]
+
+
+MISTAKES = [
+    ("submit x -g 0 -- true", "gpus is 0, but it must be at least 1"),
+    ("submit x -g -1 -- true", "gpus is -1, but it must be at least 1"),
+    ("submit x -g 2.5 -- true", "gpus is '2.5', but it must be a whole number of GPUs"),
+    ("submit x -g 2 -- true", "project 'team-a' may hold at most 1 GPUs; ask for less, or raise its limit"),
+    ("submit x -g 1 --min-gpus 2 -- true", "min_gpus is 2, but it cannot exceed the requested 1 GPUs"),
+    ("submit x_y -- true", "a name is 1 to 63 lower-case letters"),
+    ("submit taken -- true", "already has a job 'taken'; choose another name, or delete it first"),
+    ("submit x", "command is (), but it must name a program; add: -- COMMAND ARGS"),
+    ("submit x -p nobody -- true", "create it with: gpuquota project create nobody --guaranteed N"),
+    ("submit x -e NAME -- true", "a variable is given as NAME=VALUE"),
+    ("submit x -i pytorch -- true", "images work on Kubernetes"),
+    ("submit x --node node-9 -- true", "the cluster's nodes are node-0"),
+    ("describe nothing", "project 'team-a' has no job 'nothing'; see what it has with: gpuquota list"),
+    ("delete taken nothing", "has no job 'nothing', and nothing was deleted"),
+    ("list -p nobody", "project 'nobody' does not exist"),
+    ("project create team-a --guaranteed 1", "change it with: gpuquota project set team-a"),
+    ("project create x --guaranteed 2 --limit 1", "limit is 1, but it must be at least the guaranteed 2 GPUs"),
+    ("project create x --limit many", "limit is 'many', but it must be a whole number of GPUs, or 'none'"),
+    ("project create x --parent nobody", "project 'nobody' does not exist"),
+    ("project delete team-a", "still has 1 jobs; delete them first"),
+    ("project set nobody --guaranteed 1", "project 'nobody' does not exist"),
+    ("config project nobody", "project 'nobody' does not exist"),
+    ("cluster start --nodes 2", "already runs; stop it first"),
+    ("wait taken --for Flying", "there is no status 'Flying'; there are Pending"),
+    ("exec taken -- no-such-program", "cannot run 'no-such-program'"),
+    ("list --colour", "No such option"),
+    ("fly", "No such command"),
+]
+
+
+def test_a_mistake_gets_one_sentence_the_code_2_and_changes_nothing(team: Cli) -> None:
+    team("submit", "taken", "--", "sleep", "infinity")
+    team.await_gpus("team-a", taken=1)
+    before = team.cluster.client.list_jobs()
+    for command, sentence in MISTAKES:
+        answer = team.run(command)
+        assert (answer.code, answer.out) == (2, ""), command
+        assert sentence in answer.err, command
+    assert team.cluster.client.list_jobs() == before
+
+
+def test_without_a_project_the_error_says_how_to_set_one(cli: Cli) -> None:
+    answer = cli.run("submit", "x", "--", "true")
+    assert answer.code == 2
+    assert "set it once: gpuquota config project PROJECT" in answer.err
+
+
+@pytest.mark.parametrize("what", ["jobs", "projects", "nodes"])
+def test_lists_are_the_same_in_json_and_yaml(team: Cli, what: str) -> None:
+    team("submit", "x", "--", "true")
+    team("wait x")
+    as_json, as_yaml = team(f"list {what} -o json"), team(f"list {what} -o yaml")
+    assert json.loads(as_json) == yaml.safe_load(as_yaml) != []
+
+
+def test_a_job_runs_in_the_directory_and_with_the_path_of_the_shell(team: Cli, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    team.environment["PATH"] = f"{here}:{team.environment['PATH']}"
+    team.environment["SECRET"] = "s3cret"
+    team.run("submit", "x", "-e", "MINE=1", "--", "sh", "-c", "pwd; echo $PATH $MINE $SECRET", cwd=here)
+    team("wait x")
+    pwd, variables = team("logs x").splitlines()
+    assert pwd == str(here)
+    assert variables.startswith(f"{here}:")
+    assert variables.endswith(" 1")
+
+
+def test_wait_ends_with_the_fate_of_the_job(team: Cli) -> None:
+    team("submit", "good", "--", "true")
+    assert team.run("wait good").code == 0
+    team("submit", "bad", "--", "sh", "-c", "exit 3")
+    answer = team.run("wait bad")
+    assert (answer.code, answer.err) == (1, "job bad is failed: worker 0 ended with exit code 3\n")
+
+
+def test_wait_gives_up_when_its_time_is_over(team: Cli) -> None:
+    team("submit", "long", "--", "sleep", "infinity")
+    answer = team.run("wait long --timeout 0.2")
+    assert answer.code == 1
+    assert "when the time is over" in answer.err
+    assert team.run("wait long --for running --timeout 20").code == 0
+
+
+def test_exec_sees_the_workers_environment_and_passes_its_exit_code(team: Cli) -> None:
+    team("submit", "x", "-e", "MINE=1", "--", "sleep", "infinity")
+    team.await_gpus("team-a", x=1)
+    answer = team.run("exec", "x", "--", "sh", "-c", "echo $JOB_NAME $MINE; exit 4")
+    assert (answer.code, answer.out) == (4, "x 1\n")
+
+
+def test_describe_shows_workers_and_every_change_of_size(cli: Cli) -> None:
+    cli("project create team-a --guaranteed 2")
+    cli("config project team-a")
+    cli("submit", "x", "-g", "1", "--elastic", "--", "sleep", "infinity")
+    cli.await_gpus("team-a", x=2)
+    cli("submit", "y", "--interactive", "--", "sleep", "infinity")
+    cli.await_gpus("team-a", x=1, y=1)
+    shown = cli("describe x")
+    assert "1 GPU, elastic from 1 to 2" in shown
+    assert "shrunk from 2 to 1 GPUs" in shown
+    assert "node-0" in shown
+
+
+def test_suspend_and_resume(team: Cli) -> None:
+    team("submit", "x", "--grace-period", "1", "--", "sleep", "infinity")
+    team.await_gpus("team-a", x=1)
+    assert team("suspend x") == "job x suspended\n"
+    assert team.run("wait x --for suspended --timeout 20").code == 0
+    assert team("resume x") == "job x resumed\n"
+    team.await_gpus("team-a", x=1)
+
+
+def test_the_next_command_starts_a_cluster_that_was_stopped_and_adopts_its_jobs(team: Cli) -> None:
+    team("submit", "x", "--", "sleep", "infinity")
+    team.await_gpus("team-a", x=1)
+    assert team("cluster stop") == "the cluster has stopped; still running: x\n"
+    assert team.run("cluster status").code == 1
+    assert "Running" in team("list")
+    assert "1 of 2 GPUs" in team("cluster status")
+
+
+def test_a_cluster_of_another_shape_does_not_lose_running_jobs(team: Cli) -> None:
+    team("submit", "x", "--", "sleep", "infinity")
+    team.await_gpus("team-a", x=1)
+    team("cluster stop")
+    answer = team.run("cluster start --gpus-per-node 1 --nodes 1")
+    held = team.job("x", "team-a")["status"]["workers"][0]["devices"]
+    assert (answer.code == 0) == (held == [0])
+
+
+def test_top_shows_projects_nodes_and_jobs(team: Cli) -> None:
+    team("submit", "x", "--", "sleep", "infinity")
+    team.await_gpus("team-a", x=1)
+    shown = team("top")
+    assert all(word in shown for word in ("team-a", "node-0", "Running"))
