@@ -37,7 +37,7 @@ def load(train_set: dsl.Output[dsl.Dataset], test_set: dsl.Output[dsl.Dataset]) 
 @gpuquota.component(gpus=1, min_gpus=1, max_gpus=2)
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def train(train_set: dsl.Input[dsl.Dataset], model: dsl.Output[dsl.Model], epochs: int) -> None:
-    """A plain training loop; what `elastic_runtime` adds are the four lines with `elastic` and `job`."""
+    """A plain training loop; what makes it elastic are the lines with `elastic` and `job`."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -61,6 +61,7 @@ def train(train_set: dsl.Input[dsl.Dataset], model: dsl.Output[dsl.Model], epoch
             job.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+            job.report(loss=loss.item())
     torch.save(network.to("cpu"), model.path)
 
 

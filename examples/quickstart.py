@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -44,7 +44,7 @@ GPUS = 2
 TEAM_A, TEAM_B = "team-a", "team-b"
 SESSION = "notebook"
 # Long enough that the training still goes on when the worker that comes back has started; a GPU is faster.
-EPOCHS_ON_CPU, EPOCHS_ON_GPU = 100, 1500
+EPOCHS_ON_CPU, EPOCHS_ON_GPU = 80, 1500
 OPEN_AFTER_STEPS, CLOSE_AFTER_STEPS = 60, 60
 ENOUGH_ACCURACY = 0.95
 EXPECTED_CHANGES = [(2, 1), (1, 2)]
@@ -59,13 +59,14 @@ class Story:
     training: Job | None = None
     opened_at: float | None = None
     closed_at_step: int | None = None
-    _shrunk_at_step: int | None = field(default=None, repr=False)
+    _shrunk_at_step: int | None = None
+    _unfinished_line: str = ""
 
     def follow(self, pipeline: subprocess.Popen[bytes]) -> None:
         """Watch the jobs until the pipeline has ended, and play team B's part."""
         after: int | None = None
         with _progress(self.console) as progress, LOG.open() as log:
-            bar = progress.add_task("loading", total=None)
+            bar = progress.add_task("loading", total=None, loss="")
             while pipeline.poll() is None:
                 listed = self.client.list_jobs(after=after, timeout_s=0.0 if after is None else 0.5)
                 after = listed.revision
@@ -97,24 +98,24 @@ class Story:
 
     def _tell(self, text: str) -> None:
         """What the training step's own log says about its job; the rest is in the log file."""
-        for line in re.findall(r"gpuquota: (?!step )(.*)", text):
-            self._say(f"[bold]{TEAM_A}[/] {line}")
+        *lines, self._unfinished_line = (self._unfinished_line + text).split("\n")
+        for said in filter(None, (re.search(r"gpuquota: (?!step )(.*)", line) for line in lines)):
+            self._say(f"[bold]{TEAM_A}[/] {said[1]}")
 
     def _say(self, text: str) -> None:
-        self.console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
+        self.console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Client]:
     """A cluster of its own with two teams; at the end nothing of it runs any more."""
     home = Home(OUT / "cluster")
-    if home.is_locked():
-        _shut_down(home)
+    _shut_down(home)  # of a run before that was killed
     shutil.rmtree(OUT, ignore_errors=True)
     home.create()
     os.environ["GPUQUOTA_HOME"] = str(home.root)
-    start(home, (msgspec.json.encode(ClusterConfig(gpus_per_node=GPUS)).decode(),))
     try:
+        start(home, (msgspec.json.encode(ClusterConfig(gpus_per_node=GPUS)).decode(),))
         client = connect()
         for team in (TEAM_A, TEAM_B):
             client.create_project(Project(name=team, guaranteed=1))
@@ -124,11 +125,14 @@ def cluster() -> Iterator[Client]:
 
 
 def _shut_down(home: Home) -> None:
+    if not home.is_locked():
+        return
     client = connect({"GPUQUOTA_HOME": str(home.root)})
-    for job in client.list_jobs().jobs:
+    listed = client.list_jobs()
+    for job in listed.jobs:
         client.delete_job(job.spec.project, job.spec.name)
-    while listed := client.list_jobs().jobs:
-        client.list_jobs(after=len(listed), timeout_s=0.1)
+    while listed.jobs:
+        listed = client.list_jobs(after=listed.revision, timeout_s=1.0)
     client.stop_cluster()
     await_stop(home)
 
@@ -194,18 +198,18 @@ def report(story: Story, console: Console) -> list[str]:
     lost = sum(resize.lost_steps for resize in resizes)
     console.print(_table(resizes, story.training.status.started_at or 0.0))
     draw(PICTURE, story.client.events().events, (TEAM_A, TEAM_B), resizes, GPUS)
-    console.print(f"accuracy: {accuracy[1]}\nsteps lost: {lost}\ntimeline: {PICTURE}", highlight=False)
+    console.print(f"accuracy: {accuracy[1]}\nsteps lost: {lost}\ntimeline: {PICTURE}", highlight=False, soft_wrap=True)
     return _problems(float(accuracy[1]), resizes, lost)
 
 
 def _table(resizes: tuple[Resize, ...], start_at: float) -> Table:
     table = Table("when", "GPUs", "why", "at step", "pause", "steps lost", title="Every change of the training's size")
     for resize in resizes:
-        pause = "" if resize.pause_ms is None else f"{resize.pause_ms:.0f} ms"
+        pause = "" if resize.pause_ms is None else f"{resize.pause_ms:.1f} ms"
         table.add_row(
             f"{resize.at - start_at:.1f} s",
             f"{resize.from_gpus} → {resize.to_gpus}",
-            str(resize.reason),
+            str(resize.reason).partition("GPUs: ")[2] or str(resize.reason),
             str(resize.step),
             pause,
             str(resize.lost_steps),
@@ -226,13 +230,14 @@ def _problems(accuracy: float, resizes: tuple[Resize, ...], lost: int) -> list[s
     ]
 
 
-def _on_sigterm(_number: int, _frame: FrameType | None) -> NoReturn:
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
 def main() -> int:
     """Run the story; returns 0 when everything came out as promised, 1 when not, 130 when interrupted."""
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # Ctrl-C's way out, whoever ends us
+        signal.signal(number, _interrupt)
     console = Console()
     began = time.monotonic()
     try:

@@ -82,7 +82,10 @@ def size(held: int, requested: int) -> str:
 def _resized(resize: Resize) -> str:
     verb = "expanded" if resize.to_gpus > resize.from_gpus else "shrunk"
     pause = "" if resize.pause_ms is None else f" (paused {resize.pause_ms:.0f} ms at step {resize.step})"
-    return f"{verb} {resize.from_gpus} -> {resize.to_gpus}: {resize.reason}{pause}"
+    reason = str(resize.reason)
+    if not reason.startswith(verb):  # the scheduler's reasons tell the sizes, a crash's does not
+        reason = f"{verb} from {resize.from_gpus} to {resize.to_gpus} GPUs: {reason}"
+    return f"{reason}{pause}"
 
 
 def _progressed(progress: Progress) -> str:

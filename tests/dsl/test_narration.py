@@ -11,7 +11,7 @@ from kfp_gpuquota.dsl.narration import Narrator, conclusion
 
 SPEC = JobSpec(name="train", project="team-a", command=("true",), gpus=1, min_gpus=1, max_gpus=2)
 WAITS = Reason(code=ReasonCode.NO_FREE_GPUS, message="all 2 GPUs are in use; 1 more is needed")
-RECLAIMED = Reason(code=ReasonCode.RECLAIMED, message="team-b takes back 1 GPU of its quota")
+RECLAIMED = Reason(code=ReasonCode.RECLAIMED, message="shrunk from 2 to 1 GPUs: team-b takes back its quota")
 IDLE = Reason(code=ReasonCode.IDLE_GPUS, message="1 GPU is idle")
 
 
@@ -39,8 +39,8 @@ def test_each_change_is_told_once() -> None:
     assert _story(waiting, waiting, large, large, shrunk, shrunk, grown) == [
         "waiting: all 2 GPUs are in use; 1 more is needed",
         "training with 2 GPUs (1 requested, 1 borrowed)",
-        "shrunk 2 -> 1: team-b takes back 1 GPU of its quota (paused 12 ms at step 40)",
-        "expanded 1 -> 2: 1 GPU is idle",
+        "shrunk from 2 to 1 GPUs: team-b takes back its quota (paused 12 ms at step 40)",
+        "expanded from 1 to 2 GPUs: 1 GPU is idle",
     ]
 
 
@@ -55,7 +55,7 @@ def test_a_preempted_job_says_why_it_waits_again() -> None:
         _job(Phase.RUNNING, gpus=1), stopping, _job(Phase.PENDING, reason=WAITS), _job(Phase.RUNNING, gpus=1)
     ) == [
         "training with 1 GPU",
-        "stopping: team-b takes back 1 GPU of its quota",
+        "stopping: shrunk from 2 to 1 GPUs: team-b takes back its quota",
         "waiting: all 2 GPUs are in use; 1 more is needed",
         "training with 1 GPU",
     ]
