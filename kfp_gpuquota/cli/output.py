@@ -13,8 +13,6 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from rich.table import Table
-
 
 class Format(StrEnum):
     """What `-o` takes."""
@@ -25,50 +23,49 @@ class Format(StrEnum):
     YAML = "yaml"
 
 
-def show(content: object, output: Format, tabulate: Table | None = None) -> None:
+def show(content: object, output: Format, tabulated: str = "") -> None:
     """Print `content` (structs) as JSON or YAML, or the table made of it."""
     match output:
         case Format.JSON:
             typer.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
         case Format.YAML:
             typer.echo(msgspec.yaml.encode(msgspec.to_builtins(content)).decode().rstrip())
-        case _ if tabulate is not None:
-            print_table(tabulate)
+        case _ if tabulated:
+            typer.echo(tabulated)
 
 
-def print_table(made: Table) -> None:
-    """To the terminal's width; where there is no terminal, as wide as the content."""
-    from rich.console import Console  # noqa: PLC0415
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Aligned columns as kubectl prints them, numbers to the right.
 
-    Console(width=None if sys.stdout.isatty() else 1000).print(made)
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
-    """A plain table; numbers are aligned to the right."""
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
+    Not rich's table: a thousand jobs take it half a second, and a script cannot cut its frames.
+    """
     rows = [list(row) for row in rows]
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title or None, title_justify="left")
-    for index, column in enumerate(columns):
-        numeric = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
-        made.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=index == 0)
-    for row in rows:
-        made.add_row(*("" if cell is None else str(cell) for cell in row))
-    return made
+    shown = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(len(line[index]) for line in (list(columns), *shown)) for index in range(len(columns))]
+    right = [bool(rows) and all(isinstance(row[index], int | float) for row in rows) for index in range(len(columns))]
+    return "\n".join(_line(line, widths, right) for line in (list(columns), *shown))
 
 
-def watch_tables(tables: Iterator[Table]) -> None:
+def _line(cells: list[str], widths: list[int], right: list[bool]) -> str:
+    aligned = (
+        cell.rjust(width) if to_the_right else cell.ljust(width)
+        for cell, width, to_the_right in zip(cells, widths, right, strict=True)
+    )
+    return "   ".join(aligned).rstrip()
+
+
+def watch(pictures: Iterator[str]) -> None:
     """Redraw in place on a terminal, print one after the other elsewhere; until Ctrl-C."""
     if not sys.stdout.isatty():
-        for made in tables:
-            print_table(made)
+        for picture in pictures:
+            typer.echo(picture)
         return
     from rich.live import Live  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
 
     with Live(auto_refresh=False) as live:
-        for made in tables:
-            live.update(made, refresh=True)
+        for picture in pictures:
+            live.update(Text(picture, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 def age(since: float | None, until: float | None = None) -> str:

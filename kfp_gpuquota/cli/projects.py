@@ -13,8 +13,6 @@ from kfp_gpuquota.cli.output import Format, show, table
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kfp_gpuquota.api.wire import ProjectView
 
 app = typer.Typer(help="Projects and their quotas.", no_args_is_help=True)
@@ -121,7 +119,7 @@ def config_project(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") 
     typer.echo(f"project {name} is used from now on")
 
 
-def project_table(views: tuple[ProjectView, ...], *, wide: bool = False) -> Table:
+def project_table(views: tuple[ProjectView, ...], *, wide: bool = False) -> str:
     """Quotas and what is held."""
     columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "REQUESTED"]
     more = ["PRIORITY", "WEIGHT", "PARENT"] if wide else []

@@ -10,13 +10,12 @@ import typer
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, WatchOption, client, project_or_configured
-from kfp_gpuquota.cli.output import Format, age, print_table, show, table, watch_tables
+from kfp_gpuquota.cli.output import Format, age, show, table
+from kfp_gpuquota.cli.output import watch as watch_pictures
 from kfp_gpuquota.cli.projects import project_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from rich.table import Table
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import NodeView
@@ -72,7 +71,7 @@ def list_things(
         if chosen:
             reached.get_project(chosen)
         if watch:
-            watch_tables(_job_table(listed.jobs, output) for listed in reached.watch_jobs(chosen))
+            watch_pictures(_job_table(listed.jobs, output) for listed in reached.watch_jobs(chosen))
         jobs = reached.list_jobs(chosen).jobs
         show(jobs, output, _job_table(jobs, output))
 
@@ -88,12 +87,13 @@ def describe(job: JobArgument, project: ProjectOption = "", output: OutputOption
     if output in {Format.JSON, Format.YAML}:
         show(found, output)
         return
-    print_table(table(("JOB", found.spec.name), _facts(found)))
+    parts = [table(("JOB", found.spec.name), _facts(found))]
     if found.status.workers:
         columns = ("WORKER", "RANK", "NODE", "GPUS", "PHASE", "PID", "EXIT CODE")
-        print_table(table(columns, _worker_rows(found)))
+        parts.append(table(columns, _worker_rows(found)))
     if found.status.resizes:
-        print_table(table(("SIZE CHANGED", "FROM", "TO", "STEP", "PAUSE", "WHY"), _resize_rows(found)))
+        parts.append(table(("SIZE CHANGED", "FROM", "TO", "STEP", "PAUSE", "WHY"), _resize_rows(found)))
+    typer.echo("\n\n".join(parts))
 
 
 def explain(job: JobArgument, project: ProjectOption = "") -> None:
@@ -137,8 +137,8 @@ def top(*, watch: WatchOption = False) -> None:
     """
     reached = client()
     if watch:
-        watch_tables(_overview(reached) for _ in reached.watch_jobs())
-    print_table(_overview(reached))
+        watch_pictures(_overview(reached) for _ in reached.watch_jobs())
+    typer.echo(_overview(reached))
 
 
 def _project_or_all(given: str) -> str:
@@ -155,7 +155,7 @@ def _log_so_far(reached: Client, project: str, job: str, worker: str) -> Iterato
         offset = chunk.next_offset
 
 
-def _job_table(jobs: Sequence[Job], output: Format = Format.TABLE) -> Table:
+def _job_table(jobs: Sequence[Job], output: Format = Format.TABLE) -> str:
     wide = output is Format.WIDE
     columns = ["JOB", "PROJECT", "TYPE", "STATUS", "GPUS", "REQUESTED", "PROGRESS", "AGE", "REASON"]
     more = ["MIN", "MAX", "PRIORITY", "NODES", "UID"] if wide else []
@@ -242,7 +242,7 @@ def _resize_rows(job: Job) -> Iterator[list[object]]:
         ]
 
 
-def _node_table(nodes: Sequence[NodeView]) -> Table:
+def _node_table(nodes: Sequence[NodeView]) -> str:
     rows = (
         [
             view.node.name,
@@ -257,16 +257,11 @@ def _node_table(nodes: Sequence[NodeView]) -> Table:
     return table(("NODE", "STATUS", "GPUS", "IN USE", "IDLE", "MODEL"), rows)
 
 
-def _overview(reached: Client) -> Table:
+def _overview(reached: Client) -> str:
     """Projects, nodes and running jobs, one below the other."""
-    from rich.table import Table  # noqa: PLC0415
-
     running = [job for job in reached.list_jobs().jobs if not job.status.phase.final]
-    grid = Table.grid()
-    grid.add_row(project_table(reached.list_projects()))
-    grid.add_row(_node_table(reached.list_nodes()))
-    grid.add_row(_job_table(running))
-    return grid
+    parts = (project_table(reached.list_projects()), _node_table(reached.list_nodes()), _job_table(running))
+    return "\n\n".join(parts)
 
 
 def _gpus(count: int) -> str:
