@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
+from kfp_gpuquota.api.schema import schemas_of
 from kfp_gpuquota.api.wire import ErrorAnswer
 from kfp_gpuquota.server.routes import ROUTES
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.routes import Route
 
-_REFERENCE: Final = "#/components/schemas/{name}"
 _FAILURES: Final = {
     "400": "the request cannot be understood",
     "401": "the token is missing or wrong",
@@ -27,7 +25,7 @@ _FAILURES: Final = {
 def document(version: str) -> dict[str, Any]:
     """OpenAPI 3.1 for everything under /v1 that a client of the cluster may call."""
     types = [t for route in ROUTES for t in (route.body, route.answer) if t is not None]
-    schemas, components = msgspec.json.schema_components([*types, ErrorAnswer], ref_template=_REFERENCE)
+    schemas, components = schemas_of([*types, ErrorAnswer])
     by_type = dict(zip([str(t) for t in [*types, ErrorAnswer]], schemas, strict=True))
     paths: dict[str, Any] = {}
     for route in ROUTES:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kfp_gpuquota import errors
-from kfp_gpuquota.api import Device, Node, Phase, Project
+from kfp_gpuquota.api import Device, JobSpec, Node, Phase, Project
+from kfp_gpuquota.api.schema import schema_of
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 
 
@@ -58,3 +59,12 @@ def test_mistakes_end_with_2_and_failures_with_1() -> None:
 
 def test_a_long_value_is_shortened_in_the_message() -> None:
     assert len(InvalidFieldError("name", "x" * 10_000, "it is too long").message) < 200
+
+
+def test_the_schema_of_a_job_says_what_it_needs_and_forbids_the_rest() -> None:
+    schema = schema_of(JobSpec)
+    described = schema["$defs"]["JobSpec"]
+    assert described["required"] == ["name", "project", "command"]
+    assert described["additionalProperties"] is False
+    assert described["properties"]["gpus"] == {"type": "integer", "default": 1}
+    assert schema["$defs"]["Kind"]["enum"] == ["build", "train"]
