@@ -68,6 +68,14 @@ class GenerationPrepared(msgspec.Struct, frozen=True, tag=True, tag_field="event
     generation: int
 
 
+class PreparationFailed(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
+    """It could not build its end of the generation's process group; it stays where it is."""
+
+    worker: str
+    generation: int
+    why: str = ""
+
+
 class GenerationAdopted(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
     """It switched at the end of `step`. From a worker outside the generation: it left, by the same agreement.
 
@@ -109,6 +117,7 @@ WorkerEvent = (
     | WorkerHeard
     | WorkerReconnected
     | GenerationPrepared
+    | PreparationFailed
     | GenerationAdopted
     | CollectiveFailed
     | LeaveRequested

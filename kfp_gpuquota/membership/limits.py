@@ -20,7 +20,8 @@ def kills_due(members: Iterable[Member], limits: Limits, now: float) -> Iterator
     for member in members:
         if member.state is WorkerState.GONE or member.killed or member.finished:
             continue
-        if member.heard_at is None and now - member.wanted_at > limits.starting_s:
+        unheard_since = member.wanted_at if member.heard_at is None else None
+        if unheard_since is not None and now - unheard_since > limits.starting_s:
             yield member.id, f"it was not heard within {limits.starting_s:g} s of its start"
         elif member.heard_at is not None and member.alive and now - member.heard_at > limits.silence_s:
             yield member.id, f"it was silent for more than {limits.silence_s:g} s"

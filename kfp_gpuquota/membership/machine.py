@@ -67,7 +67,9 @@ class Membership:
         member = self.members.get(worker)
         if self.base and worker in self.base.leavers and worker in self._sent and not self._all_switched(self.base):
             return self._sent[worker]  # its connections stay open until nobody needs them
-        if member is None or not (member.alive or member.state is WorkerState.FINISHED):
+        if member is None:
+            return c.Stay(0)
+        if not member.alive and member.state is not WorkerState.FINISHED:
             return c.Release("this job does not want the worker any more")
         in_base = self.base is not None and worker in self.base.members
         pending = self.pending
@@ -75,7 +77,10 @@ class Membership:
             return c.Recover(pending.number, pending.members)
         if pending and pending.base and (in_base or worker in pending.members):
             return c.Propose(pending.number, pending.members, pending.base)
-        if not in_base and worker not in self._wanted() and member.state is not WorkerState.FINISHED:
+        if not in_base and self.finished and member.state is not WorkerState.FINISHED:
+            return c.Release("the training has finished")
+        named = member.wanted_at is not None
+        if not in_base and named and worker not in self._wanted() and member.state is not WorkerState.FINISHED:
             return c.Release("this job does not want the worker any more")
         return c.Stay(self.generation if in_base else 0)
 
@@ -97,7 +102,8 @@ class Membership:
     def _on_target(self, event: e.TargetChanged) -> None:
         self.target = event.workers
         for worker in event.workers:
-            self.members.setdefault(worker, Member(worker, wanted_at=self._now))
+            member = self.members.setdefault(worker, Member(worker))
+            member.wanted_at = self._now if member.wanted_at is None else member.wanted_at
         self._mark_leaving()
 
     @_on.register
@@ -124,10 +130,10 @@ class Membership:
 
     @_on.register
     def _on_joined(self, event: e.WorkerJoined) -> None:
-        if member := self.members.get(event.worker):
-            member.connected = True
-            member.heard_at = self._now
-            member.move(WorkerTrigger.JOINED)
+        member = self.members.setdefault(event.worker, Member(event.worker))
+        member.connected = True
+        member.heard_at = self._now
+        member.move(WorkerTrigger.JOINED)
 
     @_on.register
     def _on_ready(self, event: e.WorkerReady) -> None:
@@ -167,6 +173,15 @@ class Membership:
     def _on_prepared(self, event: e.GenerationPrepared) -> None:
         if generation := self.generations.get(event.generation):
             generation.prepared.add(event.worker)
+
+    @_on.register
+    def _on_preparation_failed(self, event: e.PreparationFailed) -> None:
+        if self.pending is None or self.pending.number != event.generation:
+            return
+        if self.pending.base:
+            self.pending.failed_at = self._now  # nobody waits for it; it is proposed anew after a while
+        elif self._failed_at is None:
+            self._failed_at = self._now
 
     @_on.register
     def _on_adopted(self, event: e.GenerationAdopted) -> None:
@@ -311,11 +326,14 @@ class Membership:
 
     def _decide_resize(self, base: Generation) -> None:
         members = next_members(base.members, self._wanted(), self.members)
-        if self.pending and self.pending.members == members:
+        if self.pending and self.pending.members == members and not self._is_stuck(self.pending):
             return
         self._withdraw()
         if members != base.members:
             self._open(members, base=base.number)
+
+    def _is_stuck(self, proposed: Generation) -> bool:
+        return proposed.failed_at is not None and self._now - proposed.failed_at >= self.limits.failure_s
 
     def _is_lost(self, worker: str) -> bool:
         member = self.members[worker]
@@ -345,7 +363,8 @@ class Membership:
             in_use.update(self.base.members, () if self.base.complete else self.base.leavers)
         if self.pending:
             in_use.update(self.pending.members)
-        for worker in set(self.members) - set(self._wanted()) - in_use:
+        named = {worker for worker, member in self.members.items() if member.wanted_at is not None}
+        for worker in named - set(self._wanted()) - in_use:
             self.members[worker].move(WorkerTrigger.RELEASED)
         for worker, member in self.members.items():
             order = self.order_for(worker)

@@ -37,7 +37,7 @@ class Member:
 
     id: str
     state: WorkerState = WorkerState.EXPECTED
-    wanted_at: float = 0.0
+    wanted_at: float | None = None  # None: it connected, and the cluster has not named it yet
     heard_at: float | None = None
     connected: bool = False
     ready_at: float | None = None
@@ -69,6 +69,7 @@ class Generation:
     prepared: set[str] = field(default_factory=set)
     adopted: dict[str, tuple[float, int]] = field(default_factory=dict)  # worker -> (pause in ms, lost steps)
     leavers: set[str] = field(default_factory=set)  # of the generation before, known when this one is committed
+    failed_at: float | None = None  # when a member could not prepare it
     step: int = 0
     complete: bool = False  # everybody has switched
 

@@ -137,13 +137,17 @@ class MembershipService:
         min_workers: int = 1,
         first_generation: int = 1,
         running: Sequence[str] = (),
+        limits: Limits | None = None,
     ) -> None:
         """Take a job in. After a restart: `first_generation` is one more than the highest number reserved, and
-        `running` are all workers whose processes may still run. A job that is open already starts anew.
+        `running` are all workers whose processes may still run. `limits`: this job's own. A job that is open already starts anew.
         """
         self.close(job_uid)
         machine = Membership(
-            min_workers=min_workers, first_generation=first_generation, limits=self._limits, now=self._clock()
+            min_workers=min_workers,
+            first_generation=first_generation,
+            limits=limits or self._limits,
+            now=self._clock(),
         )
         self._jobs[job_uid] = _Job(token, machine)
         if running:

@@ -12,6 +12,7 @@ from kfp_gpuquota.membership import (
     Kill,
     LeaveRequested,
     Membership,
+    PreparationFailed,
     Propose,
     Recover,
     Release,
@@ -78,6 +79,13 @@ def test_the_first_generation_starts_with_the_gang_after_some_patience() -> None
     drive(TargetChanged(("a", "b")), *arrive("a"), at=1.0)
     assert Reserve(1) not in drive(Ticked(), at=5.9)
     assert Tell("a", Recover(1, ("a",))) in drive(Ticked(), at=6.0)
+
+
+def test_a_worker_that_connects_before_the_cluster_names_it_waits() -> None:
+    drive = Driver()
+    drive(*arrive("a"))
+    assert drive.machine.order_for("a") == Stay(0)
+    assert Tell("a", Recover(1, ("a",))) in drive(TargetChanged(("a",)))
 
 
 def test_a_joiner_is_proposed_behind_the_members_who_keep_their_order() -> None:
@@ -148,6 +156,14 @@ def test_a_member_who_failed_behind_an_agreed_switch_is_not_left_behind() -> Non
     assert Tell("b", Recover(3, ("a", "b"))) in drive(Ticked(), at=3.0)
 
 
+def test_a_proposal_that_could_not_be_prepared_is_made_again_under_a_new_number() -> None:
+    drive = training("a", "b")
+    drive(TargetChanged(("a", "b", "c")), *arrive("c"))
+    assert drive(PreparationFailed("c", 2), at=1.0) == []
+    drive(Ticked(), at=3.0)
+    assert drive.machine.order_for("a") == Propose(3, ("a", "b", "c"), base=1)
+
+
 def test_a_silent_worker_is_killed_and_its_peers_go_on() -> None:
     drive = training("a", "b")
     said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=10.1)
@@ -193,6 +209,12 @@ def test_nothing_is_resized_once_a_member_has_finished() -> None:
     drive = training("a", "b")
     drive(TrainingFinished("a", 100))
     assert drive(TargetChanged(("b",)), WorkerGone("a")) == []
+
+
+def test_a_joiner_that_came_too_late_is_released() -> None:
+    drive = training("a")
+    drive(TargetChanged(("a", "b")), WorkerJoined("b"), TrainingFinished("a", 100))
+    assert isinstance(drive.machine.order_for("b"), Release)
 
 
 def test_one_that_has_not_finished_recovers_without_those_that_have() -> None:

@@ -1,0 +1,66 @@
+"""Training that changes size without stopping: for PyTorch, needing nothing but PyTorch.
+
+    import elastic_runtime as elastic
+
+    job = elastic.init(global_batch_size=512, max_batch_per_gpu=64)
+    model, optimizer, loader = job.prepare(model, optimizer, loader)
+    for epoch in job.epochs(20):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            job.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+Belongs here: what runs inside a training process. Does not: how many workers there should be, and where: that is the
+cluster's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic_runtime.errors import (
+    BatchPlanError,
+    CheckpointError,
+    CollectiveError,
+    CoordinatorError,
+    ElasticError,
+    LoopError,
+    ModelMismatchError,
+    RunError,
+    SettingsError,
+    StateError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from elastic_runtime.job import Job
+
+__all__ = [
+    "BatchPlanError",
+    "CheckpointError",
+    "CollectiveError",
+    "CoordinatorError",
+    "ElasticError",
+    "LoopError",
+    "ModelMismatchError",
+    "RunError",
+    "SettingsError",
+    "StateError",
+    "UsageError",
+    "init",
+]
+
+
+def init(*, global_batch_size: int | None = None, max_batch_per_gpu: int | None = None, seed: int = 0) -> Job:
+    """Become a worker of the job that the environment names; alone, a job of one.
+
+    `global_batch_size`: samples of a step, over all workers, whatever their number; default: the loader's batch_size.
+    `max_batch_per_gpu`: the most samples of one iteration; larger shares are cut, and their gradients added up.
+    `seed`: of the order of the samples. Call it early: the coordinator then knows that the worker is on its way.
+    BatchPlanError and SettingsError for values that cannot be.
+    """
+    from elastic_runtime.environment import Environment  # noqa: PLC0415  (torch.distributed is loaded when it is used)
+    from elastic_runtime.job import Job  # noqa: PLC0415
+
+    return Job(Environment.read(), global_batch_size=global_batch_size, max_batch_per_gpu=max_batch_per_gpu, seed=seed)

@@ -1,0 +1,69 @@
+"""How a global batch is split over workers and micro-batches. Pure; every worker computes the same answer.
+
+The samples of a step go to the ranks as contiguous shares, as even as possible, larger ones first; a share is cut into
+micro-batches as even as possible, none above the maximum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_runtime.errors import BatchPlanError
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One iteration of one worker: samples [start, stop) of the step's `step_samples`.
+
+    A ghost has no sample of its own: it lets the worker take part with weight zero, on a copy of the first sample.
+    """
+
+    start: int
+    stop: int
+    step_samples: int
+    last: bool
+
+    @property
+    def size(self) -> int:
+        """Samples that count."""
+        return self.stop - self.start
+
+    @property
+    def ghost(self) -> bool:
+        """Whether it has weight zero."""
+        return self.stop == self.start
+
+    @property
+    def weight(self) -> float:
+        """Its part of the global batch."""
+        return self.size / self.step_samples
+
+
+def split(total: int, parts: int) -> list[tuple[int, int]]:
+    """`parts` contiguous ranges [start, stop) of range(total), as even as possible, larger ones first."""
+    size, larger = divmod(total, parts)
+    stops = [size * (i + 1) + min(i + 1, larger) for i in range(parts)]
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def micro_batches(samples: int, rank: int, world_size: int, max_batch: int | None) -> list[MicroBatch]:
+    """What `rank` iterates over in a step of `samples`: at least one micro-batch, the last one marked."""
+    start, stop = split(samples, world_size)[rank]
+    if start == stop:
+        return [MicroBatch(start, start, samples, last=True)]
+    count = -(-(stop - start) // (max_batch or stop - start))
+    cuts = split(stop - start, count)
+    return [MicroBatch(start + a, start + b, samples, last=b == stop - start) for a, b in cuts]
+
+
+def check_batch(global_batch_size: int, max_batch_per_gpu: int | None) -> None:
+    """BatchPlanError where no split exists."""
+    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
+        raise BatchPlanError(f"global_batch_size is {global_batch_size!r}, but it must be a whole number from 1 up")
+    if max_batch_per_gpu is None:
+        return
+    if isinstance(max_batch_per_gpu, bool) or not isinstance(max_batch_per_gpu, int) or max_batch_per_gpu < 1:
+        raise BatchPlanError(
+            f"max_batch_per_gpu is {max_batch_per_gpu!r}, but it must be a whole number from 1 up; "
+            "leave it out to take each worker's share at once"
+        )

@@ -1,0 +1,74 @@
+"""A model's buffers: they follow rank 0, inside the gradients' own reduction, and go back when a step is repeated.
+
+Every worker normalises with its own batch statistics and would drift away from the others; DistributedDataParallel
+broadcasts the buffers of rank 0 before each forward pass. Here rank 0 adds its values to the tail of the last bucket
+and everybody else adds zeros: the sum is rank 0's, and no collective is added. Whole numbers (num_batches_tracked)
+travel as two floats, exact up to 2**44.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAX_NUMEL = 1 << 20
+"""Larger models of buffers (tables, caches) are constants in practice: only normalisation layers' buffers follow."""
+_BASE = 1 << 20
+
+
+class FollowedBuffers:
+    """The buffers of `modules` that follow rank 0, and the values of all of them at a step's beginning."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        modules = list(modules)
+        every = [b for module in modules for b in module.buffers() if b.numel()]
+        if sum(b.numel() for b in every) > MAX_NUMEL:
+            every = [
+                b
+                for module in modules
+                for part in module.modules()
+                if isinstance(part, torch.nn.modules.batchnorm._NormBase)  # noqa: SLF001
+                for b in part.buffers(recurse=False)
+            ]
+        self._floats = [b for b in every if b.dtype in {torch.float16, torch.bfloat16, torch.float32}]
+        self._integers = [b for b in every if b.dtype in {torch.int32, torch.int64}]
+        self._saved = [b.detach().clone() for b in self._floats + self._integers]
+        self.size = sum(b.numel() for b in self._floats) + 2 * sum(b.numel() for b in self._integers)
+
+    def save(self) -> None:
+        """Remember the values: a step begins."""
+        for saved, buffer in zip(self._saved, self._floats + self._integers, strict=True):
+            saved.copy_(buffer.detach())
+
+    def restore(self) -> None:
+        """Go back to the values remembered: the step is repeated."""
+        for saved, buffer in zip(self._saved, self._floats + self._integers, strict=True):
+            buffer.detach().copy_(saved)
+
+    def fill(self, section: torch.Tensor, *, leader: bool) -> None:
+        """Put the leader's values, or zeros, into `section`, of shape (size,)."""
+        if not self.size:
+            return
+        if not leader:
+            section.zero_()
+            return
+        parts = [b.detach().reshape(-1).to(section.dtype) for b in self._floats]
+        for b in self._integers:
+            flat = b.detach().reshape(-1)
+            parts += [(flat // _BASE).to(section.dtype), (flat % _BASE).to(section.dtype)]
+        torch.cat(parts, out=section)
+
+    def take(self, section: torch.Tensor) -> None:
+        """Take over the values in `section`."""
+        at = 0
+        for b in self._floats:
+            b.detach().copy_(section[at : at + b.numel()].view_as(b))
+            at += b.numel()
+        for b in self._integers:
+            high, low = section[at : at + b.numel()], section[at + b.numel() : at + 2 * b.numel()]
+            b.detach().copy_((high.to(b.dtype) * _BASE + low.to(b.dtype)).view_as(b))
+            at += 2 * b.numel()

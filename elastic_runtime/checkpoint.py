@@ -1,0 +1,115 @@
+"""Checkpoints: whole or not there, checked, and readable at any world size.
+
+A file is written beside its place, synced, and renamed into it; so, killed at any instant, what has the name is whole.
+Layout: magic, length of the head (8 bytes), head (pickled: step, skeleton, shapes), tensors, CRC-32 of all before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import pickle
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_runtime.errors import CheckpointError
+from elastic_runtime.packing import describe, pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from io import BufferedReader, BufferedWriter
+
+MAGIC = b"ELASTIC1"
+KEEP = 2
+
+_log = logging.getLogger("elastic_runtime")
+
+
+def save(directory: str, step: int, state: object, *, keep: int = KEEP) -> Path:
+    """Write the state after `step`; older files beyond `keep` are removed.
+
+    Raises CheckpointError where it cannot be written (the older ones are then untouched), StateError where the state
+    cannot be saved at all.
+    """
+    skeleton, tensors = pack(state)
+    tensors = [tensor.cpu().contiguous() for tensor in tensors]
+    target = Path(directory) / f"checkpoint-{step:012d}.elastic"
+    partial = target.with_suffix(f".partial-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            _write(file, step, skeleton, tensors)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(target)
+        _sync_directory(target.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise CheckpointError(f"step {step} could not be saved to {directory}: {error}; free or mount it") from error
+    for old in checkpoints(directory)[keep:]:
+        old.unlink(missing_ok=True)
+    return target
+
+
+def load_newest(directory: str) -> tuple[int, Any] | None:
+    """(step, state) of the newest whole checkpoint, or None; a damaged one is warned of and skipped."""
+    for path in checkpoints(directory):
+        try:
+            with path.open("rb") as file:
+                return _read(file)
+        except (OSError, CheckpointError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            _log.warning("checkpoint %s is damaged (%s); falling back to the one before", path, error)
+    return None
+
+
+def checkpoints(directory: str) -> list[Path]:
+    """All of them, newest first."""
+    return sorted(Path(directory).glob("checkpoint-*.elastic"), reverse=True)
+
+
+def _write(file: BufferedWriter, step: int, skeleton: bytes, tensors: list[torch.Tensor]) -> None:
+    head = pickle.dumps((step, skeleton, describe(tensors)), protocol=5)
+    checksum = 0
+    parts: list[bytes | memoryview] = [MAGIC, len(head).to_bytes(8, "little"), head, *_bytes_of(tensors)]
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+        file.write(part)
+    file.write(checksum.to_bytes(4, "little"))
+
+
+def _read(file: BufferedReader) -> tuple[int, Any]:
+    start = file.read(len(MAGIC) + 8)
+    if start[: len(MAGIC)] != MAGIC:
+        raise CheckpointError("it does not begin as a checkpoint does")
+    head = file.read(int.from_bytes(start[len(MAGIC) :], "little"))
+    step, skeleton, shapes = pickle.loads(head)  # noqa: S301  (the job's own directory)
+    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
+    checksum = zlib.crc32(head, zlib.crc32(start))
+    for part in _bytes_of(tensors):
+        if file.readinto(part) != part.nbytes:
+            raise CheckpointError("it ends too early")
+        checksum = zlib.crc32(part, checksum)
+    if file.read(4) != checksum.to_bytes(4, "little"):
+        raise CheckpointError("its checksum is wrong")
+    return step, unpack(skeleton, tensors)
+
+
+def _bytes_of(tensors: list[torch.Tensor]) -> Iterator[memoryview]:
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if size:
+            yield memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

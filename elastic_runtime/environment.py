@@ -1,0 +1,59 @@
+"""What the cluster tells a worker through its environment (docs/contracts.md)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from elastic_runtime.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One worker's place in its cluster; without a coordinator it runs alone."""
+
+    job_name: str = "local"
+    worker_id: str = "local"
+    coordinator: str = ""
+    token_file: str = ""
+    checkpoint_dir: str = ""
+    report_file: str = ""
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
+        """From the process's environment. SettingsError where variables that belong together are not all there."""
+        given = os.environ if variables is None else variables
+        environment = cls(
+            job_name=given.get("JOB_NAME", "local"),
+            worker_id=given.get("ELASTIC_WORKER_ID", "local"),
+            coordinator=given.get("ELASTIC_COORDINATOR", ""),
+            token_file=given.get("ELASTIC_TOKEN_FILE", ""),
+            checkpoint_dir=given.get("ELASTIC_CHECKPOINT_DIR", ""),
+            report_file=given.get("ELASTIC_REPORT_FILE", ""),
+        )
+        if environment.coordinator and "ELASTIC_WORKER_ID" not in given:
+            raise SettingsError("ELASTIC_COORDINATOR is set, but ELASTIC_WORKER_ID is not; set both, or neither")
+        return environment
+
+    def coordinator_address(self) -> tuple[str, int, str]:
+        """(host, port, path) of the job's membership service; `@FILE` is read anew by each call.
+
+        SettingsError for something that is not an HTTP address; OSError where the file is not there.
+        """
+        url = self.coordinator
+        if url.startswith("@"):
+            url = Path(url[1:]).read_text(encoding="utf-8").strip()
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise SettingsError(f"ELASTIC_COORDINATOR is {url!r}, but it must be http://HOST:PORT/PATH or @FILE")
+        return parts.hostname, parts.port or 80, parts.path.rstrip("/")
+
+    def token(self) -> str:
+        """The job's token; empty where there is no file."""
+        return Path(self.token_file).read_text(encoding="utf-8").strip() if self.token_file else ""

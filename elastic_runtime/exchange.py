@@ -1,0 +1,49 @@
+"""What the members of a new generation tell each other before they train: who holds the newest state, and that state.
+
+One small all-gather, whatever the occasion: the first generation (rank 0 holds what all begin with), a joiner (it holds
+nothing), a loss (who has applied a step that others have not is one step ahead of them).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_runtime.errors import CollectiveError, ModelMismatchError
+from elastic_runtime.transfer import receive_state, send_state
+
+if TYPE_CHECKING:
+    from elastic_runtime.groups import Group
+    from elastic_runtime.state import TrainingState
+
+
+def exchange(group: Group, state: TrainingState, *, holds_state: bool) -> bool:
+    """Bring all members to the newest state; whether this one received it.
+
+    Raises CollectiveError where a member was lost or does not fit; ModelMismatchError in the one that does not fit.
+    """
+    step = state.position.step if holds_state else -1
+    rows = group.all_gather(torch.tensor([step, state.fingerprint()], dtype=torch.int64))
+    steps, fingerprints = rows[:, 0].tolist(), rows[:, 1].tolist()
+    source = steps.index(max(steps))
+    _check_models(group, source, fingerprints)
+    behind = [rank for rank, known in enumerate(steps) if rank != source and (known < steps[source] or known < 0)]
+    if group.rank == source:
+        for rank in behind:
+            send_state(group, rank, state.capture())
+    if group.rank not in behind:
+        return False
+    state.load(receive_state(group, source))
+    return True
+
+
+def _check_models(group: Group, source: int, fingerprints: list[int]) -> None:
+    different = [rank for rank, known in enumerate(fingerprints) if known != fingerprints[source]]
+    if group.rank in different:
+        raise ModelMismatchError(
+            f"the model of rank {group.rank} differs from that of rank {source}: parameters must have the same names, "
+            "shapes and types, and optimizers the same number, on every worker; do not build them from the rank"
+        )
+    if different:
+        raise CollectiveError(f"the models of ranks {different} differ from that of rank {source}")

@@ -1,0 +1,175 @@
+"""Which generation this worker is in, and the next ones being built in the background.
+
+The orders' thread writes, the loop reads; one lock between them. The loop never waits here while it trains, only where
+it has nothing to do: before the first generation and after a loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elastic_runtime.errors import ElasticError
+from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group, Interrupt
+from elastic_runtime.orders import Order
+from elastic_runtime.torch_internals import build_group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_runtime.torch_internals import Store
+
+_log = logging.getLogger("elastic_runtime")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One membership as this worker sees it; `group` is None where it has no part in it, or is alone."""
+
+    number: int
+    members: tuple[str, ...]
+    group: Group | None
+
+    def includes(self, worker: str) -> bool:
+        """Whether the worker is in it."""
+        return worker in self.members
+
+
+ALONE = Generation(0, ("local",), None)
+
+
+class Generations:
+    """Turns orders into built groups.
+
+    `make_store(number)` gives the rendezvous space of a generation, `say(event, **fields)` reaches the coordinator.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        make_store: Callable[[int], Store],
+        say: Callable[..., None],
+        backend: Callable[[], str],
+    ) -> None:
+        self.worker = worker
+        self.interrupt = Interrupt()
+        self.adopted: Generation | None = None
+        self._make_store, self._say, self._backend = make_store, say, backend
+        self._order = Order("Stay")
+        self._building: set[int] = set()
+        self._built: dict[int, Generation] = {}
+        self._refused: ElasticError | None = None
+        self._changed = threading.Condition()
+
+    # The orders' thread
+
+    def on_order(self, order: Order) -> None:
+        """A new order stands."""
+        with self._changed:
+            if self.adopted is None and order != self._order:
+                self.interrupt.set()  # a joiner waits inside a generation that may have been withdrawn
+            self._order = order
+            current = self.adopted.number if self.adopted else 0
+            if order.kind == "Release" or (order.kind == "Recover" and order.generation > current):
+                self.interrupt.set()
+            if order.kind in {"Propose", "Recover"} and order.generation > current:
+                self._start_building(order)
+            self._drop_outdated()
+            self._changed.notify_all()
+
+    def on_refused(self, error: ElasticError) -> None:
+        """The coordinator does not want this process at all."""
+        with self._changed:
+            self._refused = error
+            self.interrupt.set()
+            self._changed.notify_all()
+
+    def _start_building(self, order: Order) -> None:
+        number = order.generation
+        if number in self._building or number in self._built:
+            return
+        if self.worker not in order.members:
+            self._built[number] = Generation(number, order.members, None)
+            return
+        self._building.add(number)
+        threading.Thread(target=self._build, args=(order,), name=f"elastic-build-{number}", daemon=True).start()
+
+    def _build(self, order: Order) -> None:
+        rank, size = order.members.index(self.worker), len(order.members)
+        try:
+            store = self._make_store(order.generation)
+            name = f"elastic-{order.generation}"
+            group = build_group(store, rank, size, name, self._backend(), COLLECTIVE_TIMEOUT)
+        except (RuntimeError, OSError, ElasticError) as error:
+            _log.debug("generation %d could not be built: %s", order.generation, error)
+            with self._changed:
+                self._building.discard(order.generation)
+            self._say("PreparationFailed", generation=order.generation, why=str(error)[:500])
+            return
+        with self._changed:
+            self._building.discard(order.generation)
+            self._built[order.generation] = Generation(
+                order.generation, order.members, Group(group, rank, size, self.interrupt)
+            )
+            self._drop_outdated()
+            self._changed.notify_all()
+        self._say("GenerationPrepared", generation=order.generation)
+
+    def _drop_outdated(self) -> None:
+        """Close what was built and is older than what is in force. A withdrawn one may have been voted for: kept."""
+        current = self.adopted.number if self.adopted else 0
+        for number in [n for n in self._built if n < current]:
+            generation = self._built.pop(number)
+            if generation.group:
+                generation.group.close_soon()
+
+    # The loop
+
+    def vote(self) -> Generation | None:
+        """The generation that this worker is prepared to switch to at the end of this step."""
+        with self._changed:
+            order, adopted = self._order, self.adopted
+            if order.kind != "Propose" or adopted is None or order.base != adopted.number:
+                return None
+            return self._built.get(order.generation)
+
+    def adopt(self, generation: Generation) -> None:
+        """The switch is made."""
+        with self._changed:
+            previous, self.adopted = self.adopted, generation
+            self._built.pop(generation.number, None)
+            if not (self._order.kind in {"Recover", "Release"} and self._order.generation != generation.number):
+                self.interrupt.clear()
+            self._drop_outdated()
+        if previous and previous.group:
+            previous.group.close_soon()
+
+    def wait_for_next(self, after: int) -> Generation | None:
+        """The generation that this worker is to adopt at once, newer than `after`; None: it is to leave.
+
+        Raises CoordinatorError where the coordinator refused this process.
+        """
+        with self._changed:
+            while True:
+                if self._refused:
+                    raise self._refused
+                if self._order.kind == "Release":
+                    return None
+                ready = self._built.get(self._order.generation)
+                may_adopt = self._order.kind == "Recover" or (self._order.kind == "Propose" and self.adopted is None)
+                if ready and may_adopt and ready.number > after:
+                    self.interrupt.clear()
+                    return ready
+                self._changed.wait()
+
+    def wait_for_release(self, timeout_s: float) -> None:
+        """Keep connections open until nobody needs them, or long enough."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._order.kind == "Release", timeout_s)
+
+    @property
+    def must_recover(self) -> bool:
+        """Whether the generation in force has been ended from outside."""
+        return self.interrupt.is_set

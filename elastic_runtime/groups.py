@@ -1,0 +1,125 @@
+"""One generation's process group, behind the few operations that the runtime needs.
+
+Every wait ends early once the `Interrupt` is set: a collective whose peer is alive but no longer takes part would
+otherwise wait for minutes. What was in flight is then abandoned, with its buffers.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from elastic_runtime.errors import CollectiveError
+from elastic_runtime.torch_internals import drop_group, make_default
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch.distributed as dist
+
+POLL = timedelta(milliseconds=10)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Far above any honest wait (a peer that evaluates); silent peers are the coordinator's to find."""
+
+
+class Pending(Protocol):
+    """A collective in flight."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Until it is done, or the time is over."""
+
+    def is_completed(self) -> bool:
+        """Whether it is done, well or not."""
+
+
+class Interrupt:
+    """Set by the orders' thread when what the loop waits for will not come."""
+
+    def __init__(self) -> None:
+        self._set = threading.Event()
+
+    def set(self) -> None:
+        """End the waits."""
+        self._set.set()
+
+    def clear(self) -> None:
+        """It was noticed."""
+        self._set.clear()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether waits end."""
+        return self._set.is_set()
+
+
+class Group:
+    """The members of one generation, connected. `rank` and `size` are those of `torch.distributed` once published."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, interrupt: Interrupt) -> None:
+        self.rank, self.size = rank, size
+        self._group, self._interrupt = group, interrupt
+
+    def publish(self) -> None:
+        """Make it torch's default group."""
+        make_default(self._group)
+
+    def close_soon(self) -> None:
+        """Close it in the background."""
+        threading.Thread(target=drop_group, args=(self._group,), name="elastic-close", daemon=True).start()
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Start summing in place."""
+        with _lost_peers_reported():
+            return self._group.allreduce([tensor])
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One row for each rank."""
+        rows = [torch.empty_like(tensor) for _ in range(self.size)]
+        with _lost_peers_reported():
+            self.wait([self._group.allgather([rows], [tensor])])
+        return torch.stack(rows)
+
+    def barrier(self) -> None:
+        """Until all are here."""
+        with _lost_peers_reported():
+            self.wait([self._group.allreduce([torch.zeros(1)])])
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        """Send tensors one after another."""
+        with _lost_peers_reported():
+            self.wait([self._group.send([tensor], to, tag) for tag, tensor in enumerate(tensors)])
+
+    def receive(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Receive into tensors of the same shapes."""
+        with _lost_peers_reported():
+            self.wait([self._group.recv([tensor], source, tag) for tag, tensor in enumerate(tensors)])
+
+    def wait(self, works: Sequence[Pending]) -> None:
+        """Until all are done. CollectiveError where one failed, or none will."""
+        for work in works:
+            while not self._done(work):
+                if self._interrupt.is_set:
+                    raise CollectiveError("the coordinator ended this generation")
+
+    def _done(self, work: Pending) -> bool:
+        try:
+            work.wait(POLL)
+        except RuntimeError as error:
+            if work.is_completed():
+                raise CollectiveError(f"rank {self.rank} of {self.size} lost a peer: {error}") from error
+            return False
+        return True
+
+
+class _lost_peers_reported:  # noqa: N801  (reads as the words of a `with` statement)
+    """torch raises RuntimeError where a connection is already broken when a collective starts."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise CollectiveError(f"a peer was lost: {error}") from error

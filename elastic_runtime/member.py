@@ -1,0 +1,281 @@
+"""This worker as a member of its job: joining, switching, recovering and leaving.
+
+All of it happens in the loop's own thread and between two steps; what takes long was prepared before, by the threads
+of `coordinator` and `generations`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from elastic_runtime import checkpoint
+from elastic_runtime.coordinator import Coordinator
+from elastic_runtime.errors import CheckpointError, CollectiveError, LoopError
+from elastic_runtime.exchange import exchange
+from elastic_runtime.generations import Generation, Generations
+from elastic_runtime.order import mix_seed
+from elastic_runtime.reporting import Reporter
+from elastic_runtime.store import CoordinatorStore
+from elastic_runtime.streams import RandomStreams
+from elastic_runtime.torch_internals import check_torch
+
+if TYPE_CHECKING:
+    from elastic_runtime.environment import Environment
+    from elastic_runtime.groups import Group
+    from elastic_runtime.position import Position
+    from elastic_runtime.state import TrainingState
+    from elastic_runtime.torch_internals import Store
+
+RELEASE_S = 5.0
+TERMINATED = 128 + signal.SIGTERM
+
+_log = logging.getLogger("elastic_runtime")
+
+
+class Member:
+    """Without a coordinator it is alone: rank 0 of 1, for ever."""
+
+    def __init__(self, environment: Environment, seed: int) -> None:
+        self._environment, self._seed = environment, seed
+        self.streams = RandomStreams()
+        self._events: dict[str, dict[str, Any]] = {}  # what has to be said again to a coordinator that connects
+        self._holds_state = self._stopping = False
+        self._generations = Generations(environment.worker_id, self._store, self._say, _backend)
+        self.reporter = Reporter(environment.report_file, environment.worker_id, self._send_progress)
+        self._coordinator: Coordinator | None = None
+        if environment.coordinator:
+            check_torch()
+            self._coordinator = Coordinator(
+                environment, self._generations.on_order, self._standing, self._generations.on_refused
+            )
+            self._coordinator.start()
+            atexit.register(self._coordinator.close)
+        if environment.coordinator or environment.checkpoint_dir:
+            self._listen_for_sigterm()
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation in force; 0 before the first, and alone."""
+        return self._generations.adopted.number if self._generations.adopted else 0
+
+    @property
+    def group(self) -> Group | None:
+        """The members of the generation in force, connected; None alone."""
+        return self._generations.adopted.group if self._generations.adopted else None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(rank, world size). LoopError while they are not known."""
+        if self._coordinator is None:
+            return 0, 1
+        adopted = self._generations.adopted
+        if adopted is None:
+            raise LoopError("rank and world_size are known once the loop has begun; use them inside job.epochs(...)")
+        return adopted.members.index(self._environment.worker_id), len(adopted.members)
+
+    # Asked by the loop at each step
+
+    @property
+    def must_recover(self) -> bool:
+        """Whether the generation in force was ended from outside."""
+        return self._generations.interrupt.is_set
+
+    def check(self) -> None:
+        """CollectiveError where the generation in force was ended from outside."""
+        if self.must_recover:
+            raise CollectiveError("the coordinator ended this generation")
+
+    def vote(self) -> Generation | None:
+        """What this worker is prepared to switch to."""
+        return self._generations.vote()
+
+    def tell_progress(self, position: Position, total_steps: int | None, *, force: bool) -> None:
+        """Rank 0 tells how far the training is."""
+        if self.place[0] == 0:
+            self.reporter.progress(position.step, position.epoch, total_steps, force=force)
+
+    # Joining, switching, leaving
+
+    def ready(self) -> None:
+        """Everything is built; a generation may come."""
+        self._stand("WorkerReady")
+
+    def join(self, state: TrainingState) -> None:
+        """Wait for a generation and take over its state; alone, go on from the newest checkpoint."""
+        if self._coordinator is None:
+            self._load_checkpoint(state)
+        elif self._generations.adopted is None:
+            self._settle(state, self._generations.wait_for_next(after=0), "join")
+
+    def switch_to(self, generation: Generation, state: TrainingState) -> None:
+        """Make the switch that all members agreed on."""
+        self._settle(state, generation, "agreed")
+
+    def recover(self, state: TrainingState, error: CollectiveError | None) -> None:
+        """A peer was lost: wait to be told with whom to go on, and go on."""
+        if error:
+            _log.warning("generation %d: %s; recovering", self.generation, error)
+            self._stand("CollectiveFailed", generation=self.generation, step=state.position.step, why=str(error)[:500])
+        self._settle(state, self._generations.wait_for_next(after=self.generation), "recovered")
+
+    def all_here(self) -> bool:
+        """Wait for all members; False where one was lost."""
+        if self.group is None or self.group.size == 1:
+            return True
+        try:
+            self.group.barrier()
+        except CollectiveError as error:
+            self._stand("CollectiveFailed", generation=self.generation, step=-1, why=str(error)[:500])
+            return False
+        return True
+
+    def finish(self, step: int) -> None:
+        """The last step is applied."""
+        self.reporter.line("finished", step=step)
+        self._stand("TrainingFinished", step=step)
+
+    def leave_if_told(self, state: TrainingState) -> None:
+        """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""
+        if self._stopping and self._coordinator is None:
+            self._save_checkpoint(state)
+            raise SystemExit(TERMINATED)
+
+    def _settle(self, state: TrainingState, generation: Generation | None, cause: str) -> None:
+        """Enter `generation`, or whatever comes in its place, or leave."""
+        began = time.perf_counter()
+        while True:
+            if generation is None or not generation.includes(self._environment.worker_id):
+                self._leave(state, generation)
+            try:
+                received = self._enter(state, generation)
+                break
+            except CollectiveError as error:
+                self._give_up(generation, state, error)
+                generation = self._generations.wait_for_next(after=generation.number)
+        self._adopt(state, generation, received=received)
+        pause_ms = (time.perf_counter() - began) * 1e3
+        self._events.pop("CollectiveFailed", None)
+        self._say(
+            "GenerationAdopted", generation=generation.number, step=state.position.step, pause_ms=pause_ms, lost_steps=0
+        )
+        self.reporter.line(
+            "resize",
+            cause=cause,
+            generation=generation.number,
+            members=generation.members,
+            rank=self.place[0],
+            step=state.position.step,
+            pause_ms=pause_ms,
+            lost_steps=0,
+        )
+
+    def _enter(self, state: TrainingState, generation: Generation) -> bool:
+        """Bring everybody in it to the newest state; whether this worker received it."""
+        group = generation.group
+        if not self._holds_state and generation.members[0] == self._environment.worker_id:
+            self._holds_state = self._load_checkpoint(state)  # rank 0 without state: the first generation
+        if group is None or group.size == 1:
+            return False
+        return exchange(group, state, holds_state=self._holds_state)
+
+    def _adopt(self, state: TrainingState, generation: Generation, *, received: bool) -> None:
+        if generation.group:
+            generation.group.publish()
+        self._generations.adopt(generation)
+        if received and not self._holds_state:
+            self.streams.reseed(mix_seed(self._seed, state.position.step, self.place[0]))
+        self._holds_state = True
+
+    def _give_up(self, generation: Generation, state: TrainingState, error: CollectiveError) -> None:
+        _log.debug("generation %d could not be entered: %s", generation.number, error)
+        if generation.group:
+            generation.group.close_soon()
+        if self._generations.adopted is None:
+            self._say("PreparationFailed", generation=generation.number, why=str(error)[:500])
+        else:
+            self._stand(
+                "CollectiveFailed", generation=generation.number, step=state.position.step, why=str(error)[:500]
+            )
+
+    def _leave(self, state: TrainingState, generation: Generation | None) -> NoReturn:
+        if generation is not None:
+            if not generation.members and self.place[0] == 0:
+                self._save_checkpoint(state)
+            self.reporter.line("left", generation=generation.number, step=state.position.step)
+            self._stand("GenerationAdopted", generation=generation.number, step=state.position.step)
+            self._generations.wait_for_release(RELEASE_S)
+        if self._coordinator:
+            self._coordinator.close()
+        raise SystemExit(0)
+
+    # Checkpoints
+
+    def _load_checkpoint(self, state: TrainingState) -> bool:
+        directory = self._environment.checkpoint_dir
+        found = checkpoint.load_newest(directory) if directory else None
+        if found is None:
+            return False
+        state.load(found[1])
+        self.reporter.line("restored", step=found[0])
+        return True
+
+    def _save_checkpoint(self, state: TrainingState) -> None:
+        directory = self._environment.checkpoint_dir
+        if not directory:
+            _log.warning("ELASTIC_CHECKPOINT_DIR is not set: step %d is lost", state.position.step)
+            return
+        try:
+            path = checkpoint.save(directory, state.position.step, state.capture())
+        except CheckpointError:
+            _log.exception("the checkpoint was not written")
+            return
+        self.reporter.line("checkpoint", step=state.position.step, path=str(path))
+
+    # The coordinator
+
+    def _say(self, event: str, **fields: object) -> None:
+        if self._coordinator:
+            self._coordinator.say(event, **fields)
+
+    def _stand(self, event: str, **fields: object) -> None:
+        """Say something that a coordinator which restarts has to hear again."""
+        self._events[event] = fields
+        self._say(event, **fields)
+
+    def _send_progress(self, progress: dict[str, Any]) -> None:
+        self._stand("ProgressReported", **progress)
+
+    def _standing(self) -> list[dict[str, Any]]:
+        """What is true of this worker now, for a coordinator that it has just connected to."""
+        adopted, worker = self._generations.adopted, self._environment.worker_id
+        first: dict[str, Any] = {"event": "WorkerJoined"}
+        if adopted:
+            step = int(self._events.get("ProgressReported", {}).get("step", 0))
+            first = {
+                "event": "WorkerReconnected", "generation": adopted.number, "members": adopted.members, "step": step
+            }  # fmt: skip
+        events = [{"event": event, **fields} for event, fields in list(self._events.items())]
+        return [{"worker": worker, **event} for event in [first, *events]]
+
+    def _store(self, generation: int) -> Store:
+        return CoordinatorStore(self._environment, generation)
+
+    def _listen_for_sigterm(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, _signal: int, _frame: object) -> None:
+        self._stopping = True
+        self._stand("LeaveRequested")
+
+
+def _backend() -> str:
+    """Devices and libraries: NCCL where tensors of the training may be on a GPU. Unchecked on real GPUs so far."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

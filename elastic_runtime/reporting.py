@@ -1,0 +1,42 @@
+"""What this worker tells: JSON lines to its own file, progress to the coordinator."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from io import TextIOWrapper
+
+PROGRESS_EVERY_S = 1.0
+
+
+class Reporter:
+    """Appends lines {"event", "at" (seconds since the epoch), "worker", ...} and passes progress on, once a second."""
+
+    def __init__(self, path: str, worker: str, send_progress: Callable[[dict[str, Any]], None]) -> None:
+        self._file: TextIOWrapper | None = open(path, "a", buffering=1, encoding="utf-8") if path else None  # noqa: PTH123, SIM115
+        self._worker, self._send = worker, send_progress
+        self._sent_at = float("-inf")
+        self._metrics: dict[str, float] = {}
+
+    def line(self, event: str, **fields: object) -> None:
+        """Append one line."""
+        if self._file:
+            row = {"event": event, "at": time.time(), "worker": self._worker, **fields}
+            self._file.write(json.dumps(row) + "\n")
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Append the script's own figures; the newest go with the next progress."""
+        self._metrics.update(metrics)
+        self.line("metrics", step=step, **metrics)
+
+    def progress(self, step: int, epoch: int, total_steps: int | None, *, force: bool = False) -> None:
+        """Tell how far the training is, if the last time is a second ago, or `force`."""
+        now = time.monotonic()
+        if not force and now - self._sent_at < PROGRESS_EVERY_S:
+            return
+        self._sent_at = now
+        self._send({"step": step, "epoch": epoch, "total_steps": total_steps, "metrics": dict(self._metrics)})

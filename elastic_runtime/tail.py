@@ -1,0 +1,48 @@
+"""The numbers that ride at the end of the last bucket, and would otherwise need a collective of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic_runtime.errors import LoopError
+
+if TYPE_CHECKING:
+    import torch
+
+    from elastic_runtime.buffers import FollowedBuffers
+
+_HEAD = 3
+
+
+class Tail:
+    """Samples counted, the vote for the next generation, and rank 0's buffers. All are summed over the workers.
+
+    A vote is how far the prepared generation's number is above the one in force, 0 for none; its square travels with
+    it. Sums W * v and W * v**2 mean that all W workers voted v: by Cauchy-Schwarz no other votes have both.
+    """
+
+    def __init__(self, buffers: FollowedBuffers) -> None:
+        self._buffers = buffers
+        self.size = _HEAD + buffers.size
+        self._vote = 0
+
+    def fill(self, section: torch.Tensor, *, leader: bool, samples: int, vote: int) -> None:
+        """This worker's numbers."""
+        self._vote = vote
+        section[0], section[1], section[2] = samples, vote, vote * vote
+        self._buffers.fill(section[_HEAD:], leader=leader)
+
+    def take(self, section: torch.Tensor, *, leader: bool, samples: int, workers: int) -> bool:
+        """Everybody's sums; whether all voted as this worker did, for a generation.
+
+        LoopError where the workers' samples do not add up to the step's: their loops iterate differently.
+        """
+        counted, votes, squares = (round(value) for value in section[:_HEAD].tolist())
+        if counted != samples:
+            raise LoopError(
+                f"the workers counted {counted} samples in a step of {samples}; every worker must run the same loop "
+                "over a dataset of the same length"
+            )
+        if not leader:
+            self._buffers.take(section[_HEAD:])
+        return self._vote > 0 and votes == workers * self._vote and squares == workers * self._vote**2

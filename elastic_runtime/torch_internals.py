@@ -1,0 +1,82 @@
+"""The only module that touches torch's private parts.
+
+torch has no public way to build a second default process group beside the first one and then to swap them, which is
+what keeps a resize off the training loop. Used here, all of `torch.distributed.distributed_c10d` (checked with torch
+2.14 and 2.15): `_new_process_group_helper` builds a group without making it the default one, `_update_default_pg` and
+`_world` make it so. torch 2.15's own `reconfigure` was rejected as the only way: private as well, experimental, and it
+hangs when a collective is in flight.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, _unregister_process_group
+from torch.distributed import distributed_c10d as c10d
+
+from elastic_runtime.errors import RunError
+
+__all__ = ["Store", "build_group", "check_torch", "drop_group", "make_default"]
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+_LOCK = threading.Lock()
+"""torch's registry of groups is plain dictionaries, and groups are built in background threads."""
+
+
+def check_torch() -> None:
+    """RunError where this torch lacks what is needed, naming it."""
+    if not dist.is_available():
+        raise RunError(f"torch {torch.__version__} was built without torch.distributed; install a build that has it")
+    for name in ("_new_process_group_helper", "_update_default_pg", "_world"):
+        if not hasattr(c10d, name):
+            raise RunError(f"torch {torch.__version__} has no torch.distributed.{name}; use torch 2.14 or 2.15")
+
+
+def build_group(store: Store, rank: int, size: int, name: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group like a default one, under a `name` of its own, that is not yet the default one.
+
+    Blocks until all `size` ranks have come, without the interpreter's lock. Raises what the backend raises.
+    """
+    extra: dict[str, Any] = {}
+    if "group_desc" in inspect.signature(c10d._new_process_group_helper).parameters:  # noqa: SLF001
+        extra["group_desc"] = "default_pg"
+    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
+        size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        store,
+        cast(Any, name),  # torch 2.15 gives names a type of their own, 2.14 does not
+        timeout=timeout,
+        **extra,
+    )
+    return cast("dist.ProcessGroup", group)
+
+
+def make_default(group: dist.ProcessGroup) -> None:
+    """From now on `torch.distributed` means this group where none is named."""
+    with _LOCK:
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}  # noqa: SLF001
+        c10d._update_default_pg(group)  # noqa: SLF001
+
+
+def drop_group(group: dist.ProcessGroup) -> None:
+    """Close a group that is not the default one, or was; takes milliseconds to much longer: not for the loop."""
+    with _LOCK:
+        world = c10d._world  # noqa: SLF001
+        if world.default_pg is group:
+            c10d._update_default_pg(None)  # noqa: SLF001
+        for registry in (world.pg_group_ranks, world.pg_map, world.pg_names, world.pg_backend_config):
+            registry.pop(group, None)
+        tag = world.pg_to_tag.pop(group, None)
+        for known in (tag, ""):
+            if known is not None and group in world.tags_to_pg.get(known, []):
+                world.tags_to_pg[known].remove(group)
+        _unregister_process_group(group.group_name)
+    group.shutdown()

@@ -1,0 +1,66 @@
+"""State from one rank to another, over the generation's own group.
+
+Three messages: the lengths of what follows, a pickled head (the skeleton, and what to allocate), then the tensors:
+large ones as they are, small ones joined into one buffer for each dtype, because a message costs more than a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_runtime.packing import describe, pack, unpack
+
+if TYPE_CHECKING:
+    from elastic_runtime.groups import Group
+
+SMALL_NUMEL = 1 << 14
+
+
+def send_state(group: Group, to: int, state: object) -> None:
+    """Blocks until all is sent. StateError where the state cannot be saved, CollectiveError where the peer is lost."""
+    skeleton, tensors = pack(state)
+    tensors = [tensor.cpu() for tensor in tensors]
+    head = pickle.dumps((skeleton, describe(tensors)), protocol=5)
+    group.send([torch.tensor([len(head)])], to)
+    group.send([torch.frombuffer(bytearray(head), dtype=torch.uint8)], to)
+    group.send(_messages(tensors), to)
+
+
+def receive_state(group: Group, source: int) -> Any:
+    """The state that `send_state` sent. CollectiveError where the peer is lost."""
+    length = torch.zeros(1, dtype=torch.int64)
+    group.receive([length], source)
+    head = torch.empty(int(length), dtype=torch.uint8)
+    group.receive([head], source)
+    skeleton, shapes = pickle.loads(ctypes.string_at(head.data_ptr(), head.numel()))  # noqa: S301  (written by a worker of the same job)
+    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
+    messages = _messages(tensors)
+    group.receive(messages, source)
+    _scatter(tensors, messages)
+    return unpack(skeleton, tensors)
+
+
+def _messages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What is sent, in order: large tensors, then the small ones of each dtype, joined, as bytes."""
+    large = [t.contiguous().view(-1) for t in tensors if t.numel() > SMALL_NUMEL]
+    return large + [torch.cat([t.reshape(-1) for t in small]) for small in _small(tensors)]
+
+
+def _small(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if 0 < tensor.numel() <= SMALL_NUMEL:
+            kinds.setdefault(tensor.dtype, []).append(tensor)
+    return [kinds[dtype] for dtype in sorted(kinds, key=str)]
+
+
+def _scatter(tensors: list[torch.Tensor], messages: list[torch.Tensor]) -> None:
+    joined = messages[sum(t.numel() > SMALL_NUMEL for t in tensors) :]
+    for small, flat in zip(_small(tensors), joined, strict=True):
+        parts = torch.split(flat, [t.numel() for t in small])
+        for tensor, part in zip(small, parts, strict=True):
+            tensor.view(-1).copy_(part)

@@ -1,0 +1,254 @@
+"""Real worker processes against the real membership service.
+
+The processes come from a fork server that has torch loaded already: importing it costs seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from functools import partial
+from multiprocessing.connection import wait as wait_for_any
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from kfp_gpuquota.membership import AnnounceCommit, Limits
+from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
+from tests.elastic_runtime.training import Gate, Plan, worker_main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kfp_gpuquota.api import Progress
+    from kfp_gpuquota.server.membership import MembershipService
+
+JOB = "job"
+PATIENCE_S = 60.0
+LIMITS = Limits(silence_s=3.0, leave_s=20.0, forming_s=5.0, failure_s=1.0)
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.elastic_runtime.training", "elastic_runtime.job", "torch.distributed"])
+
+
+def until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
+    """Poll, because the other side is another process; fail with words."""
+    end = time.monotonic() + patience_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {patience_s} s: {what}"
+        time.sleep(0.002)
+    return found
+
+
+def _tell_gone(worker: str, service: MembershipService) -> None:
+    service.worker_gone(JOB, worker)
+
+
+class Cluster:
+    """Starts workers, tells the service of their ends, carries out its kills; checks at the end that none is left."""
+
+    def __init__(self, directory: Path, plan: Plan | None = None, *, checkpoints: bool = False) -> None:
+        self.directory, self.plan = directory, plan or Plan()
+        self.gate = Gate(context)
+        self.commits: list[AnnounceCommit] = []
+        self.released: list[str] = []
+        self.finished: list[str] = []
+        self.kills: list[tuple[str, str]] = []
+        self.highest = 0
+        self.progress: list[Progress] = []
+        self.processes: dict[str, multiprocessing.process.BaseProcess] = {}
+        self._stopping = False
+        self._checkpoints = checkpoints
+        (directory / "token").write_text("secret")
+        self._target: list[str] = []
+        self._lock = threading.Lock()
+        self._serve(1)
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+
+    # Notices
+
+    def generation_reserved(self, job_uid: str, generation: int) -> None:
+        assert generation > self.highest
+        self.highest = generation
+
+    def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
+        self.commits.append(commit)
+
+    def worker_released(self, job_uid: str, worker: str, step: int) -> None:
+        self.released.append(worker)
+
+    def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
+        self.kills.append((worker, why))
+        self.kill(worker)
+
+    def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
+        self.progress.append(progress)
+
+    def training_finished(self, job_uid: str, worker: str, step: int) -> None:
+        self.finished.append(worker)
+
+    # What a test does
+
+    def target(self, *indices: int) -> None:
+        """Workers of these numbers are wanted; those that do not run yet are started."""
+        self._target = [f"w{i}" for i in indices]
+        for index in indices:
+            self._start(index)
+        self.coordinator.call(lambda service: service.set_target(JOB, self._target))
+
+    def kill(self, worker: str, number: int = signal.SIGKILL) -> None:
+        pid = self.processes[worker].pid
+        if pid and self.processes[worker].is_alive():
+            os.kill(pid, number)
+
+    def hold_at(self, step: int) -> None:
+        """Nobody goes beyond this step until `let_go`."""
+        self.gate.limit.value = step
+
+    def let_go(self) -> None:
+        self.gate.limit.value = 1 << 40
+
+    def wait_until_at(self, step: int, *indices: int) -> None:
+        until(lambda: all(self.gate.at[i] >= step for i in indices), f"workers {indices} at step {step}")
+
+    def wait_until_prepared(self, *indices: int) -> None:
+        """A generation of exactly these workers is built and waits for the end of a step."""
+        wanted = {f"w{i}" for i in indices}
+
+        def prepared() -> bool:
+            pending = self.coordinator.call(lambda service: service.machine(JOB)).pending
+            return pending is not None and wanted == set(pending.members) == pending.prepared & wanted
+
+        until(prepared, f"a generation of {wanted} prepared\n{self.logs()}")
+
+    def wait_for_size(self, size: int) -> AnnounceCommit:
+        def found() -> AnnounceCommit | None:
+            last = self.commits[-1] if self.commits else None
+            return last if last and last.complete and len(last.members) == size else None
+
+        result: AnnounceCommit = until(found, f"a generation of {size}, seen {self.commits}\n{self.logs()}")
+        return result
+
+    def wait_for_end(self, *indices: int) -> None:
+        """These workers end well."""
+        for index in indices:
+            process = self.processes[f"w{index}"]
+            process.join(PATIENCE_S)
+            assert process.exitcode == 0, f"w{index} ended with {process.exitcode}:\n{self.logs()}"
+
+    def restart_coordinator(self, *, away_s: float = 0.0) -> None:
+        """A new service that knows only the highest number, at another address."""
+        self.coordinator.__exit__(None, None, None)
+        time.sleep(away_s)
+        self._serve(self.highest + 1)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.directory.glob("log-*")))
+
+    # What was trained
+
+    def consumed(self) -> dict[int, list[int]]:
+        """The samples of each applied step: by the newest generation that applied it."""
+        rows = [
+            json.loads(line) for p in self.directory.glob("consumed-*") for line in p.read_text().splitlines() if line
+        ]
+        newest: dict[int, int] = defaultdict(int)
+        for row in rows:
+            newest[row["step"]] = max(newest[row["step"]], row["generation"])
+        steps: dict[int, list[int]] = defaultdict(list)
+        for row in rows:
+            if row["generation"] == newest[row["step"]]:
+                steps[row["step"]] += row["indices"]
+        return steps
+
+    def check_samples(self) -> None:
+        """Each sample exactly once in each epoch."""
+        plan, consumed = self.plan, self.consumed()
+        steps = -(-plan.samples // plan.global_batch)
+        assert sorted(consumed) == list(range(steps * plan.epochs))
+        for epoch in range(plan.epochs):
+            seen = [i for k in range(steps) for i in consumed[epoch * steps + k]]
+            assert sorted(seen) == list(range(plan.samples)), f"epoch {epoch}"
+
+    def finals(self) -> dict[str, Any]:
+        return {p.stem: torch.load(p) for p in self.directory.glob("final-*.pt")}
+
+    def check_result(self, reference: dict[str, Any]) -> None:
+        """Each sample once, and every finished worker's model is the single worker's, within rounding."""
+        self.check_samples()
+        finals = self.finals()
+        assert finals
+        for final in finals.values():
+            assert final["step"] == reference["step"]
+            assert final["lr"] == reference["lr"]
+            for name, value in reference["model"].items():
+                torch.testing.assert_close(final["model"][name], value, rtol=2e-4, atol=2e-5)
+
+    # Inside
+
+    def _serve(self, first_generation: int) -> None:
+        self.coordinator = StandaloneCoordinator(self, limits=LIMITS)
+        self.coordinator.__enter__()
+        running = [w for w, p in self.processes.items() if p.is_alive()]
+        self.coordinator.call(
+            lambda service: service.open(JOB, "secret", first_generation=first_generation, running=running)
+        )
+        if self._target:
+            self.coordinator.call(lambda service: service.set_target(JOB, self._target))
+        (self.directory / "address.new").write_text(self.coordinator.url(JOB))
+        (self.directory / "address.new").rename(self.directory / "address")
+
+    def _start(self, index: int) -> None:
+        worker = f"w{index}"
+        if worker in self.processes:
+            return
+        environment = {
+            "JOB_NAME": JOB,
+            "ELASTIC_COORDINATOR": f"@{self.directory}/address",
+            "ELASTIC_TOKEN_FILE": f"{self.directory}/token",
+            "ELASTIC_WORKER_ID": worker,
+            "ELASTIC_REPORT_FILE": f"{self.directory}/report-{index}.jsonl",
+        }
+        if self._checkpoints:
+            environment["ELASTIC_CHECKPOINT_DIR"] = f"{self.directory}/checkpoints"
+        process = context.Process(
+            target=worker_main, args=(self.plan, index, str(self.directory), environment, self.gate)
+        )
+        process.start()
+        with self._lock:
+            self.processes[worker] = process
+
+    def _watch(self) -> None:
+        """What a cluster does: notice each end, at once."""
+        told: set[str] = set()
+        while not self._stopping:
+            with self._lock:
+                sentinels = {p.sentinel: w for w, p in self.processes.items() if w not in told}
+            for sentinel in wait_for_any(list(sentinels), timeout=0.02):
+                worker = sentinels[sentinel]  # type: ignore[index]
+                try:
+                    self.coordinator.call(partial(_tell_gone, worker))
+                except RuntimeError:  # the coordinator is being restarted: tell the next one
+                    continue
+                told.add(worker)
+
+    def __enter__(self) -> Self:
+        self._watcher.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        left = [w for w, p in self.processes.items() if p.is_alive()]
+        self._stopping = True
+        for worker in left:
+            self.kill(worker)
+        for process in self.processes.values():
+            process.join(10)
+        self._watcher.join(10)
+        self.coordinator.__exit__(None, None, None)
+        assert kind is not None or not left, f"still running: {left}\n{self.logs()}"

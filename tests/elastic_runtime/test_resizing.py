@@ -1,0 +1,145 @@
+"""Real processes grow, shrink and crash; each sample counts once, and the model is the single worker's."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.elastic_runtime.harness import Cluster
+from tests.elastic_runtime.training import Plan, train
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one undisturbed process gets."""
+    directory = tmp_path_factory.mktemp("reference")
+    threads = torch.get_num_threads()
+    train(Plan(), 0, directory, None)
+    torch.set_num_threads(threads)
+    result: dict[str, Any] = torch.load(directory / "final-0.pt")
+    return result
+
+
+def start(cluster: Cluster, *indices: int, step: int = 5) -> None:
+    """These workers train, and wait at `step`."""
+    cluster.hold_at(step)
+    cluster.target(*indices)
+    cluster.wait_until_at(step, *indices)
+
+
+def finish(cluster: Cluster, reference: dict[str, Any], *indices: int) -> None:
+    cluster.let_go()
+    cluster.wait_for_end(*indices)
+    cluster.check_result(reference)
+
+
+def test_a_job_of_two_grows_to_three(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path) as cluster:
+        start(cluster, 0, 1)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.hold_at(20)
+        commit = cluster.wait_for_size(3)
+        assert commit.lost_steps == 0
+        finish(cluster, reference, 0, 1, 2)
+
+
+def test_a_job_of_three_shrinks_to_one_without_its_leader(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path) as cluster:
+        start(cluster, 0, 1, 2)
+        cluster.target(1)
+        cluster.wait_until_prepared(1)
+        cluster.hold_at(20)
+        cluster.wait_for_size(1)
+        cluster.wait_for_end(0, 2)
+        assert sorted(cluster.released) == ["w0", "w2"]
+        finish(cluster, reference, 1)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_the_death_of_any_worker_costs_nothing(tmp_path: Path, reference: dict[str, Any], victim: int) -> None:
+    with Cluster(tmp_path) as cluster:
+        start(cluster, 0, 1, 2)
+        cluster.kill(f"w{victim}")
+        cluster.let_go()
+        commit = cluster.wait_for_size(2)
+        assert commit.lost_steps == 0
+        finish(cluster, reference, *({0, 1, 2} - {victim}))
+
+
+def test_two_deaths_at_once_leave_one_that_goes_on(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path) as cluster:
+        start(cluster, 0, 1, 2)
+        cluster.kill("w0")
+        cluster.kill("w1")
+        finish(cluster, reference, 2)
+
+
+def test_the_death_of_a_joiner_disturbs_nobody(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path) as cluster:
+        start(cluster, 0, 1)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.kill("w2")
+        finish(cluster, reference, 0, 1)
+
+
+def test_a_stopped_worker_is_killed_and_the_others_repeat_the_step(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path) as cluster:
+        start(cluster, 0, 1, 2)
+        cluster.kill("w1", signal.SIGSTOP)
+        finish(cluster, reference, 0, 2)
+        assert [worker for worker, _ in cluster.kills] == ["w1"]
+
+
+def test_training_goes_on_while_the_coordinator_is_away_and_resizes_after_its_restart(
+    tmp_path: Path, reference: dict[str, Any]
+) -> None:
+    with Cluster(tmp_path) as cluster:
+        start(cluster, 0, 1)
+        cluster.hold_at(12)
+        cluster.restart_coordinator()
+        cluster.wait_until_at(12, 0, 1)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.hold_at(25)
+        cluster.wait_for_size(3)
+        finish(cluster, reference, 0, 1, 2)
+
+
+def test_a_worker_may_be_replaced_by_another(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path) as cluster:
+        start(cluster, 0)
+        cluster.target(1)
+        cluster.wait_until_prepared(0, 1)
+        cluster.let_go()
+        cluster.wait_for_end(0, 1)
+        cluster.check_samples()
+
+
+def test_an_evicted_job_saves_and_goes_on_at_another_size(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path, checkpoints=True) as cluster:
+        start(cluster, 0, 1)
+        cluster.target()
+        cluster.wait_until_prepared()
+        cluster.let_go()
+        cluster.wait_for_end(0, 1)
+        assert len(list((tmp_path / "checkpoints").glob("*.elastic"))) == 1
+        cluster.target(2, 3, 4)
+        finish(cluster, reference, 2, 3, 4)
+
+
+def test_sigterm_lets_a_worker_go_by_agreement(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path) as cluster:
+        start(cluster, 0, 1)
+        cluster.kill("w0", signal.SIGTERM)
+        cluster.wait_until_prepared(1)
+        finish(cluster, reference, 1)
+        cluster.wait_for_end(0)
+        assert cluster.released == ["w0"]

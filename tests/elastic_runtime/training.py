@@ -1,0 +1,129 @@
+"""A small training that writes down what it consumed, and the worker process that runs it."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import elastic_runtime
+
+SAMPLES, FEATURES = 203, 12
+
+
+class Points(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(samples, FEATURES, generator=generator)
+        self.y = torch.randint(0, 3, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return self.x[index], self.y[index], index
+
+
+@dataclass
+class Plan:
+    """What one test's workers train."""
+
+    epochs: int = 3
+    samples: int = SAMPLES
+    global_batch: int = 16
+    max_batch: int | None = 5
+    loader_workers: int = 0
+    normalise: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def build(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(1)
+    norm: list[nn.Module] = [nn.BatchNorm1d(24)] if plan.normalise else []
+    model = nn.Sequential(nn.Linear(FEATURES, 24), *norm, nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
+
+
+class Gate:
+    """Shared memory: the step beyond which nobody goes, and the step at which each worker is."""
+
+    def __init__(self, context: Any, workers: int = 12) -> None:
+        self.limit = context.RawValue(ctypes.c_long, 1 << 40)
+        self.at = context.RawArray(ctypes.c_long, [-1] * workers)
+
+    def pass_through(self, index: int, step: int) -> None:
+        self.at[index] = step
+        while step >= self.limit.value:
+            time.sleep(0.0005)
+
+
+def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    torch.set_num_threads(1)
+    log = (directory / f"consumed-{index}.jsonl").open("a", buffering=1)
+    job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **plan.options)
+    model, optimizer, scheduler = build(plan)
+    loader = DataLoader(Points(plan.samples), batch_size=4, shuffle=True, num_workers=plan.loader_workers)
+    model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler)
+    consumed: list[int] = []
+
+    def note(*_: object) -> None:
+        log.write(json.dumps({"step": job.step, "generation": job._member.generation, "indices": consumed}) + "\n")
+        consumed.clear()
+
+    optimizer.register_step_post_hook(note)
+    for _epoch in job.epochs(plan.epochs):
+        for x, y, indices in loader:
+            if gate:
+                gate.pass_through(index, job.step)
+            session = job._session
+            assert session is not None
+            assert session._micro is not None
+            if session._first:
+                consumed.clear()
+            if not session._micro.ghost:
+                consumed += indices.tolist()
+            loss = nn.functional.cross_entropy(model(x), y)
+            job.backward(loss)
+            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if torch.distributed.is_initialized():
+                assert torch.distributed.get_rank() == job.rank
+                assert torch.distributed.get_world_size() == job.world_size
+    torch.save(
+        {"model": model.state_dict(), "lr": scheduler.get_last_lr(), "step": job.step, "rank": job.rank},
+        directory / f"final-{index}.pt",
+    )
+
+
+def worker_main(
+    plan: Plan, index: int, directory: str, environment: dict[str, str], gate: Gate, module: str = ""
+) -> None:
+    """The body of a worker process: its output goes to a file, its end is that of the script."""
+    os.environ.update(environment)
+    output = os.open(f"{directory}/log-{index}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        train(plan, index, Path(directory), gate)
+    except SystemExit:
+        raise
+    except Exception as error:  # noqa: BLE001  (what a script does not catch ends it)
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise SystemExit(getattr(error, "exit_code", 1)) from None
