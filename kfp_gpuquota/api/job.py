@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from kfp_gpuquota.api.reason import Reason
-from kfp_gpuquota.api.validation import MAX_PRIORITY, check_count, check_environment, check_name, check_range
+from kfp_gpuquota.api.validation import (
+    MAX_PRIORITY,
+    MAX_SECONDS,
+    Count,
+    Name,
+    PositiveCount,
+    Priority,
+    Seconds,
+    check_count,
+    check_environment,
+    check_name,
+    check_range,
+)
 from kfp_gpuquota.api.worker import Worker
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -50,21 +62,21 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `gpus_per_worker` GPUs of one node: by default 1 for an elastic job, all of `gpus` for any other.
     """
 
-    name: str
-    project: str
-    command: tuple[str, ...]
-    gpus: int = 1
-    min_gpus: int | None = None
-    max_gpus: int | None = None
-    gpus_per_worker: int | None = None
+    name: Name
+    project: Name
+    command: Annotated[tuple[str, ...], msgspec.Meta(extra_json_schema={"minItems": 1})]
+    gpus: PositiveCount = 1
+    min_gpus: PositiveCount | None = None
+    max_gpus: PositiveCount | None = None
+    gpus_per_worker: PositiveCount | None = None
     kind: Kind = Kind.TRAIN
-    priority: int | None = None
+    priority: Priority | None = None
     preemptible: bool | None = None
-    node: str | None = None
+    node: Name | None = None
     environment: dict[str, str] = {}
     working_directory: str = ""
-    grace_period_s: float = DEFAULT_GRACE_PERIOD_S
-    max_restarts: int = DEFAULT_MAX_RESTARTS
+    grace_period_s: Seconds = DEFAULT_GRACE_PERIOD_S
+    max_restarts: Count = DEFAULT_MAX_RESTARTS
     labels: dict[str, str] = {}
 
     def __post_init__(self) -> None:
@@ -141,7 +153,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if "\0" in part:
                 raise InvalidFieldError("command", part, "an argument cannot hold a NUL character")
         check_environment("environment", self.environment)
-        check_range("grace_period_s", self.grace_period_s, 0, 86_400, "s")
+        check_range("grace_period_s", self.grace_period_s, 0, MAX_SECONDS, "s")
         check_count("max_restarts", self.max_restarts, unit="")
 
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from kfp_gpuquota.api.validation import MAX_PRIORITY, check_count, check_name, check_range
+from kfp_gpuquota.api.validation import (
+    MAX_PRIORITY,
+    MAX_WEIGHT,
+    Count,
+    Name,
+    Priority,
+    Weight,
+    check_count,
+    check_name,
+    check_range,
+)
 from kfp_gpuquota.errors import InvalidFieldError
 
 DEFAULT_PROJECT_PRIORITY = 100
@@ -18,18 +28,18 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     priority by `over_quota_weight` (0 borrows nothing while others want to). `parent` names a department.
     """
 
-    name: str
-    guaranteed: int = 0
-    limit: int | None = None
-    priority: int = DEFAULT_PROJECT_PRIORITY
-    over_quota_weight: float = 1.0
-    parent: str | None = None
+    name: Name
+    guaranteed: Count = 0
+    limit: Count | None = None
+    priority: Priority = DEFAULT_PROJECT_PRIORITY
+    over_quota_weight: Weight = 1.0
+    parent: Name | None = None
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
         check_count("guaranteed", self.guaranteed)
         check_range("priority", self.priority, 0, MAX_PRIORITY)
-        check_range("over_quota_weight", self.over_quota_weight, 0, 1e6)
+        check_range("over_quota_weight", self.over_quota_weight, 0, MAX_WEIGHT)
         if self.limit is not None:
             check_count("limit", self.limit)
             if self.limit < self.guaranteed:

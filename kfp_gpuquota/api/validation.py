@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from kfp_gpuquota.errors import InvalidFieldError
 
 MAX_NAME_LENGTH: Final = 63
 MAX_COUNT: Final = 1_000_000
 MAX_PRIORITY: Final = 1_000_000_000
+MAX_SECONDS: Final = 86_400
+MAX_WEIGHT: Final = 1_000_000
+_PATTERN: Final = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+# What the checks below hold, for JSON Schema: as a description only, since msgspec's own message for a value out of
+# range names neither the value nor the next step.
+Name = Annotated[str, Meta(extra_json_schema={"pattern": _PATTERN, "minLength": 1, "maxLength": MAX_NAME_LENGTH})]
+Count = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_COUNT})]
+PositiveCount = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": MAX_COUNT})]
+Priority = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_PRIORITY})]
+Seconds = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_SECONDS})]
+Weight = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_WEIGHT})]
+
+_LABEL = re.compile(_PATTERN[1:-1])
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 

@@ -10,9 +10,7 @@ from kfp_gpuquota.api.job import Job, JobSpec
 from kfp_gpuquota.api.node import Node
 from kfp_gpuquota.api.project import Project
 from kfp_gpuquota.api.reason import Reason
-from kfp_gpuquota.api.validation import check_range
-
-MAX_LEASE_S = 86_400.0
+from kfp_gpuquota.api.validation import MAX_SECONDS, Seconds, check_range
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,10 +20,10 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     holder: str
-    duration_s: float
+    duration_s: Seconds
 
     def __post_init__(self) -> None:
-        check_range("duration_s", self.duration_s, 0, MAX_LEASE_S, "s")
+        check_range("duration_s", self.duration_s, 0, MAX_SECONDS, "s")
 
 
 class SubmitJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

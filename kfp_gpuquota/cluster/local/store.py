@@ -46,10 +46,12 @@ class Store:
         self._path = path
         with self._errors():
             self._db = sqlite3.connect(path, isolation_level=None, timeout=BUSY_TIMEOUT_S)
+            found = self._known_version()
             path.chmod(0o600)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._prepare()
+            if found < SCHEMA_VERSION:
+                self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
 
     def close(self) -> None:
         """Fold the write-ahead log into the file and let go of it."""
@@ -150,15 +152,15 @@ class Store:
     def _rows(self, table: str, order: str) -> list[tuple[str]]:
         return self._db.execute(f"SELECT body FROM {table} ORDER BY {order}").fetchall()  # noqa: S608
 
-    def _prepare(self) -> None:
+    def _known_version(self) -> int:
+        """The format of what is there, before anything is written to it. Raises StateFileError for a newer one."""
         found = int(self._db.execute("PRAGMA user_version").fetchone()[0])
         if found > SCHEMA_VERSION:
             raise StateFileError(
                 f"{self._path} was written by a newer version (format {found}, this one knows {SCHEMA_VERSION}); "
                 "upgrade kfp-gpuquota, or choose another directory with GPUQUOTA_HOME"
             )
-        if found < SCHEMA_VERSION:
-            self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        return found
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -1,0 +1,246 @@
+"""What may go wrong around an embedded cluster: each fault has a sentence, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+
+from kfp_gpuquota.api import Phase, Project
+from kfp_gpuquota.api.wire import Lease
+from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.shim import start_time
+from kfp_gpuquota.cluster.local.start import await_stop, ensure_running
+from kfp_gpuquota.errors import ClusterStartError, StateFileError
+from tests.conftest import running_cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import EmbeddedCluster
+
+
+@pytest.fixture
+def team(embedded_cluster: EmbeddedCluster) -> EmbeddedCluster:
+    embedded_cluster.project("team-a", 2)
+    return embedded_cluster
+
+
+# The state file and the directory
+
+
+def test_a_state_file_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    home.create()
+    with sqlite3.connect(home.database) as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    before = home.database.read_bytes()
+    with pytest.raises(ClusterStartError, match=r"newer version \(format 99, this one knows 1\); upgrade"):
+        ensure_running(home)
+    assert home.database.read_bytes() == before
+
+
+def test_a_state_file_that_is_none_is_left_alone(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    home.create()
+    home.database.write_bytes(b"this is no database, but perhaps somebody's thesis" * 100)
+    with pytest.raises(ClusterStartError, match="not a database"):
+        ensure_running(home)
+    assert home.database.read_bytes().startswith(b"this is no database")
+
+
+def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for unusable in (tmp_path / "file" / "home", Path("/proc/gpuquota")):
+        with pytest.raises(StateFileError, match="choose another with the environment variable GPUQUOTA_HOME"):
+            ensure_running(Home(unusable))
+
+
+def test_another_users_directory_is_refused(tmp_path: Path) -> None:
+    foreign = Path("/")
+    if os.geteuid() == 0:
+        foreign = tmp_path / "home"
+        foreign.mkdir()
+        os.chown(foreign, 12345, 12345)
+    with pytest.raises(StateFileError, match="belongs to another user"):
+        ensure_running(Home(foreign))
+
+
+def test_a_directory_that_others_could_read_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir(mode=0o755)
+    with running_cluster(tmp_path / "home") as cluster:
+        assert cluster.home.root.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_full_disk_refuses_what_is_new_and_loses_nothing(team: EmbeddedCluster) -> None:
+    team.submit("before")
+    team.wait_for_phase("before", "Running")
+    with full_disk(team.client.health().pid):
+        with pytest.raises(StateFileError, match="nothing was changed: free some space"):
+            team.submit("refused")
+        with pytest.raises(StateFileError):
+            team.client.create_project(Project(name="team-b", guaranteed=1))
+        assert [job.spec.name for job in team.client.list_jobs().jobs] == ["before"]
+    assert team.job("before").status.phase is Phase.RUNNING
+    team.submit("after", "true")
+    team.wait_for_phase("after", "Succeeded")
+
+
+def test_the_end_of_a_worker_on_a_full_disk_is_recorded_when_there_is_space_again(
+    team: EmbeddedCluster, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    job = team.submit("job", "sh", "-c", f"while [ ! -e {gate} ]; do sleep 0.01; done; exit 5")
+    team.wait_for_phase("job", "Running")
+    exit_file = team.home.worker(job.uid, f"{job.uid}-0") / "exit.json"
+    with full_disk(team.client.health().pid):
+        gate.touch()
+        while not exit_file.exists():
+            time.sleep(0.01)
+    assert team.wait_for_phase("job", "Failed").status.exit_code == 5
+
+
+class full_disk:  # noqa: N801 (reads like a statement)
+    """The process can write no byte more to any file."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __enter__(self) -> None:
+        self.before = resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+
+    def __exit__(self, *_: object) -> None:
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, self.before)
+
+
+# Ports, processes, daemons
+
+
+def test_a_daemon_whose_port_was_taken_moves_and_its_clients_follow(team: EmbeddedCluster) -> None:
+    team.submit("job")
+    team.wait_for_phase("job", "Running")
+    before = urlsplit(team.home.url_file.read_text())
+    team.kill_daemon()
+    with socket.create_server((before.hostname or "", before.port or 0)):
+        assert team.job("job").status.phase is Phase.RUNNING
+        assert urlsplit(team.home.url_file.read_text()).port != before.port
+    uid = team.job("job").uid
+    assert team.home.coordinator_file(uid).read_text().startswith(team.home.url_file.read_text())
+
+
+def test_a_pid_that_was_given_to_somebody_else_is_not_taken_for_the_worker(team: EmbeddedCluster) -> None:
+    job = team.submit("job")
+    team.wait_for_phase("job", "Running")
+    directory = team.home.worker(job.uid, f"{job.uid}-0")
+    identity = json.loads((directory / "process.json").read_text())
+    team.kill_daemon()
+    bystander = subprocess.Popen(["sleep", "infinity"])
+    try:
+        os.kill(identity["shim_pid"], 9)
+        reused = {**identity, "shim_pid": bystander.pid, "shim_start": start_time(bystander.pid) - 1}
+        (directory / "process.json").write_text(json.dumps(reused))
+        assert team.wait_for_phase("job", "Failed").status.exit_code == 137
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_daemon_killed_between_its_decision_and_the_process_starts_it_later(team: EmbeddedCluster) -> None:
+    job = team.submit("job", "sh", "-c", "exit 6")
+    team.wait_for_phase("job", "Failed")
+    worker = f"{job.uid}-0"
+    team.client.stop_cluster()
+    await_stop(team.home)
+    with sqlite3.connect(team.home.database) as database:  # as it was right after the decision was committed
+        for table, key, phase in (("workers", "id", "Starting"), ("jobs", "uid", "Starting")):
+            name = worker if table == "workers" else job.uid
+            (body,) = database.execute(f"SELECT body FROM {table} WHERE {key} = ?", (name,)).fetchone()
+            record = json.loads(body)
+            part = record["worker"] if table == "workers" else record["status"]
+            part.update(phase=phase, exit_code=None, finished_at=None)
+            record.pop("intent", None)
+            database.execute(f"UPDATE {table} SET body = ? WHERE {key} = ?", (json.dumps(record), name))
+    database.close()
+    shutil.rmtree(team.home.worker(job.uid, worker))
+    assert team.wait_for_phase("job", "Failed").status.exit_code == 6
+
+
+def test_many_clients_at_once_start_one_daemon(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    code = "from kfp_gpuquota.cluster.connect import connect; print(connect().health().pid)"
+    environment = {**os.environ, "GPUQUOTA_HOME": str(home.root)}
+    callers = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(6)
+    ]
+    said = {caller.communicate(timeout=60)[0].strip() for caller in callers}
+    assert len(said) == 1
+    connect(environment).stop_cluster()
+    await_stop(home)
+
+
+# The clock
+
+
+@pytest.fixture
+def jumping_clock(tmp_path: Path) -> Iterator[Path]:
+    """A library that shifts a process's wall clock by the seconds in a file, and that file."""
+    source = tmp_path / "clock.c"
+    source.write_text(CLOCK)
+    library, offset = tmp_path / "clock.so", tmp_path / "offset"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    offset.write_text("0")
+    before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "CLOCK_OFFSET_FILE")}
+    os.environ.update(LD_PRELOAD=str(library), CLOCK_OFFSET_FILE=str(offset))
+    yield offset
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+int clock_gettime(clockid_t id, struct timespec *t) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(id, t);
+    const char *path = getenv("CLOCK_OFFSET_FILE");
+    FILE *file = id == CLOCK_REALTIME && path ? fopen(path, "r") : NULL;
+    if (file) { long offset = 0; if (fscanf(file, "%ld", &offset) == 1) t->tv_sec += offset; fclose(file); }
+    return result;
+}
+"""
+
+
+@pytest.mark.parametrize("jump", [-86_400, 86_400])
+def test_a_clock_that_jumps_ends_no_lease_and_no_job(jumping_clock: Path, tmp_path: Path, jump: int) -> None:
+    with running_cluster(tmp_path / "home") as cluster:
+        cluster.project("team-a", 1)
+        spec = cluster.submit("other", "true").spec
+        leased = type(spec)(name="leased", project="team-a", command=("sleep", "infinity"), grace_period_s=1.0)
+        cluster.client.submit(leased, lease=Lease(holder="me", duration_s=3600))
+        cluster.wait_for_phase("leased", "Running")
+        jumping_clock.write_text(str(jump))
+        cluster.submit("later", "true", project="team-a")
+        cluster.client.cancel_job("team-a", "later")
+        cluster.client.renew_lease("team-a", "leased", Lease(holder="me", duration_s=3600))
+        assert cluster.job("leased").status.phase is Phase.RUNNING
+        assert abs(cluster.job("later").status.submitted_at - time.time() - jump) < 3600
+        jumping_clock.write_text("0")
