@@ -1,6 +1,6 @@
 """Which job is looked at next: through the tree of queues by fairness, within a queue by priority and age.
 
-Jobs of one queue and shape fit or fail together, so a failure closes its shape for all of them. That makes a cycle cost
+Jobs of one queue and shape fit or fail together, so a failure closes its group for all of them. That makes a cycle cost
 the number of shapes and of successes, and not the number of jobs that wait.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import insort
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler import quota
 from kfp_gpuquota.scheduler.order import (
     Entitlement,
     QueueKey,
@@ -25,75 +24,108 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kfp_gpuquota.scheduler.ledger import Ledger
-    from kfp_gpuquota.scheduler.model import Job, OrderKey, Queue, Shape
+    from kfp_gpuquota.scheduler.model import Amount, Job, OrderKey, Queue, Shape
 
 Entry = tuple["OrderKey", "Job"]
+GroupKey = tuple[int, Entitlement, "OrderKey"]
+
+
+class Group:
+    """Jobs of one queue and shape: those on file, less what the cycle has `touched`, plus what is put back."""
+
+    __slots__ = ("_at", "_back", "_filed", "_touched", "amount", "open", "queue", "shape")
+
+    def __init__(
+        self, queue: Queue, shape: Shape, amount: Amount, filed: list[Entry], touched: dict[Job, None]
+    ) -> None:
+        self.queue = queue
+        self.shape = shape
+        self.amount = amount
+        self.open = True
+        self._filed = filed
+        self._at = 0
+        self._back: list[Entry] = []
+        self._touched = touched
+
+    def put_back(self, job: Job) -> None:
+        """The job asks for this, now."""
+        insort(self._back, (job_key(job), job), key=lambda e: e[0])
+
+    def head(self) -> Entry | None:
+        """The first job."""
+        filed, touched, at = self._filed, self._touched, self._at
+        while at < len(filed) and filed[at][1] in touched:
+            at += 1
+        self._at = at
+        if at >= len(filed):
+            return self._back[0] if self._back else None
+        if self._back and self._back[0][0] < filed[at][0]:
+            return self._back[0]
+        return filed[at]
+
+    def take(self, job: Job) -> None:
+        """The job is first, and dealt with."""
+        if self._back and self._back[0][1] is job:
+            del self._back[0]
+        else:
+            self._at += 1
 
 
 class Line:
-    """The jobs of one queue that wait, less those that this cycle has `touched`, plus what is put back."""
+    """The groups of one queue."""
 
     def __init__(self, ledger: Ledger, queue: Queue, touched: dict[Job, None], *, in_order: bool) -> None:
-        self._ledger = ledger
+        self._memory = ledger.gpu_memory_mib
         self._queue = queue
         self._in_order = in_order
         self._touched = touched
-        self._filed: dict[Shape, list[Entry]] = dict(queue.waiting)
-        self._at = dict.fromkeys(self._filed, 0)
-        self._back: dict[Shape, list[Entry]] = {}
+        self._groups = {shape: self._group(shape, filed) for shape, filed in queue.waiting.items()}
+        self._first: tuple[Group, Job] | None = None
+        self._version = -1
+
+    def groups(self) -> list[Group]:
+        """Those that are still open."""
+        return [group for group in self._groups.values() if group.open]
 
     def put_back(self, job: Job) -> None:
-        """The job asks for more."""
+        """The job asks for more, if there is more to ask for."""
         tasks = next_tasks(job)
-        if tasks:
-            insort(self._back.setdefault(shape_of(job, tasks), []), (job_key(job), job), key=lambda e: e[0])
+        if not tasks:
+            return
+        shape = shape_of(job, tasks)
+        if shape not in self._groups:
+            self._groups[shape] = self._group(shape, [])
+        self._groups[shape].put_back(job)
+        self.changed()
 
-    def first(self) -> tuple[Shape, Job] | None:
+    def changed(self) -> None:
+        """The first job must be looked for again."""
+        self._version = -1
+
+    def first(self) -> tuple[Group, Job] | None:
         """The job to look at next."""
-        best: tuple[tuple[int, Entitlement, OrderKey], Shape, Job] | None = None
-        for shape in self.shapes():
-            entry = self.head(shape)
+        if self._version != self._queue.version:
+            self._version = self._queue.version
+            self._first = self._find_first()
+        return self._first
+
+    def _find_first(self) -> tuple[Group, Job] | None:
+        best: tuple[GroupKey, Group, Job] | None = None
+        for group in self._groups.values():
+            entry = group.head() if group.open else None
             if entry is None:
                 continue
-            key = (-shape.priority, self._entitled(shape), entry[0])
+            key = (-group.shape.priority, self._entitled(group), entry[0])
             if best is None or key < best[0]:
-                best = (key, shape, entry[1])
+                best = (key, group, entry[1])
         return None if best is None else best[1:]
 
-    def _entitled(self, shape: Shape) -> Entitlement:
+    def _entitled(self, group: Group) -> Entitlement:
         """Among jobs of one priority, what stays within quota goes before what does not."""
-        if self._in_order:
-            return Entitlement.WITHIN_GUARANTEE
-        return entitlement(self._queue, shape_amount(shape, self._ledger.gpu_memory_mib))
+        return Entitlement.WITHIN_GUARANTEE if self._in_order else entitlement(self._queue, group.amount)
 
-    def close(self, shape: Shape) -> None:
-        """No job of this shape is looked at any more."""
-        self._filed.pop(shape, None)
-        self._back.pop(shape, None)
-
-    def take(self, shape: Shape, job: Job) -> None:
-        """The job is first of its shape, and dealt with."""
-        back = self._back.get(shape)
-        if back and back[0][1] is job:
-            del back[0]
-        else:
-            self._at[shape] += 1
-
-    def shapes(self) -> list[Shape]:
-        """The shapes that are still open."""
-        return [*self._filed, *(s for s in self._back if s not in self._filed)]
-
-    def head(self, shape: Shape) -> Entry | None:
-        """The first job of a shape."""
-        heads = self._back.get(shape, [])[:1]
-        jobs = self._filed.get(shape)
-        if jobs:
-            at = self._at[shape]
-            while at < len(jobs) and jobs[at][1] in self._touched:
-                at += 1
-            self._at[shape] = at
-            heads += jobs[at : at + 1]
-        return min(heads, key=lambda e: e[0], default=None)
+    def _group(self, shape: Shape, filed: list[Entry]) -> Group:
+        return Group(self._queue, shape, shape_amount(shape, self._memory), filed, self._touched)
 
 
 class Agenda:
@@ -107,45 +139,41 @@ class Agenda:
         for job in touched:
             self._line(job.queue).put_back(job)
         self._roots = [q for q in ledger.queues.values() if q.parent is None]
-        self._keys: dict[Queue, tuple[int, Job, QueueKey]] = {}
+        self._keys: dict[Queue, tuple[int, Group, QueueKey]] = {}
 
-    def next(self) -> tuple[Shape, Job] | None:
+    def next(self) -> tuple[Group, Job] | None:
         """The first job of the first queue."""
-        heads: dict[Queue, tuple[Shape, Job]] = {}
-        for queue, line in self._lines.items():
-            head = line.first()
-            if head is not None:
-                heads[queue] = head
-        return self._best(self._roots, heads)
+        return self._best(self._roots)
 
-    def served(self, shape: Shape, job: Job) -> None:
+    def served(self, group: Group, job: Job) -> None:
         """The job got what it asked for; it may ask for more."""
-        self._lines[job.queue].take(shape, job)
+        self.skipped(group, job)
         self._touched[job] = None
         self._lines[job.queue].put_back(job)
 
-    def skipped(self, shape: Shape, job: Job) -> None:
-        """The job is out of this cycle; others of its shape are not."""
-        self._lines[job.queue].take(shape, job)
+    def skipped(self, group: Group, job: Job) -> None:
+        """The job is out of this action; others of its group are not."""
+        group.take(job)
+        self._lines[job.queue].changed()
 
-    def failed(self, shape: Shape, job: Job) -> None:
-        """Neither this job nor any other of its shape can be served."""
-        self._lines[job.queue].close(shape)
+    def failed(self, group: Group) -> None:
+        """No job of the group can be served."""
+        group.open = False
+        self._lines[group.queue].changed()
 
     def close_behind(self, job: Job) -> None:
         """No job of the queue that comes after this one is looked at any more: in order all, else lower priorities."""
-        line = self._lines[job.queue]
-        for shape in line.shapes():
-            if self._in_order or shape.priority < job.priority:
-                line.close(shape)
+        for group in self._lines[job.queue].groups():
+            if self._in_order or group.shape.priority < job.priority:
+                self.failed(group)
 
     def close_where(self, hopeless: Callable[[Job], bool]) -> None:
-        """Close every shape whose first job is hopeless."""
+        """Close every group whose first job is hopeless."""
         for line in self._lines.values():
-            for shape in line.shapes():
-                entry = line.head(shape)
+            for group in line.groups():
+                entry = group.head()
                 if entry is not None and hopeless(entry[1]):
-                    line.close(shape)
+                    self.failed(group)
 
     def _new_line(self, queue: Queue) -> Line:
         return Line(self._ledger, queue, self._touched, in_order=self._in_order)
@@ -155,21 +183,29 @@ class Agenda:
             self._lines[queue] = self._new_line(queue)
         return self._lines[queue]
 
-    def _best(self, queues: Iterable[Queue], heads: dict[Queue, tuple[Shape, Job]]) -> tuple[Shape, Job] | None:
-        best: tuple[QueueKey, tuple[Shape, Job]] | None = None
+    def _first_of(self, queue: Queue) -> tuple[Group, Job] | None:
+        if queue.children:
+            below = self._best(queue.children.values())
+            if below is not None:
+                return below
+        line = self._lines.get(queue)
+        return None if line is None else line.first()
+
+    def _best(self, queues: Iterable[Queue]) -> tuple[Group, Job] | None:
+        best: tuple[QueueKey, tuple[Group, Job]] | None = None
         for queue in queues:
-            head = self._best(queue.children.values(), heads) or heads.get(queue)
+            head = self._first_of(queue)
             if head is None:
                 continue
-            key = self._key(queue, head[1])
+            key = self._key(queue, head[0])
             if best is None or key < best[0]:
                 best = (key, head)
         return None if best is None else best[1]
 
-    def _key(self, queue: Queue, job: Job) -> QueueKey:
+    def _key(self, queue: Queue, group: Group) -> QueueKey:
         known = self._keys.get(queue)
-        if known is not None and known[0] == queue.version and known[1] is job:
+        if known is not None and known[0] == queue.version and known[1] is group:
             return known[2]
-        key = queue_key(queue, quota.total(self._ledger, next_tasks(job)))
-        self._keys[queue] = (queue.version, job, key)
+        key = queue_key(queue, group.amount)
+        self._keys[queue] = (queue.version, group, key)
         return key

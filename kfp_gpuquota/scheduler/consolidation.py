@@ -6,10 +6,11 @@ reclaim a place elsewhere instead of stopping them (`resettle`).
 
 from __future__ import annotations
 
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.scheduler import placement, quota
-from kfp_gpuquota.scheduler.model import Host, Job, Status, Task
+from kfp_gpuquota.scheduler.model import Host, Job, Request, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,18 +19,21 @@ if TYPE_CHECKING:
 
 Candidate = tuple[tuple[float, int, int, float, str], Host, list[Task]]
 
+Known = dict[tuple[Host, Request], tuple[int, Candidate | None]]
+"""What would have to move from a host for a request, by the host's version at which it was found out."""
+
 _TRIES: Final = 16
 """Hosts on which moves are tried out for one task: the cheapest ones; others hardly ever succeed where these fail."""
 
 
-def consolidate(ledger: Ledger, tasks: Sequence[Task]) -> bool:
+def consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known) -> bool:
     """Nominate all tasks where others are moved away from, or change nothing."""
     mark = ledger.mark()
     for done, task in enumerate(tasks):
         host = placement.choose_host(ledger, task, len(tasks) - done, future=True)
         if host is not None:
             placement.put(ledger, task, host, future=True)
-        elif not _clear(ledger, task):
+        elif not _clear(ledger, task, known):
             ledger.rollback(mark)
             return False
     return True
@@ -38,6 +42,8 @@ def consolidate(ledger: Ledger, tasks: Sequence[Task]) -> bool:
 def resettle(ledger: Ledger, evicted: Sequence[Task]) -> None:
     """Move victims to idle places elsewhere: all workers of a job that go, or none of it."""
     by_job: dict[Job, list[Task]] = {}
+    if not ledger.any_idle and all(task.request.whole and task.request.devices for task in evicted):
+        return
     for task in evicted:
         by_job.setdefault(task.job, []).append(task)
     for tasks in by_job.values():
@@ -46,8 +52,8 @@ def resettle(ledger: Ledger, evicted: Sequence[Task]) -> None:
             ledger.rollback(mark)
 
 
-def _clear(ledger: Ledger, task: Task) -> bool:
-    for _, host, moves in sorted(_candidates(ledger, task), key=lambda c: c[0])[:_TRIES]:
+def _clear(ledger: Ledger, task: Task, known: Known) -> bool:
+    for _, host, moves in nsmallest(_TRIES, _candidates(ledger, task, known), key=lambda c: c[0]):
         mark = ledger.mark()
         for moved in moves:
             ledger.set(moved, Status.LEAVING, moved.node, moved.devices)
@@ -58,33 +64,44 @@ def _clear(ledger: Ledger, task: Task) -> bool:
     return False
 
 
-def _candidates(ledger: Ledger, task: Task) -> list[Candidate]:
+def _candidates(ledger: Ledger, task: Task, known: Known) -> list[Candidate]:
     found: list[Candidate] = []
     if not placement.room_elsewhere(ledger, task):
         return found
     for host in ledger.hosts.values():
         if not host.ready or not host.tasks or not placement.may_use(host, task):
             continue
-        moves = _moves(host, task)
-        if moves:
-            size = sum(t.request.amount(host.gpu_memory_mib).gpu for t in moves)
-            last = moves[-1].job
-            found.append(((size, len(moves), last.priority, -last.submitted_at, host.name), host, moves))
+        version, candidate = known.get((host, task.request), (-1, None))
+        if version != host.version:
+            candidate = _candidate(host, task)
+            known[host, task.request] = (host.version, candidate)
+        if candidate is not None:
+            found.append(candidate)
     return found
+
+
+def _candidate(host: Host, task: Task) -> Candidate | None:
+    moves = _moves(host, task)
+    if not moves:
+        return None
+    last = moves[-1].job
+    size = sum(_size(t, host) for t in moves)
+    return (size, len(moves), last.priority, -last.submitted_at, host.name), host, moves
 
 
 def _moves(host: Host, task: Task) -> list[Task]:
     """One small task whose going suffices, or as few large ones as it takes; the youngest of equals first."""
+    room = placement.Room(host, task)
     movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
     movable.sort(key=lambda t: (_size(t, host), t.job.priority, -t.job.submitted_at, t.job.uid, -t.index))
     for candidate in movable:
-        if placement.fits_without(host, task, [candidate]):
+        if room.suffices((candidate,)):
             return [candidate]
     movable.sort(key=lambda t: (-_size(t, host), t.job.priority, -t.job.submitted_at, t.job.uid, -t.index))
     chosen: list[Task] = []
     for candidate in movable:
         chosen.append(candidate)
-        if placement.fits_without(host, task, chosen):
+        if room.suffices(chosen):
             return chosen
     return []
 

@@ -13,21 +13,27 @@ changes off it and rolls them back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.scheduler import placement, quota
 from kfp_gpuquota.scheduler.agenda import Agenda
-from kfp_gpuquota.scheduler.consolidation import consolidate
+from kfp_gpuquota.scheduler.consolidation import Known, consolidate
 from kfp_gpuquota.scheduler.fairshare import assign_shares
-from kfp_gpuquota.scheduler.model import Job, Status, Task
+from kfp_gpuquota.scheduler.finder import Finders
+from kfp_gpuquota.scheduler.model import Amount, Job, Status, Task
 from kfp_gpuquota.scheduler.order import next_tasks
-from kfp_gpuquota.scheduler.victims import Attempt, Mode, make_room
+from kfp_gpuquota.scheduler.units import Attempt, Mode
+from kfp_gpuquota.scheduler.victims import make_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kfp_gpuquota.scheduler.ledger import Ledger
+
+Try = Callable[[Job, list[Task], Amount], bool]
+"""Serve a job what it asks for next, or change nothing."""
 
 ACTIONS: Final = ("allocate", "consolidate", "reclaim", "preempt", "evict_stale", "lend")
 
@@ -55,11 +61,13 @@ class Cycle:
         self.pledged: dict[Job, None] = {}
         self.causes: dict[Task, tuple[Job, str]] = {}
         self.lent: list[Task] = []
+        self.finders = Finders(ledger)
+        self.moves: Known = {}
         assign_shares([q for q in ledger.queues.values() if q.parent is None], ledger.capacity)
 
     def run(self, actions: Sequence[str] = ACTIONS) -> None:
         """Carry out the actions in order, on the ledger."""
-        tries: dict[str, Callable[[Job, list[Task]], bool]] = {
+        tries: dict[str, Try] = {
             "allocate": self._allocate,
             "consolidate": self._consolidate,
             "reclaim": self._reclaim,
@@ -77,22 +85,22 @@ class Cycle:
         """The tasks that this cycle placed, moved or stopped, in the order of their first change."""
         return list(dict.fromkeys(change[0] for change in self.ledger.since(self._mark)))
 
-    def _each(self, action: str, attempt: Callable[[Job, list[Task]], bool]) -> None:
+    def _each(self, action: str, attempt: Try) -> None:
         agenda = Agenda(self.ledger, self.touched, in_order=self.in_order)
         if action == "allocate":
             agenda.close_where(lambda job: not self._has_room(job))
         while (head := agenda.next()) is not None:
-            shape, job = head
+            group, job = head
             if job in self.losers:
-                agenda.skipped(shape, job)
+                agenda.skipped(group, job)
                 continue
             mark = self.ledger.mark()
-            if attempt(job, next_tasks(job)):
+            if attempt(job, next_tasks(job), group.amount):
                 self._note(action, job, mark)
-                agenda.served(shape, job)
+                agenda.served(group, job)
             else:
-                agenda.failed(shape, job)
-                if action == "reclaim" and self._over_share(job):
+                agenda.failed(group)
+                if action == "reclaim" and quota.barred_by_share(job, group.amount):
                     agenda.close_behind(job)
 
     def _note(self, action: str, job: Job, mark: int) -> None:
@@ -103,8 +111,7 @@ class Cycle:
                 self.causes[task] = (job, action)
                 self.losers[task.job] = None
 
-    def _allocate(self, job: Job, tasks: list[Task]) -> bool:
-        amount = quota.total(self.ledger, tasks)
+    def _allocate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount):
             return False
         # What joins a gang that is only nominated is nominated, too: it must not start alone.
@@ -116,7 +123,7 @@ class Cycle:
             return True
         if not quota.barred_by_limit(job, amount, future=True) and placement.place_all(self.ledger, tasks, future=True):
             return True
-        return self._anything_lent() and make_room(Attempt(self.ledger, job, tasks, Mode.LENT))
+        return self._anything_lent() and self._make_room(job, tasks, amount, Mode.LENT)
 
     def _has_room(self, job: Job) -> bool:
         """A job without room is out before queues are compared by what their first job would hold."""
@@ -126,9 +133,6 @@ class Cycle:
         self.ledger.rollback(mark)
         return found or self._anything_lent()
 
-    def _over_share(self, job: Job) -> bool:
-        return quota.barred_by_share(job, quota.total(self.ledger, next_tasks(job))) is not None
-
     def _patient(self, job: Job) -> bool:
         """The job has not waited long enough yet to take from others."""
         return self.now - job.waiting_since < job.preemption_delay_s
@@ -136,25 +140,25 @@ class Cycle:
     def _anything_lent(self) -> bool:
         return any(q.lent[0] or q.lent[1] for q in self.ledger.queues.values() if q.parent is None)
 
-    def _consolidate(self, job: Job, tasks: list[Task]) -> bool:
-        amount = quota.total(self.ledger, tasks)
+    def _consolidate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount) or quota.barred_by_limit(job, amount, future=True):
             return False
-        return consolidate(self.ledger, tasks)
+        return consolidate(self.ledger, tasks, self.moves)
 
-    def _reclaim(self, job: Job, tasks: list[Task]) -> bool:
-        amount = quota.total(self.ledger, tasks)
+    def _reclaim(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if self._patient(job) or quota.barred_by_guarantee(job, amount) or quota.barred_by_share(job, amount):
             return False
-        return make_room(Attempt(self.ledger, job, tasks, Mode.RECLAIM))
+        return self._make_room(job, tasks, amount, Mode.RECLAIM)
 
-    def _preempt(self, job: Job, tasks: list[Task]) -> bool:
-        amount = quota.total(self.ledger, tasks)
+    def _preempt(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if self._patient(job) or quota.barred_by_guarantee(job, amount):
             return False
-        if not any(j.preemptible and j.priority < job.priority for j in job.queue.running):
+        if not any(n and priority < job.priority for priority, n in job.queue.priorities.items()):
             return False
-        return make_room(Attempt(self.ledger, job, tasks, Mode.PREEMPT))
+        return self._make_room(job, tasks, amount, Mode.PREEMPT)
+
+    def _make_room(self, job: Job, tasks: list[Task], amount: Amount, mode: Mode) -> bool:
+        return make_room(Attempt(self.ledger, job, tasks, mode, amount), self.finders)
 
     def _evict_stale(self) -> None:
         for job in sorted(self.below, key=lambda j: j.uid):
@@ -169,7 +173,7 @@ class Cycle:
         """One worker at a time, to the queue and job to which the least is lent."""
         heap = [(self._lend_key(job), job) for job in self.growable if self._may_borrow(job)]
         heapify(heap)
-        while heap and any(names for count, names in self.ledger.by_idle.items() if count):
+        while heap and self.ledger.any_idle:
             key, job = heappop(heap)
             outdated = key != self._lend_key(job)
             if outdated or (self._lend_to(job) and self._may_borrow(job)):

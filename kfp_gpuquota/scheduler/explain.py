@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Reason, ReasonCode
@@ -111,17 +112,21 @@ def waits(ledger: Ledger, job: Job, tasks: Sequence[Task]) -> Reason:
 def _impossible(ledger: Ledger, tasks: Sequence[Task]) -> tuple[ReasonCode, str] | None:
     """What no waiting helps against."""
     nodes = tasks[0].request.nodes
-    hosts = [h for h in ledger.hosts.values() if h.ready and placement.may_use(h, tasks[0])]
-    if nodes is not None and not hosts:
+    sizes = ledger.by_size if nodes is None else _sizes_of(ledger, tasks[0])
+    if nodes is not None and not sizes:
         return ReasonCode.NO_SUCH_NODE, f"node {', '.join(sorted(nodes))} does not exist or is not ready"
-    largest = max((len(h.devices) for h in hosts), default=0)
+    largest = max((size for size, n in sizes.items() if n), default=0)
     if tasks[0].request.devices > largest:
         return ReasonCode.TOO_LARGE, f"the largest node has {largest}"
     size = tasks[0].request.devices
-    room = sum(len(h.devices) // size for h in hosts) if size else len(tasks)
+    room = sum(n * (devices // size) for devices, n in sizes.items()) if size else len(tasks)
     if len(tasks) > room:
         return ReasonCode.TOO_LARGE, f"the cluster has room for {gpus(room * size * GPU)} in workers of {size}"
     return None
+
+
+def _sizes_of(ledger: Ledger, task: Task) -> dict[int, int]:
+    return Counter(len(h.devices) for h in ledger.hosts.values() if h.ready and placement.may_use(h, task))
 
 
 def _forbidden(job: Job, tasks: Sequence[Task], ledger: Ledger) -> tuple[ReasonCode, str] | None:

@@ -24,7 +24,7 @@ def assign_shares(roots: Iterable[Queue], capacity: Sequence[float]) -> None:
     level = sorted(roots, key=lambda q: (q.created, q.name))
     divided = [divide(level, r, capacity[r]) for r in range(3)]
     for i, queue in enumerate(level):
-        queue.share = Amount(*(shares[i] for shares in divided))
+        queue.set_share(Amount(*(shares[i] for shares in divided)))
         if queue.children:
             assign_shares(queue.children.values(), queue.share)
 

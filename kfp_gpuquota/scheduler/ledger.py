@@ -30,6 +30,8 @@ class Ledger:
         self.by_future: dict[int, list[str]] = {}
         self.capacity: list[float] = [0, 0, 0]
         self.gpu_memory_mib = 0
+        self.by_size: dict[int, int] = {}
+        self.touched_hosts: list[Host] = []
         self._journal: list[Change] = []
 
     def put_host(self, host: Host) -> None:
@@ -40,8 +42,10 @@ class Ledger:
             self._count_capacity(old, -1)
             host.used, host.leaving, host.nominated = old.used, old.leaving, old.nominated
             host.other, host.tasks = old.other, old.tasks
+            host.shared = old.shared
             for task in host.tasks:
                 task.node = host
+                task.job.hosts[host] = task.job.hosts.pop(old, 0) or task.job.hosts[host]
         self.hosts[host.name] = host
         self._count_capacity(host, 1)
         self._recount(host)
@@ -54,6 +58,11 @@ class Ledger:
         self._unindex(host)
         self._count_capacity(host, -1)
         del self.hosts[host.name]
+
+    @property
+    def any_idle(self) -> bool:
+        """Some ready host has a whole GPU that is idle."""
+        return any(names for count, names in self.by_idle.items() if count)
 
     def hosts_with(self, devices: int, *, future: bool) -> Iterable[Host]:
         """Ready hosts with at least that many whole GPUs free, the fullest first, then by name."""
@@ -84,6 +93,7 @@ class Ledger:
     def settle(self) -> None:
         """What was changed so far is history now."""
         self._journal.clear()
+        self.touched_hosts.clear()
 
     def amount(self, task: Task) -> Amount:
         """What the task counts against quotas: by its device's memory where it is placed, else by the smallest."""
@@ -91,52 +101,60 @@ class Ledger:
         return task.request.amount(memory)
 
     def _change(self, task: Task, status: Status, host: Host | None, devices: tuple[int, ...]) -> None:
-        if task.node is not None:
-            self._count(task, task.node, -1)
-            del task.node.tasks[task]
+        before, old = task.node, _COLUMN.get(task.status)
+        stays = before is host and task.devices == devices
+        if before is not None and not stays:
+            self._count_host(task, before, old, None)
+            del before.tasks[task]
+        if old is not None:
+            self._count_job(task, before, old, -1)
+        new = _COLUMN.get(status)
         task.status, task.node, task.devices = status, host, devices
         if host is not None:
-            host.tasks[task] = None
-            self._count(task, host, 1)
+            if not stays:
+                host.tasks[task] = None
+            self._count_host(task, host, old if stays else None, new)
+        if new is not None:
+            self._count_job(task, host, new, 1)
 
-    def _count(self, task: Task, host: Host, sign: int) -> None:
-        column = _COLUMN[task.status]
-        self._count_host(task, host, column, sign)
+    def _count_job(self, task: Task, host: Host | None, column: int, sign: int) -> None:
+        job, lent = task.job, False
         leaving = column == _LEAVING
-        amount = task.request.amount(host.gpu_memory_mib)
-        job = task.job
-        lent = False
         if not leaving:
             lent = max(job.active, job.active + sign) > job.wanted
             job.active += sign
-            _note_running(job)
+            _note_running(job, sign)
             if task.status is not Status.HELD and task.moved is None:
                 job.placed += sign
-        count_queues(job, amount, sign, leaving=leaving, lent=lent)
+        memory = 0 if host is None else host.gpu_memory_mib
+        count_queues(job, task.request.amount(memory), sign, leaving=leaving, lent=lent)
 
-    def _count_host(self, task: Task, host: Host, column: int, sign: int) -> None:
+    def _count_host(self, task: Task, host: Host, old: int | None, new: int | None) -> None:
+        """Count the task in column `new` instead of `old`; None is outside the host."""
+        host.version += 1
+        self.touched_hosts.append(host)
         request = task.request
+        for column, sign in ((old, -1), (new, 1)):
+            if column is not None:
+                other = host.other[column]
+                other[0] += sign * request.cpu
+                other[1] += sign * request.memory
+                other[2] += sign
+        if (old is None) != (new is None):
+            _note_present(task, host, 1 if old is None else -1)
         if task.devices:
-            taken = (host.used, host.leaving, host.nominated)[column]
-            step = sign * request.share_of(host.gpu_memory_mib)
-            for device in task.devices:
-                taken[device] = taken.get(device, 0) + step
-        other = host.other[column]
-        other[0] += sign * request.cpu
-        other[1] += sign * request.memory
-        other[2] += sign
-        if task.devices:
+            _count_devices(host, task.devices, request.share_of(host.gpu_memory_mib), old, new)
             self._reindex(host)
 
     def _reindex(self, host: Host) -> None:
         if not host.ready:
             return
-        idle, future = host.idle_whole, host.future_whole
-        self._recount(host)
+        idle, future = host.filed
         if host.idle_whole != idle:
             _shift(self.by_idle, host.name, idle, host.idle_whole)
         if host.future_whole != future:
             _shift(self.by_future, host.name, future, host.future_whole)
+        host.filed = (host.idle_whole, host.future_whole)
 
     def _recount(self, host: Host) -> None:
         used, leaving, nominated = host.used, host.leaving, host.nominated
@@ -150,6 +168,7 @@ class Ledger:
 
     def _index(self, host: Host) -> None:
         if host.ready:
+            host.filed = (host.idle_whole, host.future_whole)
             insort(self.by_idle.setdefault(host.idle_whole, []), host.name)
             insort(self.by_future.setdefault(host.future_whole, []), host.name)
 
@@ -160,25 +179,57 @@ class Ledger:
 
     def _count_capacity(self, host: Host, sign: int) -> None:
         if host.ready:
+            size = len(host.devices)
+            self.by_size[size] = self.by_size.get(size, 0) + sign
             self.capacity[0] += sign * GPU * len(host.devices)
             self.capacity[1] += sign * host.cpu if host.cpu < float("inf") else 0
             self.capacity[2] += sign * host.memory if host.memory < float("inf") else 0
 
 
-def _note_running(job: Job) -> None:
-    if job.active:
-        job.queue.running[job] = None
-    else:
-        job.queue.running.pop(job, None)
+def _note_present(task: Task, host: Host, sign: int) -> None:
+    """Keep the host's count of shared devices' tasks, and the job's of its hosts."""
+    if task.devices and not task.request.whole:
+        host.shared += sign
+    hosts = task.job.hosts
+    hosts[host] = hosts.get(host, 0) + sign
+    if not hosts[host]:
+        del hosts[host]
+
+
+def _count_devices(host: Host, devices: tuple[int, ...], share: int, old: int | None, new: int | None) -> None:
+    """Change the columns of the devices, and how many of them are idle or coming as a whole."""
+    used, leaving, nominated = columns = (host.used, host.leaving, host.nominated)
+    for d in devices:
+        future = not used.get(d) and not nominated.get(d)
+        idle = future and not leaving.get(d)
+        if old is not None:
+            columns[old][d] = columns[old].get(d, 0) - share
+        if new is not None:
+            columns[new][d] = columns[new].get(d, 0) + share
+        if d in host.devices:
+            future_now = not used.get(d) and not nominated.get(d)
+            host.future_whole += future_now - future
+            host.idle_whole += (future_now and not leaving.get(d)) - idle
+
+
+def _note_running(job: Job, sign: int) -> None:
+    """Keep the queue's index of what runs: by job, and how many preemptible ones by priority."""
+    queue = job.queue
+    if job.active == max(sign, 0):
+        if sign > 0:
+            queue.running[job] = None
+        else:
+            queue.running.pop(job, None)
+        if job.preemptible:
+            queue.priorities[job.priority] = queue.priorities.get(job.priority, 0) + sign
 
 
 def count_queues(job: Job, amount: Amount, sign: int, *, leaving: bool, lent: bool) -> None:
     """Add one task's amount (or take it away) to what its queue and all ancestors hold."""
+    resources = [(r, value) for r, value in enumerate(amount) if value]
     for queue in job.queue.path:
         queue.version += 1
-        for r, value in enumerate(amount):
-            if not value:
-                continue
+        for r, value in resources:
             if leaving:
                 queue.leaving[r] += sign * value
                 continue

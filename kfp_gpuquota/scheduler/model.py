@@ -52,11 +52,12 @@ class Request:
     cpu: int = 0
     memory: int = 0
     nodes: frozenset[str] | None = None
+    whole: bool = field(init=False, compare=False)
+    _amount: Amount = field(init=False, compare=False, repr=False)
 
-    @property
-    def whole(self) -> bool:
-        """It takes whole devices only."""
-        return self.share == GPU and not self.memory_mib
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "whole", self.share == GPU and not self.memory_mib)
+        object.__setattr__(self, "_amount", Amount(self.devices * self.share, self.cpu, self.memory))
 
     def share_of(self, gpu_memory_mib: int) -> int:
         """Micro-GPUs of each device, on devices of that size; more than GPU where it can never fit."""
@@ -66,6 +67,8 @@ class Request:
 
     def amount(self, gpu_memory_mib: int) -> Amount:
         """What it counts against quotas."""
+        if not self.memory_mib:
+            return self._amount
         return Amount(self.devices * self.share_of(gpu_memory_mib), self.cpu, self.memory)
 
 
@@ -93,19 +96,21 @@ class Queue:
     fixed: list[float] = field(default_factory=lambda: [0, 0, 0])
     requested: list[float] = field(default_factory=lambda: [0, 0, 0])
     share: Amount = NOTHING
+    keeps: Amount = NOTHING
     path: tuple[Queue, ...] = ()
     version: int = 0
     waiting: dict[Shape, list[tuple[OrderKey, Job]]] = field(default_factory=dict)
     running: dict[Job, None] = field(default_factory=dict)
+    priorities: dict[int, int] = field(default_factory=dict)
 
     def claim(self, r: int) -> float:
         """What it holds of resource `r` in its own right: without what is lent to it."""
         return self.held[r] - self.lent[r]
 
-    @property
-    def keeps(self) -> tuple[float, ...]:
-        """What nobody's fair share takes from it: max(deserved, fair share), within its limit."""
-        return tuple(min(max(d, s), n) for d, s, n in zip(self.deserved, self.share, self.limit, strict=True))
+    def set_share(self, share: Amount) -> None:
+        """Fix the fair share for a cycle, and what nobody's fair share takes from it."""
+        self.share = share
+        self.keeps = Amount(*(min(max(d, s), n) for d, s, n in zip(self.deserved, share, self.limit, strict=True)))
 
 
 OrderKey = tuple[int, int, float, str]
@@ -155,6 +160,7 @@ class Job:
     removed: bool = False
     tasks: dict[str, Task] = field(default_factory=dict)
     pending: list[Task] = field(default_factory=list)
+    hosts: dict[Host, int] = field(default_factory=dict)
     active: int = 0
     placed: int = 0
     next_index: int = 0
@@ -178,7 +184,7 @@ class Job:
         return max(0, self.active - self.wanted)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, order=False)
 class Host:
     """A node. Per device, in micro-GPUs: `used` by what runs, `leaving`, and `nominated` for what will come."""
 
@@ -199,6 +205,14 @@ class Host:
     tasks: dict[Task, None] = field(default_factory=dict)
     idle_whole: int = 0
     future_whole: int = 0
+    shared: int = 0
+    version: int = 0
+    filed: tuple[int, int] = (0, 0)
+
+    @property
+    def countable(self) -> bool:
+        """Nothing on it is shared or scarce but whole devices: whether something fits is a matter of counting."""
+        return not self.shared and self.max_tasks == UNLIMITED
 
     def idle(self, device: int) -> int:
         """Micro-GPUs of the device that something may take now."""

@@ -14,14 +14,25 @@ if TYPE_CHECKING:
 
 def place_all(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
     """Bind (or, with `future`, nominate) every task, or change nothing."""
-    mark = ledger.mark()
-    for done, task in enumerate(tasks):
-        host = choose_host(ledger, task, len(tasks) - done, future=future)
+    mark, done = ledger.mark(), 0
+    while done < len(tasks):
+        host = choose_host(ledger, tasks[done], len(tasks) - done, future=future)
         if host is None:
             ledger.rollback(mark)
             return False
-        put(ledger, task, host, future=future)
+        done += _fill(ledger, host, tasks, done, future=future)
     return True
+
+
+def _fill(ledger: Ledger, host: Host, tasks: Sequence[Task], done: int, *, future: bool) -> int:
+    """Place as many of the tasks from `done` on the host as are alike and fit; at least one. Returns how many."""
+    first, placed = tasks[done], 0
+    for task in tasks[done:]:
+        if placed and (task.request is not first.request or not fits(host, task, future=future)):
+            break
+        put(ledger, task, host, future=future)
+        placed += 1
+    return placed
 
 
 def put(ledger: Ledger, task: Task, host: Host, *, future: bool) -> None:
@@ -68,6 +79,23 @@ def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
     return _other_fits(host, task, future=True, freed=other)
 
 
+class Room:
+    """Whether a task fits on a host without some others. In the common case it is a matter of counting devices."""
+
+    def __init__(self, host: Host, task: Task) -> None:
+        request = task.request
+        self._host, self._task = host, task
+        self._countable = request.whole and host.countable and not request.cpu and not request.memory
+        self._short = request.devices - host.future_whole
+
+    def suffices(self, others: Iterable[Task]) -> bool:
+        """The task fits when these have gone."""
+        if not self._countable:
+            return fits_without(self._host, self._task, others)
+        host = self._host
+        return sum(len(task.devices) for task in others if task.node is host) >= self._short
+
+
 def room_elsewhere(ledger: Ledger, task: Task) -> bool:
     """A quick no: less will be free in the whole cluster than the task needs, wherever the others go."""
     held = sum(queue.held[0] for queue in ledger.queues.values() if queue.parent is None)
@@ -87,6 +115,8 @@ def pick_devices(host: Host, task: Task, *, future: bool) -> tuple[int, ...] | N
         return ()
     if task.request.whole and (host.future_whole if future else host.idle_whole) < count:
         return None
+    if task.request.whole:
+        return _whole_devices(host, count, future=future)
     share = task.request.share_of(host.gpu_memory_mib)
     free = host.future if future else host.idle
     fitting = [d for d in host.devices if free(d) >= share]
@@ -96,23 +126,32 @@ def pick_devices(host: Host, task: Task, *, future: bool) -> tuple[int, ...] | N
     return tuple(sorted(fitting[:count]))
 
 
+def _whole_devices(host: Host, count: int, *, future: bool) -> tuple[int, ...]:
+    """The first whole devices that are free, idle before leaving ones."""
+    used, leaving, nominated = host.used, host.leaving, host.nominated
+    free = [d for d in host.devices if not used.get(d) and not nominated.get(d)]
+    idle = [d for d in free if not leaving.get(d)]
+    if not future or len(idle) >= count:
+        return tuple(idle[:count])
+    return tuple(sorted(idle + [d for d in free if leaving.get(d)][: count - len(idle)]))
+
+
 def _preferred(ledger: Ledger, task: Task, more: int, *, future: bool) -> Iterable[Host]:
     """Hosts in the order in which they should be tried: where the job already is, where all of it fits, the rest."""
     devices = task.request.devices
     if not task.request.whole:
         yield from _packed(ledger, task, future=future)
         return
-    yield from _near(task, future=future)
+    if task.job.hosts and more <= 1:
+        yield from _near(task, future=future)
     if more > 1:
         yield from ledger.hosts_with(devices * more, future=future)
     yield from ledger.hosts_with(devices, future=future) if more <= 1 else _roomiest(ledger, devices, future=future)
 
 
 def _near(task: Task, *, future: bool) -> Iterable[Host]:
-    siblings = {t.node.name: t.node for t in task.job.tasks.values() if t.node is not None}
-    siblings.update({t.node.name: t.node for t in task.job.pending if t.node is not None})
-    room = sorted(siblings.values(), key=lambda h: (h.future_whole if future else h.idle_whole, h.name))
-    return (host for host in room if task.request.devices)
+    """The hosts where the job already has workers, the fullest first."""
+    return sorted(task.job.hosts, key=lambda h: (h.future_whole if future else h.idle_whole, h.name))
 
 
 def _roomiest(ledger: Ledger, devices: int, *, future: bool) -> Iterable[Host]:

@@ -133,7 +133,7 @@ def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:
 
 
 def _blocks(other: Task, task: Task) -> bool:
-    return other.status is Status.LEAVING and bool(set(other.devices) & set(task.devices))
+    return other.status is Status.LEAVING and any(d in task.devices for d in other.devices)
 
 
 def _jobs_of(tasks: Sequence[Task]) -> set[Job]:
@@ -146,17 +146,16 @@ def _waiting(state: State, cycle: Cycle) -> dict[str, Reason]:
     for queue in cycle.ledger.queues.values():
         for shape, entries in queue.waiting.items():
             if shape.starts:
-                reasons.update(_reasons_of(cycle, shape, [job for _, job in entries if job not in cycle.touched]))
+                _explain_alike(
+                    cycle, shape, [j for _, j in entries if not j.active and j not in cycle.touched], reasons
+                )
     reasons.update((uid, explain.suspended(job)) for uid, job in state.suspended.items() if not job.active)
     reasons.update((uid, explain.emptying(job)) for uid, job in state.emptying.items() if not job.active)
-    return dict(sorted(reasons.items()))
+    return reasons
 
 
-def _reasons_of(cycle: Cycle, shape: Shape, jobs: list[Job]) -> dict[str, Reason]:
+def _explain_alike(cycle: Cycle, shape: Shape, jobs: list[Job], reasons: dict[str, Reason]) -> None:
     """One reason serves all jobs of a shape."""
-    jobs = [job for job in jobs if not job.active]
-    if not jobs:
-        return {}
-    first = jobs[0]
-    reason = explain.waits(cycle.ledger, first, first.pending[: len(shape.requests)])
-    return dict.fromkeys((job.uid for job in jobs), reason)
+    if jobs:
+        reason = explain.waits(cycle.ledger, jobs[0], jobs[0].pending[: len(shape.requests)])
+        reasons.update(dict.fromkeys([job.uid for job in jobs], reason))
