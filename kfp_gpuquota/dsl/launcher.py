@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LONG_POLL_S: Final = 20.0
 # A cluster that is restarted or upgraded is back by then; the job goes on meanwhile.
 PATIENCE_S: Final = 600.0
-_LOG_ENDS_WITHIN_S: Final = 5.0
+_LOG_ENDS_WITHIN_S: Final = 60.0
 _output = threading.Lock()
 
 
@@ -76,6 +76,9 @@ def _run(step: Step) -> int:
     except _StoppedError as stopped:
         # Ctrl-C is a person who wants it to end. A pod that is told to stop may come back, and take the job over.
         keeper.leave(0.0 if stopped.number == signal.SIGINT else AFTER_STOP_S)
+        raise
+    except JobFailedError:
+        staging.discard()
         raise
     keeper.stop()
     if job.status.result_worker:

@@ -30,17 +30,14 @@ class LeaseKeeper(threading.Thread):
         self._stopped = threading.Event()
         self._calling = threading.Lock()
 
-    def lease(self, duration_s: float = DURATION_S) -> Lease:
-        """The lease as this launcher asks for it."""
-        return Lease(holder=self._holder, duration_s=duration_s)
-
     def run(self) -> None:
         """Renew until told to stop. A cluster that is away is asked again and again."""
         client = self._connect()
         while not self._stopped.wait(DURATION_S / _RENEWALS):
             try:
                 with self._calling:
-                    self._renew(client, DURATION_S)
+                    if not self._stopped.is_set():
+                        self._renew(client, DURATION_S)
             except ConflictError:
                 self._say("another attempt of this step has taken the job over; following it")
                 return
@@ -48,10 +45,6 @@ class LeaseKeeper(threading.Thread):
                 return
             except RunError as error:
                 self._say(f"cannot renew the job's lease, trying on: {error.message}")
-
-    def _renew(self, client: Client, duration_s: float) -> None:
-        if not self._stopped.is_set() or duration_s != DURATION_S:
-            client.renew_lease(self._spec.project, self._spec.name, self.lease(duration_s))
 
     def stop(self) -> None:
         """The job has ended."""
@@ -65,3 +58,6 @@ class LeaseKeeper(threading.Thread):
             self._renew(self._connect(), after_s)
         except GpuQuotaError as error:
             self._say(f"the job ends with its present lease: {error.message}")
+
+    def _renew(self, client: Client, duration_s: float) -> None:
+        client.renew_lease(self._spec.project, self._spec.name, Lease(holder=self._holder, duration_s=duration_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import threading
 from typing import TYPE_CHECKING, Final
 
@@ -9,7 +10,7 @@ from kfp_gpuquota.api import WorkerPhase
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kfp_gpuquota.api import Job, Worker
     from kfp_gpuquota.server.client import Client
@@ -29,7 +30,7 @@ class LogFollower(threading.Thread):
         self._connect, self._write = connect, write
         self._changed = threading.Condition()
         self._job = job
-        self.followed: dict[str, None] = {}
+        self.followed: list[str] = []
 
     def see(self, job: Job) -> None:
         """The job's newest state."""
@@ -40,54 +41,87 @@ class LogFollower(threading.Thread):
     def run(self) -> None:
         """Until the job has ended and what its followed worker said is written."""
         client = self._connect()
-        while worker := self._next_worker():
-            beside = bool(self.followed) and worker.started_at <= self._last_seen_start
-            self.followed[worker.id] = None
-            self._last_seen_start = max(w.started_at for w in self._job.status.workers)
+        while found := self._next_worker():
+            job, worker = found
+            skip = bool(self.followed) and ran_beside(job, self.followed[-1], worker)
+            self.followed.append(worker.id)
+            rank = shown_rank(job, worker)
             try:
-                self._follow(client, worker, skip=beside)
+                for line in lines_of(_chunks(client, job, worker.id, skip=skip)):
+                    self._write(f"[{rank}] {line}")
             except GpuQuotaError as error:
-                self._write(f"gpuquota: the log of worker {worker.index} cannot be read: {error.message}")
+                self._write(f"gpuquota: the log of worker {rank} cannot be read: {error.message}")
 
-    _last_seen_start = 0.0
-
-    def _next_worker(self) -> Worker | None:
+    def _next_worker(self) -> tuple[Job, Worker] | None:
         with self._changed:
-            while not (found := next(iter(self._candidates()), None)):
+            while not (left := to_follow(self._job, self.followed)):
                 if self._job.status.phase.final:
                     return None
                 self._changed.wait()
-            return found
-
-    def _candidates(self) -> list[Worker]:
-        final = self._job.status.phase.final
-        phases = set(WorkerPhase) if final and not self.followed else {WorkerPhase.RUNNING}
-        left = [w for w in self._job.status.workers if w.phase in phases and w.id not in self.followed]
-        return sorted(left, key=order)
-
-    def _follow(self, client: Client, worker: Worker, *, skip: bool) -> None:
-        rank = order(worker)[1]
-        text = ""
-        for chunk in _chunks(client, self._job, worker.id, skip=skip):
-            *lines, text = (text + chunk).split("\n")
-            for line in lines:
-                self._write(f"[{rank}] {line}")
-        if text:
-            self._write(f"[{rank}] {text}")
+            return self._job, left[0]
 
 
-def order(worker: Worker) -> tuple[bool, int]:
-    """Ranked workers first, by rank; the others by index."""
-    return (worker.rank is None, worker.index if worker.rank is None else worker.rank)
+def to_follow(job: Job, followed: Sequence[str]) -> list[Worker]:
+    """The workers whose log may come next, the best first.
+
+    One that runs; else one that has come and gone since the one followed last, be it that nobody saw it run.
+    """
+    left = [worker for worker in job.status.workers if worker.id not in followed]
+    if running := [worker for worker in left if worker.phase is WorkerPhase.RUNNING]:
+        return sorted(running, key=_order)
+    gone = [worker for worker in left if worker.phase is WorkerPhase.GONE]
+    if followed:
+        gone = [worker for worker in gone if not ran_beside(job, followed[-1], worker)]
+    newest = max((worker.started_at for worker in gone), default=0.0)
+    return sorted((worker for worker in gone if worker.started_at == newest), key=_order)
+
+
+def _order(worker: Worker) -> tuple[bool, int, int]:
+    return (worker.rank is None, worker.rank or 0, worker.index)
+
+
+def ran_beside(job: Job, followed: str, worker: Worker) -> bool:
+    """Whether `worker` was there before the one followed had ended."""
+    before = next((each for each in job.status.workers if each.id == followed), None)
+    return before is not None and (before.finished_at is None or worker.started_at < before.finished_at)
+
+
+def shown_rank(job: Job, worker: Worker) -> int:
+    """A worker's rank; its place among those that were there with it, where the job has no ranks."""
+    if worker.rank is not None:
+        return worker.rank
+    together = [
+        each
+        for each in job.status.workers
+        if each.phase is not WorkerPhase.GONE or each.started_at >= worker.started_at
+    ]
+    return sum(each.index < worker.index for each in together)
 
 
 def tail(client: Client, job: Job, worker: Worker, lines: int = TAIL_LINES) -> list[str]:
     """The end of a worker's log."""
-    text = "".join(_chunks(client, job, worker.id, skip=False))
-    return [f"[{order(worker)[1]}] {line}" for line in text.splitlines()[-lines:]]
+    rank = shown_rank(job, worker)
+    written = list(lines_of(_chunks(client, job, worker.id, skip=False)))
+    return [f"[{rank}] {line}" for line in written[-lines:]]
 
 
-def _chunks(client: Client, job: Job, worker: str, *, skip: bool) -> Iterator[str]:
+def lines_of(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Whole lines of a log that comes in pieces; of a line that was written over (a progress bar) what is left."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    unfinished = ""
+    for chunk in chunks:
+        *lines, unfinished = (unfinished + decoder.decode(chunk)).split("\n")
+        yield from map(_last_written, lines)
+        unfinished = _last_written(unfinished)
+    if unfinished:
+        yield unfinished
+
+
+def _last_written(line: str) -> str:
+    return line.removesuffix("\r").rpartition("\r")[2]
+
+
+def _chunks(client: Client, job: Job, worker: str, *, skip: bool) -> Iterator[bytes]:
     """Pieces of a worker's log until it has ended; with `skip` only what comes from now on."""
     offset, more = 0, True
     while more:
@@ -95,5 +129,5 @@ def _chunks(client: Client, job: Job, worker: str, *, skip: bool) -> Iterator[st
         piece = client.read_log(job.spec.project, job.spec.name, worker=worker, offset=offset, timeout_s=wait_s)
         offset, more = piece.next_offset, piece.more
         if piece.text and not skip:
-            yield piece.text.decode(errors="replace")
+            yield piece.text
         skip = skip and bool(piece.text)

@@ -36,8 +36,9 @@ class Narrator:
             verb = "running" if job.spec.kind is Kind.BUILD else "training"
             yield f"{verb} with {size(status.gpus, job.spec.gpus)}"
         waits = {Phase.PENDING: "waiting", Phase.SUSPENDED: "suspended", Phase.STOPPING: "stopping"}
-        if (word := waits.get(status.phase)) and (changed or _reason(before) != _reason(job)):
-            yield f"{word}: {_reason(job)}" if _reason(job) else word
+        word, reason = waits.get(status.phase), _reason(job)
+        if word and reason and (changed or _reason(before) != reason):  # without one it has not been looked at yet
+            yield f"{word}: {reason}"
 
     def _restarts(self, job: Job) -> Iterator[str]:
         already = self._before.status.restarts if self._before else 0

@@ -93,7 +93,7 @@ def _whole(text: str) -> int:
     try:
         number = float(text)
     except ValueError:
-        number = 0.5
-    if number != int(number):
+        number = float("nan")
+    if not number.is_integer():
         raise InvalidFieldError("gpus", text, "the accelerator limit must be a whole number")
     return int(number)

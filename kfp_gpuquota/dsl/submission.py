@@ -14,7 +14,7 @@ from kfp_gpuquota.dsl import worker
 from kfp_gpuquota.dsl.lease import DURATION_S
 from kfp_gpuquota.dsl.naming import numbered
 from kfp_gpuquota.dsl.staging import Staging
-from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError
+from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,11 @@ def claim(client: Client, step: Step, holder: str, say: Callable[[str], None]) -
     for number in itertools.count(1):
         name = numbered(step.job_name, number)
         staging = Staging(step.executor_input, name)
-        job = _existing(client, step.project, name) or _submitted(client, step, name, staging, lease)
+        job = (
+            _existing(client, step.project, name)
+            or _submitted(client, step, name, staging, lease)
+            or _existing(client, step.project, name)
+        )
         if job is not None and _usable(job, staging):
             if not job.status.phase.final:
                 with contextlib.suppress(ConflictError):  # it has ended this very moment
@@ -78,6 +82,6 @@ def _submitted(client: Client, step: Step, name: str, staging: Staging, lease: L
         return client.submit(spec, lease=lease)
     except AlreadyExistsError:
         return None
-    except BaseException:
+    except UsageError:  # no attempt of this step can run; after any other failure one may
         staging.discard()
         raise

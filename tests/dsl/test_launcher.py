@@ -32,14 +32,17 @@ def _names(cluster: EmbeddedCluster) -> list[str]:
 
 
 def test_a_step_ends_as_its_job_ends_and_its_output_is_in_place(cluster: EmbeddedCluster, tmp_path: Path) -> None:
-    step = Step(cluster, tmp_path, 'echo working; echo 42 > "$0"')
-    code, log = step.run()
-    lines = log.split("\n")
+    step = Step(cluster, tmp_path, WAIT_FOR_GATE)
+    launcher = step.start()
+    launcher.read_until("gpuquota: training with 1 GPU")
+    (tmp_path / "gate").touch()
+    code, log = launcher.wait()
+    lines = log.rstrip().split("\n")
     assert code == 0, log
     assert lines[0].startswith("gpuquota: job train-")
     assert lines[0].endswith(" in project team-a")
-    assert lines[1:-1] == ["gpuquota: training with 1 GPU", "[0] working", lines[-2]]
-    assert lines[-2].startswith("gpuquota: succeeded after ")
+    assert lines[-2] == "[0] through"
+    assert lines[-1].startswith("gpuquota: succeeded after ")
     assert step.result.read_text() == "42\n"
     assert not list(tmp_path.rglob(".gpuquota"))
 
@@ -59,8 +62,9 @@ def test_the_job_is_what_the_environment_says(cluster: EmbeddedCluster, tmp_path
 
 
 def test_a_number_of_gpus_that_only_the_run_knows(cluster: EmbeddedCluster, tmp_path: Path) -> None:
-    code, log = Step(cluster, tmp_path, "true").run("--gpus", "2.0")
-    assert (code, "training with 2 GPUs" in log) == (0, True), log
+    step = Step(cluster, tmp_path, 'echo "$RUNAI_NUM_OF_GPUS" > "$0"')
+    code, log = step.run("--gpus=2.0")
+    assert (code, step.result.read_text()) == (0, "2\n"), log
 
 
 def test_the_users_environment_reaches_the_worker_and_our_constants_do_not(
@@ -171,6 +175,29 @@ def test_a_job_that_is_cancelled_fails_its_step(cluster: EmbeddedCluster, tmp_pa
     assert (code, "gpuquota: cancelled" in log) == (1, True), log
 
 
+def test_a_job_that_is_deleted_fails_its_step_and_leaves_nothing_behind(
+    cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    launcher = Step(cluster, tmp_path, "sleep infinity").start()
+    launcher.read_until("training with")
+    (name,) = _names(cluster)
+    cluster.client.delete_job("team-a", name)
+    code, log = launcher.wait()
+    assert (code, f"the job {name!r} was deleted" in log) == (1, True), log
+    assert not list(tmp_path.rglob(".gpuquota"))
+
+
+def test_two_attempts_at_once_share_the_job_and_both_have_its_result(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    step = Step(cluster, tmp_path, WAIT_FOR_GATE)
+    attempts = [step.start(), step.start()]
+    for attempt in attempts:
+        attempt.read_until("training with")
+    (tmp_path / "gate").touch()
+    ended = [attempt.wait() for attempt in attempts]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert (len(_names(cluster)), step.result.read_text()) == (1, "42\n")
+
+
 def test_a_step_that_has_run_for_its_max_runtime_is_stopped(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     step = Step(cluster, tmp_path, "sleep infinity", environment={"GPUQUOTA_MAX_RUNTIME_S": "1"})
     code, log = step.run()
@@ -183,17 +210,19 @@ def test_a_waiting_step_says_why_and_runs_when_it_can(cluster: EmbeddedCluster, 
     cluster.submit("theirs", project="team-b")
     cluster.wait_for_phase("filler", Phase.RUNNING)
     cluster.wait_for_phase("theirs", Phase.RUNNING, "team-b")
-    launcher = Step(cluster, tmp_path, "true").start()
+    launcher = Step(cluster, tmp_path, WAIT_FOR_GATE).start()
     assert len(launcher.read_until("waiting: ")) > len("gpuquota: waiting: ")
     cluster.client.delete_job("team-a", "filler")
+    launcher.read_until("training with 1 GPU")
+    (tmp_path / "gate").touch()
     code, log = launcher.wait()
-    assert (code, "training with 1 GPU" in log) == (0, True), log
+    assert code == 0, log
 
 
 def test_a_preempted_step_does_not_end(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     cluster.submit("mine")
     cluster.wait_for_phase("mine", Phase.RUNNING)
-    launcher = Step(cluster, tmp_path, 'while [ ! -e gate ]; do sleep 0.02; done; echo 42 > "$0"').start()
+    launcher = Step(cluster, tmp_path, WAIT_FOR_GATE).start()
     launcher.read_until("training with")  # over quota
     cluster.submit("theirs", project="team-b")
     launcher.read_until("waiting: ")
@@ -201,7 +230,8 @@ def test_a_preempted_step_does_not_end(cluster: EmbeddedCluster, tmp_path: Path)
     cluster.client.delete_job("team-b", "theirs")
     code, log = launcher.wait()
     assert code == 0, log
-    assert [line.split(":")[1] for line in log.split("\n") if "gpuquota: stopping" in line]
+    assert "gpuquota: stopping: " in log
+    assert "[0] through" in log
 
 
 def test_a_daemon_that_is_killed_and_started_again_does_not_disturb_the_step(
