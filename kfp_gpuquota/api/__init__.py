@@ -4,7 +4,7 @@ Belongs here: what travels between rooms, is stored, or is sent over the wire; v
 Does not: decisions (scheduler, membership) and anything that does I/O.
 """
 
-from kfp_gpuquota.api.job import Job, JobSpec, JobStatus, Kind, Phase, Progress, Resize
+from kfp_gpuquota.api.job import Eviction, Job, JobSpec, JobStatus, Kind, Phase, Progress, Resize
 from kfp_gpuquota.api.node import Device, Node
 from kfp_gpuquota.api.project import Project
 from kfp_gpuquota.api.reason import Reason, ReasonCode
@@ -12,6 +12,7 @@ from kfp_gpuquota.api.worker import Worker, WorkerPhase
 
 __all__ = [
     "Device",
+    "Eviction",
     "Job",
     "JobSpec",
     "JobStatus",

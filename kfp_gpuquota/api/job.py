@@ -180,6 +180,13 @@ class Resize(msgspec.Struct, frozen=True, kw_only=True):
     lost_steps: int = 0
 
 
+class Eviction(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole job was stopped for another one and returned to the queue; `at` is seconds since the epoch."""
+
+    at: float
+    reason: Reason
+
+
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a job. `gpus` is held now, `result_worker` the worker whose outputs are the job's."""
 
@@ -188,6 +195,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 0
     generation: int = 0
     restarts: int = 0
+    evictions: int = 0
+    last_eviction: Eviction | None = None
     exit_code: int | None = None
     submitted_at: float = 0.0
     started_at: float | None = None

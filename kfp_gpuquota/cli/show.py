@@ -106,6 +106,8 @@ def explain(job: JobArgument, project: ProjectOption = "") -> None:
     status = found.status
     why = f": {status.reason.message}" if status.reason is not None else ""
     typer.echo(f"{found.spec.name} is {status.phase.value.lower()} with {_gpus(status.gpus)}{why}")
+    if (stopped := status.last_eviction) is not None and stopped.reason != status.reason:
+        typer.echo(f"it was last stopped {age(stopped.at)} ago: {stopped.reason.message}")
 
 
 def logs(
@@ -207,6 +209,7 @@ def _facts(job: Job) -> list[tuple[str, object]]:
         ("submitted", f"{age(status.submitted_at)} ago"),
         ("ran for", age(status.started_at, status.finished_at)),
         ("restarts", status.restarts or ""),
+        ("preempted", _evictions(job)),
         ("exit code", "" if status.exit_code is None else status.exit_code),
     ]
     return [(name, value) for name, value in facts if value != ""]
@@ -214,6 +217,14 @@ def _facts(job: Job) -> list[tuple[str, object]]:
 
 def _preemptible(job: Job) -> str:
     return "preemptible" if job.spec.may_be_preempted else "not preemptible"
+
+
+def _evictions(job: Job) -> str:
+    last = job.status.last_eviction
+    if last is None:
+        return ""
+    times = "once" if job.status.evictions == 1 else f"{job.status.evictions} times"
+    return f"{times}, {age(last.at)} ago: {last.reason.message}"
 
 
 def _asks(job: Job) -> str:

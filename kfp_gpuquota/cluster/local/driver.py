@@ -299,10 +299,12 @@ class Driver:
         self.wake()
 
     def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
-        """What the training says about itself."""
-        del worker  # each reports the same steps
-        if job_uid in self._state.jobs:
-            self._state.note_progress(job_uid, progress)
+        """What the training says about itself. Every worker says the same of its steps: the first one's is kept."""
+        job = self._state.jobs.get(job_uid)
+        if job is None or self._state.workers[worker].worker.rank not in {None, 0}:
+            return
+        with self._noting(job_uid) as transcript:
+            transcript.record(with_status(job, progress=progress))
 
     @contextlib.contextmanager
     def _noting(self, what: str) -> Iterator[Transcript]:

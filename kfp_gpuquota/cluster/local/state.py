@@ -22,7 +22,7 @@ from kfp_gpuquota.errors import NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kfp_gpuquota.api import Job, Node, Progress, Project, Reason
+    from kfp_gpuquota.api import Job, Node, Project, Reason
     from kfp_gpuquota.cluster.local.store import Store
 
 
@@ -163,11 +163,6 @@ class ClusterState:
         self._remember(change)
         for event in told:
             self.scheduler.apply(event)
-        self.wake()
-
-    def note_progress(self, uid: str, progress: Progress) -> None:
-        """Remember what a training said of itself; it says so again every second, so nothing is written."""
-        self.jobs[uid] = with_status(self.jobs[uid], progress=progress)
         self.wake()
 
     def note_waiting(self, uid: str, reason: Reason) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Phase, Reason, Worker, WorkerPhase
+from kfp_gpuquota.api import Eviction, Phase, Reason, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.lifecycle import settled
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
@@ -100,7 +100,13 @@ class Transcript:
 
     def _evict(self, evict: scheduler.Evict) -> None:
         job = msgspec.structs.replace(self._job(evict.job), intent=Intent.REQUEUE)
-        job = with_status(job, phase=Phase.STOPPING, reason=evict.reason)
+        job = with_status(
+            job,
+            phase=Phase.STOPPING,
+            reason=evict.reason,
+            evictions=job.status.evictions + 1,
+            last_eviction=Eviction(at=self.now, reason=evict.reason),
+        )
         self.note(job, EventKind.JOB_EVICTED, reason=evict.reason)
         self._release(job, [record.worker.id for record in self.state.alive_of(job.uid)], evict.reason)
 
