@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from elastic_runtime.torch_internals import Store
 
+CLOSE_AFTER_S = 0.5
+"""The first steps of the new size are not to share their cores with the end of the old one."""
+
 _log = logging.getLogger("elastic_runtime")
 
 
@@ -144,7 +147,7 @@ class Generations:
                 self.interrupt.clear()
             self._drop_outdated()
         if previous and previous.group:
-            previous.group.close_soon()
+            previous.group.close_soon(CLOSE_AFTER_S)
 
     def wait_for_next(self, after: int) -> Generation | None:
         """The generation that this worker is to adopt at once, newer than `after`; None: it is to leave.

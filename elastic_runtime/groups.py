@@ -66,9 +66,11 @@ class Group:
         """Make it torch's default group."""
         make_default(self._group)
 
-    def close_soon(self) -> None:
-        """Close it in the background."""
-        threading.Thread(target=drop_group, args=(self._group,), name="elastic-close", daemon=True).start()
+    def close_soon(self, after_s: float = 0.0) -> None:
+        """Close it in the background, where it costs some tens of milliseconds of a core."""
+        timer = threading.Timer(after_s, drop_group, (self._group,))
+        timer.name, timer.daemon = "elastic-close", True
+        timer.start()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing in place."""

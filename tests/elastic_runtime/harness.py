@@ -154,17 +154,21 @@ class Cluster:
     # What was trained
 
     def consumed(self) -> dict[int, list[int]]:
-        """The samples of each applied step: by the newest generation that applied it."""
+        """The samples of each applied step: those computed in the newest generation that applied it.
+
+        Who computed a share may have died, or lost its peers, before it applied the step that the others applied.
+        """
         rows = [
             json.loads(line) for p in self.directory.glob("consumed-*") for line in p.read_text().splitlines() if line
         ]
         newest: dict[int, int] = defaultdict(int)
         for row in rows:
-            newest[row["step"]] = max(newest[row["step"]], row["generation"])
+            if "applied" in row:
+                newest[row["applied"]] = max(newest[row["applied"]], row["generation"])
         steps: dict[int, list[int]] = defaultdict(list)
         for row in rows:
-            if row["generation"] == newest[row["step"]]:
-                steps[row["step"]] += row["indices"]
+            if "computed" in row and row["generation"] == newest.get(row["computed"]):
+                steps[row["computed"]] += row["indices"]
         return steps
 
     def check_samples(self) -> None:

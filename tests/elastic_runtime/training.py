@@ -79,11 +79,11 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler)
     consumed: list[int] = []
 
-    def note(*_: object) -> None:
-        log.write(json.dumps({"step": job.step, "generation": job._member.generation, "indices": consumed}) + "\n")
-        consumed.clear()
+    def note(what: str) -> None:
+        row = {what: job.step, "generation": job._member.generation, "indices": consumed}
+        log.write(json.dumps(row) + "\n")
 
-    optimizer.register_step_post_hook(note)
+    optimizer.register_step_post_hook(lambda *_: note("applied"))
     for _epoch in job.epochs(plan.epochs):
         for x, y, indices in loader:
             if gate:
@@ -95,6 +95,8 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
                 consumed.clear()
             if not session._micro.ghost:
                 consumed += indices.tolist()
+            if session._micro.last:
+                note("computed")
             loss = nn.functional.cross_entropy(model(x), y)
             job.backward(loss)
             nn.utils.clip_grad_norm_(model.parameters(), 5.0)

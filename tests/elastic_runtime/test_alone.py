@@ -1,0 +1,186 @@
+"""Without a cluster the same script runs alone; and what a script may get wrong is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+import elastic_runtime
+from elastic_runtime.errors import BatchPlanError, LoopError, SettingsError, UsageError
+from tests.elastic_runtime.training import Plan, Points, build
+
+DATA = Points(50)
+
+
+def plain_loop(order: list[list[int]]) -> dict[str, torch.Tensor]:
+    """The same training as written without any library, over given batches."""
+    model, optimizer, scheduler = build(Plan())
+    for indices in order:
+        loss = nn.functional.cross_entropy(model(DATA.x[indices]), DATA.y[indices])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model.state_dict()
+
+
+def elastic_loop(max_batch: int | None) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
+    job = elastic_runtime.init(global_batch_size=8, max_batch_per_gpu=max_batch)
+    model, optimizer, scheduler = build(Plan())
+    given = model, optimizer
+    loader = DataLoader(DATA, batch_size=4, shuffle=True)
+    model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler)
+    assert (model, optimizer) == given
+    batches: dict[int, list[int]] = {}
+    for _epoch in job.epochs(2):
+        for x, y, indices in loader:
+            optimizer.zero_grad()  # before the backward pass, as many write it
+            batches.setdefault(job.step, []).extend(indices.tolist())
+            job.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            scheduler.step()
+    return model.state_dict(), list(batches.values())
+
+
+def test_alone_it_trains_what_a_plain_loop_trains_to_the_bit() -> None:
+    state, batches = elastic_loop(None)
+    assert sorted(i for batch in batches[:7] for i in batch) == list(range(50))
+    for name, value in plain_loop(batches).items():
+        assert torch.equal(value, state[name])
+
+
+def test_micro_batches_change_nothing_but_rounding() -> None:
+    whole, _ = elastic_loop(None)
+    cut, _ = elastic_loop(3)
+    for name, value in whole.items():
+        torch.testing.assert_close(cut[name], value, rtol=1e-4, atol=1e-6)
+
+
+def prepared(**options: Any) -> tuple[Any, nn.Module, torch.optim.Optimizer, Any]:
+    job = elastic_runtime.init(**options)
+    model = nn.Linear(12, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = job.prepare(model, optimizer, DataLoader(DATA, batch_size=8))
+    return job, model, optimizer, loader
+
+
+def test_the_global_batch_is_the_loaders_batch_where_none_is_given() -> None:
+    job, model, _, loader = prepared()
+    assert len(loader) == 7
+    sizes = []
+    for _epoch in job.epochs(1):
+        for x, _y, _i in loader:
+            sizes.append(len(x))
+            job.backward(model(x).sum())
+    assert sizes == [8] * 6 + [2]
+
+
+def test_gradients_and_the_optimizer_are_untouched_between_micro_batches() -> None:
+    job, model, optimizer, loader = prepared(global_batch_size=8, max_batch_per_gpu=4)
+    before = model.weight.clone()  # type: ignore[union-attr]
+    for _epoch in job.epochs(1):
+        for k, (x, _y, _i) in enumerate(loader):
+            job.backward(model(x).mean())
+            complete = k % 2 == 1
+            assert (model.weight.grad is not None) == complete  # type: ignore[union-attr]
+            optimizer.step()
+            assert torch.equal(model.weight, before) != complete  # type: ignore[arg-type]
+            if complete:
+                break
+        break
+
+
+def test_a_parameter_that_nobody_uses_keeps_no_gradient() -> None:
+    job = elastic_runtime.init(global_batch_size=8, max_batch_per_gpu=4)
+    model = nn.ModuleDict({"used": nn.Linear(12, 3), "unused": nn.Linear(12, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    _, _, loader = job.prepare(model, optimizer, DataLoader(DATA, batch_size=8))
+    before = model["unused"].weight.clone()
+    for _epoch in job.epochs(1):
+        for x, _y, _i in loader:
+            job.backward(model["used"](x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model["unused"].weight, before)
+
+
+def test_a_scheduler_stepped_after_each_epoch_acts_each_time() -> None:
+    job = elastic_runtime.init(global_batch_size=8)
+    model, optimizer, _ = build(Plan())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, loader, scheduler = job.prepare(model, optimizer, DataLoader(DATA, batch_size=8), scheduler)
+    for _epoch in job.epochs(3):
+        for x, y, _i in loader:
+            job.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.01 * 0.5**3]
+    assert set(scheduler.state_dict()) == set(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).state_dict())
+
+
+def test_backward_is_called_exactly_once_in_an_iteration() -> None:
+    job, model, _, loader = prepared()
+    next(job.epochs(1))
+    batches = iter(loader)
+    x, _y, _i = next(batches)
+    job.backward(model(x).mean())
+    with pytest.raises(LoopError, match="add the losses up"):
+        job.backward(model(x).mean())
+    next(batches)
+    with pytest.raises(LoopError, match=r"without job\.backward"):
+        next(batches)
+
+
+def test_the_loader_belongs_inside_the_epochs() -> None:
+    _, _, _, loader = prepared()
+    with pytest.raises(LoopError, match=r"job\.epochs"):
+        next(iter(loader))
+
+
+def test_nothing_works_before_prepare() -> None:
+    with pytest.raises(LoopError, match=r"job\.prepare"):
+        elastic_runtime.init().backward(torch.zeros(1))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(5))
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (DataLoader(Stream()), "IterableDataset"),
+        (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), "DistributedSampler"),
+        (DataLoader(DATA, batch_size=None), "batch_size"),
+        (DataLoader(TensorDataset(torch.zeros(3, 12)), batch_size=8, drop_last=True), "no global batch of 8"),
+        ([1, 2, 3], "DataLoader"),
+    ],
+)
+def test_a_loader_that_cannot_be_shared_out_is_refused_with_a_remedy(loader: Any, message: str) -> None:
+    model = nn.Linear(12, 3)
+    with pytest.raises(UsageError, match=message):
+        elastic_runtime.init().prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), loader)
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    model = nn.Linear(12, 3).requires_grad_(False)  # noqa: FBT003
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(UsageError, match="nothing to train"):
+        elastic_runtime.init().prepare(model, optimizer, DataLoader(DATA, batch_size=8))
+
+
+def test_a_batch_that_cannot_be_is_refused_at_once() -> None:
+    with pytest.raises(BatchPlanError, match="global_batch_size is 0"):
+        elastic_runtime.init(global_batch_size=0)
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIC_COORDINATOR", "http://127.0.0.1:1/x")
+    monkeypatch.delenv("ELASTIC_WORKER_ID", raising=False)
+    with pytest.raises(SettingsError, match="ELASTIC_WORKER_ID"):
+        elastic_runtime.init()
