@@ -80,7 +80,7 @@ def component(
     a plain function: then other keywords go to `dsl.component`. The given component is not changed.
 
     `gpus` is what the step asks for; with `min_gpus` or `max_gpus` the job is elastic. `interactive` stays inside the
-    guaranteed quota and is never preempted. `max_runtime` is in seconds or such as '2h', and counts from the first
+    guaranteed quota and is never preempted. `max_runtime` is in seconds or such as '2h', and counts from the last
     start. `name` begins the job's name (the step's, if not given).
 
     Raises DefinitionError, which names the component and the argument.

@@ -99,7 +99,7 @@ def _followed(client: Client, job: Job, max_runtime_s: float | None) -> Job:
             say(line)
         follower.see(state)
         job = state
-        if job.status.phase is Phase.RUNNING and _time_left(job, max_runtime_s, time.time()) <= 0:
+        if _time_left(job, max_runtime_s, time.time()) <= 0:
             say(f"stopping: it has run for its max_runtime of {max_runtime_s:g} s")
             client.cancel_job(job.spec.project, job.spec.name)
     follower.join(_LOG_ENDS_WITHIN_S)
@@ -137,10 +137,9 @@ def _patiently(client: Client, project: str, after: int | None, wait_s: float) -
 
 def _time_left(job: Job, max_runtime_s: float | None, now: float) -> float:
     """Seconds that a job may still run; waiting in the queue costs nothing."""
-    started = job.status.started_at
-    if max_runtime_s is None or started is None or job.status.phase is Phase.STOPPING:
+    if max_runtime_s is None or job.status.started_at is None or job.status.phase is not Phase.RUNNING:
         return float("inf")
-    return started + max_runtime_s - now
+    return job.status.started_at + max_runtime_s - now
 
 
 def _untold_failure(client: Client, job: Job, followed: Container[str]) -> list[str]:

@@ -30,7 +30,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step's job, less what only a run can know. GPU counts are of the whole job.
 
-    `max_runtime_s` counts from the first start, not from when the job began to wait. `name` is the beginning of the
+    `max_runtime_s` counts from the last start, not from when the job began to wait. `name` is the beginning of the
     job's name ("": the step's own).
     """
 
