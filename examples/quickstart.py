@@ -45,7 +45,7 @@ TEAM_A, TEAM_B = "team-a", "team-b"
 SESSION = "notebook"
 # Long enough that the training still goes on when the worker that comes back has started; a GPU is faster.
 EPOCHS_ON_CPU, EPOCHS_ON_GPU = 80, 1500
-OPEN_AFTER_STEPS, CLOSE_AFTER_STEPS = 60, 60
+OPEN_AFTER_STEPS, CLOSE_AFTER_STEPS = 60, 100
 ENOUGH_ACCURACY = 0.95
 EXPECTED_CHANGES = [(2, 1), (1, 2)]
 
