@@ -20,6 +20,7 @@ from elastic_runtime.coordinator import Coordinator
 from elastic_runtime.errors import CheckpointError, CollectiveError, LoopError
 from elastic_runtime.exchange import exchange
 from elastic_runtime.generations import Generation, Generations
+from elastic_runtime.leaving import hasten_exit
 from elastic_runtime.order import mix_seed
 from elastic_runtime.reporting import Reporter
 from elastic_runtime.store import CoordinatorStore
@@ -213,6 +214,7 @@ class Member:
             self._generations.wait_for_release(RELEASE_S)
         if self._coordinator:
             self._coordinator.close()
+        hasten_exit()
         raise SystemExit(0)
 
     # Checkpoints
