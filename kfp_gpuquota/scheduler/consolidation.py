@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.ledger import Ledger
 
-Candidate = tuple[tuple[float, int, int, float, str], Host, list[Task]]
+Candidate = tuple[tuple[float, int, int, float, int, str], Host, list[Task]]
 
 Known = dict[tuple[Host, Request], tuple[int, Candidate | None]]
 """What would have to move from a host for a request, by the host's version at which it was found out."""
@@ -86,7 +86,7 @@ def _candidate(host: Host, task: Task) -> Candidate | None:
         return None
     last = moves[-1].job
     size = sum(_size(t, host) for t in moves)
-    return (size, len(moves), last.priority, -last.submitted_at, host.name), host, moves
+    return (size, len(moves), last.priority, -last.submitted_at, -moves[-1].index, host.name), host, moves
 
 
 def _moves(host: Host, task: Task) -> list[Task]:

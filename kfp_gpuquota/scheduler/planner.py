@@ -9,6 +9,7 @@ from kfp_gpuquota.scheduler import explain
 from kfp_gpuquota.scheduler.cycle import ACTIONS, Cycle
 from kfp_gpuquota.scheduler.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
 from kfp_gpuquota.scheduler.model import Job, Shape, Status, Task
+from kfp_gpuquota.scheduler.waiting import waits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -157,5 +158,5 @@ def _waiting(state: State, cycle: Cycle) -> dict[str, Reason]:
 def _explain_alike(cycle: Cycle, shape: Shape, jobs: list[Job], reasons: dict[str, Reason]) -> None:
     """One reason serves all jobs of a shape."""
     if jobs:
-        reason = explain.waits(cycle.ledger, jobs[0], jobs[0].pending[: len(shape.requests)])
+        reason = waits(cycle.ledger, jobs[0], jobs[0].pending[: len(shape.requests)])
         reasons.update(dict.fromkeys([job.uid for job in jobs], reason))
