@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 KILLED_ABOVE = 128
+_MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
 
 def after_worker_gone(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
@@ -113,6 +114,7 @@ def _finished(worker: WorkerRecord) -> bool:
 
 def _failure(gone: WorkerRecord, code: int, job: JobRecord, *, recoverable: bool) -> Reason:
     how = f"was killed by signal {code - KILLED_ABOVE}" if code > KILLED_ABOVE else f"ended with exit code {code}"
+    how += _MEANINGS.get(code, "")
     then = ""
     if recoverable:
         then = f"; restart {job.status.restarts + 1} of at most {job.spec.max_restarts}"

@@ -83,17 +83,45 @@ def test_4_small_jobs_are_packed_so_that_a_large_one_starts_at_once(wide_cli: Cl
     cli.await_gpus("b", large=8)
 
 
-def test_4b_scattered_jobs_are_moved_only_when_that_lets_the_waiting_job_start(wide_cli: Cli) -> None:
+def scattered(cli: Cli) -> dict[str, str]:
+    """One job of 3 GPUs left on each node, after twelve of them had filled the cluster: job -> worker id."""
+    for number in range(12):
+        train(cli, "a", f"small-{number}", 3)
+    cli.await_jobs("a", lambda held: sum(held.values()) == 36)
+    left: dict[str, str] = {}
+    ended = []
+    for number in range(12):
+        worker = cli.job(f"small-{number}", "a")["status"]["workers"][0]
+        if worker["node"] in left:
+            ended.append(f"small-{number}")
+        else:
+            left[worker["node"]] = f"small-{number}"
+    cli("delete", "-p", "a", *ended)
+    return {name: cli.job(name, "a")["status"]["workers"][0]["id"] for name in left.values()}
+
+
+def workers_now(cli: Cli, names: dict[str, str]) -> dict[str, str]:
+    return {name: cli.job(name, "a")["status"]["workers"][-1]["id"] for name in names}
+
+
+def test_4b_a_scattered_job_is_moved_when_that_lets_the_waiting_job_start(wide_cli: Cli) -> None:
     cli = wide_cli
     two_departments(cli)
-    for number in range(4):
-        train(cli, "a", f"small-{number}", 3, "--node", f"node-{number}")
-        train(cli, "a", f"free-{number}", 1)
-    cli.await_jobs("a", lambda held: sum(held.values()) == 16)
-    before = [cli.job(f"free-{number}", "a")["status"]["workers"] for number in range(4)]
-    train(cli, "b", "medium", 6)
-    cli.await_gpus("b", medium=6)
-    assert [cli.job(f"free-{number}", "a")["status"]["workers"] for number in range(4)] == before
+    before = scattered(cli)
+    train(cli, "b", "large", 8)
+    cli.await_gpus("b", large=8)
+    cli.await_jobs("a", lambda held: sum(held.values()) == 12)
+    after = workers_now(cli, before)
+    assert sum(before[name] != after[name] for name in before) == 1
+
+
+def test_4c_nothing_is_moved_when_the_waiting_job_starts_without_it(wide_cli: Cli) -> None:
+    cli = wide_cli
+    two_departments(cli)
+    before = scattered(cli)
+    train(cli, "b", "medium", 7)
+    cli.await_gpus("b", medium=7)
+    assert workers_now(cli, before) == before
 
 
 def test_5_an_idle_quota_may_be_borrowed_but_not_by_a_static_allocation(wide_cli: Cli) -> None:

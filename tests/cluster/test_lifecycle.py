@@ -58,6 +58,12 @@ def test_an_unmanaged_job_fails_with_the_exit_code_of_its_worker() -> None:
     assert ended.status.reason.message == "worker 0 ended with exit code 3"
 
 
+def test_a_command_that_was_not_found_is_named_as_the_cause() -> None:
+    ended = after(job(), worker(0, 127))
+    assert ended.status.reason is not None
+    assert ended.status.reason.message == "worker 0 ended with exit code 127: its command was not found"
+
+
 def test_the_other_workers_of_a_failed_job_are_to_be_stopped() -> None:
     failing = after(job(), worker(0, 3), worker(1))
     assert (failing.intent, failing.status.phase) == (Intent.FAIL, Phase.RUNNING)
