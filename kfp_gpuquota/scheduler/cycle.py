@@ -28,7 +28,7 @@ from kfp_gpuquota.scheduler.units import Attempt, Mode
 from kfp_gpuquota.scheduler.victims import make_room
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from kfp_gpuquota.scheduler.ledger import Ledger
 
@@ -49,10 +49,12 @@ class Cycle:
         below: Iterable[Job] = (),
         now: float = 0.0,
         in_order: bool = False,
+        barred: Collection[Job] = (),
     ) -> None:
         self.ledger = ledger
         self.below = below
         self.in_order = in_order
+        self.barred = barred
         self.now = now
         self._mark = ledger.mark()
         self.growable = growable
@@ -80,6 +82,12 @@ class Cycle:
                 self._evict_stale()
             elif action in tries:
                 self._each(action, tries[action])
+
+    def follow(self, touched: dict[Job, None]) -> Cycle:
+        """The cycle after this one, in which the `touched` jobs ask for what they then lack."""
+        after = Cycle(self.ledger, now=self.now, in_order=self.in_order)
+        after.touched = touched
+        return after
 
     def changed(self) -> list[Task]:
         """The tasks that this cycle placed, moved or stopped, in the order of their first change."""
@@ -143,6 +151,8 @@ class Cycle:
     def _consolidate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount) or quota.barred_by_limit(job, amount, future=True):
             return False
+        if job in self.barred:
+            return False
         return consolidate(self.ledger, tasks, self.moves)
 
     def _reclaim(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
@@ -158,7 +168,7 @@ class Cycle:
         return self._make_room(job, tasks, amount, Mode.PREEMPT)
 
     def _make_room(self, job: Job, tasks: list[Task], amount: Amount, mode: Mode) -> bool:
-        return make_room(Attempt(self.ledger, job, tasks, mode, amount), self.finders)
+        return job not in self.barred and make_room(Attempt(self.ledger, job, tasks, mode, amount), self.finders)
 
     def _evict_stale(self) -> None:
         for job in sorted(self.below, key=lambda j: j.uid):

@@ -31,6 +31,7 @@ class Ledger:
         self.capacity: list[float] = [0, 0, 0]
         self.gpu_memory_mib = 0
         self.by_size: dict[int, int] = {}
+        self.leaving: dict[Task, None] = {}
         self.touched_hosts: list[Host] = []
         self._journal: list[Change] = []
 
@@ -109,6 +110,10 @@ class Ledger:
         if old is not None:
             self._count_job(task, before, old, -1)
         new = _COLUMN.get(status)
+        if old == _LEAVING:
+            del self.leaving[task]
+        if new == _LEAVING:
+            self.leaving[task] = None
         task.status, task.node, task.devices = status, host, devices
         if host is not None:
             if not stays:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.scheduler import explain
 from kfp_gpuquota.scheduler.cycle import ACTIONS, Cycle
 from kfp_gpuquota.scheduler.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
+from kfp_gpuquota.scheduler.foresight import would_not_start
 from kfp_gpuquota.scheduler.model import Job, Shape, Status, Task
 from kfp_gpuquota.scheduler.waiting import waits
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.scheduler.ledger import Ledger
     from kfp_gpuquota.scheduler.state import State
+
+
+_TRIES: Final = 8
+"""Cycles tried before a plan takes from nobody. Two suffice nearly always."""
 
 
 @dataclass(slots=True)
@@ -35,11 +40,25 @@ def plan(state: State, now: float, actions: Sequence[str] = ACTIONS) -> Plan:
     ledger.settle()
     mark = ledger.mark()
     try:
-        cycle = Cycle(ledger, state.growable.values(), below=state.below.values(), now=now)
-        cycle.run(actions)
-        return _read(state, cycle, mark)
+        return _read(state, _decide(state, now, actions, mark), mark)
     finally:
         ledger.rollback(mark)
+
+
+def _decide(state: State, now: float, actions: Sequence[str], mark: int) -> Cycle:
+    """Run cycles until nobody is stopped for a job that would not start; in the end, without taking from anybody."""
+    barred: set[Job] = set()
+    for _ in range(_TRIES):
+        cycle = Cycle(state.ledger, state.growable.values(), below=state.below.values(), now=now, barred=barred)
+        cycle.run(actions)
+        lost = would_not_start(cycle)
+        if not lost:
+            return cycle
+        barred |= lost
+        state.ledger.rollback(mark)
+    cycle = Cycle(state.ledger, below=state.below.values(), now=now, barred=state.jobs.values())
+    cycle.run([a for a in actions if a in ("allocate", "evict_stale")])
+    return cycle
 
 
 def _read(state: State, cycle: Cycle, mark: int) -> Plan:

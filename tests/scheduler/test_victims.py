@@ -147,3 +147,16 @@ def test_a_job_within_quota_is_not_held_back_by_an_older_one_that_is_not() -> No
     world.submit("within", "b", 1)
     world.settle()
     assert (world.size("within"), world.size("third"), world.size("pair")) == (1, 0, 2)
+
+
+def test_nobody_is_stopped_for_a_gang_whose_place_another_job_would_take() -> None:
+    world = world_of(2, 4, 7, 8, a=0, b=0, c=0)
+    for name, project, gpus, workers in [("c1", "c", 4, 2), ("b1", "b", 2, 3), ("a1", "a", 1, 3), ("a2", "a", 2, 3)]:
+        world.submit(name, project, gpus * workers, gpus_per_worker=gpus)
+    world.step()
+    world.remove("a2")
+    for name, project, gpus, workers in [("a3", "a", 1, 3), ("a4", "a", 1, 1), ("b2", "b", 2, 2), ("a5", "a", 1, 1)]:
+        world.submit(name, project, gpus * workers, gpus_per_worker=gpus)
+    world.settle()
+    world.project("b", 0, over_quota_weight=0.0)
+    world.settle()
