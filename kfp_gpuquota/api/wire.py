@@ -16,11 +16,13 @@ from kfp_gpuquota.api.validation import MAX_SECONDS, Seconds, check_range
 class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whoever started the job for somebody else must renew this within `duration_s`, or the job is cancelled.
 
-    A new `holder` takes the lease over; the one before can then neither renew nor shorten it.
+    Only its holder renews it, with 0 s to let go of the job. With `take_over` whoever asks becomes the holder; the one
+    before can then neither renew nor shorten it.
     """
 
     holder: str
     duration_s: Seconds
+    take_over: bool = False
 
     def __post_init__(self) -> None:
         check_range("duration_s", self.duration_s, 0, MAX_SECONDS, "s")

@@ -16,8 +16,9 @@ import uuid
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.wire import Lease
 from kfp_gpuquota.cluster.connect import connect
-from kfp_gpuquota.dsl.lease import AFTER_STOP_S, LeaseKeeper
+from kfp_gpuquota.dsl.lease import AFTER_STOP_S, RENEWALS, LeaseKeeper
 from kfp_gpuquota.dsl.logs import LogFollower, tail
 from kfp_gpuquota.dsl.narration import Narrator, conclusion
 from kfp_gpuquota.dsl.step import Step, step_from
@@ -36,6 +37,8 @@ LONG_POLL_S: Final = 20.0
 # A cluster that is restarted or upgraded is back by then; the job goes on meanwhile.
 PATIENCE_S: Final = 600.0
 _LOG_ENDS_WITHIN_S: Final = 60.0
+# Neither the job's success, for its outputs are not ours to bring home, nor its failure.
+EXIT_TAKEN_OVER: Final = os.EX_TEMPFAIL
 _output = threading.Lock()
 
 
@@ -47,8 +50,16 @@ class _StoppedError(BaseException):
         self.number = number
 
 
+class _TakenOverError(Exception):
+    """Another attempt of this step holds the job now."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step; returns the exit code: the job's, 1 or 2 for an error of ours, 128 + N for signal N."""
+    """Run the step.
+
+    Returns the exit code: the job's, 1 or 2 for an error of ours, 75 when another attempt of the step has taken the
+    job over, 128 + N for signal N.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _on_signal)
     try:
@@ -56,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GpuQuotaError as error:
         say(f"error: {error.message}")
         return error.exit_code
+    except _TakenOverError:
+        _say_last("another attempt of this step has taken the job over, and goes on with it; this one ends")
+        return EXIT_TAKEN_OVER
     except _StoppedError as stopped:
         return 128 + stopped.number
 
@@ -67,12 +81,12 @@ def say(text: str) -> None:
 
 def _run(step: Step) -> int:
     client = connect()
-    holder = os.environ.get("KFP_POD_UID") or uuid.uuid4().hex
-    job, staging = claim(client, step, holder, say)
-    keeper = LeaseKeeper(connect, holder, job.spec, say)
+    lease = Lease(holder=os.environ.get("KFP_POD_UID") or uuid.uuid4().hex, duration_s=step.lease_s)
+    job, staging = claim(client, step, lease, say)
+    keeper = LeaseKeeper(connect, lease, job.spec, say)
     keeper.start()
     try:
-        job = _followed(client, job, step.options.max_runtime_s)
+        job = _followed(client, job, step, keeper)
     except _StoppedError as stopped:
         # Ctrl-C is a person who wants it to end. A pod that is told to stop may come back, and take the job over.
         keeper.leave(0.0 if stopped.number == signal.SIGINT else AFTER_STOP_S)
@@ -89,12 +103,15 @@ def _run(step: Step) -> int:
     return _exit_code(job)
 
 
-def _followed(client: Client, job: Job, max_runtime_s: float | None) -> Job:
-    """The job in its final state; its log and its changes are told on the way."""
+def _followed(client: Client, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
+    """The job in its final state; its log and its changes are told on the way. Raises _TakenOverError."""
+    max_runtime_s = step.options.max_runtime_s
     narrator = Narrator()
     follower = LogFollower(connect, job, _write)
     follower.start()
-    for state in _states(client, job, max_runtime_s):
+    for state in _states(client, job, step):
+        if keeper.taken_over.is_set() and not state.status.phase.final:
+            raise _TakenOverError
         for line in narrator.lines(state, time.monotonic()):
             say(line)
         follower.see(state)
@@ -108,12 +125,13 @@ def _followed(client: Client, job: Job, max_runtime_s: float | None) -> Job:
     return job
 
 
-def _states(client: Client, job: Job, max_runtime_s: float | None) -> Iterator[Job]:
-    """Each new state of a job up to the final one, and the present one when its time is over."""
+def _states(client: Client, job: Job, step: Step) -> Iterator[Job]:
+    """Each new state of a job up to the final one; the present one when its time is over, and once a renewal."""
     project = job.spec.project
     after: int | None = None
     while not job.status.phase.final:
-        wait_s = min(LONG_POLL_S, max(0.0, _time_left(job, max_runtime_s, time.time())))
+        left_s = _time_left(job, step.options.max_runtime_s, time.time())
+        wait_s = min(LONG_POLL_S, step.lease_s / RENEWALS, max(0.0, left_s))
         listed = _patiently(client, project, after, wait_s)
         after = listed.revision
         found = next((each for each in listed.jobs if each.uid == job.uid), None)
@@ -173,6 +191,12 @@ def _write(line: str) -> None:
     with _output:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+def _say_last(text: str) -> None:
+    """The step's last line: the thread that follows the log says nothing after it."""
+    say(text)
+    _output.acquire()
 
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:

@@ -5,41 +5,48 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api.wire import Lease
+import msgspec
+
 from kfp_gpuquota.errors import ConflictError, GpuQuotaError, NotFoundError, RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfp_gpuquota.api import JobSpec
+    from kfp_gpuquota.api.wire import Lease
     from kfp_gpuquota.server.client import Client
 
 DURATION_S: Final = 30.0
+DURATION_VARIABLE: Final = "GPUQUOTA_LEASE_S"
 # How long a job outlives a launcher that was told to stop: a new pod of the same step must be up by then.
 AFTER_STOP_S: Final = 15.0
-_RENEWALS: Final = 3
+RENEWALS: Final = 3
 _LAST_CALL_WAITS_S: Final = 0.2
 
 
 class LeaseKeeper(threading.Thread):
-    """Renews a job's lease from a thread of its own, over a connection of its own, until `stop` or a takeover."""
+    """Renews a job's lease from a thread of its own, over a connection of its own, until `stop`.
 
-    def __init__(self, connect: Callable[[], Client], holder: str, spec: JobSpec, say: Callable[[str], None]) -> None:
+    When another attempt has taken the job over it ends, and `taken_over` is set: the job is nobody's business here.
+    """
+
+    def __init__(self, connect: Callable[[], Client], lease: Lease, spec: JobSpec, say: Callable[[str], None]) -> None:
         super().__init__(name="lease", daemon=True)
-        self._connect, self._holder, self._spec, self._say = connect, holder, spec, say
+        self._connect, self._lease, self._spec, self._say = connect, lease, spec, say
+        self.taken_over = threading.Event()
         self._stopped = threading.Event()
         self._calling = threading.Lock()
 
     def run(self) -> None:
         """Renew until told to stop. A cluster that is away is asked again and again."""
         client = self._connect()
-        while not self._stopped.wait(DURATION_S / _RENEWALS):
+        while not self._stopped.wait(self._lease.duration_s / RENEWALS):
             try:
                 with self._calling:
                     if not self._stopped.is_set():
-                        self._renew(client, DURATION_S)
+                        self._renew(client, self._lease.duration_s)
             except ConflictError:
-                self._say("another attempt of this step has taken the job over; following it")
+                self.taken_over.set()
                 return
             except NotFoundError:
                 return
@@ -56,8 +63,11 @@ class LeaseKeeper(threading.Thread):
         self._calling.acquire(timeout=_LAST_CALL_WAITS_S)  # a renewal in flight must not undo this
         try:
             self._renew(self._connect(), after_s)
+        except ConflictError:
+            self.taken_over.set()
         except GpuQuotaError as error:
             self._say(f"the job ends with its present lease: {error.message}")
 
     def _renew(self, client: Client, duration_s: float) -> None:
-        client.renew_lease(self._spec.project, self._spec.name, Lease(holder=self._holder, duration_s=duration_s))
+        lease = msgspec.structs.replace(self._lease, duration_s=duration_s)
+        client.renew_lease(self._spec.project, self._spec.name, lease)

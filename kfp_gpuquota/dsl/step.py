@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.connect import load_settings
+from kfp_gpuquota.dsl.lease import DURATION_S, DURATION_VARIABLE
 from kfp_gpuquota.dsl.naming import job_name
 from kfp_gpuquota.dsl.options import PREFIX, PROJECT, Options, from_environment
 from kfp_gpuquota.errors import InvalidFieldError, UsageError
@@ -37,6 +39,7 @@ class Step:
     executor_input: Json
     environment: dict[str, str]
     labels: dict[str, str]
+    lease_s: float
 
 
 def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Step:
@@ -57,6 +60,7 @@ def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         executor_input=executor_input,
         environment=passed_on(environment),
         labels={"pipeline-run": run_id, "pipeline-task": task_name},
+        lease_s=_lease_s(environment),
     )
 
 
@@ -77,6 +81,16 @@ def _project(environment: Mapping[str, str]) -> str:
             f"above @dsl.pipeline, set {PROJECT}, or set a default once: gpuquota config project PROJECT"
         )
     return found
+
+
+def _lease_s(environment: Mapping[str, str]) -> float:
+    text = environment.get(DURATION_VARIABLE) or str(DURATION_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = float("nan")
+    check_range(DURATION_VARIABLE, seconds, 1, MAX_SECONDS, "s")
+    return seconds
 
 
 def _decoded(text: str) -> Json:

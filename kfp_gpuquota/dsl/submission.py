@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import Phase, ReasonCode
-from kfp_gpuquota.api.wire import Lease
+import msgspec
+
+from kfp_gpuquota.api import Phase
 from kfp_gpuquota.dsl import worker
-from kfp_gpuquota.dsl.lease import DURATION_S
 from kfp_gpuquota.dsl.naming import numbered
 from kfp_gpuquota.dsl.staging import Staging
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, UsageError
@@ -20,18 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api.wire import Lease
     from kfp_gpuquota.dsl.step import Step
     from kfp_gpuquota.server.client import Client
 
 
-def claim(client: Client, step: Step, holder: str, say: Callable[[str], None]) -> tuple[Job, Staging]:
-    """The step's job, held by `holder` from now on, and where its outputs are staged.
+def claim(client: Client, step: Step, lease: Lease, say: Callable[[str], None]) -> tuple[Job, Staging]:
+    """The step's job, held by the lease's holder from now on, and where its outputs are staged.
 
     A job of this step that still runs is taken over, one that succeeded is taken as it is if its outputs have not been
     brought home. One that failed, was cancelled or is done with stays listed, and a new one gets the next number.
     Raises NotFoundError for an unknown project, InvalidFieldError for a job that the cluster could never run.
     """
-    lease = Lease(holder=holder, duration_s=DURATION_S)
     for number in itertools.count(1):
         name = numbered(step.job_name, number)
         staging = Staging(step.executor_input, name)
@@ -40,10 +39,7 @@ def claim(client: Client, step: Step, holder: str, say: Callable[[str], None]) -
             or _submitted(client, step, name, staging, lease)
             or _existing(client, step.project, name)
         )
-        if job is not None and _usable(job, staging):
-            if not job.status.phase.final:
-                with contextlib.suppress(ConflictError):  # it has ended this very moment
-                    client.renew_lease(step.project, name, lease)
+        if job is not None and _usable(job, staging) and _taken_over(client, job, lease):
             say(f"job {name} in project {step.project}")
             return job, staging
     raise AssertionError
@@ -52,12 +48,18 @@ def claim(client: Client, step: Step, holder: str, say: Callable[[str], None]) -
 def _usable(job: Job, staging: Staging) -> bool:
     if job.status.phase is Phase.SUCCEEDED:
         return staging.exists()
-    orphaned = job.status.phase is Phase.STOPPING and _code(job) is ReasonCode.LEASE_ENDED
-    return not job.status.phase.final and not orphaned
+    return not job.status.phase.final
 
 
-def _code(job: Job) -> ReasonCode | None:
-    return job.status.reason.code if job.status.reason else None
+def _taken_over(client: Client, job: Job, lease: Lease) -> bool:
+    """Whether the job is ours from now on: not one that is being stopped for good, be it since this very moment."""
+    if job.status.phase.final:
+        return True
+    try:
+        client.renew_lease(job.spec.project, job.spec.name, msgspec.structs.replace(lease, take_over=True))
+    except (ConflictError, NotFoundError):
+        return False
+    return True
 
 
 def _existing(client: Client, project: str, name: str) -> Job | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kfp_gpuquota.api import Phase, Project
+from kfp_gpuquota.api import JobSpec, Phase, Project
 from kfp_gpuquota.api.wire import EventKind, Lease
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
@@ -22,6 +22,8 @@ from kfp_gpuquota.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.conftest import EmbeddedCluster
 
 
@@ -206,14 +208,60 @@ def test_a_job_whose_lease_ends_is_cancelled(two_teams: EmbeddedCluster) -> None
     assert "its launcher has ended" in job.status.reason.message
 
 
-def test_a_lease_can_be_taken_over_and_not_be_shortened_by_the_former_holder(two_teams: EmbeddedCluster) -> None:
-    spec = two_teams.submit("other", "true").spec
-    leased = type(spec)(name="leased", project="team-a", command=("sleep", "infinity"), grace_period_s=1.0)
-    two_teams.client.submit(leased, lease=Lease(holder="pod-1", duration_s=60))
-    two_teams.client.renew_lease("team-a", "leased", Lease(holder="pod-2", duration_s=60))
-    with pytest.raises(ConflictError, match="taken over by 'pod-2'"):
-        two_teams.client.renew_lease("team-a", "leased", Lease(holder="pod-1", duration_s=0))
+def _leased(cluster: EmbeddedCluster, *commands: str) -> Callable[..., None]:
+    """A job that pod-1 holds for a minute; returns `renew(holder, duration_s)`."""
+    leased = JobSpec(name="leased", project="team-a", command=commands or ("sleep", "infinity"), grace_period_s=1.0)
+    cluster.client.submit(leased, lease=Lease(holder="pod-1", duration_s=60))
+
+    def renew(holder: str, duration_s: float = 60, *, take_over: bool = False) -> None:
+        lease = Lease(holder=holder, duration_s=duration_s, take_over=take_over)
+        cluster.client.renew_lease("team-a", "leased", lease)
+
+    return renew
+
+
+@pytest.mark.parametrize("duration_s", [0, 60, 3600])
+def test_a_lease_that_was_taken_over_is_neither_renewed_nor_shortened_by_the_former_holder(
+    two_teams: EmbeddedCluster, duration_s: float
+) -> None:
+    renew = _leased(two_teams)
+    renew("pod-2", take_over=True)
+    with pytest.raises(ConflictError, match=r"held by 'pod-2', so 'pod-1' cannot renew it; leave it alone, or ask"):
+        renew("pod-1", duration_s)
+    renew("pod-2")
     assert two_teams.job("leased").status.phase is not Phase.CANCELLED
+
+
+def test_only_the_holder_lets_go_of_a_job(two_teams: EmbeddedCluster) -> None:
+    renew = _leased(two_teams)
+    with pytest.raises(ConflictError, match="held by 'pod-1'"):
+        renew("pod-2", 0)
+    renew("pod-1", 0)
+    two_teams.wait_for_phase("leased", "Cancelled")
+
+
+def test_the_holder_of_a_lease_is_remembered_by_the_next_daemon(two_teams: EmbeddedCluster) -> None:
+    renew = _leased(two_teams)
+    renew("pod-2", take_over=True)
+    two_teams.kill_daemon()
+    with pytest.raises(ConflictError, match="held by 'pod-2'"):
+        renew("pod-1")
+
+
+def test_a_job_that_is_being_stopped_is_not_taken_over(two_teams: EmbeddedCluster) -> None:
+    renew = _leased(two_teams, "sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done")
+    assert next(two_teams.client.follow_log("team-a", "leased")) == b"ready\n"
+    two_teams.client.cancel_job("team-a", "leased")
+    with pytest.raises(ConflictError, match="is being stopped, and cannot be taken over"):
+        renew("pod-2", take_over=True)
+
+
+def test_a_job_without_a_lease_gets_one_only_from_who_takes_it_over(two_teams: EmbeddedCluster) -> None:
+    two_teams.submit("job")
+    with pytest.raises(ConflictError, match="has no lease"):
+        two_teams.client.renew_lease("team-a", "job", Lease(holder="pod-1", duration_s=0))
+    two_teams.client.renew_lease("team-a", "job", Lease(holder="pod-1", duration_s=0, take_over=True))
+    two_teams.wait_for_phase("job", "Cancelled")
 
 
 # Nothing is lost

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Phase, ReasonCode
+from kfp_gpuquota.dsl.launcher import EXIT_TAKEN_OVER
 from tests.dsl.steps import Step
 
 if TYPE_CHECKING:
@@ -198,6 +199,52 @@ def test_two_attempts_at_once_share_the_job_and_both_have_its_result(cluster: Em
     assert (len(_names(cluster)), step.result.read_text()) == (1, "42\n")
 
 
+def test_an_attempt_whose_job_was_taken_over_ends_quietly_and_the_job_goes_on(
+    cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    step = Step(cluster, tmp_path, WAIT_FOR_GATE, environment={"GPUQUOTA_LEASE_S": "1.5"})
+    first = step.start()
+    first.read_until("training with")
+    second = step.start()
+    second.read_until("training with")
+    code, log = first.wait()
+    assert (code, log.rstrip().splitlines()[-1]) == (
+        EXIT_TAKEN_OVER,
+        "gpuquota: another attempt of this step has taken the job over, and goes on with it; this one ends",
+    )
+    assert not step.result.exists()
+    (tmp_path / "gate").touch()
+    code, log = second.wait()
+    assert (code, len(_names(cluster)), step.result.read_text()) == (0, 1, "42\n"), log
+
+
+def test_an_attempt_whose_job_was_taken_over_cannot_end_it_any_more(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    step = Step(cluster, tmp_path, WAIT_FOR_GATE)
+    first, second = step.start(), None
+    first.read_until("training with")
+    second = step.start()
+    second.read_until("training with")
+    code, log = first.send(signal.SIGINT)
+    assert (code, "ends with its present lease" in log) == (128 + signal.SIGINT, False), log
+    (tmp_path / "gate").touch()
+    code, log = second.wait()
+    assert (code, len(_names(cluster))) == (0, 1), log
+
+
+def test_an_attempt_that_finds_its_job_being_stopped_starts_a_new_one(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    stubborn = "[ -e gate ] && exit 0; trap '' TERM; echo ready; while [ ! -e gate ]; do sleep 0.02; done"
+    step = Step(cluster, tmp_path, stubborn)
+    first = step.start()
+    first.read_until("[0] ready")
+    first.send(signal.SIGINT)
+    cluster.wait_for_phase(_names(cluster)[0], Phase.STOPPING)
+    second = step.start()
+    second.read_until("-2 in project team-a")
+    (tmp_path / "gate").touch()
+    code, log = second.wait()
+    assert code == 0, log
+
+
 def test_a_step_that_has_run_for_its_max_runtime_is_stopped(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     step = Step(cluster, tmp_path, "sleep infinity", environment={"GPUQUOTA_MAX_RUNTIME_S": "1"})
     code, log = step.run()
@@ -262,6 +309,7 @@ def test_the_log_of_the_worker_that_failed_is_shown_when_another_one_was_followe
         ({"GPUQUOTA_PROJECT": "team-x"}, "team-x"),
         ({"GPUQUOTA_GPUS": "64"}, "gpus is 64"),
         ({"GPUQUOTA_GPUS": "many"}, "GPUQUOTA_* variables do not fit"),
+        ({"GPUQUOTA_LEASE_S": "0"}, "GPUQUOTA_LEASE_S is 0.0, but it must be between 1 and 86400 s"),
     ],
 )
 def test_what_cannot_run_is_one_clear_line_and_exit_code_2(

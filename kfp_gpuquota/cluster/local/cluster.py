@@ -167,10 +167,19 @@ class LocalCluster:
         return self._state.view(job.uid)
 
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
-        """Keep the job alive. Raises ConflictError when another holder has taken it over from this one."""
+        """Keep the job alive.
+
+        Raises ConflictError for a renewal by somebody else than the holder, and for taking over what is being stopped.
+        """
         job = self._state.job_named(project, name)
-        if job.lease_holder not in ("", lease.holder) and lease.duration_s < job.lease_s:
-            raise ConflictError(f"the lease of job {name!r} was taken over by {job.lease_holder!r}")
+        if lease.take_over and job.ending and not job.status.phase.final:
+            raise ConflictError(f"job {name!r} is being stopped, and cannot be taken over; submit it again instead")
+        if lease.holder != job.lease_holder and not lease.take_over:
+            held = f"is held by {job.lease_holder!r}" if job.lease_holder else "has no lease"
+            raise ConflictError(
+                f"job {name!r} {held}, so {lease.holder!r} cannot renew it; leave it alone, or ask with take_over to "
+                "become its holder"
+            )
         if (job.lease_holder, job.lease_s) != (lease.holder, lease.duration_s):
             job = msgspec.structs.replace(job, lease_holder=lease.holder, lease_s=lease.duration_s)
             with self._state.change() as change:
