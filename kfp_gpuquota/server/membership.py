@@ -140,7 +140,8 @@ class MembershipService:
         limits: Limits | None = None,
     ) -> None:
         """Take a job in. After a restart: `first_generation` is one more than the highest number reserved, and
-        `running` are all workers whose processes may still run. `limits`: this job's own. A job that is open already starts anew.
+        `running` are all workers whose processes may still run. `limits`: this job's own. A job that is open already
+        starts anew.
         """
         self.close(job_uid)
         machine = Membership(
