@@ -49,12 +49,13 @@ class Cycle:
         below: Iterable[Job] = (),
         now: float = 0.0,
         in_order: bool = False,
-        barred: Collection[Job] = (),
     ) -> None:
         self.ledger = ledger
         self.below = below
         self.in_order = in_order
-        self.barred = barred
+        self.takes = True
+        self.barred: set[Job] = set()
+        self.actions: Sequence[str] = ()
         self.now = now
         self._mark = ledger.mark()
         self.growable = growable
@@ -62,13 +63,14 @@ class Cycle:
         self.losers: dict[Job, None] = {}
         self.pledged: dict[Job, None] = {}
         self.causes: dict[Task, tuple[Job, str]] = {}
-        self.lent: list[Task] = []
+        self.taken: list[tuple[int, Job]] = []
         self.finders = Finders(ledger)
         self.moves: Known = {}
         assign_shares([q for q in ledger.queues.values() if q.parent is None], ledger.capacity)
 
     def run(self, actions: Sequence[str] = ACTIONS) -> None:
         """Carry out the actions in order, on the ledger."""
+        self.actions = actions
         tries: dict[str, Try] = {
             "allocate": self._allocate,
             "consolidate": self._consolidate,
@@ -82,6 +84,31 @@ class Cycle:
                 self._evict_stale()
             elif action in tries:
                 self._each(action, tries[action])
+
+    def give_up(self, lost: Collection[Job]) -> None:
+        """Undo what was taken for these jobs and what followed, and go on.
+
+        Where others come first, what they took stands, but for as many before the first lost one as were undone after
+        it: where placement is tight those mostly turn out to be lost, too. The rest is for the next cycle. Where a lost
+        job is the first of all, the others have their turn without it.
+        """
+        first = next(i for i, (_, job) in enumerate(self.taken) if job in lost)
+        keep = max(2 * first - len(self.taken), (first + 1) // 2)
+        self.ledger.rollback(self.taken[keep][0])
+        del self.taken[keep:]
+        self._forget()
+        if keep:
+            self.takes = False
+        else:
+            self.barred.update(lost)
+        self.run(self.actions)
+
+    def _forget(self) -> None:
+        changed = self.changed()
+        self.causes = {task: self.causes[task] for task in changed if task in self.causes}
+        self.touched = dict.fromkeys(task.job for task in changed)
+        self.losers = dict.fromkeys(task.job for task in self.causes)
+        self.pledged = dict.fromkeys(task.job for task in changed if task.status is Status.NOMINATED)
 
     def follow(self, touched: dict[Job, None]) -> Cycle:
         """The cycle after this one, in which the `touched` jobs ask for what they then lack."""
@@ -112,12 +139,15 @@ class Cycle:
                     agenda.close_behind(job)
 
     def _note(self, action: str, job: Job, mark: int) -> None:
+        causes = len(self.causes)
         for task, before, _, _ in self.ledger.since(mark):
             if task.status is Status.NOMINATED:
                 self.pledged[job] = None
             if before is Status.HELD and task.status is not Status.HELD:
                 self.causes[task] = (job, action)
                 self.losers[task.job] = None
+        if len(self.causes) > causes:
+            self.taken.append((mark, job))
 
     def _allocate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount):
@@ -151,9 +181,7 @@ class Cycle:
     def _consolidate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount) or quota.barred_by_limit(job, amount, future=True):
             return False
-        if job in self.barred:
-            return False
-        return consolidate(self.ledger, tasks, self.moves)
+        return self._may_take(job) and consolidate(self.ledger, tasks, self.moves)
 
     def _reclaim(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if self._patient(job) or quota.barred_by_guarantee(job, amount) or quota.barred_by_share(job, amount):
@@ -167,8 +195,11 @@ class Cycle:
             return False
         return self._make_room(job, tasks, amount, Mode.PREEMPT)
 
+    def _may_take(self, job: Job) -> bool:
+        return self.takes and job not in self.barred
+
     def _make_room(self, job: Job, tasks: list[Task], amount: Amount, mode: Mode) -> bool:
-        return job not in self.barred and make_room(Attempt(self.ledger, job, tasks, mode, amount), self.finders)
+        return self._may_take(job) and make_room(Attempt(self.ledger, job, tasks, mode, amount), self.finders)
 
     def _evict_stale(self) -> None:
         for job in sorted(self.below, key=lambda j: j.uid):
@@ -201,7 +232,4 @@ class Cycle:
         amount = self.ledger.amount(task)
         if quota.barred_by_limit(job, amount, future=False):
             return False
-        if not placement.place_all(self.ledger, [task], future=False):
-            return False
-        self.lent.append(task)
-        return True
+        return placement.place_all(self.ledger, [task], future=False)

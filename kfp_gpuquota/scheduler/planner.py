@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler import explain
 from kfp_gpuquota.scheduler.cycle import ACTIONS, Cycle
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.scheduler.ledger import Ledger
     from kfp_gpuquota.scheduler.state import State
-
-
-_TRIES: Final = 8
-"""Cycles tried before a plan takes from nobody. Two suffice nearly always."""
 
 
 @dataclass(slots=True)
@@ -40,24 +36,17 @@ def plan(state: State, now: float, actions: Sequence[str] = ACTIONS) -> Plan:
     ledger.settle()
     mark = ledger.mark()
     try:
-        return _read(state, _decide(state, now, actions, mark), mark)
+        return _read(state, _decide(state, now, actions), mark)
     finally:
         ledger.rollback(mark)
 
 
-def _decide(state: State, now: float, actions: Sequence[str], mark: int) -> Cycle:
-    """Run cycles until nobody is stopped for a job that would not start; in the end, without taking from anybody."""
-    barred: set[Job] = set()
-    for _ in range(_TRIES):
-        cycle = Cycle(state.ledger, state.growable.values(), below=state.below.values(), now=now, barred=barred)
-        cycle.run(actions)
-        lost = would_not_start(cycle)
-        if not lost:
-            return cycle
-        barred |= lost
-        state.ledger.rollback(mark)
-    cycle = Cycle(state.ledger, below=state.below.values(), now=now, barred=state.jobs.values())
-    cycle.run([a for a in actions if a in ("allocate", "evict_stale")])
+def _decide(state: State, now: float, actions: Sequence[str]) -> Cycle:
+    """Run a cycle in which nobody is stopped for a job that would not start."""
+    cycle = Cycle(state.ledger, state.growable.values(), below=state.below.values(), now=now)
+    cycle.run(actions)
+    while lost := would_not_start(cycle):
+        cycle.give_up(lost)
     return cycle
 
 
