@@ -155,11 +155,11 @@ def _waiting(state: State, cycle: Cycle) -> dict[str, Reason]:
     for queue in cycle.ledger.queues.values():
         for shape, entries in queue.waiting.items():
             if shape.starts:
-                _explain_alike(
-                    cycle, shape, [j for _, j in entries if not j.active and j not in cycle.touched], reasons
-                )
+                jobs = [job for _, job in entries if not job.active and job not in cycle.touched]
+                _explain_alike(cycle, shape, [job for job in jobs if job not in cycle.losers], reasons)
     reasons.update((uid, explain.suspended(job)) for uid, job in state.suspended.items() if not job.active)
-    reasons.update((uid, explain.emptying(job)) for uid, job in state.emptying.items() if not job.active)
+    emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.losers)
+    reasons.update((uid, explain.emptying(job)) for uid, job in emptying)
     return reasons
 
 

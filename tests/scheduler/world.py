@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from kfp_gpuquota.api import Device, JobSpec, Kind, Node, Project
 from kfp_gpuquota.scheduler import (
     JobRemoved,
+    JobResumed,
     JobSubmitted,
+    JobSuspended,
     NodeChanged,
     Placement,
     Plan,
@@ -18,6 +20,7 @@ from kfp_gpuquota.scheduler import (
     WorkerStarted,
     plan,
 )
+from kfp_gpuquota.scheduler.model import GPU
 
 
 @dataclass
@@ -41,7 +44,7 @@ class World:
     projects: dict[str, Project] = field(default_factory=dict)
     workers: dict[str, Running] = field(default_factory=dict)
     serial: int = 0
-    sizes: dict[str, list[int]] = field(default_factory=dict)
+    crashed: bool = False
 
     def node(self, name: str, gpus: int, *, ready: bool = True) -> None:
         self.nodes[name] = gpus
@@ -97,6 +100,21 @@ class World:
         del self.workers[worker]
         self.state.apply(WorkerGone(worker))
 
+    def crash(self, worker: str) -> None:
+        """The worker is gone though nobody told it to go."""
+        self.crashed = True
+        del self.workers[worker]
+        self.state.apply(WorkerGone(worker, self.now))
+
+    def suspend(self, job: str) -> None:
+        self.state.apply(JobSuspended(job))
+        for worker in self.of(job):
+            if not self.workers[worker].leaving:
+                self.leave(worker)
+
+    def resume(self, job: str) -> None:
+        self.state.apply(JobResumed(job))
+
     def release(self) -> None:
         """Every worker that was told to go is gone."""
         for worker in [w for w, r in self.workers.items() if r.leaving]:
@@ -151,8 +169,21 @@ class World:
         for name, project in self.projects.items():
             assert project.limit is None or self.held(name) <= project.limit, f"{name} is above its limit"
         for name, spec in self.specs.items():
-            assert self.size(name) == 0 or self.size(name) >= spec.smallest, f"{name} runs below its gang"
+            whole = self.crashed or self.size(name) == 0 or self.size(name) >= spec.smallest
+            assert whole, f"{name} runs below its gang"
             assert self.size(name) <= spec.largest
+
+    def check_indexes(self) -> None:
+        """What the state counts as it goes is what a fresh count finds."""
+        for host in self.state.ledger.hosts.values():
+            mine = [r for r in self.workers.values() if r.node == host.name]
+            free = set(host.devices) - {d for r in mine for d in r.devices}
+            coming = free | {d for r in mine if r.leaving for d in r.devices} & set(host.devices)
+            assert (host.idle_whole, host.future_whole) == (len(free), len(coming)), host.name
+        for queue in self.state.ledger.queues.values():
+            mine = [r for r in self.workers.values() if queue in self.state.jobs[r.job].queue.path]
+            assert queue.leaving[0] == GPU * sum(len(r.devices) for r in mine if r.leaving)
+            assert queue.held[0] == GPU * sum(len(r.devices) for r in mine if not r.leaving)
 
     def _project_of(self, running: Running) -> str:
         job = self.state.jobs[running.job]
