@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.errors import InvalidFieldError, NotFoundError
+from kfp_gpuquota.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
 from kfp_gpuquota.scheduler import events
 from kfp_gpuquota.scheduler.ledger import Ledger
 from kfp_gpuquota.scheduler.model import (
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class State:
     """An indexed snapshot of the cluster.
 
-    `apply` raises `NotFoundError` for an event about a job or worker that was never announced, and
-    `InvalidFieldError` for departments that contain each other.
+    `apply` raises `NotFoundError` for an event about a job or worker that was never announced, `AlreadyExistsError` for
+    a job announced twice, and `InvalidFieldError` for departments that contain each other; the state is as it was.
     """
 
     def __init__(self) -> None:
@@ -94,6 +94,8 @@ class State:
 
     @_apply.register
     def _(self, event: events.JobSubmitted) -> None:
+        if event.uid in self.jobs:
+            raise AlreadyExistsError(f"job {event.uid!r} was submitted already")
         job = new_job(event.uid, event.spec, self._queue(event.spec.project), event.at)
         self.add_job(job)
 

@@ -1,0 +1,64 @@
+"""Events that cannot be are refused, and leave the state as it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from kfp_gpuquota.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
+from kfp_gpuquota.scheduler import JobRemoved, JobSubmitted, NodeRemoved, QuotaRemoved, WorkerGone, WorkerStarted
+from tests.scheduler.world import World
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.node("n0", 2)
+    world.project("a", 1)
+    world.project("b", 1)
+    world.submit("j", "a", 1, 1, 2)
+    world.settle()
+    return world
+
+
+def test_what_was_never_announced_is_refused(world: World) -> None:
+    before = world.plan()
+    for event in (JobRemoved("x"), WorkerGone("x"), WorkerStarted("w", "x", "n0", (0,), 1.0)):
+        with pytest.raises(NotFoundError, match="'x' is not known"):
+            world.state.apply(event)
+    assert world.plan() == before
+
+
+def test_a_job_is_submitted_once(world: World) -> None:
+    with pytest.raises(AlreadyExistsError):
+        world.state.apply(JobSubmitted("j", world.specs["j"], 9.0))
+
+
+def test_departments_cannot_contain_each_other(world: World) -> None:
+    world.project("a", 1, parent="b")
+    with pytest.raises(InvalidFieldError, match="below"):
+        world.project("b", 1, parent="a")
+
+
+def test_a_department_takes_over_what_its_projects_hold(world: World) -> None:
+    world.project("department", 2, 2)
+    world.project("a", 1, parent="department")
+    world.project("b", 1, parent="department")
+    world.session("s", "b")
+    world.settle()
+    assert (world.size("j"), world.size("s")) == (1, 1)
+    world.check_indexes()
+
+
+def test_removing_what_is_not_there_changes_nothing(world: World) -> None:
+    before = world.plan()
+    world.state.apply(NodeRemoved("x"))
+    world.state.apply(QuotaRemoved("x"))
+    assert world.plan() == before
+
+
+def test_a_worker_on_a_node_that_nobody_announced_is_still_counted(world: World) -> None:
+    world.submit("k", "b", 1)
+    world.state.apply(WorkerStarted("w", "k", "ghost", (0,), 1.0))
+    assert world.state.ledger.queues["b"].held[0] > 0
+    world.state.apply(WorkerGone("w"))
+    assert "ghost" not in world.state.ledger.hosts
