@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
 import multiprocessing
 import os
 import signal
 import statistics
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -69,6 +71,7 @@ def build(task: Task) -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(task: Task, environment: dict[str, str], stop: Any) -> None:
     """A worker's body: trains until told to stop, writing (step, generation, size, end of the step) as it goes."""
     os.environ.update(environment)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     log = Path(environment["BENCH_STEPS"]).open("w", buffering=1)  # noqa: SIM115  (as long as the process)
     job = elastic_runtime.init(global_batch_size=task.global_batch)
@@ -123,8 +126,8 @@ def pauses(steps: list[Step], settle: int = 30) -> list[Pause]:
 class Bench:
     """Workers under a coordinator in this process."""
 
-    def __init__(self, directory: Path, task: Task) -> None:
-        self._directory, self._task = directory, task
+    def __init__(self, directory: Path, task: Task, settle_steps: int = 40) -> None:
+        self._directory, self._task, self._settle_steps = directory, task, settle_steps
         self._processes: dict[str, Any] = {}
         self._stop = context.RawValue("b", 0)
         self.commits: list[AnnounceCommit] = []
@@ -182,7 +185,7 @@ class Bench:
                 raise TimeoutError(what)
             time.sleep(0.005)
 
-    def wait_for_size(self, size: int, more_steps: int = 40) -> None:
+    def wait_for_size(self, size: int) -> None:
         """A complete generation of this size that has trained for some steps."""
 
         def reached() -> bool:
@@ -190,7 +193,7 @@ class Bench:
             if last is None or not last.complete or len(last.members) != size:
                 return False
             steps = self.steps(last.members[0])
-            return bool(steps) and steps[-1].step >= last.step + more_steps
+            return bool(steps) and steps[-1].step >= last.step + self._settle_steps
 
         self.wait_for(reached, f"size {size}, seen {self.commits}")
 
@@ -220,9 +223,10 @@ class Bench:
             for sentinel in wait_for_any(list(sentinels), timeout=0.01):
                 worker = sentinels[sentinel]  # type: ignore[index]
                 told.add(worker)
-                self.coordinator.call(lambda service, worker=worker: service.worker_gone(JOB, worker))  # type: ignore[misc]
+                self.coordinator.call(lambda service, worker=worker: service.worker_gone(JOB, worker))
 
     def __enter__(self) -> Self:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no worker is left behind
         self.coordinator.__enter__()
         self.coordinator.call(lambda service: service.open(JOB, "secret"))
         self._watcher.start()

@@ -61,6 +61,7 @@ class Generations:
         self.adopted: Generation | None = None
         self._make_store, self._say, self._backend = make_store, say, backend
         self._order = Order("Stay")
+        self._entering = 0
         self._building: set[int] = set()
         self._built: dict[int, Generation] = {}
         self._refused: ElasticError | None = None
@@ -71,8 +72,8 @@ class Generations:
     def on_order(self, order: Order) -> None:
         """A new order stands."""
         with self._changed:
-            if self.adopted is None and order != self._order:
-                self.interrupt.set()  # a joiner waits inside a generation that may have been withdrawn
+            if self._withdraws(order):
+                self.interrupt.set()
             self._order = order
             current = self.adopted.number if self.adopted else 0
             if order.kind == "Release" or (order.kind == "Recover" and order.generation > current):
@@ -88,6 +89,15 @@ class Generations:
             self._refused = error
             self.interrupt.set()
             self._changed.notify_all()
+
+    def _withdraws(self, order: Order) -> bool:
+        """A joiner waits inside a generation; does this order mean that nobody else will come there?
+
+        The others may be faster: they are in it already, and the next one may be proposed.
+        """
+        if self.adopted is not None or not self._entering:
+            return False
+        return self._entering not in {order.generation, order.base}
 
     def _start_building(self, order: Order) -> None:
         number = order.generation
@@ -164,6 +174,7 @@ class Generations:
                 may_adopt = self._order.kind == "Recover" or (self._order.kind == "Propose" and self.adopted is None)
                 if ready and may_adopt and ready.number > after:
                     self.interrupt.clear()
+                    self._entering = ready.number
                     return ready
                 self._changed.wait()
 

@@ -16,7 +16,7 @@ from elastic_runtime.errors import CollectiveError
 from elastic_runtime.torch_internals import drop_group, make_default
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
 
@@ -91,28 +91,49 @@ class Group:
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         """Send tensors one after another."""
-        with _lost_peers_reported():
-            self.wait([self._group.send([tensor], to, tag) for tag, tensor in enumerate(tensors)])
+        self._in_thread(lambda: [self._group.send([tensor], to, tag) for tag, tensor in enumerate(tensors)])
 
     def receive(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Receive into tensors of the same shapes."""
-        with _lost_peers_reported():
-            self.wait([self._group.recv([tensor], source, tag) for tag, tensor in enumerate(tensors)])
+        self._in_thread(lambda: [self._group.recv([tensor], source, tag) for tag, tensor in enumerate(tensors)])
 
     def wait(self, works: Sequence[Pending]) -> None:
         """Until all are done. CollectiveError where one failed, or none will."""
-        for work in works:
-            while not self._done(work):
-                if self._interrupt.is_set:
-                    raise CollectiveError("the coordinator ended this generation")
+        with _lost_peers_reported():
+            for work in works:
+                while not self._done(work):
+                    if self._interrupt.is_set:
+                        raise CollectiveError("the coordinator ended this generation")
+
+    def _in_thread(self, start: Callable[[], list[dist.Work]]) -> None:
+        """Wait in a thread of its own: gloo closes the connection where a send or receive is waited for in turns."""
+        ended = threading.Event()
+        errors: list[BaseException] = []
+
+        def transfer() -> None:
+            try:
+                for work in start():
+                    work.wait()
+            except RuntimeError as error:
+                errors.append(error)
+            finally:
+                ended.set()
+
+        threading.Thread(target=transfer, name="elastic-transfer", daemon=True).start()
+        while not ended.wait(POLL.total_seconds()):
+            if self._interrupt.is_set:
+                raise CollectiveError("the coordinator ended this generation")
+        with _lost_peers_reported():
+            for error in errors:
+                raise error
 
     def _done(self, work: Pending) -> bool:
         try:
             work.wait(POLL)
-        except RuntimeError as error:
-            if work.is_completed():
-                raise CollectiveError(f"rank {self.rank} of {self.size} lost a peer: {error}") from error
-            return False
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait(POLL)  # it may have ended, well or not, just after the time was over
         return True
 
 
@@ -124,4 +145,4 @@ class _lost_peers_reported:  # noqa: N801  (reads as the words of a `with` state
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if isinstance(error, RuntimeError):
-            raise CollectiveError(f"a peer was lost: {error}") from error
+            raise CollectiveError(f"a peer was lost: {str(error).splitlines()[0]}") from error

@@ -176,6 +176,8 @@ class Membership:
 
     @_on.register
     def _on_preparation_failed(self, event: e.PreparationFailed) -> None:
+        if generation := self.generations.get(event.generation):
+            generation.refused.add(event.worker)
         if self.pending is None or self.pending.number != event.generation:
             return
         if self.pending.base:
@@ -302,7 +304,7 @@ class Membership:
         if recovering and self.pending and all(self.members[w].alive for w in self.pending.members):
             if not self._failure_is_due(self.pending):
                 return True
-        elif not any(self._is_lost(w) for w in base.members) and not self._failure_is_due(base):
+        elif not any(self._is_missing(w, base) for w in base.members) and not self._failure_is_due(base):
             return self._failed_at is not None
         members = survivors([self.members[w] for w in base.members], self._wanted())
         self._withdraw()
@@ -326,18 +328,26 @@ class Membership:
 
     def _decide_resize(self, base: Generation) -> None:
         members = next_members(base.members, self._wanted(), self.members)
-        if self.pending and self.pending.members == members and not self._is_stuck(self.pending):
+        if self.pending and self._still_fits(self.pending, base, members):
             return
         self._withdraw()
         if members != base.members:
             self._open(members, base=base.number)
 
-    def _is_stuck(self, proposed: Generation) -> bool:
-        return proposed.failed_at is not None and self._now - proposed.failed_at >= self.limits.failure_s
+    def _still_fits(self, proposed: Generation, base: Generation, wanted: tuple[str, ...]) -> bool:
+        """A proposal is kept unless it is stuck or somebody in it is not to be there: more joiners come with the next.
 
-    def _is_lost(self, worker: str) -> bool:
+        Replacing it for each joiner would interrupt those that may be entering it.
+        """
+        stuck = proposed.failed_at is not None and self._now - proposed.failed_at >= self.limits.failure_s
+        without_newcomers = tuple(w for w in wanted if w in base.members or w in proposed.members)
+        return not stuck and proposed.members == without_newcomers and bool(proposed.members) == bool(wanted)
+
+    def _is_missing(self, worker: str, base: Generation) -> bool:
+        """It is lost, or gave the generation up just before the others agreed on it."""
         member = self.members[worker]
-        return not member.alive and not member.finished
+        lost = not member.alive and not member.finished
+        return lost or (worker in base.refused and worker not in base.adopted)
 
     def _forget_base(self) -> None:
         """Nobody holds the job's state any more: what comes next starts from the last checkpoint."""

@@ -164,6 +164,25 @@ def test_a_proposal_that_could_not_be_prepared_is_made_again_under_a_new_number(
     assert drive.machine.order_for("a") == Propose(3, ("a", "b", "c"), base=1)
 
 
+def test_a_second_joiner_waits_for_the_generation_after_the_first_ones() -> None:
+    drive = training("a")
+    drive(TargetChanged(("a", "b", "c")), *arrive("b"))
+    assert drive.machine.order_for("a") == Propose(2, ("a", "b"), base=1)
+    drive(*arrive("c"))
+    assert drive.machine.order_for("a") == Propose(2, ("a", "b"), base=1)
+    drive(GenerationAdopted("a", 2, 3))
+    assert drive.machine.order_for("b") == Propose(3, ("a", "b", "c"), base=2)
+
+
+def test_a_joiner_that_gave_up_what_the_others_agreed_on_is_fetched_back_at_once() -> None:
+    drive = training("a", "b")
+    drive(TargetChanged(("a", "b", "c")), *arrive("c"), TargetChanged(("a", "c")))
+    assert drive.machine.order_for("c") == Propose(3, ("a", "c"), base=1)
+    drive(PreparationFailed("c", 2))
+    drive(GenerationAdopted("a", 2, 3))
+    assert [drive.machine.order_for(w) for w in "ac"] == [Recover(4, ("a", "c"))] * 2
+
+
 def test_a_silent_worker_is_killed_and_its_peers_go_on() -> None:
     drive = training("a", "b")
     said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=10.1)

@@ -1,0 +1,74 @@
+"""How long training stands still when it grows, shrinks, or loses a worker to kill -9.
+
+Pause: the gap between the last step of the old size and the first of the new one, less the new size's median step, by
+the clock of a worker that stays. For a crash the gap ends when the repeated step is applied. `state_ms` is what a
+joiner needs to take the state over. Last line: JSON with step_ms, join_pause_ms, leave_pause_ms, crash_pause_ms,
+lost_steps (medians), and the largest of each.
+
+Usage: python benchmarks/resize.py [--mparams 26] [--rounds 3] [--steps 12]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from elastic_bench import Bench, Pause, Step, Task, pauses
+
+
+def main() -> None:
+    """Grow, shrink and crash `--rounds` times."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mparams", type=float, default=26)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help="steps at each size")
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, gloo, {options.mparams:g} M parameters, AdamW")
+    task = Task(mparams=options.mparams)
+    with tempfile.TemporaryDirectory() as directory, Bench(Path(directory), task, options.steps) as bench:
+        bench.grow_and_shrink(options.rounds)
+        planned = pauses(bench.steps("w0"))
+        crashes = [crash(bench, round_) for round_ in range(options.rounds)]
+        steps = bench.steps("w0")
+    for pause in planned + crashes:
+        print(f"{pause.from_size} -> {pause.to_size}: {pause.pause_ms:.1f} ms, step {pause.step_ms:.1f} ms")
+    print(json.dumps(summary(planned, crashes, steps)))
+
+
+def crash(bench: Bench, round_: int) -> Pause:
+    """Three workers, one of them killed; what it cost the first one."""
+    others = [f"c{round_}a", f"c{round_}b"]
+    bench.target("w0", *others)
+    bench.start(*others)
+    bench.wait_for_size(3)
+    before = len(bench.steps("w0"))
+    bench.kill(others[0])
+    bench.wait_for_size(2)
+    found = pauses(bench.steps("w0")[before - 5 :])
+    bench.target("w0")
+    bench.wait_for_size(1)
+    return found[0]
+
+
+def summary(planned: list[Pause], crashes: list[Pause], steps: list[Step]) -> dict[str, float]:
+    """Medians and maxima, in ms."""
+    kinds = {
+        "join": [p.pause_ms for p in planned if p.to_size > p.from_size],
+        "leave": [p.pause_ms for p in planned if p.to_size < p.from_size],
+        "crash": [p.pause_ms for p in crashes],
+    }
+    ends = [(a, b) for a, b in zip(steps, steps[1:], strict=False) if a.size == b.size == 2]
+    result = {"step_ms": statistics.median((b.end - a.end) * 1e3 for a, b in ends)}
+    result |= {f"{kind}_pause_ms": statistics.median(found) for kind, found in kinds.items()}
+    result |= {f"{kind}_pause_max_ms": max(found) for kind, found in kinds.items()}
+    result["lost_steps"] = sum(p.lost_steps for p in planned + crashes)
+    return {name: round(value, 2) for name, value in result.items()}
+
+
+if __name__ == "__main__":
+    main()
