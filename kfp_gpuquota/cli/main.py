@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from kfp_gpuquota.cli import cluster, jobs, projects, show, submit
+from kfp_gpuquota.cli import cluster, jobs, pipeline, projects, show, submit
 from kfp_gpuquota.errors import GpuQuotaError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(projects.app, name="project")
+app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(projects.config, name="config")
 submit.register(app)
 show.register(app)

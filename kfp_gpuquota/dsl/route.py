@@ -26,6 +26,7 @@ COMMAND: Final = ("python3", "-m", "kfp_gpuquota.dsl.launcher")
 EXECUTOR: Final = "kfp.dsl.executor_main"
 # One element, for the sake of large pipelines: KFP takes its time over every line of YAML.
 TASK: Final = "--task={{$.pipeline_job_uuid}}/{{$.pipeline_task_uuid}}/{{$.pipeline_task_name}}"
+GPUS_ARGUMENT: Final = "--gpus="
 GPU_RESOURCE_SUFFIX: Final = "/gpu"
 _OUTSIDE_THE_QUOTA: Final = "tpu"
 
@@ -38,7 +39,7 @@ def is_routed(command: Sequence[object] | None) -> bool:
 def launcher_arguments(argv: Sequence[str], *, gpus: str = "") -> list[str]:
     """Arguments of the launcher for a step that would have run `argv`; `gpus` is a placeholder of the run's."""
     stands_in = [] if any(EXECUTOR in element for element in argv) else [f"--stands-in-for={EXECUTOR}"]
-    size = [f"--gpus={gpus}"] if gpus else []
+    size = [f"{GPUS_ARGUMENT}{gpus}"] if gpus else []
     return [*stands_in, TASK, *size, "--executor-input", EXECUTOR_INPUT, "--", *map(disguise, argv)]
 
 

@@ -1,0 +1,181 @@
+"""`gpuquota pipeline`: route, check and run Kubeflow pipelines. Only these commands need kfp."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kfp_gpuquota.cli.options import OutputOption  # noqa: TC001  # typer reads annotations at run time
+from kfp_gpuquota.cli.output import Format, show, table
+from kfp_gpuquota.errors import ClusterUnavailableError, DefinitionError, UsageError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.dsl.check import Cluster, PipelineCheck, StepCheck
+    from kfp_gpuquota.dsl.package import Package
+
+app = typer.Typer(help="Kubeflow pipelines under the quota.", no_args_is_help=True)
+
+FileArgument = Annotated[
+    Path, typer.Argument(metavar="FILE", help="A compiled pipeline, or the Python that defines it.")
+]
+ProjectOption = Annotated[
+    str, typer.Option("--project", "-p", metavar="PROJECT", help="For steps that name no project themselves.")
+]
+NameOption = Annotated[
+    str, typer.Option("--pipeline", metavar="NAME", help="Which one, where a Python file defines several.")
+]
+_UNKNOWN: Final = "at run"
+
+
+@app.command("route", short_help="Send a pipeline's GPU steps through the quota.")
+def route(
+    file: FileArgument,
+    project: ProjectOption = "",
+    pipeline: NameOption = "",
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; else it is printed.")
+    ] = None,
+) -> None:
+    """Write the pipeline with every step that asks for GPUs routed through the quota; all else stays as it is.
+
+    For pipelines that somebody else compiled: upload the result to KFP as before.
+
+    \b
+    Examples:
+      gpuquota pipeline route pipeline.yaml --project team-a -o routed.yaml
+      gpuquota pipeline route pipeline.yaml | diff pipeline.yaml -
+    """
+    routed = _loaded(file, pipeline).routed(project or None)
+    if out is None:
+        typer.echo(routed.text(), nl=False)
+        return
+    from kfp_gpuquota.dsl.check import check_pipeline  # noqa: PLC0415
+
+    try:
+        out.write_text(routed.text(), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {str(out)!r}: {error.strerror}") from error
+    steps = [step.step for step in check_pipeline(routed.spec).routed]
+    typer.echo(f"{out}: {_steps(len(steps))} routed{': ' if steps else ''}{', '.join(steps)}")
+
+
+@app.command("check", short_help="Show what will be routed, and what is wrong.")
+def check(
+    file: FileArgument, project: ProjectOption = "", pipeline: NameOption = "", output: OutputOption = Format.TABLE
+) -> None:
+    """Show each step that will be routed, its project, size and quota, and every problem, before anything runs.
+
+    Quotas are those of the cluster, where one runs. Ends with 2 when there is a problem.
+
+    \b
+    Examples:
+      gpuquota pipeline check pipeline.py
+      gpuquota pipeline check pipeline.yaml --project team-a -o json
+    """
+    loaded, cluster = _loaded(file, pipeline), _cluster()
+    found = _checked(loaded, project, cluster)
+    show(found, output, _report(found, checked_quota=cluster is not None))
+    if found.problems:
+        raise typer.Exit(DefinitionError.exit_code)
+
+
+@app.command("run", short_help="Run a pipeline, here or on a KFP server.")
+def run(
+    file: FileArgument,
+    arguments: Annotated[
+        list[str] | None, typer.Option("--arg", "-a", metavar="NAME=VALUE", help="A parameter; may be repeated.")
+    ] = None,
+    project: ProjectOption = "",
+    pipeline: NameOption = "",
+    *,
+    local: Annotated[bool, typer.Option("--local", help="On this machine, with kfp.local; the default.")] = False,
+    host: Annotated[str, typer.Option("--host", metavar="URL", help="On the KFP server at this address.")] = "",
+    root: Annotated[
+        str, typer.Option("--root", metavar="DIR|URI", help="Where its artifacts go; else where KFP puts them.")
+    ] = "",
+) -> None:
+    """Run a pipeline with its GPU steps under the quota, and show its outputs.
+
+    A parameter's value is read as the pipeline declares it; lists and objects are JSON.
+
+    \b
+    Examples:
+      gpuquota pipeline run pipeline.py --project team-a --arg epochs=3
+      gpuquota pipeline run pipeline.yaml --host http://localhost:8080 -a 'layers=[64, 10]'
+    """
+    if local and host:
+        raise UsageError("--local and --host are two places to run at; give one of them")
+    loaded = _loaded(file, pipeline).routed(project or None)
+    from kfp_gpuquota.dsl import run as runs  # noqa: PLC0415
+    from kfp_gpuquota.dsl.arguments import arguments_from  # noqa: PLC0415
+
+    values = arguments_from(loaded.spec, arguments or [])
+    if host:
+        typer.echo(f"run {runs.submit(loaded, values, host, root)} submitted to {host}")
+        return
+    if problems := _checked(loaded, project, _cluster()).problems:
+        more = f" (and {len(problems) - 1} more; see: gpuquota pipeline check {file})" if len(problems) > 1 else ""
+        raise DefinitionError(problems[0] + more)
+    for name, value in runs.run_locally(loaded, values, root).items():
+        typer.echo(f"{name}: {value}")
+
+
+def _loaded(file: Path, name: str) -> Package:
+    if importlib.util.find_spec("kfp") is None:
+        raise UsageError(
+            "this needs kfp, which is not installed here; install it with: pip install 'kfp-gpuquota[kfp]'"
+        )
+    if name and file.suffix != ".py":
+        raise UsageError(f"--pipeline chooses among the pipelines of a Python file, and {file} holds one pipeline")
+    from kfp_gpuquota.dsl.source import load  # noqa: PLC0415
+
+    return load(file, name)
+
+
+def _checked(loaded: Package, project: str, cluster: Cluster | None) -> PipelineCheck:
+    from kfp_gpuquota.cluster.connect import PROJECT_VARIABLE, load_settings  # noqa: PLC0415
+    from kfp_gpuquota.dsl.check import check_pipeline  # noqa: PLC0415
+
+    configured = os.environ.get(PROJECT_VARIABLE) or load_settings().project
+    return check_pipeline(loaded.spec, project or None, configured=configured, cluster=cluster)
+
+
+def _cluster() -> Cluster | None:
+    """The cluster's limits; None where none runs. Checking a file is no reason to start one."""
+    from kfp_gpuquota.cluster.connect import URL_VARIABLE, connect, embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.dsl.check import Cluster  # noqa: PLC0415
+
+    if not os.environ.get(URL_VARIABLE) and not embedded_home().is_locked():
+        return None
+    try:
+        reached = connect(retry_for_s=2.0)
+        projects = {view.project.name: view.project for view in reached.list_projects()}
+        return Cluster(projects=projects, nodes=tuple(view.node for view in reached.list_nodes()))
+    except ClusterUnavailableError:
+        return None
+
+
+def _report(found: PipelineCheck, *, checked_quota: bool) -> str:
+    columns = ["STEP", "PROJECT", "GPUS", "MIN", "MAX", "KIND"] + ["GUARANTEED", "LIMIT"] * checked_quota
+    parts = [table(columns, (_row(step)[: len(columns)] for step in found.routed))] if found.routed else []
+    if found.unrouted:
+        parts.append(f"{_steps(len(found.unrouted))} without GPUs, not routed: {', '.join(found.unrouted)}")
+    if not checked_quota:
+        parts.append("quotas were not checked: no cluster runs here; start it with: gpuquota cluster start")
+    parts += [f"problem: {problem}" for problem in found.problems] or [f"no problems in pipeline {found.pipeline}"]
+    return "\n".join(parts)
+
+
+def _row(step: StepCheck) -> list[object]:
+    sizes = [_UNKNOWN if size is None else size for size in (step.gpus, step.min_gpus, step.max_gpus)]
+    limit = "none" if step.quota is None or step.quota.limit is None else step.quota.limit
+    quota = [step.quota.guaranteed, limit] if step.quota else ["", ""]
+    return [step.step, step.project, *sizes, step.kind.value, *quota]
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"

@@ -1,0 +1,156 @@
+"""What will become of a compiled pipeline's steps, and what is wrong with it, before anything runs. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kfp_gpuquota.api import Kind, Node, Project
+from kfp_gpuquota.cluster.admission import check_fits
+from kfp_gpuquota.dsl.options import PROJECT, Options, from_environment
+from kfp_gpuquota.dsl.route import GPUS_ARGUMENT, is_routed, route_pipeline
+from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Json = dict[str, Any]
+
+
+class StepCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that goes through the quota of `project` ("": it names none). GPUs are None where only the run knows."""
+
+    step: str
+    project: str
+    gpus: int | None
+    min_gpus: int | None
+    max_gpus: int | None
+    kind: Kind
+    quota: Project | None = None
+
+
+class PipelineCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was found. `unrouted` are the steps that stay as they are."""
+
+    pipeline: str
+    routed: tuple[StepCheck, ...]
+    unrouted: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a cluster limits a job."""
+
+    projects: dict[str, Project]
+    nodes: tuple[Node, ...]
+
+
+def check_pipeline(
+    spec: Json, project: str | None = None, *, configured: str = "", cluster: Cluster | None = None
+) -> PipelineCheck:
+    """Check a compiled pipeline (KFP's PipelineSpec as JSON) as `route_pipeline(spec, project)` would route it.
+
+    `configured` is the project of where it will run, for steps that name none. Without `cluster` no quota is checked.
+    Raises DefinitionError for a `project` that cannot be one.
+    """
+    route_pipeline({}, project)
+    executors: Json = spec["deploymentSpec"].get("executors", {})
+    routed, unrouted, problems = [], [], []
+    for step, label in sorted(steps_of(spec)):
+        try:
+            container = _routed(executors, label, project)
+            found = _step_check(step, container, configured, cluster) if container else None
+        except (DefinitionError, InvalidFieldError) as error:
+            problems.append(_of_step(step, error.message))
+            continue
+        if found is None:
+            unrouted.append(step)
+        else:
+            routed.append(found)
+            problems += [_of_step(step, problem) for problem in _problems(found, _options(container), cluster)]
+    name = str(spec["pipelineInfo"]["name"])
+    return PipelineCheck(
+        pipeline=name, routed=tuple(routed), unrouted=tuple(unrouted), problems=tuple(dict.fromkeys(problems))
+    )
+
+
+def steps_of(spec: Json) -> Iterator[tuple[str, str]]:
+    """(name, executor) of every step; that of a step inside a loop, a condition or a nested pipeline is a path."""
+    yield from _steps_of(spec.get("components", {}), spec["root"]["dag"], "")
+
+
+def _steps_of(components: Json, dag: Json, prefix: str) -> Iterator[tuple[str, str]]:
+    for task in dag.get("tasks", {}).values():
+        component = components[task["componentRef"]["name"]]
+        name = prefix + task["taskInfo"]["name"]
+        if "dag" in component:
+            yield from _steps_of(components, component["dag"], f"{name}/")
+        else:
+            yield name, component["executorLabel"]
+
+
+def _routed(executors: Json, label: str, project: str | None) -> Json | None:
+    """The step's container after routing; None for a step that stays as it is."""
+    spec = route_pipeline({"deploymentSpec": {"executors": {label: executors[label]}}}, project)
+    container: Json | None = spec["deploymentSpec"]["executors"][label].get("container")
+    return container if container and is_routed(container.get("command")) else None
+
+
+def _step_check(step: str, container: Json, configured: str, cluster: Cluster | None) -> StepCheck:
+    options = _options(container)
+    spec = options.job_spec(name="step", project="project", command=("true",))
+    known = all(not argument.startswith(GPUS_ARGUMENT) for argument in container["args"])
+    project = _environment(container).get(PROJECT) or configured
+    return StepCheck(
+        step=step,
+        project=project,
+        gpus=spec.gpus if known else None,
+        min_gpus=spec.smallest if known else None,
+        max_gpus=spec.largest if known else None,
+        kind=spec.kind,
+        quota=cluster.projects.get(project) if cluster else None,
+    )
+
+
+def _options(container: Json | None) -> Options:
+    return from_environment(_environment(container or {}))
+
+
+def _environment(container: Json) -> dict[str, str]:
+    return {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
+
+
+def _problems(found: StepCheck, options: Options, cluster: Cluster | None) -> Iterator[str]:
+    if not found.project:
+        yield (
+            "it names no project; add --project PROJECT, write @gpuquota.pipeline(project=...), or set a default: "
+            "gpuquota config project PROJECT"
+        )
+    elif cluster and not found.quota:
+        yield (
+            f"project {found.project!r} does not exist; create it with: "
+            f"gpuquota project create {found.project} --guaranteed N"
+        )
+    elif cluster and found.quota and found.gpus is not None:
+        yield from _beyond_quota(options, found.quota, cluster)
+
+
+def _beyond_quota(options: Options, quota: Project, cluster: Cluster) -> Iterator[str]:
+    spec = options.job_spec(name="step", project=quota.name, command=("true",))
+    try:
+        check_fits(spec, quota, cluster.nodes)
+    except InvalidFieldError as error:
+        yield error.message
+        return
+    if not spec.may_be_preempted and spec.smallest > quota.guaranteed:
+        yield (
+            f"it cannot be preempted, so it stays inside the quota, and its {spec.smallest} GPUs are more than the "
+            f"{quota.guaranteed} guaranteed to project {quota.name!r}: it would wait for ever; ask for less, or: "
+            f"gpuquota project set {quota.name} --guaranteed {spec.smallest}"
+        )
+
+
+def _of_step(step: str, message: str) -> str:
+    """A message that names the step, as those of routing and of the decorators do by themselves."""
+    return message if message.startswith(("step ", "component ")) else f"step {step!r}: {message}"

@@ -1,0 +1,65 @@
+"""Running a compiled pipeline: on this machine under kfp.local, or on a KFP server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kfp
+import kfp_server_api  # type: ignore[import-untyped]
+import urllib3.exceptions
+from kfp import components, local
+
+from kfp_gpuquota.errors import ClusterUnavailableError, JobFailedError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kfp_gpuquota.dsl.package import Package
+
+Json = dict[str, Any]
+_COLOUR = re.compile(r"\x1b\[\d+m")
+
+
+def run_locally(package: Package, arguments: Json, root: str = "") -> Json:
+    """Run it here, each step in this Python's environment; returns its outputs. Raises JobFailedError."""
+    local.init(local.SubprocessRunner(use_venv=False), **({"pipeline_root": root} if root else {}))
+    pipeline = components.load_component_from_text(package.text())
+    try:
+        outputs: Json = pipeline(**arguments).outputs
+    except RuntimeError as error:
+        raise JobFailedError(_COLOUR.sub("", str(error))) from None
+    return outputs
+
+
+def submit(package: Package, arguments: Json, host: str, root: str = "") -> str:
+    """Submit it to the KFP server at `host`; returns the run's id. Raises ClusterUnavailableError and UsageError."""
+    with tempfile.TemporaryDirectory() as directory, _failures_in_one_sentence(host):
+        file = Path(directory) / "pipeline.yaml"
+        file.write_text(package.text(), encoding="utf-8")
+        run = kfp.Client(host=host).create_run_from_pipeline_package(
+            str(file), arguments=arguments, run_name=package.name, pipeline_root=root or None
+        )
+    return str(run.run_id)
+
+
+@contextlib.contextmanager
+def _failures_in_one_sentence(host: str) -> Iterator[None]:
+    """KFP's client logs tracebacks and warns of servers before KFP 2 on the way; neither is the user's concern."""
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    except kfp_server_api.ApiException as error:
+        raise UsageError(f"the KFP server at {host} refuses the run: {error.status} {error.reason}") from None
+    except (OSError, urllib3.exceptions.HTTPError) as error:
+        why = str(getattr(error, "reason", error)).rpartition(": ")[2]
+        raise ClusterUnavailableError(f"the KFP server at {host} does not answer: {why}") from None
+    finally:
+        logging.disable(logging.NOTSET)

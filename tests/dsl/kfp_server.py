@@ -1,0 +1,57 @@
+"""The few answers of a KFP 2 API server that submitting a run needs; it keeps the runs it was given.
+
+A real one needs Kubernetes. What is checked with this is what we send; KFP's own client sends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXPERIMENT = {"experiment_id": "experiment-1", "display_name": "Default"}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self._answer({"multi_user": False} if self.path.endswith("healthz") else {"experiments": [EXPERIMENT]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server: Any = self.server
+        if body.get("runtime_config", {}).get("parameters", {}).get("epochs") == 0:
+            self.send_error(400, "Bad Request")
+            return
+        server.runs.append(body)
+        self._answer({**body, "run_id": f"run-{len(server.runs)}"})
+
+    def _answer(self, content: dict[str, Any]) -> None:
+        encoded = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(encoded)))
+        self.end_headers()
+        self.wfile.write(encoded)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass
+
+
+@contextlib.contextmanager
+def kfp_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(its URL, the runs it was given)."""
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.runs = []
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", server.runs
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,253 @@
+"""`gpuquota pipeline`, as people use it: a process, its output, its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kfp_gpuquota.api import Phase
+from tests.cli.conftest import PROGRAM, Cli
+from tests.dsl.kfp_server import kfp_server
+
+if TYPE_CHECKING:
+    from tests.conftest import EmbeddedCluster
+
+GOLDEN = Path(__file__).parent / "golden"
+
+TWO_STEPS = """
+from kfp import dsl
+import kfp_gpuquota as gpuquota
+
+@gpuquota.component(gpus=1, base_image="python:3.11", install_kfp_package=False)
+def double(x: int) -> int:
+    if x < 0:
+        raise ValueError("too small")
+    return 2 * x
+
+@dsl.component(base_image="python:3.11", install_kfp_package=False)
+def text(x: int) -> str:
+    return f"<{x}>"
+
+@dsl.pipeline(name="two-steps")
+def two_steps(x: int, name: str = "") -> str:
+    return text(x=double(x=x).output).output
+
+print("imported")
+"""
+
+
+@pytest.fixture
+def cli(embedded_cluster: EmbeddedCluster, tmp_path: Path) -> Cli:
+    embedded_cluster.project("team-a", 1)
+    cli = Cli(embedded_cluster)
+    cli.environment["HOME"] = str(tmp_path)  # KFP's client keeps a file there
+    return cli
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "two_steps.py"
+    path.write_text(TWO_STEPS)
+    return path
+
+
+def _offline(*words: str | Path, **environment: str) -> tuple[int, str, str]:
+    """A command where no cluster runs."""
+    ended = subprocess.run(
+        [PROGRAM, "pipeline", *map(str, words)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in ended.stderr
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("command", ["route", "check", "run"])
+def test_every_help_text_shows_its_examples_line_by_line(command: str) -> None:
+    _, shown, _ = _offline(command, "--help", COLUMNS="80")
+    examples = shown.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(examples) == 2
+    assert all(line.startswith(f"  gpuquota pipeline {command} ") for line in (line[2:] for line in examples))
+
+
+def test_routing_a_compiled_pipeline_prints_it_as_kfp_writes_it(tmp_path: Path) -> None:
+    golden = GOLDEN / "sizes.yaml"
+    assert _offline("route", golden, "-p", "team-b", HOME=str(tmp_path)) == (0, golden.read_text(), "")
+
+
+def test_routing_into_a_file_says_what_was_routed(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "routed.yaml"
+    code, said, _ = _offline("route", file, "-p", "team-b", "-o", out, HOME=str(tmp_path))
+    assert (code, said) == (0, f"{out}: 1 step routed: double\n")
+    code, said, _ = _offline("check", out, HOME=str(tmp_path))
+    assert (code, said.splitlines()[1].split()) == (0, ["double", "team-b", "1", "1", "1", "train"])
+
+
+def test_a_check_without_a_cluster_starts_none(file: Path, tmp_path: Path) -> None:
+    code, said, errors = _offline("check", file, "-p", "team-b", HOME=str(tmp_path))
+    assert (code, errors) == (0, "imported\n")
+    assert said.splitlines() == [
+        "STEP     PROJECT   GPUS   MIN   MAX   KIND",
+        "double   team-b       1     1     1   train",
+        "1 step without GPUs, not routed: text",
+        "quotas were not checked: no cluster runs here; start it with: gpuquota cluster start",
+        "no problems in pipeline two-steps",
+    ]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_check_shows_quotas_and_ends_with_2_when_something_is_wrong(cli: Cli) -> None:
+    cli("project set team-a --limit 1")
+    answer = cli.run("pipeline", "check", str(GOLDEN / "sizes.yaml"))
+    assert answer.code == 2
+    lines = answer.out.splitlines()
+    assert lines[1].split() == ["train", "team-a", "1", "1", "2", "train", "1", "1"]
+    assert [line.partition(",")[0] for line in lines if line.startswith("problem: ")] == [
+        "problem: step 'train-2': gpus is 4",
+        "problem: step 'train-3': gpus is 2",
+    ]
+    found = json.loads(cli.run("pipeline", "check", str(GOLDEN / "sizes.yaml"), "-o", "json").out)
+    assert [step["quota"]["limit"] for step in found["routed"]] == [1, 1, 1]
+    assert len(found["problems"]) == 2
+
+
+def test_a_pipeline_runs_here_and_its_outputs_are_shown(cli: Cli, file: Path, tmp_path: Path) -> None:
+    said = cli("pipeline", "run", str(file), "-p", "team-a", "--arg", "x=21", "--root", str(tmp_path / "root"))
+    assert said.splitlines()[-1] == "Output: <42>"
+    (job,) = cli.cluster.client.list_jobs("team-a").jobs
+    assert job.status.phase is Phase.SUCCEEDED
+    assert (tmp_path / "root").is_dir()
+
+
+def test_a_pipeline_that_somebody_compiled_runs_here(cli: Cli, file: Path, tmp_path: Path) -> None:
+    compiled = tmp_path / "compiled.yaml"
+    cli("pipeline", "route", str(file), "-o", str(compiled))
+    root = str(tmp_path / "root")
+    said = cli("pipeline", "run", str(compiled), "--local", "-p", "team-a", "-a", "x=3", "--root", root)
+    assert said.splitlines()[-1] == "Output: <6>"
+
+
+def test_a_pipeline_that_fails_ends_with_1_and_a_sentence(cli: Cli, file: Path, tmp_path: Path) -> None:
+    answer = cli.run("pipeline", "run", str(file), "-p", "team-a", "-a", "x=-1", "--root", str(tmp_path / "root"))
+    assert answer.code == 1
+    assert "[0] ValueError: too small" in answer.out
+    assert answer.err.splitlines()[-1] == (
+        "Error: Pipeline 'two-steps' finished with status FAILURE. Inner task failed: 'double'."
+    )
+
+
+def test_a_run_is_submitted_to_a_kfp_server(cli: Cli, file: Path) -> None:
+    with kfp_server() as (url, runs):
+        said = cli("pipeline", "run", str(file), "--host", url, "-p", "team-b", "--arg", "x=3")
+    assert said.splitlines()[-1] == f"run run-1 submitted to {url}"
+    (run,) = runs
+    assert (run["display_name"], run["runtime_config"]["parameters"]) == ("two-steps", {"x": 3})
+    container = run["pipeline_spec"]["deploymentSpec"]["executors"]["exec-double"]["container"]
+    assert {"name": "GPUQUOTA_PROJECT", "value": "team-b"} in container["env"]
+
+
+def test_a_kfp_server_that_refuses_or_is_not_there_gets_a_sentence(cli: Cli) -> None:
+    pipeline = str(GOLDEN / "lightweight.yaml")
+    with kfp_server() as (url, _):
+        refused = cli.run("pipeline", "run", pipeline, "--host", url, "-a", "epochs=0")
+    assert (refused.code, refused.err) == (2, f"Error: the KFP server at {url} refuses the run: 400 Bad Request\n")
+    gone = cli.run("pipeline", "run", pipeline, "--host", url)
+    assert (gone.code, gone.err) == (
+        1,
+        f"Error: the KFP server at {url} does not answer: [Errno 111] Connection refused\n",
+    )
+
+
+MISTAKES = [
+    ("check nothing.py", "cannot read 'nothing.py': No such file or directory"),
+    ("check .", "cannot read '.': Is a directory"),
+    ("check binary.yaml", "cannot read 'binary.yaml': it is not text"),
+    ("check text.yaml", "text.yaml is not a compiled pipeline; compile one with: kfp dsl compile"),
+    ("check syntax.py", "syntax.py cannot be imported: SyntaxError: "),
+    ("check missing.py", "missing.py cannot be imported: ModuleNotFoundError: No module named 'no_such' (line 2)"),
+    ("check script.py", "script.py ends when it is imported (line 3); put what it runs under: if __name__"),
+    ("check none.py", "none.py defines no pipeline: put @dsl.pipeline above a function of it"),
+    ("check twice.py", "component 'f' is decorated with @gpuquota.component twice"),
+    ("check two.py", "two.py defines 2 pipelines; choose one with --pipeline: first, second"),
+    ("check two.py --pipeline third", "two.py defines no pipeline 'third'; it has: first, second"),
+    ("check two.py --pipeline first -p Team_A", "project is 'Team_A', but a name is"),
+    ("check text.yaml --pipeline first", "--pipeline chooses among the pipelines of a Python file"),
+    ("route two.py --pipeline first -o no/such/place", "cannot write 'no/such/place': No such file or directory"),
+    ("run two.py --pipeline first --local --host http://x", "--local and --host are two places to run at"),
+    ("run two.py --pipeline first", "the pipeline needs x; add: --arg x=VALUE"),
+    ("run two.py --pipeline first -a x=a", "--arg x is 'a', but the pipeline declares a whole number"),
+    ("run two.py --pipeline first -a x=1", "step 'f': it names no project; add --project PROJECT"),
+    ("run two.py --pipeline first -a x=1 -p nobody", "step 'f': project 'nobody' does not exist; create it with"),
+    ("run two.py --pipeline second -p team-a", "step 'f': gpus is 99, but one worker runs on one node"),
+]
+
+DEFINED = """
+from kfp import dsl
+import kfp_gpuquota as gpuquota
+
+@dsl.component(base_image="python:3.11", install_kfp_package=False)
+def f(x: int):
+    pass
+"""
+ONE = """
+@dsl.pipeline(name="one")
+def first(x: int):
+    gpuquota.set_gpus(f(x=x), 1)
+"""
+OTHER = """
+@dsl.pipeline(name="other")
+def second():
+    gpuquota.set_gpus(f(x=1), 99)
+    gpuquota.set_gpus(f(x=2), 98)
+"""
+
+
+def test_a_mistake_gets_one_sentence_the_code_2_and_nothing_runs(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for name, text in {
+        "text.yaml": "hello",
+        "syntax.py": "def",
+        "missing.py": "\nimport no_such",
+        "script.py": "import sys\n\nsys.exit('usage')",
+        "none.py": DEFINED,
+        "twice.py": DEFINED + "gpuquota.component(gpus=1)(gpuquota.component(gpus=1)(f))",
+        "two.py": DEFINED + ONE + OTHER,
+    }.items():
+        (tmp_path / name).write_text(text)
+    for command, sentence in MISTAKES:
+        answer = cli.run("pipeline", *command.split(), cwd=tmp_path)
+        assert (answer.code, answer.out, len(answer.err.splitlines())) == (2, "", 1), (command, answer)
+        assert sentence in answer.err, command
+    assert cli.cluster.client.list_jobs().jobs == ()
+
+
+def test_a_pipeline_is_chosen_by_its_variable_or_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(DEFINED + ONE + OTHER)
+    for name in ("first", "one"):
+        assert _offline("check", tmp_path / "two.py", "--pipeline", name, "-p", "a", HOME=str(tmp_path))[0] == 0
+
+
+def test_a_file_finds_what_lies_beside_it_and_may_have_the_name_of_a_library(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(DEFINED)
+    (tmp_path / "torch.py").write_text("from steps import *" + ONE)
+    assert _offline("check", tmp_path / "torch.py", "-p", "a", HOME=str(tmp_path))[0] == 0
+
+
+def test_without_kfp_the_error_says_how_to_install_it(tmp_path: Path) -> None:
+    """The interpreter is told that there is no kfp; everything else is as it is."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['kfp'] = None\n")
+    code, said, error = _offline("check", GOLDEN / "sizes.yaml", HOME=str(tmp_path), PYTHONPATH=str(tmp_path))
+    assert (code, said) == (2, "")
+    assert error == (
+        "Error: this needs kfp, which is not installed here; install it with: pip install 'kfp-gpuquota[kfp]'\n"
+    )
+
+
+def test_no_other_command_imports_kfp() -> None:
+    program = "import sys, kfp_gpuquota.cli.main; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "'typer'" in loaded
+    assert not [name for name in ("'kfp'", "'yaml'", "'google'", "'kubernetes'") if name in loaded]
