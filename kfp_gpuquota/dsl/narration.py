@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import Kind, Phase
+from kfp_gpuquota.api import Kind, Phase, WorkerPhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Progress, Resize
 
 PROGRESS_EVERY_S: Final = 5.0
+# A step that is elastic calls elastic_runtime early; reading its data and importing torch may come before.
+JOINS_WITHIN_S: Final = 60.0
 _SHOWN_METRICS: Final = 3
 
 
@@ -22,10 +24,13 @@ class Narrator:
         self._every_s = progress_every_s
         self._before: Job | None = None
         self._progress_at = float("-inf")
+        self._apart_since: float | None = None
+        self._joining_is_settled = False
 
     def lines(self, job: Job, now: float) -> list[str]:
         """What is new since the state before."""
         told = [*self._phase(job), *self._restarts(job), *self._resizes(job), *self._progress(job, now)]
+        told += self._joining(job, now)
         self._before = job
         return told
 
@@ -57,6 +62,20 @@ class Narrator:
             self._progress_at = now
             yield _progressed(progress)
 
+    def _joining(self, job: Job, now: float) -> Iterator[str]:
+        """A warning, once, where nobody joins elastic_runtime though the job has another size than one plain worker."""
+        if self._joining_is_settled or any(worker.rank is not None for worker in job.status.workers):
+            self._joining_is_settled = True
+            return
+        if self._apart_since is None and _needs_membership(job):
+            self._apart_since = now
+        if self._apart_since is None:
+            return
+        late = job.status.phase is Phase.RUNNING and now - self._apart_since >= JOINS_WITHIN_S
+        if late or job.status.phase is Phase.SUCCEEDED:
+            self._joining_is_settled = True
+            yield _unjoined(job, f"after {JOINS_WITHIN_S:.0f} s " if late else "")
+
 
 def conclusion(job: Job) -> str:
     """The last line: how the job ended."""
@@ -78,6 +97,26 @@ def size(held: int, requested: int) -> str:
     if held > requested:
         return f"{gpus} ({requested} requested, {held - requested} borrowed)"
     return gpus if held == requested else f"{gpus} ({requested} requested)"
+
+
+def _needs_membership(job: Job) -> bool:
+    """Several workers, or another size than was asked for, make sense only to workers that know of each other."""
+    if job.status.phase not in {Phase.RUNNING, Phase.SUCCEEDED}:
+        return False
+    borrows = job.spec.elastic and job.status.phase is Phase.RUNNING and job.status.gpus != job.spec.gpus
+    return borrows or len(job.status.workers) > 1
+
+
+def _unjoined(job: Job, when: str) -> str:
+    running = sum(worker.phase is WorkerPhase.RUNNING for worker in job.status.workers)
+    workers = running or len(job.status.workers)
+    who = f"none of its {workers} workers has" if workers > 1 else "its worker has not"
+    then = "each of them does the whole work, and the result of one is kept"
+    if workers == 1:
+        then = "it does the whole work, and so does every worker that is added"
+    given = {"min_gpus": job.spec.min_gpus, "max_gpus": job.spec.max_gpus, "gpus_per_worker": job.spec.gpus_per_worker}
+    sizes = ", ".join(name for name, value in given.items() if value is not None)
+    return f"warning: {when}{who} called elastic_runtime.init(): {then}; call it in the step, or leave out {sizes}"
 
 
 def _resized(resize: Resize) -> str:

@@ -84,6 +84,7 @@ def _submitted(client: Client, step: Step, name: str, staging: Staging, lease: L
         return client.submit(spec, lease=lease)
     except AlreadyExistsError:
         return None
-    except UsageError:  # no attempt of this step can run; after any other failure one may
+    except UsageError as error:  # no attempt of this step can run; after any other failure one may
         staging.discard()
+        error.args = (f"step {step.labels['pipeline-task']!r}: {error.message}",)
         raise

@@ -71,6 +71,7 @@ def test_the_digits_pipeline_trains_through_the_quota(embedded_cluster: Embedded
         command, env=embedded_cluster.environment, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert float(ended.stdout.rsplit("accuracy: ", 1)[1]) > 0.9
+    assert "warning" not in ended.stdout
     (job,) = embedded_cluster.client.list_jobs().jobs
     assert (job.spec.project, job.status.phase, job.spec.largest) == ("team-a", Phase.SUCCEEDED, 2)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kfp_gpuquota.api import JobSpec, Phase, ReasonCode
+from kfp_gpuquota.api import JobSpec, Phase, ReasonCode, WorkerPhase
 from kfp_gpuquota.dsl.launcher import EXIT_TAKEN_OVER
 from tests.dsl.steps import Step
 
@@ -307,7 +307,7 @@ def test_the_log_of_the_worker_that_failed_is_shown_when_another_one_was_followe
     [
         ({"GPUQUOTA_PROJECT": ""}, "this step names no project"),
         ({"GPUQUOTA_PROJECT": "team-x"}, "team-x"),
-        ({"GPUQUOTA_GPUS": "64"}, "gpus is 64"),
+        ({"GPUQUOTA_GPUS": "64"}, "error: step 'train': gpus is 64, but one worker runs on one node"),
         ({"GPUQUOTA_GPUS": "many"}, "GPUQUOTA_* variables do not fit"),
         ({"GPUQUOTA_LEASE_S": "0"}, "GPUQUOTA_LEASE_S is 0.0, but it must be between 1 and 86400 s"),
     ],
@@ -318,6 +318,28 @@ def test_what_cannot_run_is_one_clear_line_and_exit_code_2(
     code, log = Step(cluster, tmp_path, "true", environment=environment).run()
     assert (code, len(log.splitlines()), message in log) == (2, 1, True), log
     assert not list(tmp_path.rglob(".gpuquota"))
+
+
+def test_more_than_the_projects_limit_names_the_step_and_the_limit(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    cluster.project("small", 0, limit=1)
+    code, log = Step(cluster, tmp_path, "true", environment={"GPUQUOTA_PROJECT": "small", "GPUQUOTA_GPUS": "2"}).run()
+    assert (code, log) == (
+        2,
+        "gpuquota: error: step 'train': gpus is 2, but project 'small' may hold at most 1 GPUs; ask for less, or raise "
+        "its limit: gpuquota project set small --limit 2\n",
+    )
+
+
+def test_an_elastic_step_that_never_joins_elastic_runtime_is_warned(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    elastic = {"GPUQUOTA_MIN_GPUS": "1", "GPUQUOTA_MAX_GPUS": "2"}
+    launcher = Step(cluster, tmp_path, WAIT_FOR_GATE, environment=elastic).start()
+    launcher.read_until("training with")
+    (name,) = _names(cluster)
+    cluster.wait_for(name, lambda job: [worker.phase for worker in job.status.workers] == [WorkerPhase.RUNNING] * 2)
+    (tmp_path / "gate").touch()
+    code, log = launcher.wait()
+    assert (code, log.count("warning")) == (0, 1), log
+    assert "gpuquota: warning: none of its 2 workers has called elastic_runtime.init(): each of them does" in log
 
 
 def test_the_launcher_never_imports_kfp() -> None:

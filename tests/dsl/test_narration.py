@@ -6,7 +6,19 @@ from typing import Any
 
 import msgspec
 
-from kfp_gpuquota.api import Job, JobSpec, JobStatus, Kind, Phase, Progress, Reason, ReasonCode, Resize
+from kfp_gpuquota.api import (
+    Job,
+    JobSpec,
+    JobStatus,
+    Kind,
+    Phase,
+    Progress,
+    Reason,
+    ReasonCode,
+    Resize,
+    Worker,
+    WorkerPhase,
+)
 from kfp_gpuquota.dsl.narration import Narrator, conclusion
 
 SPEC = JobSpec(name="train", project="team-a", command=("true",), gpus=1, min_gpus=1, max_gpus=2)
@@ -80,6 +92,62 @@ def test_a_restart_is_told_with_its_cause() -> None:
     assert _story(_job(Phase.RUNNING, gpus=2), _job(Phase.RUNNING, gpus=1, restarts=1, reason=died))[1:] == [
         "restart 1 of at most 3: worker 1 was killed by signal 9"
     ]
+
+
+def _workers(*ranks: int | None, phase: WorkerPhase = WorkerPhase.RUNNING) -> tuple[Worker, ...]:
+    return tuple(
+        Worker(id=f"u-{index}", job_uid="u", index=index, node="n", devices=(index,), rank=rank, phase=phase)
+        for index, rank in enumerate(ranks)
+    )
+
+
+def _warnings(*states: tuple[float, Job]) -> list[str]:
+    narrator = Narrator()
+    return [line for at, job in states for line in narrator.lines(job, at) if line.startswith("warning")]
+
+
+def test_an_elastic_step_that_has_not_joined_in_a_minute_is_warned_once() -> None:
+    two = _job(Phase.RUNNING, gpus=2, workers=_workers(None, None))
+    assert _warnings((0.0, two), (59.9, two)) == []
+    assert _warnings((0.0, two), (60.0, two), (70.0, two)) == [
+        "warning: after 60 s none of its 2 workers has called elastic_runtime.init(): each of them does the whole "
+        "work, and the result of one is kept; call it in the step, or leave out min_gpus, max_gpus"
+    ]
+
+
+def test_a_step_that_joins_at_last_is_not_warned() -> None:
+    apart, joined = (_job(Phase.RUNNING, gpus=2, workers=_workers(*ranks)) for ranks in ((None, None), (0, None)))
+    late = _job(Phase.RUNNING, gpus=2, workers=_workers(None, None))  # preempted, and started again
+    assert _warnings((0.0, apart), (50.0, joined), (70.0, late), (200.0, late)) == []
+
+
+def test_a_worker_alone_is_warned_when_it_has_another_size_than_was_asked_for() -> None:
+    spec = msgspec.structs.replace(SPEC, gpus=2)
+    less = msgspec.structs.replace(_job(Phase.RUNNING, gpus=1, workers=_workers(None)), spec=spec)
+    (said,) = _warnings((0.0, less), (61.0, less))
+    assert "its worker has not called elastic_runtime.init(): it does the whole work" in said
+
+
+def test_a_step_that_is_not_elastic_need_not_join() -> None:
+    plain = JobSpec(name="train", project="team-a", command=("true",), gpus=2)
+    running = msgspec.structs.replace(_job(Phase.RUNNING, gpus=2, workers=_workers(None)), spec=plain)
+    asked = _job(Phase.RUNNING, gpus=1, workers=_workers(None))
+    done = _job(Phase.SUCCEEDED, workers=_workers(None, phase=WorkerPhase.GONE))
+    assert _warnings((0.0, running), (99.0, running), (100.0, done)) == []
+    assert _warnings((0.0, asked), (99.0, asked), (100.0, done)) == []
+
+
+def test_several_plain_workers_are_told_that_each_does_the_whole_work() -> None:
+    gang = JobSpec(name="train", project="team-a", command=("true",), gpus=2, gpus_per_worker=1)
+    done = _job(Phase.SUCCEEDED, workers=_workers(None, None, phase=WorkerPhase.GONE))
+    (said,) = _warnings((0.0, msgspec.structs.replace(done, spec=gang)))
+    assert said.startswith("warning: none of its 2 workers has called elastic_runtime.init()")
+    assert said.endswith("leave out gpus_per_worker")
+
+
+def test_a_step_that_failed_before_it_could_join_is_not_warned() -> None:
+    failed = _job(Phase.FAILED, exit_code=1, workers=_workers(None, None, phase=WorkerPhase.GONE))
+    assert _warnings((0.0, _job(Phase.RUNNING, gpus=2, workers=_workers(None, None))), (5.0, failed)) == []
 
 
 def test_an_interactive_session_is_not_training() -> None:
