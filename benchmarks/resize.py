@@ -11,6 +11,7 @@ Usage: python benchmarks/resize.py [--mparams 26] [--rounds 3] [--steps 12]
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -62,7 +63,7 @@ def summary(planned: list[Pause], crashes: list[Pause], steps: list[Step]) -> di
         "leave": [p.pause_ms for p in planned if p.to_size < p.from_size],
         "crash": [p.pause_ms for p in crashes],
     }
-    ends = [(a, b) for a, b in zip(steps, steps[1:], strict=False) if a.size == b.size == 2]
+    ends = [(a, b) for a, b in itertools.pairwise(steps) if a.size == b.size == 2]
     result = {"step_ms": statistics.median((b.end - a.end) * 1e3 for a, b in ends)}
     result |= {f"{kind}_pause_ms": statistics.median(found) for kind, found in kinds.items()}
     result |= {f"{kind}_pause_max_ms": max(found) for kind, found in kinds.items()}

@@ -52,15 +52,33 @@ __all__ = [
 ]
 
 
-def init(*, global_batch_size: int | None = None, max_batch_per_gpu: int | None = None, seed: int = 0) -> Job:
+def init(
+    *,
+    global_batch_size: int | None = None,
+    max_batch_per_gpu: int | None = None,
+    seed: int = 0,
+    checkpoint_every_s: float = 300.0,
+    keep_checkpoints: int = 2,
+) -> Job:
     """Become a worker of the job that the environment names; alone, a job of one.
 
     `global_batch_size`: samples of a step, over all workers, whatever their number; default: the loader's batch_size.
     `max_batch_per_gpu`: the most samples of one iteration; larger shares are cut, and their gradients added up.
-    `seed`: of the order of the samples. Call it early: the coordinator then knows that the worker is on its way.
-    BatchPlanError and SettingsError for values that cannot be.
+    `seed`: of the order of the samples.
+    `checkpoint_every_s`: how much a lost node may cost, where ELASTIC_CHECKPOINT_DIR is set; `keep_checkpoints`: how
+    many are kept.
+
+    Call it early: the coordinator then knows that the worker is on its way. BatchPlanError and SettingsError for values
+    that cannot be, CheckpointError for a directory that cannot be written to.
     """
     from elastic_runtime.environment import Environment  # noqa: PLC0415  (torch.distributed is loaded when it is used)
     from elastic_runtime.job import Job  # noqa: PLC0415
 
-    return Job(Environment.read(), global_batch_size=global_batch_size, max_batch_per_gpu=max_batch_per_gpu, seed=seed)
+    return Job(
+        Environment.read(),
+        global_batch_size=global_batch_size,
+        max_batch_per_gpu=max_batch_per_gpu,
+        seed=seed,
+        checkpoint_every_s=checkpoint_every_s,
+        keep_checkpoints=keep_checkpoints,
+    )

@@ -26,12 +26,21 @@ class Job:
     """One elastic training job, as this worker takes part in it. Made by `elastic_runtime.init`."""
 
     def __init__(
-        self, environment: Environment, *, global_batch_size: int | None, max_batch_per_gpu: int | None, seed: int
+        self,
+        environment: Environment,
+        *,
+        global_batch_size: int | None,
+        max_batch_per_gpu: int | None,
+        seed: int,
+        checkpoint_every_s: float,
+        keep_checkpoints: int,
     ) -> None:
         if global_batch_size is not None:
             check_batch(global_batch_size, max_batch_per_gpu)
         self._global_batch, self._max_batch, self._seed = global_batch_size, max_batch_per_gpu, seed
-        self._member = Member(environment, seed)
+        self._member = Member(
+            environment, seed, checkpoint_every_s=checkpoint_every_s, keep_checkpoints=keep_checkpoints
+        )
         self._session: Session | None = None
 
     @property

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from elastic_runtime import checkpoint
 from elastic_runtime.coordinator import Coordinator
-from elastic_runtime.errors import CheckpointError, CollectiveError, LoopError
+from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.exchange import exchange
 from elastic_runtime.generations import Generation, Generations
+from elastic_runtime.keeper import Keeper
 from elastic_runtime.leaving import hasten_exit
 from elastic_runtime.order import mix_seed
 from elastic_runtime.reporting import Reporter
@@ -43,13 +43,18 @@ _log = logging.getLogger("elastic_runtime")
 class Member:
     """Without a coordinator it is alone: rank 0 of 1, for ever."""
 
-    def __init__(self, environment: Environment, seed: int) -> None:
+    def __init__(
+        self, environment: Environment, seed: int, *, checkpoint_every_s: float, keep_checkpoints: int
+    ) -> None:
         self._environment, self._seed = environment, seed
         self.streams = RandomStreams()
         self._events: dict[str, dict[str, Any]] = {}  # what has to be said again to a coordinator that connects
         self._holds_state = self._stopping = False
         self._generations = Generations(environment.worker_id, self._store, self._say, _backend)
         self.reporter = Reporter(environment.report_file, environment.worker_id, self._send_progress)
+        self._keeper = Keeper(
+            environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints
+        )
         self._coordinator: Coordinator | None = None
         if environment.coordinator:
             check_torch()
@@ -219,26 +224,25 @@ class Member:
 
     # Checkpoints
 
+    def save_if_due(self, state: TrainingState) -> None:
+        """Rank 0 keeps a checkpoint now and then."""
+        if self.place[0] == 0:
+            self._keeper.save_if_due(state.position.step, lambda: self._capture(state))
+
+    def _capture(self, state: TrainingState) -> dict[str, Any]:
+        return {**state.capture(), "streams": self.streams.capture()}
+
     def _load_checkpoint(self, state: TrainingState) -> bool:
-        directory = self._environment.checkpoint_dir
-        found = checkpoint.load_newest(directory) if directory else None
+        found = self._keeper.load()
         if found is None:
             return False
         state.load(found[1])
+        self.streams.load(found[1]["streams"])
         self.reporter.line("restored", step=found[0])
         return True
 
     def _save_checkpoint(self, state: TrainingState) -> None:
-        directory = self._environment.checkpoint_dir
-        if not directory:
-            _log.warning("ELASTIC_CHECKPOINT_DIR is not set: step %d is lost", state.position.step)
-            return
-        try:
-            path = checkpoint.save(directory, state.position.step, state.capture())
-        except CheckpointError:
-            _log.exception("the checkpoint was not written")
-            return
-        self.reporter.line("checkpoint", step=state.position.step, path=str(path))
+        self._keeper.save_now(state.position.step, lambda: self._capture(state))
 
     # The coordinator
 

@@ -127,6 +127,7 @@ class Session:
         self._first, self._complete = True, False
         self._state.position = self.position.after_step()
         self._tell_progress()
+        self._member.save_if_due(self._state)
         if self.position.index >= self.steps_in_epoch:
             return True  # a joiner should begin with a whole epoch: the switch waits for it
         return not self._change_membership()

@@ -1,0 +1,106 @@
+"""When checkpoints are written: now and then beside the training, and once more when the whole job has to go.
+
+The loop stands still only while the state is copied; a thread writes the copy. The copy's memory is kept for the next
+one, because fresh memory costs more than the copying.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_runtime import checkpoint
+from elastic_runtime.errors import CheckpointError, SettingsError
+from elastic_runtime.packing import pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_runtime.reporting import Reporter
+
+_log = logging.getLogger("elastic_runtime")
+
+
+class Keeper:
+    """Writes the checkpoints of one worker into `directory` ("": none), at most `keep` of them, every `every_s`."""
+
+    def __init__(self, directory: str, reporter: Reporter, *, every_s: float, keep: int) -> None:
+        if every_s <= 0 or keep < 1:
+            raise SettingsError(
+                f"checkpoint_every_s is {every_s:g} and keep_checkpoints is {keep}; the first must be above 0 and the "
+                "second at least 1"
+            )
+        self._directory, self._reporter, self._every_s, self._keep = directory, reporter, every_s, keep
+        self._saved_at = time.monotonic()
+        self._writer: threading.Thread | None = None
+        self._copies: list[torch.Tensor] = []
+        if directory:
+            _check_writable(directory)
+
+    def load(self) -> tuple[int, Any] | None:
+        """(step, state) of the newest whole checkpoint."""
+        return checkpoint.load_newest(self._directory) if self._directory else None
+
+    def save_if_due(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
+        """Copy the state and have it written, if the time has come and the last one is written."""
+        if not self._directory or time.monotonic() - self._saved_at < self._every_s:
+            return
+        if self._writer is not None and self._writer.is_alive():
+            return
+        began = time.monotonic()
+        skeleton, tensors = pack(capture())
+        state = unpack(skeleton, self._copy(tensors))
+        self._saved_at = time.monotonic()
+        self._writer = threading.Thread(
+            target=self._write,
+            args=(step, state, (self._saved_at - began) * 1e3),
+            name="elastic-checkpoint",
+            daemon=True,
+        )
+        self._writer.start()
+
+    def save_now(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
+        """Write the state before returning. A place that cannot be written to is warned of: the job must go."""
+        if not self._directory:
+            _log.warning("ELASTIC_CHECKPOINT_DIR is not set: the %d steps trained so far are lost", step)
+            return
+        if self._writer is not None:
+            self._writer.join()
+        self._write(step, capture(), 0.0)
+
+    def _copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        known = [(copy.shape, copy.dtype) for copy in self._copies]
+        if known != [(tensor.shape, tensor.dtype) for tensor in tensors]:
+            self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor)
+        return self._copies
+
+    def _write(self, step: int, state: object, stall_ms: float) -> None:
+        began = time.monotonic()
+        try:
+            path = checkpoint.save(self._directory, step, state, keep=self._keep)
+        except CheckpointError as error:
+            _log.warning("%s; training goes on without it", error)
+            self._reporter.line("checkpoint_failed", step=step, why=str(error))
+            return
+        took_ms = (time.monotonic() - began) * 1e3
+        self._reporter.line("checkpoint", step=step, path=str(path), stall_ms=stall_ms, write_ms=took_ms)
+
+
+def _check_writable(directory: str) -> None:
+    """CheckpointError at the start is better than a loss at the end."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"ELASTIC_CHECKPOINT_DIR {directory!r} cannot be made: {error}") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"ELASTIC_CHECKPOINT_DIR {directory!r} cannot be written to; mount it read-write, or unset it"
+        )

@@ -1,0 +1,146 @@
+"""Checkpoints are whole or not there, fall back when damaged, and continue the training to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import elastic_runtime
+from elastic_runtime import checkpoint
+from elastic_runtime.errors import CheckpointError, SettingsError, StateError
+from tests.elastic_runtime.training import Plan, train
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STATE = {"weight": torch.arange(6.0).view(2, 3), "lr": 0.1, "steps": [torch.tensor(3), None]}
+
+
+def test_a_state_is_read_back_as_it_was(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path), 7, STATE)
+    step, state = checkpoint.load_newest(str(tmp_path)) or (0, {})
+    assert step == 7
+    assert torch.equal(state["weight"], STATE["weight"])  # type: ignore[arg-type]
+    assert state["steps"][0] == 3
+    assert state["lr"] == 0.1
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 20, 3, 100):
+        checkpoint.save(str(tmp_path), step, STATE, keep=2)
+    assert [path.name for path in checkpoint.checkpoints(str(tmp_path))] == [
+        "checkpoint-000000000100.elastic",
+        "checkpoint-000000000020.elastic",
+    ]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "garbage"])
+def test_a_damaged_newest_one_falls_back_to_the_one_before_and_says_so(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint.save(str(tmp_path), 1, STATE)
+    newest = checkpoint.save(str(tmp_path), 2, STATE)
+    whole = newest.read_bytes()
+    flipped = whole[:-10] + bytes([whole[-10] ^ 1]) + whole[-9:]
+    newest.write_bytes({"cut": whole[:-20], "flipped": flipped, "emptied": b"", "garbage": b"x" * 999}[damage])
+    assert (checkpoint.load_newest(str(tmp_path)) or (0,))[0] == 1
+    assert "falling back to the one before" in caplog.text
+
+
+def test_a_writer_killed_at_any_instant_leaves_a_whole_newest_one(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from elastic_runtime import checkpoint\n"
+        "for step in range(1, 10**6):\n"
+        "    checkpoint.save(sys.argv[1], step, {'w': torch.full((50_000,), float(step))})\n"
+        "    print(step, flush=True)\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    said = [int(writer.stdout.readline()) for _ in range(5)][-1]
+    writer.kill()
+    writer.wait()
+    step, state = checkpoint.load_newest(str(tmp_path)) or (0, {})
+    assert step >= said
+    assert state["w"].unique().tolist() == [float(step)]
+
+
+def test_another_models_checkpoint_is_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    plan = Plan(epochs=1, options={"checkpoint_every_s": 1e-9})
+    train(plan, 0, tmp_path, None)
+    monkeypatch.setattr("tests.elastic_runtime.training.FEATURES", 13)
+    with pytest.raises(StateError, match="another model"):
+        train(plan, 0, tmp_path, None)
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path / "file" / "checkpoints"))
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        elastic_runtime.init()
+
+
+@pytest.mark.parametrize("options", [{"checkpoint_every_s": 0}, {"keep_checkpoints": 0}])
+def test_intervals_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="keep_checkpoints"):
+        elastic_runtime.init(**options)
+
+
+def test_a_full_disk_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    monkeypatch.setattr(os, "fsync", full)
+    train(Plan(epochs=1, options={"checkpoint_every_s": 1e-9}), 0, tmp_path, None)
+    assert (tmp_path / "final-0.pt").exists()
+    assert "No space left" in caplog.text
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """Alone: killed in the middle of an epoch, started again, and the same to the bit."""
+    undisturbed, disturbed = tmp_path / "a", tmp_path / "b"
+    undisturbed.mkdir()
+    disturbed.mkdir()
+    train(Plan(), 0, undisturbed, None)
+    code = (
+        "import sys, pathlib, time; from tests.elastic_runtime import training\n"
+        "class Gate:\n"
+        "    def pass_through(self, index, step):\n"
+        "        print(step, flush=True); time.sleep(0.005)\n"
+        "training.train(training.Plan(), 0, pathlib.Path(sys.argv[1]), Gate())\n"
+    )
+    environment = {
+        **os.environ,
+        "ELASTIC_CHECKPOINT_DIR": str(disturbed / "checkpoints"),
+        "ELASTIC_REPORT_FILE": str(disturbed / "report.jsonl"),
+    }
+    command = [sys.executable, "-c", code, str(disturbed)]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    while int(first.stdout.readline()) < 17:
+        pass
+    began = time.monotonic()
+    first.send_signal(signal.SIGTERM)
+    first.stdout.read()
+    assert first.wait(30) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 10
+    assert subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    expected, got = (torch.load(d / "final-0.pt") for d in (undisturbed, disturbed))
+    for name, value in expected["model"].items():
+        assert torch.equal(value, got["model"][name])
+    events = [json.loads(line)["event"] for line in (disturbed / "report.jsonl").read_text().splitlines()]
+    assert events == ["checkpoint", "restored", "finished"]
