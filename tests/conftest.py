@@ -120,3 +120,7 @@ def embedded_cluster(tmp_path: Path) -> Iterator[EmbeddedCluster]:
     """One node with 2 slots, no projects."""
     with running_cluster(tmp_path / "home") as cluster:
         yield cluster
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", default="1,2,3", help="seeds of the random histories, separated by commas")

@@ -13,18 +13,21 @@ if TYPE_CHECKING:
 
 
 def job_announced(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
-    """A job that was not there before; to be told before anything about its workers."""
-    if before is None and after is not None and not _over(after):
+    """A job that was not there before; to be told before anything about its workers.
+
+    Also one that is being stopped for good, as a daemon that starts finds it: its workers hold GPUs.
+    """
+    if before is None and after is not None and not after.status.phase.final:
         yield scheduler.JobSubmitted(after.uid, after.spec, after.status.submitted_at)
 
 
 def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
     """What became of a job; to be told after what became of its workers."""
-    if before is not None and _over(before):
+    known = before or after
+    if known is None or known.status.phase.final or (before is not None and _over(before)):
         return
     if after is None or _over(after):
-        if before is not None:
-            yield scheduler.JobRemoved(before.uid)
+        yield scheduler.JobRemoved(known.uid)
         return
     if _suspended(after) != (before is not None and _suspended(before)):
         yield scheduler.JobSuspended(after.uid) if _suspended(after) else scheduler.JobResumed(after.uid)

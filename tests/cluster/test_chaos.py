@@ -1,0 +1,174 @@
+"""Random histories of a real cluster: users, crashes and kills in any order. A seed replays one:
+
+pytest tests/cluster/test_chaos.py --seeds 7,8,9
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api import Job, Phase
+from kfp_gpuquota.api.wire import EventKind
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.errors import ConflictError, NotFoundError
+from tests.conftest import running_cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+    from tests.conftest import EmbeddedCluster
+
+ACTIONS = 40
+TEAMS = {"team-a": (2, None), "team-b": (2, 3), "team-c": (0, None)}
+SETTLE_S = 60.0
+
+
+class History:
+    """One cluster, one seed, and what was done to it."""
+
+    def __init__(self, cluster: EmbeddedCluster, seed: int, tally: Path) -> None:
+        self.cluster, self.random, self.tally = cluster, random.Random(seed), tally
+        self.count = 0
+        self.done: list[str] = []
+        self.actions: list[Callable[[], str]] = [
+            self.submit_short, self.submit_short, self.submit_long, self.submit_elastic, self.submit_session,
+            self.delete, self.suspend, self.resume, self.cancel, self.kill_worker, self.kill_shim, self.kill_daemon,
+        ]  # fmt: skip
+
+    def step(self) -> None:
+        action = self.random.choice(self.actions)
+        with contextlib.suppress(ConflictError, NotFoundError):
+            self.done.append(action())
+        self.check()
+
+    # What users do
+
+    def submit(self, *command: str, **spec: object) -> str:
+        self.count += 1
+        name, project = f"job-{self.count}", self.random.choice(list(TEAMS))
+        self.cluster.submit(name, *command, project=project, grace_period_s=0.5, **spec)
+        return f"submit {name} to {project}"
+
+    def submit_short(self) -> str:
+        return self.submit("sh", "-c", f"echo $JOB_UUID >> {self.tally}; sleep 0.1", gpus=self.random.choice([1, 1, 2]))
+
+    def submit_long(self) -> str:
+        return self.submit(gpus=self.random.choice([1, 2]), priority=self.random.choice([10, 50]))
+
+    def submit_elastic(self) -> str:
+        return self.submit(gpus=2, min_gpus=1, max_gpus=4)
+
+    def submit_session(self) -> str:
+        return self.submit(kind="build")
+
+    def delete(self) -> str:
+        return self.on_some_job("delete", self.cluster.client.delete_job)
+
+    def suspend(self) -> str:
+        return self.on_some_job("suspend", self.cluster.client.suspend_job)
+
+    def resume(self) -> str:
+        return self.on_some_job("resume", self.cluster.client.resume_job)
+
+    def cancel(self) -> str:
+        return self.on_some_job("cancel", self.cluster.client.cancel_job)
+
+    def on_some_job(self, what: str, call: Callable[[str, str], object]) -> str:
+        jobs = self.cluster.client.list_jobs().jobs
+        if not jobs:
+            return "nothing"
+        job = self.random.choice(jobs)
+        call(job.spec.project, job.spec.name)
+        return f"{what} {job.spec.name}"
+
+    # What happens to machines
+
+    def kill_daemon(self) -> str:
+        self.cluster.kill_daemon()
+        return "kill the daemon"
+
+    def kill_worker(self) -> str:
+        return self.kill_some("worker", lambda pid: pid)
+
+    def kill_shim(self) -> str:
+        return self.kill_some("shim", parent_of)
+
+    def kill_some(self, what: str, target: Callable[[int], int]) -> str:
+        workers = [
+            w for job in self.cluster.client.list_jobs().jobs for w in job.status.workers if w.phase == "Running"
+        ]
+        if not workers:
+            return "nothing"
+        worker = self.random.choice(workers)
+        with contextlib.suppress(OSError):
+            os.kill(target(worker.pid or 0), signal.SIGKILL)
+        return f"kill the {what} of {worker.id}"
+
+    # What must hold
+
+    def check(self) -> None:
+        listed = self.cluster.client.list_jobs().jobs
+        held = Counter(
+            (w.node, d) for job in listed for w in job.status.workers if w.phase != "Gone" for d in w.devices
+        )
+        assert max(held.values(), default=1) == 1, held
+        for view in self.cluster.client.list_projects():
+            limit = TEAMS[view.project.name][1]
+            assert limit is None or view.allocated <= limit, view
+        for job in listed:
+            assert (job.status.phase.final or job.status.phase is Phase.PENDING) <= (job.status.gpus == 0), job
+
+    def settle(self) -> None:
+        """Everybody gets a turn in the end: what may run does, what was stopped is gone."""
+        for job in self.cluster.client.list_jobs().jobs:
+            if job.spec.command[0] == "sleep" or job.status.phase in {Phase.SUSPENDED, Phase.STOPPING}:
+                with contextlib.suppress(NotFoundError):
+                    self.cluster.client.delete_job(job.spec.project, job.spec.name)
+        deadline = time.monotonic() + SETTLE_S
+        while any(not ended(job) for job in self.cluster.client.list_jobs().jobs):
+            assert time.monotonic() < deadline, [job for job in self.cluster.client.list_jobs().jobs if not ended(job)]
+            time.sleep(0.05)
+        assert all(not view.held for view in self.cluster.client.list_nodes())
+
+
+def ended(job: Job) -> bool:
+    return job.status.phase.final
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", [int(seed) for seed in metafunc.config.getoption("--seeds").split(",")])
+
+
+def test_whatever_happens_no_gpu_is_held_twice_and_every_job_ends(tmp_path: Path, seed: int) -> None:
+    tally = tmp_path / "tally"
+    tally.touch()
+    with running_cluster(tmp_path / "home", ClusterConfig(nodes=2, gpus_per_node=3)) as cluster:
+        for name, (guaranteed, limit) in TEAMS.items():
+            cluster.project(name, guaranteed, limit=limit)
+        history = History(cluster, seed, tally)
+        try:
+            for _ in range(ACTIONS):
+                history.step()
+            history.settle()
+        except BaseException:
+            print("\n".join(history.done))
+            raise
+        ran = Counter(tally.read_text().split())
+        decided = Counter(e.job_uid for e in cluster.client.events().events if e.kind is EventKind.JOB_STARTED)
+        succeeded = {job.uid for job in cluster.client.list_jobs().jobs if job.status.phase is Phase.SUCCEEDED}
+        assert succeeded <= set(ran)
+        assert all(ran[uid] <= decided[uid] for uid in ran), (ran, decided)
