@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import select
 import subprocess
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S: Final = 30.0
 STOP_TIMEOUT_S: Final = 15.0
 READY: Final = "ready"
+NEEDED: Final = ("aiohttp", "numpy")
 
 
 def ensure_running(home: Home) -> None:
@@ -35,6 +37,10 @@ def start_with(home: Home, config: str) -> None:
 
 def start(home: Home, arguments: tuple[str, ...] = ()) -> None:
     """Start a daemon and return when it serves; one that finds another already there is no failure."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ClusterStartError(
+            f"the embedded cluster needs {', '.join(missing)}; run: pip install 'kfp-gpuquota[cluster]'"
+        )
     said = _spawn(home, arguments)
     if said == READY or home.is_locked():
         return
