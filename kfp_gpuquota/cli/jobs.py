@@ -113,7 +113,7 @@ def delete(
 
 def execute(
     job: JobArgument,
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARG]...")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARG]")],
     project: ProjectOption = "",
     worker: Annotated[int | None, typer.Option("--worker", help="The worker's index; else the first.")] = None,
 ) -> None:

@@ -53,7 +53,7 @@ CommandOption = Annotated[
     bool, typer.Option("--command", help="Accepted for runai's sake: what follows -- is always the whole command.")
 ]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
-CommandArgument = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND [ARG]...")]
+CommandArgument = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND [ARG]")]
 
 
 def register(app: typer.Typer) -> None:
