@@ -115,6 +115,22 @@ def test_wait_ends_with_the_fate_of_the_job(team: Cli) -> None:
     assert (answer.code, answer.err) == (1, "job bad is failed: worker 0 ended with exit code 3\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "sentence", "said"),
+    [
+        ("no-such-program", 127, "its command was not found", "No such file"),
+        ("/etc/passwd", 126, "its command cannot be executed", "Permission denied"),
+    ],
+)
+def test_a_command_that_cannot_run_fails_its_job_with_the_shells_code(
+    team: Cli, command: str, code: int, sentence: str, said: str
+) -> None:
+    team("submit", "x", "--", command)
+    answer = team.run("wait x")
+    assert (answer.code, answer.err) == (1, f"job x is failed: worker 0 ended with exit code {code}: {sentence}\n")
+    assert said in team("logs x")
+
+
 def test_wait_gives_up_when_its_time_is_over(team: Cli) -> None:
     team("submit", "long", "--", "sleep", "infinity")
     answer = team.run("wait long --timeout 0.2")

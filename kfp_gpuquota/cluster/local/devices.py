@@ -32,11 +32,22 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def discover_nodes(config: ClusterConfig) -> tuple[Node, ...]:
-    """The nodes of `config`: node-0, node-1, ...; more than one is a label on slots of this one machine."""
-    found = tuple(_gpus()) if config.nodes == 1 else ()
-    count = config.gpus_per_node or len(found) or DEFAULT_CPU_SLOTS
-    devices = found[:count] if count <= len(found) else tuple(_slots(count))
-    return tuple(Node(name=f"node-{number}", devices=devices) for number in range(config.nodes))
+    """The nodes of `config`: node-0, node-1, ...; more than one are labels on devices of this one machine."""
+    return lay_out(config, tuple(_gpus()))
+
+
+def lay_out(config: ClusterConfig, gpus: tuple[Device, ...]) -> tuple[Node, ...]:
+    """The machine's `gpus` dealt out to the nodes in their order; CPU slots where they are too few for all."""
+    count = config.gpus_per_node or len(gpus) // config.nodes or DEFAULT_CPU_SLOTS
+    devices = gpus if config.nodes * count <= len(gpus) else tuple(_slots(config.nodes * count))
+    return tuple(
+        Node(name=f"node-{number}", devices=_renumbered(devices[number * count : (number + 1) * count]))
+        for number in range(config.nodes)
+    )
+
+
+def _renumbered(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    return tuple(msgspec.structs.replace(device, index=index) for index, device in enumerate(devices))
 
 
 def environment_of(devices: tuple[Device, ...], threads: int) -> dict[str, str]:
