@@ -34,7 +34,7 @@ def exchange(group: Group, state: TrainingState, *, holds_state: bool) -> bool:
             send_state(group, rank, state.capture())
     if group.rank not in behind:
         return False
-    state.load(receive_state(group, source))
+    state.load(receive_state(group, source, None if holds_state else state.capture()))
     return True
 
 

@@ -84,7 +84,8 @@ class Job:
             raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
         given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         parts = [(name, part) for name, part in given.items() if part is not None]
-        session = Session(TrainingState(model, parts), self._member, scaler)
+        state = TrainingState(model, parts)
+        session = Session(state, self._member, scaler)
         guard_method(optimizer, "step", session.may_act)
         for part in (scheduler, scaler):
             if part is not None:
@@ -94,7 +95,7 @@ class Job:
         elastic_loader = ElasticLoader(loader, session, self._seed, batch, self._max_batch)
         session.steps_in_epoch = elastic_loader.steps
         self._session = session
-        self._member.ready()
+        self._member.ready(state)
         found = (model, optimizer, elastic_loader)
         return found if scheduler is None else (*found, scheduler)
 

@@ -50,7 +50,8 @@ class Member:
         self.streams = RandomStreams()
         self._events: dict[str, dict[str, Any]] = {}  # what has to be said again to a coordinator that connects
         self._holds_state = self._stopping = False
-        self._generations = Generations(environment.worker_id, self._store, self._say, _backend)
+        self._state: TrainingState | None = None
+        self._generations = Generations(environment.worker_id, self._store, self._say, _backend, self._rehearse)
         self.reporter = Reporter(environment.report_file, environment.worker_id, self._send_progress)
         self._keeper = Keeper(
             environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints
@@ -109,8 +110,9 @@ class Member:
 
     # Joining, switching, leaving
 
-    def ready(self) -> None:
+    def ready(self, state: TrainingState) -> None:
         """Everything is built; a generation may come."""
+        self._state = state
         self._stand("WorkerReady")
 
     def join(self, state: TrainingState) -> None:
@@ -186,7 +188,8 @@ class Member:
         """Bring everybody in it to the newest state; whether this worker received it."""
         group = generation.group
         if not self._holds_state and generation.members[0] == self._environment.worker_id:
-            self._holds_state = self._load_checkpoint(state)  # rank 0 without state: the first generation
+            state.forget_rehearsal()  # rank 0 without state: the first generation
+            self._holds_state = self._load_checkpoint(state)
         if group is None or group.size == 1:
             return False
         return exchange(group, state, holds_state=self._holds_state)
@@ -269,6 +272,10 @@ class Member:
             }  # fmt: skip
         events = [{"event": event, **fields} for event, fields in list(self._events.items())]
         return [{"worker": worker, **event} for event in [first, *events]]
+
+    def _rehearse(self) -> None:
+        if self._state is not None:
+            self._state.rehearse()
 
     def _store(self, generation: int) -> Store:
         return CoordinatorStore(self._environment, generation)

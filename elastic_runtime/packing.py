@@ -43,6 +43,24 @@ def describe(tensors: list[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, 
     return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
 
 
+def holes(skeleton: bytes) -> list[str]:
+    """Where each tensor belongs, in order: equal for two states of the same structure."""
+    found: dict[int, str] = {}
+    _locate(pickle.loads(skeleton), "", found)  # noqa: S301  (written by a worker of the same job)
+    return [found[index] for index in sorted(found)]
+
+
+def _locate(value: object, path: str, found: dict[int, str]) -> None:
+    if isinstance(value, _Hole):
+        found[value.index] = path
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _locate(item, f"{path}/{key!r}", found)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _locate(item, f"{path}/{index}", found)
+
+
 def _dig(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> _Hole:
     tensors.append(tensor.detach())
     return _Hole(len(tensors) - 1)

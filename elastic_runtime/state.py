@@ -6,14 +6,14 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from elastic_runtime.errors import StateError
 from elastic_runtime.order import mix_seed
 from elastic_runtime.position import Position
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
 
 class Stateful(Protocol):
@@ -33,6 +33,7 @@ class TrainingState:
     model: torch.nn.Module
     parts: list[tuple[str, Stateful]] = field(default_factory=list)
     position: Position = field(default_factory=Position)
+    _rehearsed: bool = False
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Names and parameters, in order of definition, shared ones once."""
@@ -54,10 +55,40 @@ class TrainingState:
                 "the saved state belongs to another model: its parameters have other names, shapes or types; "
                 "build the same model, or remove the checkpoints to begin anew"
             )
-        self.model.load_state_dict(state["model"])
+        own = self.model.state_dict()
+        if not all(_same_memory(value, own.get(name)) for name, value in state["model"].items()):
+            self.model.load_state_dict(state["model"])
         for name, part in self.parts:
             part.load_state_dict(state["parts"][name])
         self.position = Position(*state["position"])
+
+    def rehearse(self) -> None:
+        """Make the optimizer allocate what a step allocates, so that a joiner receives into memory that is there.
+
+        One step without gradients, its effect on the parameters undone. Only for torch's own optimizers, whose state is
+        known to be all in `state`; others allocate when they receive.
+        """
+        optimizer = dict(self.parts).get("optimizer")
+        if not isinstance(optimizer, torch.optim.Optimizer) or not type(optimizer).__module__.startswith("torch.optim"):
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        saved = [p.detach().clone() for p in parameters]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        step = getattr(type(optimizer).step, "__wrapped__", None)  # without the script's own hooks
+        if step is not None and not isinstance(optimizer, torch.optim.LBFGS):
+            step(optimizer)
+        for parameter, value in zip(parameters, saved, strict=True):
+            parameter.detach().copy_(value)
+            parameter.grad = None
+        self._rehearsed = True
+
+    def forget_rehearsal(self) -> None:
+        """Nobody sends a state after all: begin without one."""
+        optimizer = dict(self.parts).get("optimizer")
+        if self._rehearsed and isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.state.clear()
+        self._rehearsed = False
 
     def fingerprint(self) -> int:
         """A number that differs between models whose parameters differ in name, shape or type."""
@@ -65,3 +96,12 @@ class TrainingState:
         text += [name for name, _ in self.parts]
         digest = hashlib.sha256("\n".join(text).encode()).digest()
         return mix_seed(int.from_bytes(digest[:8], "big"))
+
+
+def _same_memory(received: object, own: object) -> bool:
+    return (
+        isinstance(received, torch.Tensor)
+        and isinstance(own, torch.Tensor)
+        and received.data_ptr() == own.data_ptr()
+        and received.numel() > 0
+    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.packing import describe, pack, unpack
+from elastic_runtime.packing import describe, holes, pack, unpack
 
 if TYPE_CHECKING:
     from elastic_runtime.groups import Group
@@ -30,18 +30,31 @@ def send_state(group: Group, to: int, state: object) -> None:
     group.send(_messages(tensors), to)
 
 
-def receive_state(group: Group, source: int) -> Any:
-    """The state that `send_state` sent. CollectiveError where the peer is lost."""
+def receive_state(group: Group, source: int, own: object = None) -> Any:
+    """The state that `send_state` sent. CollectiveError where the peer is lost.
+
+    It is received into the tensors of `own` where that has the same structure: fresh memory costs more than the
+    transfer. So `own` is a state that may be lost, should the transfer fail half way.
+    """
     length = torch.zeros(1, dtype=torch.int64)
     group.receive([length], source)
     head = torch.empty(int(length), dtype=torch.uint8)
     group.receive([head], source)
     skeleton, shapes = pickle.loads(ctypes.string_at(head.data_ptr(), head.numel()))  # noqa: S301  (written by a worker of the same job)
-    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
+    tensors = _room(skeleton, shapes, own)
     messages = _messages(tensors)
     group.receive(messages, source)
     _scatter(tensors, messages)
     return unpack(skeleton, tensors)
+
+
+def _room(skeleton: bytes, shapes: list[tuple[torch.dtype, tuple[int, ...]]], own: object) -> list[torch.Tensor]:
+    if own is not None:
+        mine, tensors = pack(own)
+        usable = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        if usable and describe(tensors) == shapes and holes(mine) == holes(skeleton):
+            return tensors
+    return [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
 
 
 def _messages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

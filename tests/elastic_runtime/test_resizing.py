@@ -143,3 +143,56 @@ def test_sigterm_lets_a_worker_go_by_agreement(tmp_path: Path, reference: dict[s
         finish(cluster, reference, 1)
         cluster.wait_for_end(0)
         assert cluster.released == ["w0"]
+
+
+def test_loader_processes_and_buffers_live_through_resizes(tmp_path: Path) -> None:
+    plan = Plan(loader_workers=1, normalise=True, max_batch=None)
+    with Cluster(tmp_path, plan) as cluster:
+        start(cluster, 0, 1)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.hold_at(15)
+        cluster.wait_for_size(3)
+        cluster.wait_until_at(15, 0, 1, 2)
+        cluster.kill("w0")
+        cluster.let_go()
+        cluster.wait_for_end(1, 2)
+        cluster.check_samples()
+        first, second = cluster.finals().values()
+        for name, value in first["model"].items():
+            assert torch.equal(value, second["model"][name]), name
+
+
+def test_more_workers_than_samples_in_a_step(tmp_path: Path) -> None:
+    plan = Plan(epochs=2, samples=10, global_batch=4)
+    with Cluster(tmp_path, plan) as cluster:
+        start(cluster, 0, 1, 2, step=2)
+        cluster.let_go()
+        cluster.wait_for_end(0, 1, 2)
+        alone = tmp_path / "alone"
+        alone.mkdir()
+        train(plan, 0, alone, None)
+        cluster.check_result(torch.load(alone / "final-0.pt"))
+
+
+def test_a_worker_with_another_model_is_refused_and_the_others_go_on(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path) as cluster:
+        start(cluster, 0, 1)
+        cluster.plan = Plan(normalise=True)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.let_go()
+        cluster.processes["w2"].join(60)
+        assert cluster.processes["w2"].exitcode == 2
+        assert "ModelMismatchError: the model of rank 2 differs from that of rank 0" in cluster.logs()
+        cluster.plan = Plan()
+        finish(cluster, reference, 0, 1)
+
+
+def test_a_worker_with_a_wrong_token_ends_and_says_so(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        (tmp_path / "token").write_text("another")
+        cluster.target(0)
+        cluster.processes["w0"].join(60)
+        assert cluster.processes["w0"].exitcode == 1
+        assert "read it from ELASTIC_TOKEN_FILE" in cluster.logs()

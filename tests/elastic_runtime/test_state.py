@@ -1,0 +1,121 @@
+"""What makes the training's state, and how a joiner gets ready for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_runtime.buffers import FollowedBuffers
+from elastic_runtime.gradients import Reducer
+from elastic_runtime.packing import describe, holes, pack
+from elastic_runtime.state import TrainingState
+from elastic_runtime.streams import RandomStreams
+from elastic_runtime.tail import Tail
+
+OPTIMIZERS = [
+    lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.5),
+    lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True),
+]
+
+
+def made(optimizer: Any) -> TrainingState:
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    return TrainingState(model, [("optimizer", optimizer(model.parameters()))])
+
+
+def trained(optimizer: Any) -> TrainingState:
+    state = made(optimizer)
+    state.model(torch.randn(4, 6)).sum().backward()
+    dict(state.parts)["optimizer"].step()  # type: ignore[attr-defined]
+    return state
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_after_a_rehearsal_a_joiner_has_the_structure_of_a_state_that_was_trained(optimizer: Any) -> None:
+    joiner, source = made(optimizer), trained(optimizer)
+    before = [p.clone() for p in joiner.model.parameters()]
+    joiner.rehearse()
+    for value, parameter in zip(before, joiner.model.parameters(), strict=True):
+        assert torch.equal(value, parameter)
+        assert parameter.grad is None
+    (mine, own), (theirs, sent) = pack(joiner.capture()), pack(source.capture())
+    assert holes(mine) == holes(theirs)
+    assert describe(own) == describe(sent)
+
+
+def test_a_rehearsal_that_nobody_needed_leaves_no_trace() -> None:
+    state = made(OPTIMIZERS[0])
+    state.rehearse()
+    state.forget_rehearsal()
+    assert dict(state.parts)["optimizer"].state_dict()["state"] == {}
+
+
+def test_a_state_loaded_by_another_process_is_the_same_to_the_bit() -> None:
+    source, other = trained(OPTIMIZERS[0]), made(OPTIMIZERS[0])
+    other.load(source.capture())
+    for a, b in zip(pack(source.capture())[1], pack(other.capture())[1], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_random_streams_go_back_to_where_they_were() -> None:
+    streams = RandomStreams()
+    streams.save()
+    drawn = torch.rand(3)
+    streams.restore()
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_buffers_travel_in_the_tail_and_whole_numbers_stay_exact() -> None:
+    leader, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    leader.num_batches_tracked.fill_((1 << 40) + 12_345)  # type: ignore[union-attr]
+    leader(torch.randn(8, 4))
+    sections = []
+    for model, is_leader in ((leader, True), (other, False)):
+        buffers = FollowedBuffers([model])
+        section = torch.empty(buffers.size)
+        buffers.fill(section, leader=is_leader)
+        sections.append(section)
+    FollowedBuffers([other]).take(sections[0] + sections[1])
+    for a, b in zip(leader.buffers(), other.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("votes", "agreed"), [([3, 3, 3], True), ([3, 0, 3], False), ([2, 3, 4], False), ([0, 0, 0], False)]
+)
+def test_only_a_unanimous_vote_is_an_agreement(votes: list[int], agreed: bool) -> None:
+    tails = [Tail(FollowedBuffers([])) for _ in votes]
+    sections = [torch.zeros(tail.size) for tail in tails]
+    for tail, section, vote in zip(tails, sections, votes, strict=True):
+        tail.fill(section, leader=False, samples=5, vote=vote)
+    total = torch.stack(sections).sum(0)
+    answers = {tail.take(total, leader=False, samples=15, workers=len(votes)) for tail in tails}
+    assert answers == {agreed}
+
+
+def test_half_precision_gradients_are_added_up_in_single_precision() -> None:
+    model = nn.Linear(4, 1, bias=False).to(torch.bfloat16)
+    reducer = Reducer(model.named_parameters(), 1)
+    for k, value in enumerate((256.0, 1.0, 1.0)):
+        reducer.begin(None, first=k == 0, last=k == 2, ghost=False)
+        model(torch.full((1, 4), value, dtype=torch.bfloat16)).sum().backward()
+    reducer.reduce()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.bfloat16
+    assert model.weight.grad.flatten().tolist() == [258.0] * 4
+
+
+def test_channels_last_parameters_get_gradients_of_their_own_layout() -> None:
+    model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    reducer = Reducer(model.named_parameters(), 1)
+    reducer.begin(None, first=True, last=False, ghost=False)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    reducer.begin(None, first=False, last=True, ghost=False)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    reducer.reduce()
+    assert model.weight.grad is not None
+    assert model.weight.grad.stride() == model.weight.stride()
