@@ -114,17 +114,22 @@ def logs(
     job: JobArgument,
     project: ProjectOption = "",
     *,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the worker has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
     worker: Annotated[str, typer.Option("--worker", help="The worker's index or id; else the first.")] = "",
 ) -> None:
-    """Show what a job's worker printed.
+    """Show what a job's first worker printed; with -f, go on with another one where that one leaves before the others.
 
     Examples:
       gpuquota logs train1
       gpuquota logs train1 -f --worker 2
     """
     reached, project = client(), project_or_configured(project)
-    chunks = reached.follow_log(project, job, worker=worker) if follow else _log_so_far(reached, project, job, worker)
+    if not follow:
+        chunks = _log_so_far(reached, project, job, worker)
+    elif worker:
+        chunks = reached.follow_log(project, job, worker=worker)
+    else:
+        chunks = _job_log(reached, project, job)
     for chunk in chunks:
         sys.stdout.buffer.write(chunk)
         sys.stdout.flush()
@@ -155,6 +160,24 @@ def _log_so_far(reached: Client, project: str, job: str, worker: str) -> Iterato
     while (chunk := reached.read_log(project, job, worker=worker, offset=offset)).text:
         yield chunk.text
         offset = chunk.next_offset
+
+
+def _job_log(reached: Client, project: str, name: str) -> Iterator[bytes]:
+    """One worker's log after another's, for as long as the job goes on."""
+    from kfp_gpuquota.dsl.logs import to_follow  # noqa: PLC0415
+
+    reached.get_job(project, name)
+    followed: list[str] = []
+    for listed in reached.watch_jobs(project):
+        found = next((job for job in listed.jobs if job.spec.name == name), None)
+        while found is not None and (left := to_follow(found, followed)):
+            if followed:
+                typer.echo(f"worker {left[0].index} goes on:", err=True)
+            followed.append(left[0].id)
+            yield from reached.follow_log(project, name, worker=left[0].id)
+            found = reached.get_job(project, name)
+        if found is None or found.status.phase.final:
+            return
 
 
 def _job_table(jobs: Sequence[Job], output: Format = Format.TABLE) -> str:

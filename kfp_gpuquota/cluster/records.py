@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Reason, Worker, WorkerPhase
+
+# An elastic job may see thousands of workers come and go; every list of jobs would carry them all.
+SHOWN_ENDED: Final = 20
 
 
 class Intent(StrEnum):
@@ -64,8 +68,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 def view(record: JobRecord, workers: list[WorkerRecord]) -> Job:
-    """The job as clients see it, with the workers of its present attempt."""
-    shown = tuple(w.worker for w in workers if w.attempt == record.attempt or w.alive)
+    """The job as clients see it, with the workers of its present attempt: all that live, and the last that ended."""
+    chosen = [w for w in workers if w.attempt == record.attempt or w.alive]
+    ended = [w.worker.id for w in chosen if not w.alive and w.worker.id != record.status.result_worker]
+    left_out = set(ended[:-SHOWN_ENDED])
+    shown = tuple(w.worker for w in chosen if w.worker.id not in left_out)
     held = sum(len(w.worker.devices) for w in workers if w.alive)
     status = msgspec.structs.replace(record.status, workers=shown, gpus=held, generation=record.generation_high)
     return Job(uid=record.uid, spec=record.spec, status=status)

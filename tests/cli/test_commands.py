@@ -191,3 +191,25 @@ def test_top_shows_projects_nodes_and_jobs(team: Cli) -> None:
     team.await_gpus("team-a", x=1)
     shown = team("top")
     assert all(word in shown for word in ("team-a", "node-0", "Running"))
+
+
+def test_logs_follow_the_job_from_one_worker_to_the_next(cli: Cli, tmp_path: Path) -> None:
+    cli("project create team-a --guaranteed 2")
+    cli("config project team-a")
+    gate = tmp_path / "gate"
+    script = f"echo worker $POD_INDEX; while [ ! -e {gate} ]; do sleep 0.02; done; echo end of $POD_INDEX"
+    cli("submit", "x", "-g", "1", "--elastic", "--grace-period", "1", "--", "sh", "-c", script)
+    cli.await_gpus("team-a", x=2)
+    following = subprocess.Popen(
+        [PROGRAM, "logs", "x", "-f"], env=cli.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert following.stdout is not None
+    assert following.stdout.readline() == "worker 0\n"
+    cli("suspend x")
+    cli.run("wait x --for suspended --timeout 20")
+    cli("resume x")
+    assert following.stdout.readline().startswith("worker ")
+    gate.touch()
+    out, err = following.communicate(timeout=30)
+    assert "end of" in out
+    assert "goes on:" in err
