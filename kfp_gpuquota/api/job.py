@@ -26,6 +26,7 @@ from kfp_gpuquota.errors import InvalidFieldError
 
 PREEMPTIBLE_BELOW: Final = 100
 DEFAULT_GRACE_PERIOD_S: Final = 30.0
+DEFAULT_COOL_DOWN_S: Final = 10.0
 DEFAULT_MAX_RESTARTS: Final = 3
 
 
@@ -60,6 +61,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     A job is elastic where `min_gpus` < `max_gpus`: it starts with as few as `min_gpus` when the rest of `gpus` is
     not free, grows to `max_gpus` with what is idle, and gives back one worker at a time. A worker holds
     `gpus_per_worker` GPUs of one node: by default 1 for an elastic job, all of `gpus` for any other.
+
+    After a change of its size, it is not grown again for `cool_down_s`; shrinking for others is never delayed.
     """
 
     name: Name
@@ -77,6 +80,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     working_directory: str = ""
     grace_period_s: Seconds = DEFAULT_GRACE_PERIOD_S
     max_restarts: Count = DEFAULT_MAX_RESTARTS
+    cool_down_s: Seconds = DEFAULT_COOL_DOWN_S
     labels: dict[str, str] = {}
 
     def __post_init__(self) -> None:
@@ -139,6 +143,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _check_scheduling(self) -> None:
         check_range("priority", self.effective_priority, 0, MAX_PRIORITY)
+        check_range("cool_down_s", self.cool_down_s, 0, MAX_SECONDS, "s")
         if self.node is not None:
             check_name("node", self.node)
         if self.kind is Kind.BUILD and self.elastic:

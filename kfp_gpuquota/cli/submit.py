@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.output import Format, show
 from kfp_gpuquota.errors import InvalidFieldError, UsageError
@@ -49,6 +50,9 @@ DirectoryOption = Annotated[
 GraceOption = Annotated[
     float, typer.Option("--grace-period", metavar="SECONDS", help="From SIGTERM to SIGKILL when it must stop.")
 ]
+CoolDownOption = Annotated[
+    float, typer.Option("--cool-down", metavar="SECONDS", help="After a change of size, not grown again for this long.")
+]
 CommandOption = Annotated[
     bool, typer.Option("--command", help="Accepted for runai's sake: what follows -- is always the whole command.")
 ]
@@ -77,7 +81,8 @@ def submit(
     environment: EnvironmentOption = None,
     image: ImageOption = None,
     working_dir: DirectoryOption = None,
-    grace_period: GraceOption = 30.0,
+    grace_period: GraceOption = DEFAULT_GRACE_PERIOD_S,
+    cool_down: CoolDownOption = DEFAULT_COOL_DOWN_S,
     whole_command: CommandOption = False,
     project: ProjectOption = "",
     output: OutputOption = Format.TABLE,
@@ -121,6 +126,7 @@ def submit(
         environment={**_forwarded(), **_variables(environment or [])},
         working_directory=str(Path(working_dir or ".").absolute()),
         grace_period_s=grace_period,
+        cool_down_s=cool_down,
     )
     job = reached.submit(spec)
     if output is Format.TABLE:

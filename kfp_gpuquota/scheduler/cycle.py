@@ -24,6 +24,7 @@ from kfp_gpuquota.scheduler.fairshare import assign_shares
 from kfp_gpuquota.scheduler.finder import Finders
 from kfp_gpuquota.scheduler.model import Amount, Job, Status, Task
 from kfp_gpuquota.scheduler.order import next_tasks
+from kfp_gpuquota.scheduler.progress import gain
 from kfp_gpuquota.scheduler.units import Attempt, Mode
 from kfp_gpuquota.scheduler.victims import make_room
 
@@ -66,6 +67,7 @@ class Cycle:
         self.taken: list[tuple[int, Job]] = []
         self.finders = Finders(ledger)
         self.moves: Known = {}
+        self.again_at: float | None = None
         assign_shares([q for q in ledger.queues.values() if q.parent is None], ledger.capacity)
 
     def run(self, actions: Sequence[str] = ACTIONS) -> None:
@@ -126,7 +128,7 @@ class Cycle:
             agenda.close_where(lambda job: not self._has_room(job))
         while (head := agenda.next()) is not None:
             group, job = head
-            if job in self.losers:
+            if job in self.losers or self._must_rest(job):
                 agenda.skipped(group, job)
                 continue
             mark = self.ledger.mark()
@@ -173,7 +175,18 @@ class Cycle:
 
     def _patient(self, job: Job) -> bool:
         """The job has not waited long enough yet to take from others."""
-        return self.now - job.waiting_since < job.preemption_delay_s
+        return self._too_early(job.waiting_since + job.preemption_delay_s)
+
+    def _must_rest(self, job: Job) -> bool:
+        """The job has just been shrunk: it is not grown again at once. A gang is made whole without delay."""
+        return job.active >= job.gang and job.active > 0 and self._too_early(job.shrunk_at + job.cool_down_s)
+
+    def _too_early(self, until: float) -> bool:
+        """The decision waits for that time: the plan says so."""
+        if self.now >= until:
+            return False
+        self.again_at = until if self.again_at is None else min(self.again_at, until)
+        return True
 
     def _anything_lent(self) -> bool:
         return any(q.lent[0] or q.lent[1] for q in self.ledger.queues.values() if q.parent is None)
@@ -203,16 +216,23 @@ class Cycle:
 
     def _evict_stale(self) -> None:
         for job in sorted(self.below, key=lambda j: j.uid):
-            since = self.now if job.below_since is None else job.below_since
-            if 0 < job.active < job.gang and 0 <= job.stale_after_s <= self.now - since:
+            if 0 < job.active < job.gang and self._stale(job):
                 for task in [t for t in job.tasks.values() if t.status is Status.HELD]:
                     self.ledger.set(task, Status.LEAVING, task.node, task.devices)
                     self.causes[task] = (job, "evict_stale")
                 self.losers[job] = None
 
+    def _stale(self, job: Job) -> bool:
+        """The gang has been below its minimum for too long. Where nobody said since when, only zero is too long."""
+        if job.below_since is None:
+            return job.stale_after_s == 0
+        return job.stale_after_s >= 0 and not self._too_early(job.below_since + job.stale_after_s)
+
     def _lend(self) -> None:
-        """One worker at a time, to the queue and job to which the least is lent."""
-        heap = [(self._lend_key(job), job) for job in self.growable if self._may_borrow(job)]
+        """One worker at a time, to the queue to which the least is lent and the job that it helps most."""
+        if not self.ledger.any_idle:
+            return
+        heap = [(self._lend_key(job), job) for job in self.growable if self._may_borrow(job) and self._settled(job)]
         heapify(heap)
         while heap and self.ledger.any_idle:
             key, job = heappop(heap)
@@ -220,12 +240,18 @@ class Cycle:
             if outdated or (self._lend_to(job) and self._may_borrow(job)):
                 heappush(heap, (self._lend_key(job), job))
 
-    def _lend_key(self, job: Job) -> tuple[float, int, int, float, str]:
+    def _lend_key(self, job: Job) -> tuple[float, float, int, int, float, str]:
         queue = job.queue
-        return (queue.lent[0] / max(queue.weights[0], 1e-9), job.lent, -job.priority, job.submitted_at, job.uid)
+        share = queue.lent[0] / max(queue.weights[0], 1e-9)
+        return (share, -gain(job.throughput, job.active), job.lent, -job.priority, job.submitted_at, job.uid)
 
     def _may_borrow(self, job: Job) -> bool:
-        return job.preemptible and job not in self.losers and job.wanted <= job.active < job.most
+        lendable = job.preemptible and job not in self.losers and job.wanted <= job.active < job.most
+        return lendable and gain(job.throughput, job.active) > 0
+
+    def _settled(self, job: Job) -> bool:
+        """The job has not changed its size for a while. What this plan gives it is one change."""
+        return not self._too_early(max(job.grown_at, job.shrunk_at) + job.cool_down_s)
 
     def _lend_to(self, job: Job) -> bool:
         task = Task(job=job, request=job.request, index=job.next_index + job.active)

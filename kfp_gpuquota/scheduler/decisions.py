@@ -60,7 +60,11 @@ class Nominate(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One answer. `waiting` says of each job that waits (uid) why; a job that is nominated waits, too."""
+    """One answer. `waiting` says of each job that waits (uid) why; a job that is nominated waits, too.
+
+    `again_at`: when to plan again, in seconds since the epoch, though nothing happens until then: a decision waits for
+    that time (a cool-down, a gang below its minimum). None: only an event can change the answer.
+    """
 
     bind: tuple[Bind, ...] = ()
     resize: tuple[Resize, ...] = ()
@@ -68,6 +72,7 @@ class Plan(msgspec.Struct, frozen=True):
     move: tuple[Move, ...] = ()
     nominate: tuple[Nominate, ...] = ()
     waiting: dict[str, Reason] = {}
+    again_at: float | None = None
 
     @property
     def empty(self) -> bool:

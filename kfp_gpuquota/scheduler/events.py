@@ -78,9 +78,13 @@ class WorkerStarted(Event, frozen=True, tag=True):
 
 
 class WorkerLeaving(Event, frozen=True, tag=True):
-    """The worker was told to go, and still holds its devices."""
+    """The worker was told to go, and still holds its devices.
+
+    With `at`, here or where it is gone, the job is not grown again for its cool-down.
+    """
 
     worker: str
+    at: float | None = None
 
 
 class WorkerGone(Event, frozen=True, tag=True):
@@ -94,10 +98,15 @@ class WorkerGone(Event, frozen=True, tag=True):
 
 
 class ProgressReported(Event, frozen=True, tag=True):
-    """What a training said about itself. `throughput` is in samples per second."""
+    """What a training said about itself.
+
+    `step` counts applied global batches. `throughput` is in samples per second; where a training never says it, steps
+    per second stand for it. `workers` is the size it speaks of, by default all that the job holds.
+    """
 
     job: str
     step: int
     at: float
     checkpoint_at: float | None = None
     throughput: float | None = None
+    workers: int | None = None

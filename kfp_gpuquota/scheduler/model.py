@@ -15,6 +15,7 @@ GPU: Final = 1_000_000
 """One whole device in the unit that shares are counted in."""
 
 UNLIMITED: Final = math.inf
+NEVER: Final = -math.inf
 
 STALE_AFTER_S: Final = 60.0
 """How long a gang may run below its minimum, waiting for others to take the lost places, before it is stopped whole."""
@@ -141,9 +142,22 @@ class Task:
     moved: Task | None = None
 
 
+class Mark(NamedTuple):
+    """A training's step at some time, with that many workers."""
+
+    step: int
+    at: float
+    workers: int
+
+
 @dataclass(slots=True, eq=False)
 class Job:
-    """A gang of `gang` tasks, elastic up to `wanted`; above that, up to `most`, GPUs are only lent to it."""
+    """A gang of `gang` tasks, elastic up to `wanted`; above that, up to `most`, GPUs are only lent to it.
+
+    `started_at` is when its present run began, `grown_at` and `shrunk_at` when that was last given a worker more and
+    lost one to others. `throughput` is by number of workers, in one unit for all: samples per second where the training
+    told them (`throughput_told`), else steps per second since `counting_from`.
+    """
 
     uid: str
     name: str
@@ -170,8 +184,19 @@ class Job:
     stale_after_s: float = STALE_AFTER_S
     waiting_since: float = 0.0
     preemption_delay_s: float = 0.0
+    cool_down_s: float = 0.0
+    started_at: float = 0.0
+    grown_at: float = NEVER
+    shrunk_at: float = NEVER
+    checkpoint_at: float = NEVER
     throughput: dict[int, float] = field(default_factory=dict)
-    checkpoint_at: float | None = None
+    throughput_told: bool = False
+    counting_from: Mark | None = None
+
+    @property
+    def saved_at(self) -> float:
+        """Since when its work is lost when all of it is stopped: its last checkpoint, else the start of this run."""
+        return max(self.started_at, self.checkpoint_at)
 
     @property
     def surplus(self) -> int:

@@ -73,7 +73,7 @@ def _read(state: State, cycle: Cycle, mark: int) -> Plan:
             idle.add(job.uid)
     waiting = _waiting(state, cycle)
     waiting.update((n.job, n.reason) for n in nominate if n.job in idle)
-    return Plan(tuple(bind), tuple(resize), tuple(evict), tuple(move), tuple(nominate), waiting)
+    return Plan(tuple(bind), tuple(resize), tuple(evict), tuple(move), tuple(nominate), waiting, cycle.again_at)
 
 
 def _outcomes(ledger: Ledger, mark: int) -> dict[Job, Outcome]:

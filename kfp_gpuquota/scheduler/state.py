@@ -7,7 +7,7 @@ from functools import singledispatchmethod
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
-from kfp_gpuquota.scheduler import events
+from kfp_gpuquota.scheduler import events, progress
 from kfp_gpuquota.scheduler.ledger import Ledger
 from kfp_gpuquota.scheduler.model import (
     BOUNDLESS,
@@ -134,6 +134,7 @@ class State:
             host = Host(name=event.node, devices=(), ready=False)
             self.ledger.put_host(host)
         task = job.pending.pop(0) if job.pending else Task(job=job, request=job.request, index=0)
+        progress.note_started(job, event.at)
         task.id, task.started_at, task.index = event.worker, event.at, job.next_index
         job.next_index += 1
         job.tasks[event.worker] = self.workers[event.worker] = task
@@ -145,12 +146,15 @@ class State:
     def _(self, event: events.WorkerLeaving) -> None:
         task = self._worker(event.worker)
         self.ledger.set(task, Status.LEAVING, task.node, task.devices)
+        progress.note_shrunk(task.job, event.at)
         self._changed(task.job)
 
     @_apply.register
     def _(self, event: events.WorkerGone) -> None:
         task = self._worker(event.worker)
         job, host = task.job, task.node
+        if task.status is Status.LEAVING:  # a crash is no decision: what it took may be replaced at once
+            progress.note_shrunk(job, event.at)
         self.ledger.set(task, Status.PENDING, None)
         del job.tasks[event.worker], self.workers[event.worker]
         if not job.removed and job.active + len(job.pending) < job.wanted:
@@ -162,11 +166,7 @@ class State:
 
     @_apply.register
     def _(self, event: events.ProgressReported) -> None:
-        job = self._job(event.job)
-        if event.throughput is not None and job.active:
-            job.throughput[job.active] = event.throughput
-        if event.checkpoint_at is not None:
-            job.checkpoint_at = event.checkpoint_at
+        progress.note_progress(self._job(event.job), event)
 
     def add_job(self, job: Job) -> None:
         """Take up a job made by hand (richer than a `JobSpec` can say), with its queue among the ledger's."""
@@ -247,6 +247,7 @@ def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
         priority=spec.effective_priority,
         preemptible=spec.may_be_preempted,
         submitted_at=at,
+        cool_down_s=spec.cool_down_s,
     )
     job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
     return job

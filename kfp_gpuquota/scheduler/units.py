@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.ledger import Ledger
 
-UnitKey = tuple[bool, float, float, "Stage", tuple[int, float, str], int]
+UnitKey = tuple[bool, float, float, "Stage", tuple[int, float, float, str], int]
 
 
 class Mode(IntEnum):
@@ -166,7 +166,8 @@ def _unit(attempt: Attempt, stage: Stage, job: Job, tasks: tuple[Task, ...]) -> 
         -attempt.ratio(job.queue),
         -job.queue.created,
         stage,
-        (job.priority, -job.submitted_at, job.uid),
+        # Who is furthest from its last checkpoint loses the most; a worker above the gang takes nothing with it.
+        (job.priority, -job.saved_at if stage is Stage.WHOLE else 0.0, -job.submitted_at, job.uid),
         -tasks[0].index,
     )
     return Unit(key, stage, job, tasks)

@@ -14,6 +14,7 @@ from kfp_gpuquota.scheduler import (
     JobSubmitted,
     NodeChanged,
     Plan,
+    ProgressReported,
     QuotaChanged,
     State,
     WorkerGone,
@@ -106,6 +107,12 @@ class History(RuleBasedStateMachine):
         else:
             self.world.resume(name)
 
+    @precondition(lambda self: self.world.specs)
+    @rule(data=st.data(), workers=st.integers(1, 8), rate=st.floats(0.1, 100), saved=st.booleans())
+    def a_training_reports(self, data: st.DataObject, workers: int, rate: float, *, saved: bool) -> None:
+        job, now = data.draw(st.sampled_from(sorted(self.world.specs))), self.world.now
+        self.world.state.apply(ProgressReported(job, 1, now, now if saved else None, rate, workers))
+
     @rule(seconds=st.sampled_from([1, 100]))
     def time_passes(self, seconds: int) -> None:
         self.world.now += seconds
@@ -132,6 +139,7 @@ class History(RuleBasedStateMachine):
     def plans_are_sound(self) -> None:
         decided = self.world.plan()
         assert decided == self.world.plan()
+        assert decided.again_at is None or decided.again_at > self.world.now
         self.world.check_indexes()
         placed = {n.job for n in decided.nominate}
         for victim, beneficiary in victims(decided):

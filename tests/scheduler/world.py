@@ -94,7 +94,7 @@ class World:
 
     def leave(self, worker: str) -> None:
         self.workers[worker].leaving = True
-        self.state.apply(WorkerLeaving(worker))
+        self.state.apply(WorkerLeaving(worker, self.now))
 
     def gone(self, worker: str) -> None:
         del self.workers[worker]
@@ -148,13 +148,17 @@ class World:
         return decided
 
     def settle(self, rounds: int = 30) -> list[Plan]:
-        """Plan, carry out and release until nothing changes; fails where that takes too long."""
+        """Plan, carry out, release and wait where the plan says so, until nothing changes; fails after too long."""
         plans = []
         for _ in range(rounds):
             decided = self.step()
             plans.append(decided)
-            if decided.empty and not any(r.leaving for r in self.workers.values()):
+            quiet = decided.empty and not any(r.leaving for r in self.workers.values())
+            if quiet and decided.again_at is None:
                 return plans
+            if quiet and decided.again_at is not None:
+                assert decided.again_at > self.now
+                self.now = decided.again_at - 1  # a round takes one second
             self.release()
         raise AssertionError(f"no fixed point in {rounds} rounds: {plans[-2:]}")
 

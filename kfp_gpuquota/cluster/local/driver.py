@@ -52,6 +52,7 @@ class Driver:
         self._shims = shims.Shims(self._on_started, self._on_ended)
         self._loop = asyncio.get_running_loop()
         self._planning: asyncio.Handle | None = None
+        self._later: asyncio.TimerHandle | None = None
 
     def wake(self) -> None:
         """Something changed: plan in the next turn of the loop."""
@@ -70,8 +71,9 @@ class Driver:
 
     def close(self) -> None:
         """Let go of everything; what runs goes on."""
-        if self._planning:
-            self._planning.cancel()
+        for timer in (self._planning, self._later):
+            if timer:
+                timer.cancel()
         self._shims.close()
 
     @contextlib.contextmanager
@@ -91,7 +93,9 @@ class Driver:
 
     def _plan(self) -> None:
         self._planning = None
-        plan = scheduler.plan(self._state.scheduler, time.time())
+        now = time.time()
+        plan = scheduler.plan(self._state.scheduler, now)
+        self._plan_again(None if plan.again_at is None else plan.again_at - now)
         for uid, reason in plan.waiting.items():
             self._state.note_waiting(uid, reason)
         if plan.empty:
@@ -102,6 +106,12 @@ class Driver:
         except StateFileError as error:
             log.error("the plan was dropped and is made again in %s s: %s", RETRY_S, error)
             self._loop.call_later(RETRY_S, self.wake)
+
+    def _plan_again(self, delay_s: float | None) -> None:
+        """A decision waits for time to pass. Only the newest plan's time counts."""
+        if self._later:
+            self._later.cancel()
+        self._later = None if delay_s is None else self._loop.call_later(delay_s, self.wake)
 
     # Starting and stopping
 

@@ -1,0 +1,248 @@
+"""What a training says about itself decides who loses, who grows, and when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfp_gpuquota.scheduler import ProgressReported, WorkerStarted
+from kfp_gpuquota.scheduler.progress import gain
+from tests.scheduler.test_victims import losers, world_of
+
+if TYPE_CHECKING:
+    from tests.scheduler.world import World
+
+
+def report(world: World, job: str, step: int = 0, **said: float) -> None:
+    world.state.apply(ProgressReported(job, step, world.now, **said))  # type: ignore[arg-type]
+
+
+def pair_of_borrowers() -> World:
+    """Two jobs of the same priority, `old` 100 s older and longer running, and an owner who is not there yet."""
+    world = world_of(2, greedy=0, owner=2)
+    world.submit("old", "greedy", 1)
+    world.settle()
+    world.now += 100
+    world.submit("young", "greedy", 1)
+    world.settle()
+    world.now += 100
+    return world
+
+
+@pytest.mark.parametrize(
+    ("why", "saved", "lost"),
+    [
+        ("neither says anything: what has run for less", {}, "young"),
+        ("the older one has just saved", {"old": 1}, "old"),
+        ("both saved, the older one later", {"old": 5, "young": 50}, "old"),
+        ("both saved, the younger one later", {"old": 50, "young": 5}, "young"),
+        ("a checkpoint of before this run does not count", {"old": 500}, "young"),
+    ],
+)
+def test_the_job_that_loses_the_least_work_goes(why: str, saved: dict[str, float], lost: str) -> None:
+    world = pair_of_borrowers()
+    for job, ago in saved.items():
+        report(world, job, checkpoint_at=world.now - ago)
+    world.submit("needy", "owner", 1)
+    assert losers(world) == {lost: 1}, why
+
+
+def test_priority_goes_before_what_is_lost() -> None:
+    world = world_of(2, greedy=0, owner=2)
+    world.submit("low", "greedy", 1, priority=10)
+    world.submit("high", "greedy", 1)
+    world.settle()
+    report(world, "high", checkpoint_at=world.now)
+    world.submit("needy", "owner", 1)
+    assert losers(world) == {"low": 1}
+
+
+def test_a_worker_above_the_gang_takes_no_work_with_it_so_the_youngest_job_gives_it() -> None:
+    world = world_of(4, greedy=0, owner=4)
+    world.submit("old", "greedy", 2, 1, 2)
+    world.submit("young", "greedy", 2, 1, 2)
+    world.settle()
+    report(world, "old", checkpoint_at=world.now)
+    world.submit("needy", "owner", 1)
+    assert losers(world) == {"young": 1}
+
+
+def growing(cool_down_s: float = 0.0) -> World:
+    """Two elastic jobs with their one GPU each, on a node with two more that a session holds."""
+    world = world_of(4, team=4)
+    world.session("session", "team", 2)
+    world.settle()
+    world.submit("a", "team", 1, 1, 4, cool_down_s=cool_down_s)
+    world.submit("b", "team", 1, 1, 4, cool_down_s=cool_down_s)
+    world.settle()
+    assert (world.size("a"), world.size("b")) == (1, 1)
+    return world
+
+
+def test_without_measurements_idle_gpus_are_lent_in_turns() -> None:
+    world = growing()
+    world.remove("session")
+    world.settle()
+    assert (world.size("a"), world.size("b")) == (2, 2)
+
+
+def test_an_idle_gpu_goes_where_it_helps_most() -> None:
+    world = growing()
+    report(world, "a", throughput=100.0, workers=1)
+    report(world, "a", throughput=130.0, workers=2)
+    report(world, "b", throughput=10.0, workers=1)
+    report(world, "b", throughput=19.0, workers=2)
+    world.remove("session")
+    world.settle()
+    assert (world.size("a"), world.size("b")) == (1, 3)
+
+
+def test_a_job_that_one_more_worker_does_not_help_is_lent_none() -> None:
+    world = growing()
+    for job in ("a", "b"):
+        report(world, job, throughput=100.0, workers=1)
+        report(world, job, throughput=101.0, workers=2)
+    world.remove("session")
+    world.settle()
+    assert (world.size("a"), world.size("b")) == (1, 1)
+
+
+def test_steps_per_second_stand_for_a_throughput_that_is_not_told() -> None:
+    world = growing()
+    for job, at_two in (("a", 11), ("b", 20)):
+        for workers, steps in ((1, 10), (2, at_two)):
+            report(world, job, step=0, workers=workers)
+            world.now += 10
+            report(world, job, step=steps, workers=workers)
+    world.remove("session")
+    world.settle()
+    assert (world.size("a"), world.size("b")) == (1, 3)
+
+
+def test_a_throughput_that_is_told_replaces_what_was_counted() -> None:
+    world = growing()
+    report(world, "a", step=0)
+    world.now += 1
+    report(world, "a", step=50)
+    assert world.state.jobs["a"].throughput == {1: 50.0}
+    report(world, "a", step=51, throughput=3200.0)
+    world.now += 1
+    report(world, "a", step=60)
+    assert world.state.jobs["a"].throughput == {1: 3200.0}
+
+
+@pytest.mark.parametrize(
+    ("measured", "workers", "expected"),
+    [
+        ({}, 3, 1.0),
+        ({2: 50.0}, 2, 1.0),
+        ({1: 10.0, 2: 20.0}, 1, 1.0),
+        ({1: 10.0, 2: 20.0}, 7, 1.0),
+        ({1: 10.0, 2: 15.0}, 1, 0.5),
+        ({1: 10.0, 2: 9.0}, 1, 0.0),
+        ({1: 10.0, 2: 10.0}, 2, 0.0),
+        ({1: 60.0, 2: 90.0}, 2, 0.3),  # half of it is serial: 60, 90, 108, 120
+        ({1: 10.0, 2: 25.0}, 2, 1.1),  # better than linear is taken as linear, on average
+    ],
+)
+def test_the_gain_of_one_worker_more(measured: dict[int, float], workers: int, expected: float) -> None:
+    assert gain(measured, workers) == expected
+
+
+@given(
+    st.dictionaries(st.integers(1, 64), st.floats(1e-3, 1e6), max_size=6),
+    st.integers(1, 64),
+)
+def test_a_gain_is_never_negative(measured: dict[int, float], workers: int) -> None:
+    assert gain(measured, workers) >= 0
+
+
+def test_a_job_that_was_just_shrunk_is_not_grown_at_once_and_the_plan_says_when() -> None:
+    world = world_of(2, a=1, b=1)
+    world.submit("train", "a", 1, 1, 2, cool_down_s=30)
+    world.settle()
+    assert world.size("train") == 2
+    world.now += 100
+    world.session("notebook", "b")
+    world.step()
+    shrunk_at = world.now
+    world.release()
+    world.step()
+    assert (world.size("train"), world.size("notebook")) == (1, 1)
+    world.remove("notebook")
+    world.release()
+    decided = world.step()
+    assert decided.empty
+    assert decided.again_at == shrunk_at + 30
+    world.now = decided.again_at - 1
+    assert [r.to_workers for r in world.step().resize] == [2]
+
+
+def test_a_job_that_just_grew_is_not_lent_more_but_gives_back_at_once() -> None:
+    world = world_of(3, a=1, b=2)
+    world.session("one", "b")
+    world.session("two", "b")
+    world.settle()
+    world.submit("train", "a", 1, 1, 3, cool_down_s=30)
+    world.settle()
+    world.remove("one")
+    world.release()
+    world.step()
+    grown_at = world.now
+    assert world.size("train") == 2
+    world.remove("two")
+    world.release()
+    decided = world.step()
+    assert (decided.empty, decided.again_at) == (True, grown_at + 30)
+    world.session("three", "b", 2)
+    assert losers(world) == {"train": 1}
+
+
+def test_growth_up_to_the_request_goes_on_while_places_are_freed_for_it_one_by_one() -> None:
+    world = world_of(4, greedy=0, owner=4)
+    for i in range(3):
+        world.submit(f"g{i}", "greedy", 1)
+    world.settle()
+    world.submit("train", "owner", 4, 1, 4, cool_down_s=1000)
+    world.step()
+    for worker in [w for w, r in world.workers.items() if r.leaving]:
+        world.gone(worker)
+        world.step()
+    assert world.size("train") == 4
+
+
+def test_what_crashed_is_replaced_without_a_cool_down() -> None:
+    world = world_of(2, a=2)
+    world.submit("train", "a", 2, 1, 2, cool_down_s=1000)
+    world.settle()
+    world.crash(world.of("train")[0])
+    world.step()
+    assert world.size("train") == 2
+
+
+def test_a_plan_waits_for_a_stale_gang() -> None:
+    world = world_of(2, a=2)
+    world.submit("gang", "a", 2, gpus_per_worker=1)
+    world.settle()
+    world.node("n0", 2, ready=False)
+    world.crash(world.of("gang")[0])
+    crashed_at = world.now
+    decided = world.step()
+    assert decided.again_at == crashed_at + 60
+    world.now = decided.again_at - 1
+    assert [e.job for e in world.step().evict] == ["gang"]
+
+
+def test_the_start_of_a_run_does_not_depend_on_the_order_in_which_workers_are_told() -> None:
+    seen = []
+    for order in ((5.0, 7.0, 6.0), (7.0, 6.0, 5.0)):
+        world = world_of(4, a=4)
+        world.submit("job", "a", 4, 1, 4)
+        for at in order:
+            world.state.apply(WorkerStarted(f"w{at}", "job", "n0", (int(at) - 5,), at))
+        job = world.state.jobs["job"]
+        seen.append((job.started_at, job.grown_at))
+    assert seen == [(5.0, 7.0), (5.0, 7.0)]
