@@ -8,9 +8,7 @@ Without GPUs in this machine two CPU slots stand for them. What happens when is 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,17 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
+from own_cluster import end_with_its_steps, own_cluster
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from timeline import draw
 
-from kfp_gpuquota.api import Job, JobSpec, Kind, Project, Resize
-from kfp_gpuquota.cluster.connect import connect
-from kfp_gpuquota.cluster.local.devices import CPU_SLOT, ClusterConfig
-from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.cluster.local.start import await_stop, start
+from kfp_gpuquota.api import Job, JobSpec, Kind, Resize
+from kfp_gpuquota.cluster.local.devices import CPU_SLOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,37 +102,6 @@ class Story:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Client]:
-    """A cluster of its own with two teams; at the end nothing of it runs any more."""
-    home = Home(OUT / "cluster")
-    _shut_down(home)  # of a run before that was killed
-    shutil.rmtree(OUT, ignore_errors=True)
-    home.create()
-    os.environ["GPUQUOTA_HOME"] = str(home.root)
-    try:
-        start(home, (msgspec.json.encode(ClusterConfig(gpus_per_node=GPUS)).decode(),))
-        client = connect()
-        for team in (TEAM_A, TEAM_B):
-            client.create_project(Project(name=team, guaranteed=1))
-        yield client
-    finally:
-        _shut_down(home)
-
-
-def _shut_down(home: Home) -> None:
-    if not home.is_locked():
-        return
-    client = connect({"GPUQUOTA_HOME": str(home.root)})
-    listed = client.list_jobs()
-    for job in listed.jobs:
-        client.delete_job(job.spec.project, job.spec.name)
-    while listed.jobs:
-        listed = client.list_jobs(after=listed.revision, timeout_s=1.0)
-    client.stop_cluster()
-    await_stop(home)
-
-
-@contextlib.contextmanager
 def pipeline_process(epochs: int) -> Iterator[subprocess.Popen[bytes]]:
     """The pipeline, exactly as a data scientist runs it; ended, with all its steps, when we leave early."""
     script = Path(__file__).with_name("digits_pipeline.py")
@@ -154,19 +118,7 @@ def pipeline_process(epochs: int) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        while _group_runs(process.pid):  # a launcher that outlived us would start the cluster again
-            time.sleep(0.02)
-
-
-def _group_runs(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        end_with_its_steps(process)
 
 
 def _progress(console: Console) -> Progress:
@@ -241,7 +193,7 @@ def main() -> int:
     console = Console()
     began = time.monotonic()
     try:
-        with cluster() as client:
+        with own_cluster(OUT, {TEAM_A: 1, TEAM_B: 1}, GPUS) as client:
             on_cpu = client.list_nodes()[0].node.devices[0].model == CPU_SLOT
             story = Story(client, console)
             with pipeline_process(EPOCHS_ON_CPU if on_cpu else EPOCHS_ON_GPU) as pipeline:

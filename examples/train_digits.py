@@ -20,7 +20,8 @@ def main() -> None:
     """Train on scikit-learn's handwritten digits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
-    epochs = parser.parse_args().epochs
+    parser.add_argument("--save", help="write the trained model to this file")
+    given = parser.parse_args()
 
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -34,7 +35,7 @@ def main() -> None:
 
     job = elastic.init(global_batch_size=128, max_batch_per_gpu=64)
     model, optimizer, loader = job.prepare(model, optimizer, loader)
-    for epoch in job.epochs(epochs):
+    for epoch in job.epochs(given.epochs):
         for x, y in loader:
             loss = nn.functional.cross_entropy(model(x), y)
             job.backward(loss)
@@ -43,6 +44,8 @@ def main() -> None:
             job.report(loss=loss.item())
         if job.is_leader:
             print(f"epoch {epoch}: loss {loss.item():.4f}, {job.world_size} workers, step {job.step}", flush=True)
+    if given.save:
+        torch.save(model.to("cpu"), given.save)
 
 
 if __name__ == "__main__":

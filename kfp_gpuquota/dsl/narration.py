@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import Kind, Phase, WorkerPhase
+from kfp_gpuquota.api import Kind, Phase, ReasonCode, WorkerPhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,7 +83,8 @@ def conclusion(job: Job) -> str:
     why = f": {_reason(job)}" if _reason(job) else ""
     if status.phase is Phase.SUCCEEDED:
         lost = sum(resize.lost_steps for resize in status.resizes)
-        changes = f"; {len(status.resizes)} changes of size, steps lost: {lost}" if status.resizes else ""
+        count = len(status.resizes)
+        changes = f"; {count} change{'' if count == 1 else 's'} of size, steps lost: {lost}" if count else ""
         return f"succeeded after {(status.finished_at or 0) - (status.started_at or 0):.0f} s{changes}"
     if status.phase is Phase.CANCELLED:
         return f"cancelled{why}"
@@ -123,6 +124,9 @@ def _resized(resize: Resize) -> str:
     verb = "expanded" if resize.to_gpus > resize.from_gpus else "shrunk"
     pause = "" if resize.pause_ms is None else f" (paused {resize.pause_ms:.0f} ms at step {resize.step})"
     reason = str(resize.reason)
+    if verb == "shrunk" and resize.reason.code is ReasonCode.IDLE_GPUS:
+        # Nobody took a GPU back: the workers that were ready first have begun without one that still starts.
+        return f"begun with {resize.to_gpus} of {resize.from_gpus} GPUs, until the other workers have joined{pause}"
     if not reason.startswith(verb):  # the scheduler's reasons tell the sizes, a crash's does not
         reason = f"{verb} from {resize.from_gpus} to {resize.to_gpus} GPUs: {reason}"
     return f"{reason}{pause}"

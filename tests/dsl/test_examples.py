@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.wire import Event, EventKind
+from tests.cli.conftest import PROGRAM
 
 if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
@@ -74,6 +76,86 @@ def test_the_digits_pipeline_trains_through_the_quota(embedded_cluster: Embedded
     assert "warning" not in ended.stdout
     (job,) = embedded_cluster.client.list_jobs().jobs
     assert (job.spec.project, job.status.phase, job.spec.largest) == ("team-a", Phase.SUCCEEDED, 2)
+
+
+def _pipeline_run(example: str, *words: str) -> list[str]:
+    return [PROGRAM, "pipeline", "run", str(EXAMPLES / example), "-p", "team-a", "--root", "root", *words]
+
+
+def test_a_training_program_in_a_container_component_is_elastic(
+    embedded_cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    embedded_cluster.project("team-a", 1)
+    command = _pipeline_run("container_training.py", "--arg", "epochs=2")
+    ended = subprocess.run(
+        command, env=embedded_cluster.environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.splitlines()[-1] == "Output: 67274"
+    assert "[0] epoch 1: loss" in ended.stdout
+    assert "warning" not in ended.stdout
+    (job,) = embedded_cluster.client.list_jobs().jobs
+    assert {worker.rank for worker in job.status.workers} >= {0}
+
+
+def test_a_notebooks_session_keeps_its_gpu_and_what_was_left_in_it_is_the_steps_output(
+    embedded_cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    embedded_cluster.project("team-a", 1)
+    embedded_cluster.project("team-b", 1)
+    process = subprocess.Popen(
+        _pipeline_run("notebook_step.py"),
+        env={**embedded_cluster.environment, "GPUQUOTA_PROJECT": "team-a"},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    end = next(line for line in process.stdout if "the session ends by:" in line).partition("by:  ")[2]
+    (session,) = embedded_cluster.client.list_jobs("team-a").jobs
+    assert (session.spec.kind, session.status.phase) == ("build", Phase.RUNNING)
+    embedded_cluster.submit("theirs", gpus=2, project="team-b", priority=99)
+    embedded_cluster.wait_for("theirs", lambda job: job.status.reason is not None, "team-b")
+    assert embedded_cluster.job("theirs", "team-b").status.phase is Phase.PENDING
+    directory = Path(end.split()[-1]).parent
+    written = ["sh", "-c", f"echo $RUNAI_NUM_OF_GPUS > {directory}/notes.txt; {end}"]
+    subprocess.run(
+        [PROGRAM, "exec", "-p", "team-a", session.spec.name, "--", *written],
+        env=embedded_cluster.environment,
+        check=True,
+    )
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said.splitlines()[-1]) == (0, "Output: ['notes.txt']")
+    assert [path.read_text() for path in (tmp_path / "root").rglob("notes.txt")] == ["1\n"]
+
+
+def test_four_pipelines_share_the_gpus_of_two_teams(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "four_pipelines.py")]
+    environment = {**os.environ, "COLUMNS": "100"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in ended.stdout.splitlines() if "│" in line]
+    table = {name: (float(waited.split()[0]), sizes, back) for name, waited, _, sizes, _, back in cells}
+    assert sorted(table) == ["a-first", "a-second", "b-first", "b-second"]
+    waited_s, sizes, gave_back = table["a-first"]
+    assert (waited_s < 1, sizes.startswith("2 → 1"), gave_back) == (True, True, "1 to team-b"), ended.stdout
+    assert [name for name, row in table.items() if row[0] > 1] == ["a-second", "b-second"], ended.stdout
+    assert not _left_after(5.0, str(tmp_path))
+
+
+def test_interrupted_four_pipelines_leave_no_process_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(EXAMPLES / "four_pipelines.py")],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    assert any("training with" in line for line in process.stdout)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (130, "")
+    assert not _left_after(5.0, str(tmp_path))
 
 
 def test_the_quickstart_keeps_its_promises(tmp_path: Path) -> None:

@@ -56,6 +56,12 @@ def test_each_change_is_told_once() -> None:
     ]
 
 
+def test_workers_that_begin_without_one_that_still_starts_are_not_said_to_have_shrunk() -> None:
+    grow = Reason(code=ReasonCode.IDLE_GPUS, message="expanded from 1 to 2 GPUs: 1 GPU is idle")
+    first = _job(Phase.RUNNING, gpus=2, resizes=(_resize(2, 1, grow, pause_ms=0.6),))
+    assert _story(first)[1:] == ["begun with 1 of 2 GPUs, until the other workers have joined (paused 1 ms at step 40)"]
+
+
 def test_a_new_reason_for_waiting_is_a_change() -> None:
     other = _job(Phase.PENDING, reason=RECLAIMED)
     assert len(_story(_job(Phase.PENDING, reason=WAITS), other, other)) == 2

@@ -1,0 +1,74 @@
+"""A cluster of an example's own: in a directory of its own, with its teams, and gone when the example ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kfp_gpuquota.api import Project
+from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.start import await_stop, start
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from kfp_gpuquota.server.client import Client
+
+
+@contextlib.contextmanager
+def own_cluster(directory: Path, teams: Mapping[str, int], gpus: int) -> Iterator[Client]:
+    """A cluster of `gpus` GPUs in `directory`, which is emptied before, and `teams` with what each is guaranteed.
+
+    Every process started meanwhile finds it: $GPUQUOTA_HOME says where it is. At the end nothing of it runs any more.
+    """
+    home = Home(directory / "cluster")
+    shut_down(home)  # of a run before that was killed
+    shutil.rmtree(directory, ignore_errors=True)
+    home.create()
+    os.environ["GPUQUOTA_HOME"] = str(home.root)
+    try:
+        start(home, (msgspec.json.encode(ClusterConfig(gpus_per_node=gpus)).decode(),))
+        client = connect()
+        for team, guaranteed in teams.items():
+            client.create_project(Project(name=team, guaranteed=guaranteed))
+        yield client
+    finally:
+        shut_down(home)
+
+
+def end_with_its_steps(process: subprocess.Popen[Any]) -> None:
+    """End a pipeline that was started in a session of its own, where it still runs, and return when all of it is gone.
+
+    A step's launcher that outlived the cluster would start it again.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
+
+
+def shut_down(home: Home) -> None:
+    """Delete all jobs of a cluster, wait until they are gone, and stop it."""
+    if not home.is_locked():
+        return
+    client = connect({"GPUQUOTA_HOME": str(home.root)})
+    listed = client.list_jobs()
+    for job in listed.jobs:
+        client.delete_job(job.spec.project, job.spec.name)
+    while listed.jobs:
+        listed = client.list_jobs(after=listed.revision, timeout_s=1.0)
+    client.stop_cluster()
+    await_stop(home)
