@@ -160,8 +160,8 @@ class Bench:
         """With SIGKILL."""
         os.kill(self._processes[worker].pid, signal.SIGKILL)
 
-    def start(self, *workers: str) -> None:
-        """Processes for these workers, wanted in addition."""
+    def start(self, *workers: str, body: Callable[..., None] = train, arguments: tuple[Any, ...] = ()) -> None:
+        """Processes for these workers, which run `body(task, environment, *arguments)`."""
         for worker in workers:
             environment = {
                 "ELASTIC_COORDINATOR": self.coordinator.url(JOB),
@@ -169,7 +169,9 @@ class Bench:
                 "ELASTIC_WORKER_ID": worker,
                 "BENCH_STEPS": str(self._directory / f"steps-{worker}"),
             }
-            process = context.Process(target=train, args=(self._task, environment, self._stop), daemon=True)
+            process = context.Process(
+                target=body, args=(self._task, environment, *(arguments or (self._stop,))), daemon=True
+            )
             process.start()
             self._processes[worker] = process
 

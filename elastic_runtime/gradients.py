@@ -104,11 +104,12 @@ class Reducer:
         """
         if self._passive:
             return
-        for slot in self._order:
-            if not slot.touched:
-                slot.view.zero_()
-        used = torch.tensor([slot.touched for slot in self._order], dtype=self._whole_tail.dtype)
-        self._whole_tail[-len(self._order) :].copy_(used)
+        untouched = [slot for slot in self._order if not slot.touched]
+        used = self._whole_tail[-len(self._order) :].fill_(1)
+        for slot in untouched:
+            slot.view.zero_()
+        if untouched:
+            used.copy_(torch.tensor([slot.touched for slot in self._order]))
         if self._group is not None:
             self._reduce_over(self._group)
         self._hand_out()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from elastic_runtime.errors import LoopError
 
 if TYPE_CHECKING:
-    import torch
-
     from elastic_runtime.buffers import FollowedBuffers
 
 _HEAD = 3
@@ -29,7 +29,7 @@ class Tail:
     def fill(self, section: torch.Tensor, *, leader: bool, samples: int, vote: int) -> None:
         """This worker's numbers."""
         self._vote = vote
-        section[0], section[1], section[2] = samples, vote, vote * vote
+        section[:_HEAD].copy_(torch.tensor([samples, vote, vote * vote]))
         self._buffers.fill(section[_HEAD:], leader=leader)
 
     def take(self, section: torch.Tensor, *, leader: bool, samples: int, workers: int) -> bool:
