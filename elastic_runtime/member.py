@@ -133,14 +133,14 @@ class Member:
             self._stand("CollectiveFailed", generation=self.generation, step=state.position.step, why=str(error)[:500])
         self._settle(state, self._generations.wait_for_next(after=self.generation), "recovered")
 
-    def all_here(self) -> bool:
+    def all_here(self, step: int) -> bool:
         """Wait for all members; False where one was lost."""
         if self.group is None or self.group.size == 1:
             return True
         try:
             self.group.barrier()
         except CollectiveError as error:
-            self._stand("CollectiveFailed", generation=self.generation, step=-1, why=str(error)[:500])
+            self._stand("CollectiveFailed", generation=self.generation, step=step, why=str(error)[:500])
             return False
         return True
 

@@ -80,7 +80,7 @@ class Session:
     def finish(self) -> None:
         """All epochs are done: wait for the others, so that whoever is a step behind finds a state to go on from."""
         self._catching_up = False
-        while not self._member.all_here():
+        while not self._member.all_here(self.position.step):
             self._member.recover(self._state, None)
         self._tell_progress(force=True)
         self._member.finish(self.position.step)
