@@ -165,9 +165,17 @@ def _report(found: PipelineCheck, *, checked_quota: bool) -> str:
     if found.unrouted:
         parts.append(f"{_steps(len(found.unrouted))} without GPUs, not routed: {', '.join(found.unrouted)}")
     if not checked_quota:
-        parts.append("quotas were not checked: no cluster runs here; start it with: gpuquota cluster start")
+        parts.append(f"quotas were not checked: {_why_no_cluster()}")
     parts += [f"problem: {problem}" for problem in found.problems] or [f"no problems in pipeline {found.pipeline}"]
     return "\n".join(parts)
+
+
+def _why_no_cluster() -> str:
+    from kfp_gpuquota.cluster.connect import URL_VARIABLE  # noqa: PLC0415
+
+    if url := os.environ.get(URL_VARIABLE):
+        return f"the cluster at {url} does not answer"
+    return "no cluster runs here; start it with: gpuquota cluster start"
 
 
 def _row(step: StepCheck) -> list[object]:

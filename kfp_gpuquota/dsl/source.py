@@ -48,11 +48,13 @@ def _compiled(pipeline: BaseComponent) -> Package:
 
 
 def _pipelines_in(path: Path) -> dict[str, BaseComponent]:
-    """Pipelines by the variable that holds them; one that has several is listed under its last."""
+    """Pipelines by the variable that holds them, less private ones; one that has several is listed under its last."""
     by_identity = {
         id(value): (variable, value)
         for variable, value in vars(_imported(path)).items()
-        if isinstance(value, BaseComponent) and value.component_spec.implementation.graph is not None
+        if not variable.startswith("_")
+        and isinstance(value, BaseComponent)
+        and value.component_spec.implementation.graph is not None
     }
     return dict(by_identity.values())
 

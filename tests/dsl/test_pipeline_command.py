@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +101,16 @@ def test_a_check_without_a_cluster_starts_none(file: Path, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_check_says_which_cluster_did_not_answer(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    there = {"GPUQUOTA_URL": "http://127.0.0.1:9", "GPUQUOTA_TOKEN_FILE": str(tmp_path / "token")}
+    code, said, _ = _offline("check", GOLDEN / "sizes.yaml", HOME=str(tmp_path), **there)
+    assert (code, said.splitlines()[-2]) == (
+        0,
+        "quotas were not checked: the cluster at http://127.0.0.1:9 does not answer",
+    )
+
+
 def test_a_check_shows_quotas_and_ends_with_2_when_something_is_wrong(cli: Cli) -> None:
     cli("project set team-a --limit 1")
     answer = cli.run("pipeline", "check", str(GOLDEN / "sizes.yaml"))
@@ -137,6 +149,26 @@ def test_a_pipeline_that_fails_ends_with_1_and_a_sentence(cli: Cli, file: Path, 
     assert answer.err.splitlines()[-1] == (
         "Error: Pipeline 'two-steps' finished with status FAILURE. Inner task failed: 'double'."
     )
+
+
+def test_a_person_who_interrupts_a_run_cancels_its_job(cli: Cli, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text(TWO_STEPS.replace("if x < 0:", "import time\n    time.sleep(600)\n    if x < 0:"))
+    process = subprocess.Popen(
+        [PROGRAM, "pipeline", "run", str(slow), "-p", "team-a", "-a", "x=1", "--root", str(tmp_path / "root")],
+        env=cli.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout
+    assert any("training with" in line for line in process.stdout)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in errors) == (130, False), errors
+    (job,) = cli.cluster.client.list_jobs("team-a").jobs
+    cli.cluster.wait_for_phase(job.spec.name, Phase.CANCELLED)
 
 
 def test_a_run_is_submitted_to_a_kfp_server(cli: Cli, file: Path) -> None:
