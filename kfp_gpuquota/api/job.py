@@ -63,6 +63,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `gpus_per_worker` GPUs of one node: by default 1 for an elastic job, all of `gpus` for any other.
 
     After a change of its size, it is not grown again for `cool_down_s`; shrinking for others is never delayed.
+    Before it has run for `min_run_time_s` it is not stopped for others; what it holds above its minimum may be taken.
     """
 
     name: Name
@@ -81,6 +82,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     grace_period_s: Seconds = DEFAULT_GRACE_PERIOD_S
     max_restarts: Count = DEFAULT_MAX_RESTARTS
     cool_down_s: Seconds = DEFAULT_COOL_DOWN_S
+    min_run_time_s: Seconds = 0.0
     labels: dict[str, str] = {}
 
     def __post_init__(self) -> None:
@@ -144,6 +146,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def _check_scheduling(self) -> None:
         check_range("priority", self.effective_priority, 0, MAX_PRIORITY)
         check_range("cool_down_s", self.cool_down_s, 0, MAX_SECONDS, "s")
+        check_range("min_run_time_s", self.min_run_time_s, 0, MAX_SECONDS, "s")
         if self.node is not None:
             check_name("node", self.node)
         if self.kind is Kind.BUILD and self.elastic:

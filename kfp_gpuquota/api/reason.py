@@ -22,6 +22,7 @@ class ReasonCode(StrEnum):
     OVER_FAIR_SHARE = "over-fair-share"
     NO_FREE_GPUS = "no-free-gpus"
     FRAGMENTED = "fragmented"
+    MIN_RUN_TIME = "min-run-time"
     NO_SUCH_NODE = "no-such-node"
     TOO_LARGE = "too-large"
     SUSPENDED = "suspended"

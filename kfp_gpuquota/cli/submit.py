@@ -53,6 +53,9 @@ GraceOption = Annotated[
 CoolDownOption = Annotated[
     float, typer.Option("--cool-down", metavar="SECONDS", help="After a change of size, not grown again for this long.")
 ]
+MinRunTimeOption = Annotated[
+    float, typer.Option("--min-run-time", metavar="SECONDS", help="Not stopped for others before it has run this long.")
+]
 CommandOption = Annotated[
     bool, typer.Option("--command", help="Accepted for runai's sake: what follows -- is always the whole command.")
 ]
@@ -83,6 +86,7 @@ def submit(
     working_dir: DirectoryOption = None,
     grace_period: GraceOption = DEFAULT_GRACE_PERIOD_S,
     cool_down: CoolDownOption = DEFAULT_COOL_DOWN_S,
+    min_run_time: MinRunTimeOption = 0.0,
     whole_command: CommandOption = False,
     project: ProjectOption = "",
     output: OutputOption = Format.TABLE,
@@ -127,6 +131,7 @@ def submit(
         working_directory=str(Path(working_dir or ".").absolute()),
         grace_period_s=grace_period,
         cool_down_s=cool_down,
+        min_run_time_s=min_run_time,
     )
     job = reached.submit(spec)
     if output is Format.TABLE:

@@ -23,6 +23,7 @@ from kfp_gpuquota.scheduler.events import (
 )
 from kfp_gpuquota.scheduler.planner import plan
 from kfp_gpuquota.scheduler.state import State
+from kfp_gpuquota.scheduler.whatif import WhatIf, what_if
 
 __all__ = [
     "Bind",
@@ -44,8 +45,10 @@ __all__ = [
     "QuotaRemoved",
     "Resize",
     "State",
+    "WhatIf",
     "WorkerGone",
     "WorkerLeaving",
     "WorkerStarted",
     "plan",
+    "what_if",
 ]

@@ -13,7 +13,7 @@ from kfp_gpuquota.scheduler import placement, quota
 from kfp_gpuquota.scheduler.model import Host, Job, Request, Status, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from kfp_gpuquota.scheduler.ledger import Ledger
 
@@ -26,14 +26,14 @@ _TRIES: Final = 16
 """Hosts on which moves are tried out for one task: the cheapest ones; others hardly ever succeed where these fail."""
 
 
-def consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known) -> bool:
-    """Nominate all tasks where others are moved away from, or change nothing."""
+def consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known, sheltered: Collection[Job] = ()) -> bool:
+    """Nominate all tasks where others, but not `sheltered` ones, are moved away from, or change nothing."""
     mark = ledger.mark()
     for done, task in enumerate(tasks):
         host = placement.choose_host(ledger, task, len(tasks) - done, future=True)
         if host is not None:
             placement.put(ledger, task, host, future=True)
-        elif not _clear(ledger, task, known):
+        elif not _clear(ledger, task, known, sheltered):
             ledger.rollback(mark)
             return False
     return True
@@ -52,8 +52,8 @@ def resettle(ledger: Ledger, evicted: Sequence[Task]) -> None:
             ledger.rollback(mark)
 
 
-def _clear(ledger: Ledger, task: Task, known: Known) -> bool:
-    for _, host, moves in nsmallest(_TRIES, _candidates(ledger, task, known), key=lambda c: c[0]):
+def _clear(ledger: Ledger, task: Task, known: Known, sheltered: Collection[Job]) -> bool:
+    for _, host, moves in nsmallest(_TRIES, _candidates(ledger, task, known, sheltered), key=lambda c: c[0]):
         mark = ledger.mark()
         for moved in moves:
             ledger.set(moved, Status.LEAVING, moved.node, moved.devices)
@@ -64,7 +64,7 @@ def _clear(ledger: Ledger, task: Task, known: Known) -> bool:
     return False
 
 
-def _candidates(ledger: Ledger, task: Task, known: Known) -> list[Candidate]:
+def _candidates(ledger: Ledger, task: Task, known: Known, sheltered: Collection[Job]) -> list[Candidate]:
     found: list[Candidate] = []
     if not placement.room_elsewhere(ledger, task):
         return found
@@ -73,15 +73,15 @@ def _candidates(ledger: Ledger, task: Task, known: Known) -> list[Candidate]:
             continue
         version, candidate = known.get((host, task.request), (-1, None))
         if version != host.version:
-            candidate = _candidate(host, task)
+            candidate = _candidate(host, task, sheltered)
             known[host, task.request] = (host.version, candidate)
         if candidate is not None:
             found.append(candidate)
     return found
 
 
-def _candidate(host: Host, task: Task) -> Candidate | None:
-    moves = _moves(host, task)
+def _candidate(host: Host, task: Task, sheltered: Collection[Job]) -> Candidate | None:
+    moves = _moves(host, task, sheltered)
     if not moves:
         return None
     last = moves[-1].job
@@ -89,10 +89,11 @@ def _candidate(host: Host, task: Task) -> Candidate | None:
     return (size, len(moves), last.priority, -last.submitted_at, -moves[-1].index, host.name), host, moves
 
 
-def _moves(host: Host, task: Task) -> list[Task]:
+def _moves(host: Host, task: Task, sheltered: Collection[Job]) -> list[Task]:
     """One small task whose going suffices, or as few large ones as it takes; the youngest of equals first."""
     room = placement.Room(host, task)
     movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
+    movable = [t for t in movable if t.job not in sheltered]
     movable.sort(key=lambda t: (_size(t, host), t.job.priority, -t.job.submitted_at, t.job.uid, -t.index))
     for candidate in movable:
         if room.suffices((candidate,)):

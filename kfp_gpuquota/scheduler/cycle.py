@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from kfp_gpuquota.scheduler.ledger import Ledger
+    from kfp_gpuquota.scheduler.model import Queue, Shape
 
 Try = Callable[[Job, list[Task], Amount], bool]
 """Serve a job what it asks for next, or change nothing."""
@@ -48,6 +49,7 @@ class Cycle:
         growable: Iterable[Job] = (),
         *,
         below: Iterable[Job] = (),
+        sheltered: Iterable[Job] = (),
         now: float = 0.0,
         in_order: bool = False,
     ) -> None:
@@ -67,6 +69,10 @@ class Cycle:
         self.taken: list[tuple[int, Job]] = []
         self.finders = Finders(ledger)
         self.moves: Known = {}
+        self.sheltered = {job: job.started_at + job.min_run_time_s for job in sheltered}
+        self.sheltered = {job: until for job, until in self.sheltered.items() if now < until}
+        self.held_off: dict[tuple[Queue, Shape], float] = {}
+        self.unsheltered = Finders(ledger)
         self.again_at: float | None = None
         assign_shares([q for q in ledger.queues.values() if q.parent is None], ledger.capacity)
 
@@ -194,7 +200,7 @@ class Cycle:
     def _consolidate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount) or quota.barred_by_limit(job, amount, future=True):
             return False
-        return self._may_take(job) and consolidate(self.ledger, tasks, self.moves)
+        return self._may_take(job) and consolidate(self.ledger, tasks, self.moves, self.sheltered)
 
     def _reclaim(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if self._patient(job) or quota.barred_by_guarantee(job, amount) or quota.barred_by_share(job, amount):
@@ -212,7 +218,24 @@ class Cycle:
         return self.takes and job not in self.barred
 
     def _make_room(self, job: Job, tasks: list[Task], amount: Amount, mode: Mode) -> bool:
-        return self._may_take(job) and make_room(Attempt(self.ledger, job, tasks, mode, amount), self.finders)
+        if not self._may_take(job):
+            return False
+        attempt = Attempt(self.ledger, job, tasks, mode, amount, sheltered=self.sheltered)
+        if make_room(attempt, self.finders):
+            return True
+        if self.sheltered and mode is not Mode.LENT:
+            self._note_held_off(job, Attempt(self.ledger, job, tasks, mode, amount))
+        return False
+
+    def _note_held_off(self, job: Job, attempt: Attempt) -> None:
+        """Where only minimum run times stand in the way, the plan is made again when the first of them is over."""
+        mark = self.ledger.mark()
+        if make_room(attempt, self.unsheltered):
+            self.ledger.rollback(mark)
+            until = min(self.sheltered.values())
+            self._too_early(until)
+            if job.filed is not None:
+                self.held_off[job.queue, job.filed[0]] = until
 
     def _evict_stale(self) -> None:
         for job in sorted(self.below, key=lambda j: j.uid):

@@ -185,6 +185,7 @@ class Job:
     waiting_since: float = 0.0
     preemption_delay_s: float = 0.0
     cool_down_s: float = 0.0
+    min_run_time_s: float = 0.0
     started_at: float = 0.0
     grown_at: float = NEVER
     shrunk_at: float = NEVER

@@ -43,7 +43,13 @@ def plan(state: State, now: float, actions: Sequence[str] = ACTIONS) -> Plan:
 
 def _decide(state: State, now: float, actions: Sequence[str]) -> Cycle:
     """Run a cycle in which nobody is stopped for a job that would not start."""
-    cycle = Cycle(state.ledger, state.growable.values(), below=state.below.values(), now=now)
+    cycle = Cycle(
+        state.ledger,
+        state.growable.values(),
+        below=state.below.values(),
+        sheltered=state.sheltered.values(),
+        now=now,
+    )
     cycle.run(actions)
     while lost := would_not_start(cycle):
         cycle.give_up(lost)
@@ -156,15 +162,19 @@ def _waiting(state: State, cycle: Cycle) -> dict[str, Reason]:
         for shape, entries in queue.waiting.items():
             if shape.starts:
                 jobs = [job for _, job in entries if not job.active and job not in cycle.touched]
-                _explain_alike(cycle, shape, [job for job in jobs if job not in cycle.losers], reasons)
+                jobs = [job for job in jobs if job not in cycle.losers]
+                _explain_alike(cycle, shape, jobs, reasons, cycle.held_off.get((queue, shape)))
     reasons.update((uid, explain.suspended(job)) for uid, job in state.suspended.items() if not job.active)
     emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.losers)
     reasons.update((uid, explain.emptying(job)) for uid, job in emptying)
     return reasons
 
 
-def _explain_alike(cycle: Cycle, shape: Shape, jobs: list[Job], reasons: dict[str, Reason]) -> None:
+def _explain_alike(
+    cycle: Cycle, shape: Shape, jobs: list[Job], reasons: dict[str, Reason], held_off: float | None
+) -> None:
     """One reason serves all jobs of a shape."""
     if jobs:
-        reason = waits(cycle.ledger, jobs[0], jobs[0].pending[: len(shape.requests)])
+        delay = None if held_off is None else held_off - cycle.now
+        reason = waits(cycle.ledger, jobs[0], jobs[0].pending[: len(shape.requests)], delay)
         reasons.update(dict.fromkeys([job.uid for job in jobs], reason))

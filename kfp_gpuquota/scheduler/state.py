@@ -41,6 +41,7 @@ class State:
         self.workers: dict[str, Task] = {}
         self.growable: dict[str, Job] = {}
         self.below: dict[str, Job] = {}
+        self.sheltered: dict[str, Job] = {}
         self.suspended: dict[str, Job] = {}
         self.emptying: dict[str, Job] = {}
 
@@ -221,6 +222,7 @@ class State:
         self._note(self.below, job, below)
         if not below:
             job.below_since = None
+        self._note(self.sheltered, job, job.min_run_time_s > 0 and job.active > 0)
         self._note(self.suspended, job, job.suspended and not job.removed)
         self._note(self.emptying, job, considered and not tasks and job.active < job.gang)
 
@@ -248,6 +250,7 @@ def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
         preemptible=spec.may_be_preempted,
         submitted_at=at,
         cool_down_s=spec.cool_down_s,
+        min_run_time_s=spec.min_run_time_s,
     )
     job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
     return job

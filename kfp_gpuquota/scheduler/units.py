@@ -14,7 +14,7 @@ from kfp_gpuquota.scheduler.model import NOTHING, Amount, Host, Job, Queue, Stat
 from kfp_gpuquota.scheduler.order import dominant_share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from kfp_gpuquota.scheduler.ledger import Ledger
 
@@ -48,7 +48,7 @@ class Unit(NamedTuple):
 
 @dataclass(slots=True)
 class Attempt:
-    """One try to make room for `tasks` of `job`."""
+    """One try to make room for `tasks` of `job`. The `sheltered` jobs cannot be stopped as a whole."""
 
     ledger: Ledger
     job: Job
@@ -57,6 +57,7 @@ class Attempt:
     amount: Amount
     ratios: dict[Queue, float] = field(default_factory=dict)
     within: frozenset[Queue] = frozenset()
+    sheltered: Collection[Job] = ()
     evicted: bool = False
     limited: bool = False
 
@@ -135,7 +136,7 @@ def _units(attempt: Attempt, grouped: dict[Job, list[Task]]) -> list[Unit]:
             _add_single(attempt, job, tasks[:surplus], units)
         if len(tasks) > surplus and attempt.mode is not Mode.LENT and may_be_victim(attempt, job):
             everything = tasks if job.active == 1 else [t for t in job.tasks.values() if t.status is Status.HELD]
-            if len(everything) == job.active:
+            if len(everything) == job.active and job not in attempt.sheltered:
                 units.append(_unit(attempt, Stage.WHOLE, job, tuple(everything)))
     return units
 

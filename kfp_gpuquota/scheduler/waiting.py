@@ -30,14 +30,18 @@ class Cause(NamedTuple):
     details: tuple[tuple[str, str | float], ...] = ()
 
 
-def waits(ledger: Ledger, job: Job, tasks: Sequence[Task]) -> Reason:
-    """Why this job, and every other of its shape, cannot start."""
+def waits(ledger: Ledger, job: Job, tasks: Sequence[Task], sheltered_s: float | None = None) -> Reason:
+    """Why this job, and every other of its shape, cannot start.
+
+    With `sheltered_s` only minimum run times of others stand in the way, the first of them for that long.
+    """
     queue = job.queue
     if not queue.known:
         message = f"project {queue.name} does not exist; create it with: gpuquota project create {queue.name}"
         return Reason(code=ReasonCode.OVER_LIMIT, message=message, project=queue.name)
     amount = quota.total(ledger, tasks)
-    cause = _impossible(ledger, tasks) or _forbidden(job, amount) or _no_room(ledger, job, tasks)
+    cause = _impossible(ledger, tasks) or _forbidden(job, amount)
+    cause = cause or _no_room(ledger, job, tasks, sheltered_s)
     message = f"needs {size_needed(job)}; {cause.why}"
     if cause.helps:
         message += f", so it starts when {cause.helps}"
@@ -89,7 +93,7 @@ def _forbidden(job: Job, amount: Amount) -> Cause | None:
     return None
 
 
-def _no_room(ledger: Ledger, job: Job, tasks: Sequence[Task]) -> Cause:
+def _no_room(ledger: Ledger, job: Job, tasks: Sequence[Task], sheltered_s: float | None) -> Cause:
     free = _free(ledger, tasks[0])
     size, idle = tasks[0].request.devices, sum(free.values())
     short = size * len(tasks) - idle
@@ -100,6 +104,10 @@ def _no_room(ledger: Ledger, job: Job, tasks: Sequence[Task]) -> Cause:
         why = f"{idle} {_are(idle)} idle, but the largest free block on one node is {block} on {where}"
         return Cause(ReasonCode.FRAGMENTED, why, f"{size - block} more {_are(size - block)} released there", known)
     helps = f"{max(short, 1)} more {_are(max(short, 1))} released"
+    if sheltered_s is not None:
+        why = "what may be taken for it has not yet run for its minimum time"
+        helps += f" or that has passed, for the first of them in {sheltered_s:.0f} s"
+        return Cause(ReasonCode.MIN_RUN_TIME, why, helps, (*known, ("min_run_time_left_s", round(sheltered_s, 3))))
     barred = quota.barred_by_share(job, quota.total(ledger, tasks))
     if barred is None:
         why = f"{idle} {_are(idle)} idle, and nothing that runs may be taken for it"

@@ -20,6 +20,7 @@ from kfp_gpuquota.scheduler import (
     WorkerGone,
     plan,
 )
+from kfp_gpuquota.scheduler.copying import copied
 from tests.scheduler.world import World
 
 if TYPE_CHECKING:
@@ -71,10 +72,15 @@ class History(RuleBasedStateMachine):
         else:
             self.world.submit(name, project, size, min(low, size), size + more, priority=priority, gpus_per_worker=1)
 
-    @rule(project=st.sampled_from(PROJECTS), size=st.integers(1, 4), workers=st.integers(1, 3))
-    def submit_gang(self, project: str, size: int, workers: int) -> None:
+    @rule(
+        project=st.sampled_from(PROJECTS),
+        size=st.integers(1, 4),
+        workers=st.integers(1, 3),
+        least=st.sampled_from([0.0, 20.0]),
+    )
+    def submit_gang(self, project: str, size: int, workers: int, least: float) -> None:
         self.count += 1
-        self.world.submit(f"j{self.count:03}", project, size * workers, gpus_per_worker=size)
+        self.world.submit(f"j{self.count:03}", project, size * workers, gpus_per_worker=size, min_run_time_s=least)
 
     @precondition(lambda self: self.world.specs)
     @rule(data=st.data())
@@ -139,6 +145,7 @@ class History(RuleBasedStateMachine):
     def plans_are_sound(self) -> None:
         decided = self.world.plan()
         assert decided == self.world.plan()
+        assert decided == plan(copied(self.world.state), self.world.now)
         assert decided.again_at is None or decided.again_at > self.world.now
         self.world.check_indexes()
         placed = {n.job for n in decided.nominate}
