@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import await_stop, start
+from kfp_gpuquota.errors import ConflictError
 
 if TYPE_CHECKING:
     import subprocess
@@ -32,10 +34,28 @@ def own_cluster(directory: Path, teams: Mapping[str, int], gpus: int) -> Iterato
     Every process started meanwhile finds it: $GPUQUOTA_HOME says where it is. At the end nothing of it runs any more.
     """
     home = Home(directory / "cluster")
-    shut_down(home)  # of a run before that was killed
-    shutil.rmtree(directory, ignore_errors=True)
-    home.create()
     os.environ["GPUQUOTA_HOME"] = str(home.root)
+    with alone(directory):
+        shut_down(home)  # of a run before that was killed
+        shutil.rmtree(directory, ignore_errors=True)
+        home.create()
+        yield from served(home, teams, gpus)
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """One run at a time in `directory`. ConflictError where there is one."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConflictError(f"another run uses {directory}; wait for its end, or run this one elsewhere") from error
+        yield
+
+
+def served(home: Home, teams: Mapping[str, int], gpus: int) -> Iterator[Client]:
+    """The cluster from its start to its end."""
     try:
         start(home, (msgspec.json.encode(ClusterConfig(gpus_per_node=gpus)).decode(),))
         client = connect()

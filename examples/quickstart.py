@@ -25,6 +25,7 @@ from timeline import draw
 
 from kfp_gpuquota.api import Job, JobSpec, Kind, Resize
 from kfp_gpuquota.cluster.local.devices import CPU_SLOT
+from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -202,6 +203,9 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("interrupted; everything is stopped")
         return 130
+    except GpuQuotaError as error:
+        console.print(f"[red]wrong:[/] {error.message}")
+        return error.exit_code
     for problem in problems:
         console.print(f"[red]wrong:[/] {problem}; see {LOG}")
     console.print(f"finished in {time.monotonic() - began:.0f} s", highlight=False)

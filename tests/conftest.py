@@ -75,16 +75,22 @@ class EmbeddedCluster:
 
     def processes(self) -> list[str]:
         """Command lines of all processes that belong to this cluster."""
-        return list(_command_lines(str(self.home.root).encode()))
+        return [f"{pid}: {line}" for pid, line in _command_lines(str(self.home.root).encode())]
+
+    def kill_everything(self) -> None:
+        """What an orderly end has left, for a test that fails must not disturb those after it."""
+        for pid, _line in _command_lines(str(self.home.root).encode()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
-def _command_lines(root: bytes) -> Iterator[str]:
+def _command_lines(root: bytes) -> Iterator[tuple[int, str]]:
     for process in Path("/proc").iterdir():
         if process.name.isdecimal() and int(process.name) != os.getpid():
             with contextlib.suppress(OSError):
                 line, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
                 if line and (root + b"\0" in line or root + b"/" in line + environment):
-                    yield f"{process.name}: {line.replace(bytes(1), b' ').decode(errors='replace')}"
+                    yield int(process.name), line.replace(bytes(1), b" ").decode(errors="replace")
 
 
 @contextlib.contextmanager
@@ -97,7 +103,10 @@ def running_cluster(root: Path, config: ClusterConfig | None = None) -> Iterator
     try:
         yield cluster
     finally:
-        _shut_down(cluster)
+        try:
+            _shut_down(cluster)
+        finally:
+            cluster.kill_everything()
 
 
 def _shut_down(cluster: EmbeddedCluster) -> None:
