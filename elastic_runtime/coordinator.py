@@ -50,6 +50,7 @@ class Coordinator:
         self._incarnation = uuid.uuid4().hex
         self._outbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._connection: http.client.HTTPConnection | None = None
+        self._greeting = threading.Lock()  # what is said during the greeting follows it, and is not dropped
         self._closing = threading.Event()
         self._ended = threading.Event()
         self._reader = threading.Thread(target=self._read, name="elastic-orders", daemon=True)
@@ -110,9 +111,10 @@ class Coordinator:
         connection.putheader("Authorization", f"Bearer {self._environment.token()}")
         connection.putheader("Transfer-Encoding", "chunked")
         connection.endheaders()
-        self._forget_outbox()
-        connection.sock.sendall(b"".join(_chunk(event) for event in self._standing()))
-        self._connection = connection
+        with self._greeting:
+            self._forget_outbox()
+            connection.sock.sendall(b"".join(_chunk(event) for event in self._standing()))
+            self._connection = connection
         response = connection.getresponse()
         if response.status in {401, 404, 409}:
             raise CoordinatorError(f"worker {self.worker!r}: the coordinator answered {_message(response)}")
@@ -133,7 +135,8 @@ class Coordinator:
                 event = self._outbox.get(timeout=HEARTBEAT_S)
             except queue.Empty:
                 event = {"event": "WorkerHeard", "worker": self.worker}
-            connection = self._connection
+            with self._greeting:
+                connection = self._connection
             if connection is None or connection.sock is None:
                 if event is None:
                     self._ended.set()
