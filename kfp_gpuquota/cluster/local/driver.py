@@ -278,8 +278,10 @@ class Driver:
                 record = self._state.workers[worker]
                 ranked = msgspec.structs.replace(record.worker, rank=rank)
                 transcript.change.workers[worker] = msgspec.structs.replace(record, worker=ranked)
+            # Until its first generation a job's size was that of its processes, which is not what it trained with.
+            size = job.size if job.managed else 0
             changed = resized(
-                msgspec.structs.replace(job, managed=True),
+                msgspec.structs.replace(job, managed=True, size=size),
                 len(commit.members) * job.spec.worker_gpus,
                 transcript.now,
                 generation=commit.generation,
