@@ -10,6 +10,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,6 +84,24 @@ def test_a_directory_that_others_could_read_is_closed(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir(mode=0o755)
     with running_cluster(tmp_path / "home") as cluster:
         assert cluster.home.root.stat().st_mode & 0o777 == 0o700
+
+
+def test_another_user_of_the_machine_reads_neither_token_nor_logs_nor_state() -> None:
+    with tempfile.TemporaryDirectory() as shared, running_cluster(Path(shared) / "home") as cluster:
+        Path(shared).chmod(0o755)
+        cluster.project("team-a", 1)
+        job = cluster.submit("job", "sh", "-c", "echo secret; sleep infinity")
+        cluster.wait_for_phase("job", "Running")
+        log = cluster.home.worker(job.uid, f"{job.uid}-0") / "log"
+        for path in (cluster.home.token_file, cluster.home.database, log, cluster.home.job_token_file(job.uid)):
+            assert path.exists()
+            assert path.stat().st_mode & 0o077 == 0 or cluster.home.root.stat().st_mode & 0o077 == 0
+            if os.geteuid() == 0:
+                assert b"Permission denied" in as_nobody("cat", str(path))
+
+
+def as_nobody(*command: str) -> bytes:
+    return subprocess.run(command, user=65534, capture_output=True, check=False).stderr
 
 
 def test_a_full_disk_refuses_what_is_new_and_loses_nothing(team: EmbeddedCluster) -> None:
