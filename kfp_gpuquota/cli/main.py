@@ -31,7 +31,9 @@ def keep_examples(commands: typer.Typer) -> None:
     """The lines of an example are not to be filled like a paragraph: a backspace before them says so to click."""
     for command in commands.registered_commands:
         assert command.callback is not None
-        command.help = inspect.cleandoc(command.callback.__doc__ or "").replace("\b\n", "").replace("\nExample", "\n\b\nExample")
+        command.help = (
+            inspect.cleandoc(command.callback.__doc__ or "").replace("\b\n", "").replace("\nExample", "\n\b\nExample")
+        )
     for group in commands.registered_groups:
         assert group.typer_instance is not None
         keep_examples(group.typer_instance)
