@@ -52,7 +52,7 @@ def save(directory: str, step: int, state: object, *, keep: int = KEEP) -> Path:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise CheckpointError(f"step {step} could not be saved to {directory}: {error}; free or mount it") from error
-    for old in checkpoints(directory)[keep:]:
+    for old in (*checkpoints(directory)[keep:], *_abandoned(target)):
         old.unlink(missing_ok=True)
     return target
 
@@ -71,6 +71,12 @@ def load_newest(directory: str) -> tuple[int, Any] | None:
 def checkpoints(directory: str) -> list[Path]:
     """All of them, newest first."""
     return sorted(Path(directory).glob("checkpoint-*.elastic"), reverse=True)
+
+
+def _abandoned(newest: Path) -> list[Path]:
+    """What workers that were killed while they wrote have left: nobody needs a step before `newest` any more."""
+    partials = newest.parent.glob("checkpoint-*.partial-*")
+    return [partial for partial in partials if partial.name.partition(".")[0] <= newest.stem]
 
 
 def _write(file: BufferedWriter, step: int, skeleton: bytes, tensors: list[torch.Tensor]) -> None:

@@ -70,9 +70,13 @@ class Keeper:
         if not self._directory:
             _log.warning("ELASTIC_CHECKPOINT_DIR is not set: the %d steps trained so far are lost", step)
             return
+        self.settle()
+        self._write(step, capture(), 0.0)
+
+    def settle(self) -> None:
+        """Return when nothing is being written any more."""
         if self._writer is not None:
             self._writer.join()
-        self._write(step, capture(), 0.0)
 
     def _copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         known = [(copy.shape, copy.dtype) for copy in self._copies]

@@ -148,6 +148,7 @@ class Member:
         """The last step is applied."""
         self.reporter.line("finished", step=step)
         self._stand("TrainingFinished", step=step)
+        self._keeper.settle()
 
     def leave_if_told(self, state: TrainingState) -> None:
         """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""

@@ -96,6 +96,13 @@ def test_intervals_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
         elastic_runtime.init(**options)
 
 
+def test_what_a_killed_writer_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-000000000003.partial-4711").write_bytes(b"half")
+    (tmp_path / "checkpoint-000000000009.partial-4712").write_bytes(b"somebody is at it")
+    path = checkpoint.save(str(tmp_path), 5, {"step": 5})
+    assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, "checkpoint-000000000009.partial-4712"]
+
+
 def test_a_full_disk_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
