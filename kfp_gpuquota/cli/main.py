@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kfp_gpuquota.cli import cluster, jobs, pipeline, projects, show, submit
+from kfp_gpuquota.cli import cluster, jobs, pipeline, projects, show, simulate, submit
 from kfp_gpuquota.errors import GpuQuotaError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.add_typer(projects.config, name="config")
 submit.register(app)
 show.register(app)
 jobs.register(app)
+simulate.register(app)
 
 
 def keep_examples(commands: typer.Typer) -> None:

@@ -84,4 +84,5 @@ class _Copier:
         ledger.by_future = {count: list(names) for count, names in original.by_future.items()}
         ledger.capacity, ledger.by_size = list(original.capacity), dict(original.by_size)
         ledger.gpu_memory_mib = original.gpu_memory_mib
+        ledger.shared_hosts = {self.hosts[host]: None for host in original.shared_hosts}
         ledger.leaving = {self.tasks[task]: None for task in original.leaving}

@@ -52,10 +52,12 @@ class Cycle:
         sheltered: Iterable[Job] = (),
         now: float = 0.0,
         in_order: bool = False,
+        strict: bool = False,
     ) -> None:
         self.ledger = ledger
         self.below = below
         self.in_order = in_order
+        self.strict = strict
         self.takes = True
         self.barred: set[Job] = set()
         self.actions: Sequence[str] = ()
@@ -130,7 +132,7 @@ class Cycle:
 
     def _each(self, action: str, attempt: Try) -> None:
         agenda = Agenda(self.ledger, self.touched, in_order=self.in_order)
-        if action == "allocate":
+        if action == "allocate" and not self.strict:
             agenda.close_where(lambda job: not self._has_room(job))
         while (head := agenda.next()) is not None:
             group, job = head
@@ -141,6 +143,8 @@ class Cycle:
             if attempt(job, next_tasks(job), group.amount):
                 self._note(action, job, mark)
                 agenda.served(group, job)
+            elif self.strict:
+                return
             else:
                 agenda.failed(group)
                 if action == "reclaim" and quota.barred_by_share(job, group.amount):

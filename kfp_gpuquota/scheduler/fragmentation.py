@@ -81,7 +81,7 @@ class Packer:
         self.cpu: Ints = np.array([m.cpu_milli for m in machines], dtype=np.int64)
         self.memory: Ints = np.array([m.memory_mib for m in machines], dtype=np.int64)
         self.models = np.array([m.model for m in machines])
-        self._mix = _Mix(mix, self.models)
+        self._mix = Mix(mix, self.models)
         everything = np.arange(len(machines))
         self._fragments = self._mix.fragments(everything, self.gpu, self.cpu, self.memory)
         self._changes: list[int] = []
@@ -155,13 +155,13 @@ _SHARPNESS: Final = 1.5
 percent of a cluster are kept for demands that hardly ever come. Rejected: dropping the rarest 5 or 10 % of the mix."""
 
 
-class _Mix:
+class Mix:
     """The prior: demands with probabilities, as arrays over kinds of demand (k) and distinct shares (s)."""
 
-    def __init__(self, mix: Mapping[Demand, float], models: NDArray[np.str_]) -> None:
+    def __init__(self, mix: Mapping[Demand, float], models: NDArray[np.str_], *, sharpness: float = _SHARPNESS) -> None:
         demands = [d for d in mix if d.devices]
-        total = sum(count**_SHARPNESS for count in mix.values()) or 1.0
-        self.weight: Floats = np.array([mix[d] ** _SHARPNESS / total for d in demands])  # (k,)
+        total = sum(count**sharpness for count in mix.values()) or 1.0
+        self.weight: Floats = np.array([mix[d] ** sharpness / total for d in demands])  # (k,)
         self.shares: Ints = np.array(sorted({d.milli for d in demands}), dtype=np.int64)  # (s,)
         self.share: Ints = np.searchsorted(self.shares, [d.milli for d in demands])  # (k,): index into shares
         self.devices: Ints = np.array([d.devices for d in demands], dtype=np.int64)

@@ -32,6 +32,7 @@ class Ledger:
         self.gpu_memory_mib = 0
         self.by_size: dict[int, int] = {}
         self.leaving: dict[Task, None] = {}
+        self.shared_hosts: dict[Host, None] = {}
         self.touched_hosts: list[Host] = []
         self._journal: list[Change] = []
 
@@ -44,6 +45,8 @@ class Ledger:
             host.used, host.leaving, host.nominated = old.used, old.leaving, old.nominated
             host.other, host.tasks = old.other, old.tasks
             host.shared = old.shared
+            self.shared_hosts.pop(old, None)
+            self._note_shared(host)
             for task in host.tasks:
                 task.node = host
                 task.job.hosts[host] = task.job.hosts.pop(old, 0) or task.job.hosts[host]
@@ -147,9 +150,16 @@ class Ledger:
                 other[2] += sign
         if (old is None) != (new is None):
             _note_present(task, host, 1 if old is None else -1)
+            self._note_shared(host)
         if task.devices:
             _count_devices(host, task.devices, request.share_of(host.gpu_memory_mib), old, new)
             self._reindex(host)
+
+    def _note_shared(self, host: Host) -> None:
+        if host.shared:
+            self.shared_hosts[host] = None
+        else:
+            self.shared_hosts.pop(host, None)
 
     def _reindex(self, host: Host) -> None:
         if not host.ready:

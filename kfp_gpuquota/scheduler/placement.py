@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from heapq import merge
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler.model import Host, Status, Task
+from kfp_gpuquota.scheduler.model import GPU, Host, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -164,15 +165,22 @@ def _roomiest(ledger: Ledger, devices: int, *, future: bool) -> Iterable[Host]:
 
 
 def _packed(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:
-    """For shared devices: the host whose best device is the fullest, then the fullest host."""
+    """For shared devices: the host whose best device is the fullest, then the fullest host.
 
-    def key(host: Host) -> tuple[float, float, str]:
-        free = host.future if future else host.idle
-        share = task.request.share_of(host.gpu_memory_mib)
-        best = min((free(d) for d in host.devices if free(d) >= share), default=0)
-        return (best, sum(free(d) for d in host.devices), host.name)
+    Only hosts where devices are shared already are looked at one by one: on the others a device is idle or is not.
+    """
+    index = ledger.by_future if future else ledger.by_idle
+    partly = sorted(key for key in (_packing_key(host, task, future=future) for host in ledger.shared_hosts) if key[0])
+    wholly = ((GPU, n * GPU, name) for n in sorted(index) if n for name in index[n] if not ledger.hosts[name].shared)
+    return (ledger.hosts[name] for _, _, name in merge(partly, wholly))
 
-    return sorted(ledger.hosts.values(), key=key)
+
+def _packing_key(host: Host, task: Task, *, future: bool) -> tuple[int, int, str]:
+    """What the fullest device with enough left has left (0: there is none), what is left on the host, its name."""
+    free = host.future if future else host.idle
+    left = [free(d) for d in host.devices]
+    share = task.request.share_of(host.gpu_memory_mib)
+    return (min((n for n in left if n >= share), default=0), sum(left), host.name)
 
 
 def _other_fits(host: Host, task: Task, *, future: bool, freed: Sequence[float] = (0, 0, 0)) -> bool:

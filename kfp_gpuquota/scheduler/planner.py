@@ -30,18 +30,21 @@ class Outcome:
     move: list[Task] = field(default_factory=list)
 
 
-def plan(state: State, now: float, actions: Sequence[str] = ACTIONS) -> Plan:
-    """What to do in this state at time `now` (seconds since the epoch). Pure: the same history, the same plan."""
+def plan(state: State, now: float, actions: Sequence[str] = ACTIONS, *, strict: bool = False) -> Plan:
+    """What to do in this state at time `now` (seconds since the epoch). Pure: the same history, the same plan.
+
+    With `strict` nobody overtakes: the first job in the order that cannot be served ends the action.
+    """
     ledger = state.ledger
     ledger.settle()
     mark = ledger.mark()
     try:
-        return _read(state, _decide(state, now, actions), mark)
+        return _read(state, _decide(state, now, actions, strict=strict), mark)
     finally:
         ledger.rollback(mark)
 
 
-def _decide(state: State, now: float, actions: Sequence[str]) -> Cycle:
+def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool) -> Cycle:
     """Run a cycle in which nobody is stopped for a job that would not start."""
     cycle = Cycle(
         state.ledger,
@@ -49,6 +52,8 @@ def _decide(state: State, now: float, actions: Sequence[str]) -> Cycle:
         below=state.below.values(),
         sheltered=state.sheltered.values(),
         now=now,
+        in_order=strict,
+        strict=strict,
     )
     cycle.run(actions)
     while lost := would_not_start(cycle):

@@ -1,0 +1,27 @@
+"""The scheduler over traces, in simulated time: what would have become of these jobs under another policy.
+
+Belongs here: reading traces, policies to compare, simulated time, measures, the picture. Does not: scheduling, which is
+`kfp_gpuquota.scheduler`, the very same that runs clusters.
+"""
+
+from kfp_gpuquota.simulator.measures import Result, Spread
+from kfp_gpuquota.simulator.policies import POLICIES, Policy, Quotas
+from kfp_gpuquota.simulator.simulation import Options, simulate
+from kfp_gpuquota.simulator.trace import TraceJob, TraceNode, make_elastic, read_jobs, read_nodes, sped_up, thinned
+
+__all__ = [
+    "POLICIES",
+    "Options",
+    "Policy",
+    "Quotas",
+    "Result",
+    "Spread",
+    "TraceJob",
+    "TraceNode",
+    "make_elastic",
+    "read_jobs",
+    "read_nodes",
+    "simulate",
+    "sped_up",
+    "thinned",
+]

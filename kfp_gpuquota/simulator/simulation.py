@@ -1,0 +1,319 @@
+"""A trace in simulated time: arrivals, ends and departures in order, and the scheduler's plan after each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from kfp_gpuquota.api import Project
+from kfp_gpuquota.scheduler import (
+    JobRemoved,
+    Placement,
+    Plan,
+    ProgressReported,
+    QuotaChanged,
+    State,
+    WorkerGone,
+    WorkerLeaving,
+    WorkerStarted,
+)
+from kfp_gpuquota.scheduler.model import GPU, Host, Job, Request, Task
+from kfp_gpuquota.scheduler.planner import plan
+from kfp_gpuquota.simulator.measures import Fragments, Meter, Result, Spread, spread
+from kfp_gpuquota.simulator.policies import Policy, Quotas
+from kfp_gpuquota.simulator.trace import WHOLE, TraceJob, TraceNode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+EVERYONE = "everyone"
+SAMPLES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How jobs behave, the same under every policy; `clock` (s) only measures how long planning takes.
+
+    A worker that must go holds its GPUs for `leave_s`. A job that is stopped goes on from its last checkpoint, one
+    every `checkpoint_s`. Of an elastic job's work, `serial` is done no faster by more workers (Amdahl's law), and it
+    is not grown again for `cool_down_s`. `guaranteed` is in GPUs by project; the rest of the cluster is guaranteed to
+    the other projects by the GPU time that they ask for.
+    """
+
+    clock: Callable[[], float]
+    leave_s: float = 10.0
+    checkpoint_s: float = 1800.0
+    serial: float = 0.05
+    cool_down_s: float = 60.0
+    guaranteed: Mapping[str, int] = field(default_factory=dict)
+
+    def throughput(self, workers: int) -> float:
+        """In units of one worker's."""
+        return 1 / (self.serial + (1 - self.serial) / workers) if workers else 0.0
+
+
+def simulate(nodes: Sequence[TraceNode], jobs: Sequence[TraceJob], policy: Policy, options: Options) -> Result:
+    """Run the whole trace until the last job that can start has ended."""
+    began = options.clock()
+    simulation = Simulation(nodes, jobs, policy, options)
+    simulation.run()
+    return simulation.result(options.clock() - began)
+
+
+def guarantees(nodes: Sequence[TraceNode], jobs: Sequence[TraceJob], given: Mapping[str, int]) -> dict[str, int]:
+    """Whole GPUs by project: what is given, and the rest by the GPU time asked for (largest remainder)."""
+    asked: dict[str, float] = {}
+    for job in jobs:
+        asked[job.project] = asked.get(job.project, 0.0) + job.gpu_seconds
+    open_to = sorted(asked.keys() - given.keys())
+    left = max(0, sum(node.gpus for node in nodes) - sum(given.values()))
+    total = sum(asked[name] for name in open_to) or 1.0
+    parts = {name: left * asked[name] / total for name in open_to}
+    shares = {name: int(part) for name, part in parts.items()}
+    for name in sorted(parts, key=lambda name: shares[name] - parts[name])[: left - sum(shares.values())]:
+        shares[name] += 1
+    return {**shares, **given}
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """What becomes of one job. `done` is in seconds of work at the requested size, as of `since`."""
+
+    trace: TraceJob
+    job: Job
+    done: float = 0.0
+    since: float = 0.0
+    rate: float = 0.0
+    workers: int = 0
+    saved: float = 0.0
+    began_at: float = 0.0
+    epoch: int = 0
+    first_started_at: float | None = None
+    ended_at: float | None = None
+
+
+class Simulation:
+    """The world around the scheduler: carries its plans out, and lets time pass."""
+
+    def __init__(self, nodes: Sequence[TraceNode], jobs: Sequence[TraceJob], policy: Policy, options: Options) -> None:
+        self._policy, self._options = policy, options
+        self._state = State()
+        self._gpus = sum(node.gpus for node in nodes)
+        self._models = {node.name: node.model for node in nodes}
+        for node in nodes:
+            self._state.ledger.put_host(_host(node))
+        self._set_quotas(guarantees(nodes, jobs, options.guaranteed))
+        self._lives: dict[str, Life] = {}
+        self._events: list[tuple[float, int, Callable[..., None], Any]] = []
+        self._order = count()
+        self._serial = count()
+        self._now = 0.0
+        self._resizes = self._evictions = self._plans = 0
+        self._lost_gpu_s = self._slowest_s = 0.0
+        self._first_at = jobs[0].arrives_at if jobs else 0.0
+        self._window = _window(jobs)
+        self._meter = Meter(
+            grid=_grid(*self._window),
+            hosts=self._state.ledger.hosts,
+            fragments=Fragments(nodes, jobs),
+            projects=sorted({job.project for job in jobs}),
+        )
+        for index, job in enumerate(jobs):
+            self._at(job.arrives_at, self._arrive, (index, job))
+
+    def run(self) -> None:
+        """Let time pass until nothing is left to happen."""
+        while self._events:
+            self._now = self._events[0][0]
+            self._meter.advance(self._now)
+            while self._events and self._events[0][0] == self._now:
+                _, _, happen, what = heappop(self._events)
+                happen(what)
+            while self._plan():
+                pass
+
+    def result(self, seconds: float) -> Result:
+        """What came out."""
+        lives = list(self._lives.values())
+        samples = self._meter.series()
+        window = max(1.0, self._window[1] - self._window[0])
+        return Result(
+            policy=self._policy.name,
+            title=self._policy.title,
+            gpus=self._gpus,
+            jobs=len(lives),
+            finished=sum(life.ended_at is not None for life in lives),
+            utilisation_percent=100 * self._meter.gpu_seconds / (window * max(1, self._gpus)),
+            fragmentation_percent=sum(samples.fragmentation_percent) / max(1, len(samples.at)),
+            waiting={name: self._waited(name) for name in self._meter.projects},
+            completion=spread(life.ended_at - life.trace.arrives_at for life in lives if life.ended_at is not None),
+            resizes=self._resizes,
+            evictions=self._evictions,
+            lost_gpu_hours=self._lost_gpu_s / 3600,
+            makespan_s=max((life.ended_at or 0.0 for life in lives), default=0.0) - self._first_at,
+            plans=self._plans,
+            slowest_plan_ms=1e3 * self._slowest_s,
+            seconds=seconds,
+            series=samples,
+        )
+
+    def _waited(self, project: str) -> Spread:
+        mine = [life for life in self._lives.values() if life.trace.project == project]
+        return spread(
+            life.first_started_at - life.trace.arrives_at for life in mine if life.first_started_at is not None
+        )
+
+    def _set_quotas(self, guaranteed: Mapping[str, int]) -> None:
+        quotas = self._policy.quotas
+        if quotas is Quotas.NONE:
+            guaranteed = {EVERYONE: self._gpus}
+        for name, gpus in guaranteed.items():
+            limit = gpus if quotas is Quotas.STATIC else None
+            self._state.apply(QuotaChanged(Project(name=name, guaranteed=gpus, limit=limit)))
+
+    # What happens
+
+    def _at(self, time: float, happen: Callable[..., None], what: object) -> None:
+        heappush(self._events, (time, next(self._order), happen, what))
+
+    def _arrive(self, arrival: tuple[int, TraceJob]) -> None:
+        index, trace = arrival
+        unlimited = self._policy.quotas is Quotas.NONE
+        queue = self._state.ledger.queues[EVERYONE if unlimited else trace.project]
+        job = Job(
+            uid=f"{index:06}",
+            name=trace.name,
+            queue=queue,
+            gang=trace.fewest,
+            wanted=trace.workers,
+            most=trace.most,
+            request=self._request(trace),
+            priority=50 if unlimited else trace.priority,
+            submitted_at=self._now,
+            cool_down_s=self._options.cool_down_s,
+        )
+        job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
+        self._lives[job.uid] = Life(trace, job)
+        self._meter.waiting_gpus += trace.workers * trace.worker_gpus
+        self._state.add_job(job)
+
+    def _request(self, trace: TraceJob) -> Request:
+        nodes = None
+        if trace.models is not None:
+            nodes = frozenset(name for name, model in self._models.items() if model in trace.models)
+        share = trace.milli * GPU // WHOLE if trace.gpus else GPU
+        memory = trace.memory_mib * 2**20
+        return Request(devices=trace.gpus, share=share, cpu=trace.cpu_milli, memory=memory, nodes=nodes)
+
+    def _finish(self, ending: tuple[Life, int]) -> None:
+        life, epoch = ending
+        if life.epoch != epoch:
+            return
+        life.ended_at = self._now
+        self._state.apply(JobRemoved(life.job.uid))
+        self._sized(life)
+        for worker in list(life.job.tasks):
+            self._gone(worker)
+
+    def _gone(self, worker: str) -> None:
+        if worker in self._state.workers:
+            self._state.apply(WorkerGone(worker, self._now))
+
+    def _pass(self, _: object) -> None:
+        """Nothing but time."""
+
+    # Plans
+
+    def _plan(self) -> bool:
+        """Plan once; whether there was something to do, so that a cluster would plan again."""
+        began = self._options.clock()
+        decided = plan(self._state, self._now, self._policy.actions, strict=self._policy.strict)
+        self._slowest_s = max(self._slowest_s, self._options.clock() - began)
+        self._plans += 1
+        self._carry_out(decided)
+        if decided.again_at is not None:
+            self._at(decided.again_at, self._pass, None)
+        return not decided.empty
+
+    def _carry_out(self, decided: Plan) -> None:
+        for evict in decided.evict:
+            self._evictions += 1
+            self._leave(evict.workers)
+        for move in decided.move:
+            self._leave((move.worker,))
+            self._start(move.job, (move.to,))
+        for resize in decided.resize:
+            self._resizes += 1
+            self._leave(resize.remove)
+            self._start(resize.job, resize.add)
+        for bind in decided.bind:
+            self._start(bind.job, bind.placements)
+        changed = [d.job for group in (decided.evict, decided.move, decided.resize, decided.bind) for d in group]
+        for uid in dict.fromkeys(changed):
+            self._sized(self._lives[uid])
+
+    def _leave(self, workers: Sequence[str]) -> None:
+        for worker in workers:
+            self._state.apply(WorkerLeaving(worker, self._now))
+            if self._options.leave_s:
+                self._at(self._now + self._options.leave_s, self._gone, worker)
+            else:
+                self._gone(worker)
+
+    def _start(self, uid: str, placements: Sequence[Placement]) -> None:
+        for at in placements:
+            worker = f"{uid}-{next(self._serial)}"
+            self._state.apply(WorkerStarted(worker, uid, at.node, at.devices, self._now))
+
+    def _sized(self, life: Life) -> None:
+        """The job goes on at the size that it has now, from what it has done so far."""
+        trace, before, workers = life.trace, life.workers, 0 if life.ended_at is not None else life.job.active
+        life.done += life.rate * (self._now - life.since)
+        if before and not workers and life.ended_at is None:
+            self._restart_from_checkpoint(life)
+        if not before:
+            life.began_at, life.saved = self._now, life.done
+        if workers and life.first_started_at is None:
+            life.first_started_at = self._now
+        self._meter.add(trace.project, (workers - before) * trace.worker_gpus)
+        queued = (not workers and life.ended_at is None) - (not before)
+        self._meter.waiting_gpus += queued * trace.workers * trace.worker_gpus
+        rate = self._options.throughput(workers) / self._options.throughput(trace.workers)
+        life.workers, life.rate, life.since, life.epoch = workers, rate, self._now, life.epoch + 1
+        if workers:
+            self._at(self._now + max(0.0, trace.duration_s - life.done) / rate, self._finish, (life, life.epoch))
+            self._report(life)
+
+    def _restart_from_checkpoint(self, life: Life) -> None:
+        """Work since the last checkpoint of this run is done again; those were taken every so many seconds."""
+        run = self._now - life.began_at
+        kept = life.saved
+        if run >= self._options.checkpoint_s:
+            kept += (life.done - life.saved) * (run - run % self._options.checkpoint_s) / run
+        trace = life.trace
+        self._lost_gpu_s += (life.done - kept) * trace.workers * trace.worker_gpus
+        life.done = kept
+
+    def _report(self, life: Life) -> None:
+        """An elastic job measures its throughput at each size."""
+        if life.trace.fewest < life.trace.most:
+            said = self._options.throughput(life.workers)
+            self._state.apply(ProgressReported(life.job.uid, 0, self._now, throughput=said, workers=life.workers))
+
+
+def _host(node: TraceNode) -> Host:
+    memory = node.memory_mib * 2**20
+    return Host(name=node.name, devices=tuple(range(node.gpus)), cpu=node.cpu_milli, memory=memory)
+
+
+def _window(jobs: Sequence[TraceJob]) -> tuple[float, float]:
+    """From the first arrival, but for the earliest 1 % (which may be months ahead of all others), to the last."""
+    arrivals = [job.arrives_at for job in jobs] or [0.0]
+    return arrivals[len(arrivals) // 100], arrivals[-1]
+
+
+def _grid(first: float, last: float) -> list[float]:
+    step = (last - first) / (SAMPLES - 1)
+    return [first + i * step for i in range(SAMPLES)]

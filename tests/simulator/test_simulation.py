@@ -1,0 +1,146 @@
+"""Traces of a few jobs, whose outcome under each policy can be worked out by hand."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kfp_gpuquota.simulator import POLICIES, Options, Result, TraceJob, TraceNode, simulate
+from kfp_gpuquota.simulator.simulation import guarantees
+
+
+def node(gpus: int, name: str = "n0") -> TraceNode:
+    return TraceNode(name, gpus, cpu_milli=64_000, memory_mib=262_144)
+
+
+def job(name: str, at: float, lasts: float, gpus: int = 1, project: str = "a", **more: int) -> TraceJob:
+    return TraceJob(name, project, float(at), float(lasts), gpus, **more)  # type: ignore[arg-type]
+
+
+def run(policy: str, nodes: list[TraceNode], jobs: list[TraceJob], **options: object) -> Result:
+    return simulate(nodes, jobs, POLICIES[policy], Options(clock=perf_counter, **options))  # type: ignore[arg-type]
+
+
+OVERTAKING = [job("first", 0, 100), job("large", 10, 100, gpus=2), job("small", 20, 10)]
+
+
+def test_first_come_first_served_lets_nobody_overtake() -> None:
+    result = run("fifo", [node(2)], OVERTAKING)
+    # large waits for first until 100, small for large until 200
+    assert result.completion.max_s == 190
+    assert result.waiting["a"].max_s == 180
+
+
+def test_best_fit_lets_overtake_who_fits() -> None:
+    result = run("best-fit", [node(2)], OVERTAKING)
+    assert result.waiting["a"].max_s == 90
+    assert result.completion.max_s == 190
+
+
+TWO_TEAMS = {"a": 1, "b": 1}
+
+
+def test_static_quotas_leave_idle_what_another_team_does_not_use() -> None:
+    jobs = [job("one", 0, 100), job("two", 0, 100)]
+    static = run("static", [node(2)], jobs, guaranteed=TWO_TEAMS)
+    borrowing = run("gpuquota", [node(2)], jobs, guaranteed=TWO_TEAMS)
+    assert (static.waiting["a"].max_s, borrowing.waiting["a"].max_s) == (100, 0)
+
+
+def test_a_guarantee_is_got_back_and_what_was_stopped_goes_on_from_its_checkpoint() -> None:
+    jobs = [job("one", 0, 100), job("two", 1, 100), job("owner", 31, 100, project="b")]
+    result = run("gpuquota", [node(2)], jobs, guaranteed=TWO_TEAMS, leave_s=0.0, checkpoint_s=20.0)
+    # two is the one that loses less: it ran for 30 s and keeps 20, waits for one until 100, and needs 80 s more.
+    assert (result.evictions, result.waiting["b"].max_s) == (1, 0)
+    assert result.lost_gpu_hours == pytest.approx(10 / 3600)
+    assert result.completion.max_s == 179
+
+
+def test_a_worker_that_must_go_holds_its_gpu_for_a_while() -> None:
+    jobs = [job("one", 0, 100), job("two", 1, 100), job("owner", 30, 100, project="b")]
+    result = run("gpuquota", [node(2)], jobs, guaranteed=TWO_TEAMS, leave_s=10.0)
+    assert result.waiting["b"].max_s == 10
+
+
+def test_an_elastic_job_is_done_sooner_with_what_is_idle() -> None:
+    jobs = [job("elastic", 0, 100, workers=1, fewest=1, most=2)]
+    result = run("gpuquota", [node(2)], jobs, serial=0.0)
+    assert result.completion.max_s == 50
+    half = run("gpuquota", [node(2)], jobs, serial=0.5)
+    assert half.completion.max_s == pytest.approx(75)
+
+
+def test_an_elastic_job_shrinks_for_a_guarantee_and_loses_no_work() -> None:
+    jobs = [job("elastic", 0, 100, workers=1, fewest=1, most=2), job("owner", 20, 1000, project="b")]
+    result = run("gpuquota", [node(2)], jobs, guaranteed=TWO_TEAMS, serial=0.0, leave_s=0.0)
+    # lent one at once: 40 s of work in the first 20 s, then 60 s more
+    assert (result.resizes, result.evictions, result.lost_gpu_hours) == (2, 0, 0)
+    assert result.completion.median_s == 1000
+    assert result.completion.mean_s == (80 + 1000) / 2
+
+
+def test_shares_of_a_gpu_are_packed_onto_one() -> None:
+    jobs = [job(f"half-{i}", i, 100, milli=500) for i in range(2)] + [job("whole", 5, 100, gpus=1)]
+    result = run("best-fit", [node(2)], jobs)
+    assert result.waiting["a"].max_s == 0
+
+
+def test_a_job_goes_only_to_the_models_it_allows() -> None:
+    nodes = [node(1), TraceNode("n1", 1, 64_000, 262_144, model="T4")]
+    jobs = [TraceJob(f"j{i}", "a", 0.0, 100.0, 1, models=frozenset({"T4"})) for i in range(2)]
+    assert run("best-fit", nodes, jobs).waiting["a"].max_s == 100
+
+
+def test_a_job_that_fits_nowhere_never_starts_and_holds_up_nobody_else() -> None:
+    result = run("gpuquota", [node(2)], [job("huge", 0, 10, gpus=4), job("small", 1, 10)])
+    assert (result.jobs, result.finished) == (2, 1)
+
+
+def test_utilisation_is_of_the_time_between_arrivals() -> None:
+    jobs = [job("early", 0, 50), job("late", 100, 10)]
+    assert run("best-fit", [node(2)], jobs).utilisation_percent == pytest.approx(25)
+
+
+def test_what_is_idle_and_unusable_counts_as_fragmented() -> None:
+    jobs = [job(f"pair-{i}", i, 100, gpus=2) for i in range(2)]
+    scattered = [node(1, "n0"), node(1, "n1"), node(2, "n2")]
+    assert run("best-fit", scattered, jobs).fragmentation_percent > 90
+    assert run("best-fit", [node(4)], jobs).fragmentation_percent == 0
+
+
+def test_what_is_not_given_is_guaranteed_by_the_gpu_time_asked_for() -> None:
+    jobs = [job("x", 0, 30), job("y", 0, 10, project="b"), job("z", 0, 1, project="c")]
+    assert guarantees([node(10)], jobs, {"c": 2}) == {"a": 6, "b": 2, "c": 2}
+
+
+jobs_drawn = st.lists(
+    st.builds(
+        lambda at, lasts, gpus, project, more: (at, lasts, gpus, project, more),
+        st.integers(0, 100),
+        st.integers(1, 100),
+        st.integers(1, 4),
+        st.sampled_from("ab"),
+        st.integers(0, 4),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(jobs_drawn, st.sampled_from(sorted(POLICIES)), st.sampled_from([0.0, 5.0]))
+@settings(max_examples=80, deadline=None)
+def test_every_job_that_fits_ends_whatever_the_policy(
+    drawn: list[tuple[int, int, int, str, int]], policy: str, leave_s: float
+) -> None:
+    jobs = [
+        job(f"j{i}", at, lasts, project=project, workers=gpus, fewest=1 if more else gpus, most=gpus + more)
+        for i, (at, lasts, gpus, project, more) in enumerate(sorted(drawn))
+    ]
+    result = run(policy, [node(4), node(2, "n1")], jobs, guaranteed={"a": 4, "b": 4}, leave_s=leave_s)
+    assert result.finished == len(jobs)
+    again = run(policy, [node(4), node(2, "n1")], jobs, guaranteed={"a": 4, "b": 4}, leave_s=leave_s)
+    assert again == msgspec.structs.replace(result, seconds=again.seconds, slowest_plan_ms=again.slowest_plan_ms)
