@@ -129,7 +129,7 @@ class Ledger:
         job, lent = task.job, False
         leaving = column == _LEAVING
         if not leaving:
-            lent = max(job.active, job.active + sign) > job.wanted
+            lent = job.active + (sign > 0) > job.wanted
             job.active += sign
             _note_running(job, sign)
             if task.status is not Status.HELD and task.moved is None:
@@ -150,7 +150,8 @@ class Ledger:
                 other[2] += sign
         if (old is None) != (new is None):
             _note_present(task, host, 1 if old is None else -1)
-            self._note_shared(host)
+            if not request.whole:
+                self._note_shared(host)
         if task.devices:
             _count_devices(host, task.devices, request.share_of(host.gpu_memory_mib), old, new)
             self._reindex(host)
@@ -230,7 +231,7 @@ def _count_devices(host: Host, devices: tuple[int, ...], share: int, old: int | 
 def _note_running(job: Job, sign: int) -> None:
     """Keep the queue's index of what runs: by job, and how many preemptible ones by priority."""
     queue = job.queue
-    if job.active == max(sign, 0):
+    if job.active == (sign > 0):
         if sign > 0:
             queue.running[job] = None
         else:

@@ -197,7 +197,7 @@ class Job:
     @property
     def saved_at(self) -> float:
         """Since when its work is lost when all of it is stopped: its last checkpoint, else the start of this run."""
-        return max(self.started_at, self.checkpoint_at)
+        return self.checkpoint_at if self.checkpoint_at > self.started_at else self.started_at
 
     @property
     def surplus(self) -> int:

@@ -144,16 +144,18 @@ def _move(copy: Task, cycle: Cycle) -> Move:
 
 
 def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:
-    leaving = [other for task in tasks if task.node is not None for other in task.node.tasks if _blocks(other, task)]
+    leaving = [
+        other
+        for task in tasks
+        if task.node is not None
+        for other in task.node.tasks
+        if other.status is Status.LEAVING and not set(task.devices).isdisjoint(other.devices)
+    ]
     if not leaving:
         # Devices are idle: the project's own leaving workers still count against its limit.
         leaving = [t for j in _jobs_of(tasks) for t in j.tasks.values() if t.status is Status.LEAVING]
     unique = sorted(set(leaving), key=lambda t: t.id)
     return Nominate(job.uid, _placements(tasks), tuple(t.id for t in unique), explain.nominated(job, unique))
-
-
-def _blocks(other: Task, task: Task) -> bool:
-    return other.status is Status.LEAVING and any(d in task.devices for d in other.devices)
 
 
 def _jobs_of(tasks: Sequence[Task]) -> set[Job]:
