@@ -41,7 +41,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """
     rows = [list(row) for row in rows]
     shown = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    widths = [max(len(line[index]) for line in (list(columns), *shown)) for index in range(len(columns))]
+    widths = [max(map(len, column)) for column in zip(columns, *shown, strict=True)]
     right = [bool(rows) and all(isinstance(row[index], int | float) for row in rows) for index in range(len(columns))]
     return "\n".join(_line(line, widths, right) for line in (list(columns), *shown))
 
