@@ -24,14 +24,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from common import print_conditions, print_result
 
 from kfp_gpuquota.api import JobSpec, Project
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.cluster.local.start import await_stop, start
+from kfp_gpuquota.cluster.local.start import await_stop, start_with
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.client import Client
@@ -49,8 +48,7 @@ def main() -> None:
     print_conditions("embedded cluster under load, 4 nodes of 10 slots", jobs=options.jobs, kills=options.kills)
     with tempfile.TemporaryDirectory() as root:
         home = Home(Path(root) / "home")
-        home.create()
-        start(home, (msgspec.json.encode(ClusterConfig(nodes=4, gpus_per_node=10)).decode(),))
+        start_with(home, ClusterConfig(nodes=4, gpus_per_node=10))
         client = connect({"GPUQUOTA_HOME": str(home.root)})
         try:
             figures = measure(client, home, Path(root) / "tally", options.jobs, options.kills)

@@ -15,14 +15,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from common import milliseconds, print_conditions, print_result
 
 from kfp_gpuquota.api import JobSpec, Project
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.cluster.local.start import await_stop, start
+from kfp_gpuquota.cluster.local.start import await_stop, start_with
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.client import Client
@@ -36,8 +35,7 @@ def main() -> None:
     print_conditions("submit latency, embedded cluster, one node of 2 slots", jobs=jobs)
     with tempfile.TemporaryDirectory() as root:
         home = Home(Path(root) / "home")
-        home.create()
-        start(home, (msgspec.json.encode(ClusterConfig(gpus_per_node=2)).decode(),))
+        start_with(home, ClusterConfig(gpus_per_node=2))
         client = connect({"GPUQUOTA_HOME": str(home.root)})
         try:
             client.create_project(Project(name="team", guaranteed=2))

@@ -10,13 +10,11 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from kfp_gpuquota.api import Project
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.cluster.local.start import await_stop, start
+from kfp_gpuquota.cluster.local.start import await_stop, start_with
 from kfp_gpuquota.errors import ConflictError
 
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ def own_cluster(directory: Path, teams: Mapping[str, int], gpus: int) -> Iterato
     with alone(directory):
         shut_down(home)  # of a run before that was killed
         shutil.rmtree(directory, ignore_errors=True)
-        home.create()
         yield from served(home, teams, gpus)
 
 
@@ -57,7 +54,7 @@ def alone(directory: Path) -> Iterator[None]:
 def served(home: Home, teams: Mapping[str, int], gpus: int) -> Iterator[Client]:
     """The cluster from its start to its end."""
     try:
-        start(home, (msgspec.json.encode(ClusterConfig(gpus_per_node=gpus)).decode(),))
+        start_with(home, ClusterConfig(gpus_per_node=gpus))
         client = connect()
         for team, guaranteed in teams.items():
             client.create_project(Project(name=team, guaranteed=guaranteed))

@@ -17,7 +17,7 @@ from kfp_gpuquota.api import Job, JobSpec, Project
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.cluster.local.start import await_stop, start
+from kfp_gpuquota.cluster.local.start import await_stop, start_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,8 +97,7 @@ def _command_lines(root: bytes) -> Iterator[tuple[int, str]]:
 def running_cluster(root: Path, config: ClusterConfig | None = None) -> Iterator[EmbeddedCluster]:
     """A cluster that is stopped at the end, with all its jobs; fails when a process is left."""
     home = Home(root)
-    home.create()
-    start(home, (msgspec.json.encode(config or ClusterConfig(gpus_per_node=2)).decode(),))
+    start_with(home, config or ClusterConfig(gpus_per_node=2))
     cluster = EmbeddedCluster(home, connect({"GPUQUOTA_HOME": str(root)}))
     try:
         yield cluster

@@ -24,7 +24,6 @@ from kfp_gpuquota.api.validation import (
 from kfp_gpuquota.api.worker import Worker
 from kfp_gpuquota.errors import InvalidFieldError
 
-PREEMPTIBLE_BELOW: Final = 100
 DEFAULT_GRACE_PERIOD_S: Final = 30.0
 DEFAULT_COOL_DOWN_S: Final = 10.0
 DEFAULT_MAX_RESTARTS: Final = 3

@@ -27,8 +27,6 @@ def start(nodes: NodesOption = None, gpus_per_node: GpusOption = None) -> None:
       gpuquota cluster start
       gpuquota cluster start --nodes 4 --gpus-per-node 10
     """
-    import msgspec  # noqa: PLC0415
-
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.devices import ClusterConfig  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.start import ensure_running, start_with  # noqa: PLC0415
@@ -41,7 +39,7 @@ def start(nodes: NodesOption = None, gpus_per_node: GpusOption = None) -> None:
         raise ConflictError("the cluster already runs; stop it first to give it another shape: gpuquota cluster stop")
     else:
         config = ClusterConfig(nodes=nodes or 1, gpus_per_node=gpus_per_node)
-        start_with(home, msgspec.json.encode(config).decode())
+        start_with(home, config)
     typer.echo(f"the cluster runs in {home.root}")
     status()
 

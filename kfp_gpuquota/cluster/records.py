@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Reason, Worker, WorkerPhase
+from kfp_gpuquota.api import Job, JobSpec, JobStatus, Reason, Worker, WorkerPhase
 
 # An elastic job may see thousands of workers come and go; every list of jobs would carry them all.
 SHOWN_ENDED: Final = 20
@@ -81,8 +81,3 @@ def view(record: JobRecord, workers: list[WorkerRecord]) -> Job:
 def with_status(record: JobRecord, **changes: object) -> JobRecord:
     """The record with some fields of its status changed."""
     return msgspec.structs.replace(record, status=msgspec.structs.replace(record.status, **changes))
-
-
-def is_waiting(record: JobRecord) -> bool:
-    """It is in the queue."""
-    return record.status.phase is Phase.PENDING

@@ -10,9 +10,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from kfp_gpuquota.errors import ClusterStartError, ConflictError
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.local.devices import ClusterConfig
     from kfp_gpuquota.cluster.local.home import Home
 
 START_TIMEOUT_S: Final = 30.0
@@ -29,10 +32,10 @@ def ensure_running(home: Home) -> None:
     _await_files(home)
 
 
-def start_with(home: Home, config: str) -> None:
-    """Start the daemon with a new shape (a `ClusterConfig` as JSON). Raises ClusterStartError."""
+def start_with(home: Home, config: ClusterConfig) -> None:
+    """Start the daemon with a new shape. Raises ClusterStartError."""
     home.create()
-    start(home, (config,))
+    start(home, (msgspec.json.encode(config).decode(),))
 
 
 def start(home: Home, arguments: tuple[str, ...] = ()) -> None:
