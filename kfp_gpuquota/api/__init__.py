@@ -4,6 +4,15 @@ Belongs here: what travels between rooms, is stored, or is sent over the wire; v
 Does not: decisions (scheduler, membership) and anything that does I/O.
 """
 
+from kfp_gpuquota.api.affinity import (
+    NodeTerm,
+    Operator,
+    Requirement,
+    Taint,
+    TaintEffect,
+    Toleration,
+    TolerationOperator,
+)
 from kfp_gpuquota.api.job import Eviction, Job, JobSpec, JobStatus, Kind, Phase, Progress, Resize
 from kfp_gpuquota.api.node import Device, Node
 from kfp_gpuquota.api.project import Project
@@ -18,12 +27,19 @@ __all__ = [
     "JobStatus",
     "Kind",
     "Node",
+    "NodeTerm",
+    "Operator",
     "Phase",
     "Progress",
     "Project",
     "Reason",
     "ReasonCode",
+    "Requirement",
     "Resize",
+    "Taint",
+    "TaintEffect",
+    "Toleration",
+    "TolerationOperator",
     "Worker",
     "WorkerPhase",
 ]

@@ -7,11 +7,20 @@ from typing import Annotated, Final
 
 import msgspec
 
+from kfp_gpuquota.api.affinity import NodeTerm, Toleration, check_labels
+from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.reason import Reason
+from kfp_gpuquota.api.share import check_share
 from kfp_gpuquota.api.validation import (
+    MAX_COUNT,
+    MAX_MIB,
     MAX_PRIORITY,
     MAX_SECONDS,
+    MIN_CORES,
+    Cores,
     Count,
+    Fraction,
+    Mebibytes,
     Name,
     PositiveCount,
     Priority,
@@ -55,11 +64,19 @@ class Phase(StrEnum):
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a user asks for. GPU counts are of the whole job, in whole GPUs.
+    """What a user asks for. GPU counts are of the whole job, in devices.
 
     A job is elastic where `min_gpus` < `max_gpus`: it starts with as few as `min_gpus` when the rest of `gpus` is
     not free, grows to `max_gpus` with what is idle, and gives back one worker at a time. A worker holds
     `gpus_per_worker` GPUs of one node: by default 1 for an elastic job, all of `gpus` for any other.
+
+    A job may instead ask for a *share*: one worker that holds `gpu_fraction`, or `gpu_memory_mib`, of each of
+    `gpu_devices` GPUs of one node. The request is placed and counted against quota; `gpu_fraction_limit` or
+    `gpu_memory_limit_mib` is what it may use while nobody else needs it, and is never counted. The two kinds do not
+    mix. `gpus` is then `gpu_devices`, and need not be given.
+
+    `cpu` (cores) and `memory_mib` (main memory) are per worker, as are `node_selector` (labels that a node must have),
+    `node_affinity` (one of the terms must admit the node) and `tolerations`.
 
     After a change of its size, it is not grown again for `cool_down_s`; shrinking for others is never delayed.
     Before it has run for `min_run_time_s` it is not stopped for others; what it holds above its minimum may be taken.
@@ -72,10 +89,20 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     min_gpus: PositiveCount | None = None
     max_gpus: PositiveCount | None = None
     gpus_per_worker: PositiveCount | None = None
+    gpu_fraction: Fraction | None = None
+    gpu_fraction_limit: Fraction | None = None
+    gpu_memory_mib: Mebibytes | None = None
+    gpu_memory_limit_mib: Mebibytes | None = None
+    gpu_devices: PositiveCount | None = None
+    cpu: Cores | None = None
+    memory_mib: Mebibytes | None = None
     kind: Kind = Kind.TRAIN
     priority: Priority | None = None
     preemptible: bool | None = None
     node: Name | None = None
+    node_selector: dict[str, str] = {}
+    node_affinity: tuple[NodeTerm, ...] = ()
+    tolerations: tuple[Toleration, ...] = ()
     environment: dict[str, str] = {}
     working_directory: str = ""
     grace_period_s: Seconds = DEFAULT_GRACE_PERIOD_S
@@ -87,9 +114,29 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         check_name("name", self.name)
         check_name("project", self.project)
+        self._check_share()
         self._check_sizes()
         self._check_scheduling()
         self._check_process()
+
+    @property
+    def shared(self) -> bool:
+        """It asks for a part of its devices: others may hold the rest."""
+        return self.gpu_fraction is not None or self.gpu_memory_mib is not None
+
+    def share_of(self, device_memory_mib: int) -> float:
+        """The part of each device that a worker holds, on devices of that size; above 1 where it cannot fit."""
+        if self.gpu_memory_mib is not None:
+            return self.gpu_memory_mib / device_memory_mib if device_memory_mib else float("inf")
+        return 1.0 if self.gpu_fraction is None else self.gpu_fraction
+
+    @property
+    def asks(self) -> str:
+        """What it requests of GPUs, for people: "2", "0.25", "4Gi", "8 x 40Gi"."""
+        if not self.shared:
+            return str(self.gpus)
+        one = show_mib(self.gpu_memory_mib) if self.gpu_memory_mib is not None else f"{self.gpu_fraction:g}"
+        return one if self.worker_gpus == 1 else f"{self.worker_gpus} x {one}"
 
     @property
     def elastic(self) -> bool:
@@ -108,7 +155,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def worker_gpus(self) -> int:
-        """GPUs held by each worker."""
+        """Devices held by each worker, each whole or in part."""
         if self.gpus_per_worker is not None:
             return self.gpus_per_worker
         return 1 if self.elastic else self.gpus
@@ -126,6 +173,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.kind is Kind.TRAIN:
             return 50
         return 75 if self.may_be_preempted else 100
+
+    def _check_share(self) -> None:
+        check_share(self)
+        if self.shared:
+            msgspec.structs.force_setattr(self, "gpus", self.gpu_devices or 1)
 
     def _check_sizes(self) -> None:
         check_count("gpus", self.gpus, 1)
@@ -148,6 +200,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_range("min_run_time_s", self.min_run_time_s, 0, MAX_SECONDS, "s")
         if self.node is not None:
             check_name("node", self.node)
+        if self.cpu is not None:
+            check_range("cpu", self.cpu, MIN_CORES, MAX_COUNT, "cores")
+        if self.memory_mib is not None:
+            check_count("memory_mib", self.memory_mib, 1, "MiB", MAX_MIB)
+        check_labels("node_selector", self.node_selector)
         if self.kind is Kind.BUILD and self.elastic:
             raise InvalidFieldError(
                 "kind", self.kind.value, "an interactive session has one size", hint="leave out min_gpus and max_gpus"
@@ -165,13 +222,19 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What the training itself last reported. `step` counts applied global batches."""
+    """What the training itself last reported. `step` counts applied global batches.
+
+    `checkpoint_at` is when it last saved one, in seconds since the epoch; `throughput` is in samples per second, at the
+    size it has now.
+    """
 
     step: int = 0
     total_steps: int | None = None
     epoch: int = 0
     at: float = 0.0
     metrics: dict[str, float] = {}
+    checkpoint_at: float | None = None
+    throughput: float | None = None
 
 
 class Resize(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,11 +258,15 @@ class Eviction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a job. `gpus` is held now, `result_worker` the worker whose outputs are the job's."""
+    """What became of a job.
+
+    `gpus` is held now, where a share of a device counts as that; `result_worker` is the worker whose outputs are the
+    job's.
+    """
 
     phase: Phase = Phase.PENDING
     reason: Reason | None = None
-    gpus: int = 0
+    gpus: int | float = 0
     generation: int = 0
     restarts: int = 0
     evictions: int = 0

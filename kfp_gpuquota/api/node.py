@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from kfp_gpuquota.api.validation import check_count, check_name
+from kfp_gpuquota.api.affinity import Taint
+from kfp_gpuquota.api.validation import (
+    MAX_COUNT,
+    MAX_MIB,
+    Cores,
+    Count,
+    Mebibytes,
+    check_count,
+    check_name,
+    check_range,
+)
 from kfp_gpuquota.errors import InvalidFieldError
 
 
@@ -22,19 +32,32 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         check_count("index", self.index, unit="")
-        check_count("memory_mib", self.memory_mib, unit="MiB")
+        check_count("memory_mib", self.memory_mib, 0, "MiB", MAX_MIB)
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A machine, or a part of one, on which workers run. Not `ready`: nothing new is placed there."""
+    """A machine, or a part of one, on which workers run. Not `ready`: nothing new is placed there.
+
+    `cpu` (cores), `memory_mib` and `max_workers` are what its workers may hold together; None where nobody counts.
+    """
 
     name: str
     devices: tuple[Device, ...]
     ready: bool = True
     labels: dict[str, str] = {}
+    cpu: Cores | None = None
+    memory_mib: Mebibytes | None = None
+    max_workers: Count | None = None
+    taints: tuple[Taint, ...] = ()
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
+        if self.cpu is not None:
+            check_range("cpu", self.cpu, 0, MAX_COUNT, "cores")
+        if self.memory_mib is not None:
+            check_count("memory_mib", self.memory_mib, 0, "MiB", MAX_MIB)
+        if self.max_workers is not None:
+            check_count("max_workers", self.max_workers, 0, "workers")
         indices = [device.index for device in self.devices]
         if len(set(indices)) != len(indices):
             raise InvalidFieldError("devices", indices, "each device's index must be unique on its node")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from kfp_gpuquota.api.validation import (
+    MAX_COUNT,
+    MAX_MIB,
     MAX_PRIORITY,
     MAX_WEIGHT,
+    Cores,
     Count,
+    Mebibytes,
     Name,
     Priority,
     Weight,
@@ -26,11 +30,18 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `guaranteed` can always be got back. `limit` is the most the project may hold: None borrows all that is idle,
     limit = guaranteed is a static allocation. Idle GPUs are shared by `priority` (higher first), within one
     priority by `over_quota_weight` (0 borrows nothing while others want to). `parent` names a department.
+
+    The same of CPU (cores) and main memory, for jobs that say what they need of them: None guarantees all that is
+    asked for, and limits nothing.
     """
 
     name: Name
     guaranteed: Count = 0
     limit: Count | None = None
+    guaranteed_cpu: Cores | None = None
+    limit_cpu: Cores | None = None
+    guaranteed_memory_mib: Mebibytes | None = None
+    limit_memory_mib: Mebibytes | None = None
     priority: Priority = DEFAULT_PROJECT_PRIORITY
     over_quota_weight: Weight = 1.0
     parent: Name | None = None
@@ -46,7 +57,17 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise InvalidFieldError(
                     "limit", self.limit, f"it must be at least the guaranteed {self.guaranteed} GPUs"
                 )
+        _check_amounts("cpu", self.guaranteed_cpu, self.limit_cpu, MAX_COUNT, "cores")
+        _check_amounts("memory_mib", self.guaranteed_memory_mib, self.limit_memory_mib, MAX_MIB, "MiB")
         if self.parent is not None:
             check_name("parent", self.parent)
             if self.parent == self.name:
                 raise InvalidFieldError("parent", self.parent, "a project cannot be its own parent")
+
+
+def _check_amounts(of: str, guaranteed: float | None, limit: float | None, most: int, unit: str) -> None:
+    for field, value in ((f"guaranteed_{of}", guaranteed), (f"limit_{of}", limit)):
+        if value is not None:
+            check_range(field, value, 0, most, unit)
+    if guaranteed is not None and limit is not None and limit < guaranteed:
+        raise InvalidFieldError(f"limit_{of}", limit, f"it must be at least the guaranteed {guaranteed:g} {unit}")

@@ -11,6 +11,8 @@ from kfp_gpuquota.errors import InvalidFieldError
 
 MAX_NAME_LENGTH: Final = 63
 MAX_COUNT: Final = 1_000_000
+MAX_MIB: Final = 1 << 40
+MIN_CORES: Final = 0.001
 MAX_PRIORITY: Final = 1_000_000_000
 MAX_SECONDS: Final = 86_400
 MAX_WEIGHT: Final = 1_000_000
@@ -21,6 +23,9 @@ _PATTERN: Final = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 Name = Annotated[str, Meta(extra_json_schema={"pattern": _PATTERN, "minLength": 1, "maxLength": MAX_NAME_LENGTH})]
 Count = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_COUNT})]
 PositiveCount = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": MAX_COUNT})]
+Mebibytes = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_MIB})]
+Cores = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_COUNT})]
+Fraction = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
 Priority = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_PRIORITY})]
 Seconds = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_SECONDS})]
 Weight = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_WEIGHT})]
@@ -48,14 +53,14 @@ def check_range(field: str, value: float, low: float, high: float, unit: str = "
         raise InvalidFieldError(field, value, f"it must be between {low} and {high}{unit and ' ' + unit}")
 
 
-def check_count(field: str, value: int, low: int = 0, unit: str = "GPUs") -> None:
-    """A whole number of things from `low` up."""
+def check_count(field: str, value: int, low: int = 0, unit: str = "GPUs", high: int = MAX_COUNT) -> None:
+    """A whole number of things from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidFieldError(field, value, "it must be a whole number")
     if value < low:
         raise InvalidFieldError(field, value, f"it must be at least {low} {unit}")
-    if value > MAX_COUNT:
-        raise InvalidFieldError(field, value, f"it must be at most {MAX_COUNT} {unit}")
+    if value > high:
+        raise InvalidFieldError(field, value, f"it must be at most {high} {unit}")
 
 
 def check_environment(field: str, environment: dict[str, str]) -> None:

@@ -37,19 +37,20 @@ class SubmitJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
-    """A project and what it holds now, in GPUs; `over_quota` is the part above guaranteed."""
+    """A project and what it holds now, in GPUs, a share of one as such; `over_quota` is the part above guaranteed."""
 
     project: Project
-    allocated: int
-    over_quota: int
-    requested: int
+    allocated: int | float
+    over_quota: int | float
+    requested: int | float
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """A node and which of its devices are held: device index -> worker id."""
+    """A node and who holds its devices: device index -> ids of workers. `used` is the part of each that they hold."""
 
     node: Node
-    held: dict[int, str]
+    held: dict[int, tuple[str, ...]]
+    used: dict[int, float] = {}
 
 
 class JobList(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +88,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     job: str = ""
     job_uid: str = ""
     worker: str = ""
-    gpus: int = 0
+    gpus: int | float = 0
     reason: Reason | None = None
 
 

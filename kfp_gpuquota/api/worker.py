@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from kfp_gpuquota.api.quantity import as_number
+
 
 class WorkerPhase(StrEnum):
     """STARTING holds its devices but has no process yet; LEAVING was told to go and still holds them."""
@@ -19,7 +21,8 @@ class WorkerPhase(StrEnum):
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """One process of a job.
 
-    `id` is unique for ever. `devices` are indices on `node`. `exit_code` follows the shell: 128 + N for signal N.
+    `id` is unique for ever. `devices` are indices on `node`, `share` is the part of each that it holds. `exit_code`
+    follows the shell: 128 + N for signal N.
     """
 
     id: str
@@ -27,9 +30,15 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     node: str
     devices: tuple[int, ...]
+    share: float = 1.0
     phase: WorkerPhase = WorkerPhase.STARTING
     rank: int | None = None
     pid: int | None = None
     started_at: float = 0.0
     finished_at: float | None = None
     exit_code: int | None = None
+
+    @property
+    def gpus(self) -> int | float:
+        """What it counts against quotas."""
+        return as_number(len(self.devices) * self.share)

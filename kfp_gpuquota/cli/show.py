@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, WatchOption, client, project_or_configured
 from kfp_gpuquota.cli.output import Format, age, show, table
 from kfp_gpuquota.cli.output import watch as watch_pictures
@@ -195,7 +196,7 @@ def _job_row(job: Job) -> list[object]:
         spec.kind.value,
         status.phase.value,
         status.gpus,
-        spec.gpus,
+        spec.asks if spec.shared else spec.gpus,
         _progress(job),
         age(status.submitted_at),
         status.reason.message if status.reason is not None and status.phase is not Phase.RUNNING else "",
@@ -252,6 +253,8 @@ def _evictions(job: Job) -> str:
 
 def _asks(job: Job) -> str:
     spec = job.spec
+    if spec.shared:
+        return f"{spec.asks} of {'a GPU' if spec.gpus == 1 else 'GPUs'}"
     if not spec.elastic:
         return _gpus(spec.gpus)
     return f"{_gpus(spec.gpus)}, elastic from {spec.smallest} to {spec.largest}"
@@ -282,7 +285,7 @@ def _node_table(nodes: Sequence[NodeView]) -> str:
             view.node.name,
             "ready" if view.node.ready else "not ready",
             len(view.node.devices),
-            len(view.held),
+            as_number(sum(view.used.values())),
             len(view.node.devices) - len(view.held),
             ", ".join(sorted({device.model for device in view.node.devices})),
         ]
@@ -298,5 +301,5 @@ def _overview(reached: Client) -> str:
     return "\n\n".join(parts)
 
 
-def _gpus(count: int) -> str:
+def _gpus(count: float) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"

@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Reason, Worker, WorkerPhase
+from kfp_gpuquota.api.quantity import as_number
 
 # An elastic job may see thousands of workers come and go; every list of jobs would carry them all.
 SHOWN_ENDED: Final = 20
@@ -73,7 +74,7 @@ def view(record: JobRecord, workers: list[WorkerRecord]) -> Job:
     ended = [w.worker.id for w in chosen if not w.alive and w.worker.id != record.status.result_worker]
     left_out = set(ended[:-SHOWN_ENDED])
     shown = tuple(w.worker for w in chosen if w.worker.id not in left_out)
-    held = sum(len(w.worker.devices) for w in workers if w.alive)
+    held = as_number(sum(w.worker.gpus for w in workers if w.alive))
     status = msgspec.structs.replace(record.status, workers=shown, gpus=held, generation=record.generation_high)
     return Job(uid=record.uid, spec=record.spec, status=status)
 

@@ -39,7 +39,8 @@ class Narrator:
         changed = before is None or before.status.phase is not status.phase
         if status.phase is Phase.RUNNING and changed:
             verb = "running" if job.spec.kind is Kind.BUILD else "training"
-            yield f"{verb} with {size(status.gpus, job.spec.gpus)}"
+            requested = status.gpus if job.spec.shared else job.spec.gpus
+            yield f"{verb} with {size(status.gpus, requested)}"
         waits = {Phase.PENDING: "waiting", Phase.SUSPENDED: "suspended", Phase.STOPPING: "stopping"}
         word, reason = waits.get(status.phase), _reason(job)
         if word and reason and (changed or _reason(before) != reason):  # without one it has not been looked at yet
@@ -92,7 +93,7 @@ def conclusion(job: Job) -> str:
     return f"failed{code}{why}"
 
 
-def size(held: int, requested: int) -> str:
+def size(held: float, requested: float) -> str:
     """How many GPUs, and how many of them are beyond the request or short of it."""
     gpus = f"{held} GPU{'' if held == 1 else 's'}"
     if held > requested:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import Event, JobList, NodeView, ProjectView
 from kfp_gpuquota.cluster.records import JobRecord, WorkerRecord, view, with_status
 from kfp_gpuquota.cluster.scheduling import job_announced, job_changed, worker_changed
@@ -22,7 +23,7 @@ from kfp_gpuquota.errors import NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kfp_gpuquota.api import Job, Node, Project, Reason
+    from kfp_gpuquota.api import Job, Node, Project, Reason, Worker
     from kfp_gpuquota.cluster.local.store import Store
 
 
@@ -109,29 +110,41 @@ class ClusterState:
 
     def list_projects(self) -> tuple[ProjectView, ...]:
         """All projects with what they hold, by name."""
-        held = dict.fromkeys(self.projects, 0)
-        wanted = dict.fromkeys(self.projects, 0)
+        held = dict.fromkeys(self.projects, 0.0)
+        wanted = dict.fromkeys(self.projects, 0.0)
         for uid, job in self.jobs.items():
             if job.spec.project in held and not job.status.phase.final:
-                held[job.spec.project] += sum(len(w.worker.devices) for w in self.alive_of(uid))
-                wanted[job.spec.project] += job.spec.gpus
+                held[job.spec.project] += sum(w.worker.gpus for w in self.alive_of(uid))
+                wanted[job.spec.project] += job.spec.gpus * min(1.0, job.spec.share_of(self._device_memory_mib))
         return tuple(
             ProjectView(
                 project=project,
-                allocated=held[name],
-                over_quota=max(0, held[name] - project.guaranteed),
-                requested=wanted[name],
+                allocated=as_number(held[name]),
+                over_quota=as_number(max(0.0, held[name] - project.guaranteed)),
+                requested=as_number(wanted[name]),
             )
             for name, project in sorted(self.projects.items())
         )
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes with who holds their devices."""
-        held: dict[str, dict[int, str]] = {name: {} for name in self.nodes}
+        held: dict[str, dict[int, list[Worker]]] = {name: {} for name in self.nodes}
         for record in self.workers.values():
-            if record.alive:
-                held[record.worker.node].update(dict.fromkeys(record.worker.devices, record.worker.id))
-        return tuple(NodeView(node=node, held=held[name]) for name, node in self.nodes.items())
+            for device in record.worker.devices if record.alive else ():
+                held[record.worker.node].setdefault(device, []).append(record.worker)
+        return tuple(
+            NodeView(
+                node=node,
+                held={device: tuple(w.id for w in workers) for device, workers in held[name].items()},
+                used={device: as_number(sum(w.share for w in workers)) for device, workers in held[name].items()},
+            )
+            for name, node in self.nodes.items()
+        )
+
+    @property
+    def _device_memory_mib(self) -> int:
+        """The smallest device's: what memory that is asked for counts as before it has a place."""
+        return min((device.memory_mib for node in self.nodes.values() for device in node.devices), default=0)
 
     async def wait_for_change(self, after: int | None, timeout_s: float) -> None:
         """Return once the revision is not `after` any more, or `timeout_s` is over."""

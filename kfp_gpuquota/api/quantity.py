@@ -1,0 +1,74 @@
+"""Amounts as Kubernetes writes them: "4G", "4Gi", "2500M", "500m", "1e9".
+
+The grammar is that of `resource.ParseQuantity` in k8s.io/apimachinery: a decimal number, and a binary suffix (Ki ...
+Ei), a decimal one (n, u, m, k, M ... E) or an exponent. Values are rounded up to a thousand-millionth, and capped at
+2^63 - 1.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from math import ceil
+from typing import Final
+
+from kfp_gpuquota.errors import InvalidFieldError
+
+MIB: Final = 1 << 20
+LARGEST: Final = (1 << 63) - 1
+
+_FORM = re.compile(r"([+-]?)(\d+\.?\d*|\.\d+)(?:([KMGTPE]i|[numkMGTPE]?)|[eE]([+-]?\d+))", re.ASCII)
+_SUFFIXES: Final = {
+    "": Fraction(1),
+    **{suffix: Fraction(1024) ** power for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), start=1)},
+    **{suffix: Fraction(1000) ** power for power, suffix in enumerate(("k", "M", "G", "T", "P", "E"), start=1)},
+    **{suffix: Fraction(1, 1000) ** power for power, suffix in enumerate(("m", "u", "n"), start=1)},
+}
+_SMALLEST: Final = Fraction(1, 10**9)
+_LARGEST_EXPONENT: Final = 40
+"""Beyond it a number is above the cap, or below the smallest, whatever its digits: there are no more than that many."""
+
+_LONGEST: Final = 40
+
+
+def parse_quantity(field: str, text: str) -> Fraction:
+    """The exact value. Raises InvalidFieldError for what is no quantity."""
+    match = _FORM.fullmatch(text) if len(text) <= _LONGEST else None
+    if match is None:
+        raise InvalidFieldError(
+            field, text, "it must be a number with one of the suffixes Ki Mi Gi Ti (of 1024) or k M G T (of 1000)",
+            hint="for example 4Gi, 4G or 500m",
+        )  # fmt: skip
+    sign, number, suffix, exponent = match.groups()
+    value = Fraction(number) * (_SUFFIXES[suffix] if exponent is None else _power(exponent))
+    value = min(ceil(value / _SMALLEST) * _SMALLEST, Fraction(LARGEST))
+    return -value if sign == "-" else value
+
+
+def _power(exponent: str) -> Fraction:
+    bounded = max(-2 * _LARGEST_EXPONENT, min(2 * _LARGEST_EXPONENT, int(exponent)))
+    return Fraction(10) ** bounded
+
+
+def parse_mib(field: str, text: str) -> int:
+    """An amount of memory in MiB, rounded up: "4G" is 3815, "4Gi" 4096. Raises InvalidFieldError."""
+    value = parse_quantity(field, text)
+    if value <= 0:
+        raise InvalidFieldError(field, text, "it must be more than 0")
+    return ceil(value / MIB)
+
+
+def parse_cores(field: str, text: str) -> float:
+    """A number of CPU cores, rounded up to thousandths: "500m" is 0.5. Raises InvalidFieldError."""
+    return ceil(parse_quantity(field, text) * 1000) / 1000
+
+
+def show_mib(mib: int) -> str:
+    """The amount as people write it: "40Gi", "1500Mi"."""
+    return f"{mib // 1024}Gi" if mib and mib % 1024 == 0 else f"{mib}Mi"
+
+
+def as_number(value: float) -> int | float:
+    """Whole numbers as such, others to six places: what a share of devices adds up to."""
+    rounded = round(value, 6)
+    return int(rounded) if rounded == int(rounded) else rounded

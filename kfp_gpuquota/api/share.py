@@ -1,0 +1,79 @@
+"""A share of GPUs: a request that is guaranteed, and a limit up to which what is idle may be used, as Kubernetes has
+them for CPU. The same words wherever a share is asked for: command line, API, decorator, annotations.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api.quantity import show_mib
+from kfp_gpuquota.api.validation import MAX_MIB, check_count
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api.job import JobSpec
+
+_WHOLE = ("min_gpus", "max_gpus", "gpus_per_worker")
+
+
+def check_share(spec: JobSpec) -> None:
+    """Raises InvalidFieldError where the job's share is malformed, or mixed with another kind of request."""
+    _check_fractions(spec.gpu_fraction, spec.gpu_fraction_limit)
+    _check_memory(spec.gpu_memory_mib, spec.gpu_memory_limit_mib)
+    if spec.gpu_fraction is not None and spec.gpu_memory_mib is not None:
+        raise InvalidFieldError(
+            "gpu_memory_mib", spec.gpu_memory_mib, f"the job already asks for gpu_fraction {spec.gpu_fraction:g}",
+            hint="ask for a fraction or for memory",
+        )  # fmt: skip
+    if not spec.shared:
+        if spec.gpu_devices is not None:
+            raise InvalidFieldError(
+                "gpu_devices", spec.gpu_devices, "it says of how many GPUs a job holds a share, and there is none",
+                hint="add gpu_fraction or gpu_memory_mib, or ask for whole GPUs with gpus",
+            )  # fmt: skip
+        return
+    if spec.gpu_devices is not None:
+        check_count("gpu_devices", spec.gpu_devices, 1)
+    _refuse_whole(spec)
+
+
+def _check_fractions(request: float | None, limit: float | None) -> None:
+    for field, value in (("gpu_fraction", request), ("gpu_fraction_limit", limit)):
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
+            raise InvalidFieldError(field, value, "it must be a number, such as 0.25")
+    if request is not None and not 0 < request < 1:
+        hint = "ask for whole GPUs with gpus" if request >= 1 else ""
+        raise InvalidFieldError("gpu_fraction", request, "it must be more than 0 and less than 1", hint=hint)
+    if limit is None:
+        return
+    if request is None:
+        raise InvalidFieldError("gpu_fraction_limit", limit, "there is no gpu_fraction of which it is the limit")
+    if not request <= limit <= 1:
+        rule = f"it must be between gpu_fraction, which is {request:g}, and 1"
+        raise InvalidFieldError("gpu_fraction_limit", limit, rule)
+
+
+def _check_memory(request: int | None, limit: int | None) -> None:
+    if request is not None:
+        check_count("gpu_memory_mib", request, 1, "MiB", MAX_MIB)
+    if limit is None:
+        return
+    check_count("gpu_memory_limit_mib", limit, 1, "MiB", MAX_MIB)
+    if request is None:
+        raise InvalidFieldError("gpu_memory_limit_mib", limit, "there is no gpu_memory_mib of which it is the limit")
+    if limit < request:
+        rule = f"it must be at least gpu_memory_mib, which is {request} ({show_mib(request)})"
+        raise InvalidFieldError("gpu_memory_limit_mib", limit, rule)
+
+
+def _refuse_whole(spec: JobSpec) -> None:
+    """A share and whole GPUs in one request. `gpus` at its default, or as this package itself writes it, is neither."""
+    given = [(name, getattr(spec, name)) for name in _WHOLE if getattr(spec, name) is not None]
+    if spec.gpus not in {1, spec.gpu_devices or 1}:
+        given.insert(0, ("gpus", spec.gpus))
+    for name, value in given:
+        kind = "gpu_fraction" if spec.gpu_fraction is not None else "gpu_memory_mib"
+        raise InvalidFieldError(
+            name, value, f"it counts whole GPUs, and the job asks for a share of them ({kind})",
+            hint="leave it out; for the same share of several GPUs of a node give gpu_devices",
+        )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Shares of GPUs: what may be asked for, and what is said of what may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kfp_gpuquota.api import JobSpec, Worker
+from kfp_gpuquota.errors import InvalidFieldError
+
+
+def spec(**fields: Any) -> JobSpec:
+    return JobSpec(**{"name": "train", "project": "team-a", "command": ("true",), **fields})
+
+
+def test_a_share_is_one_worker_with_that_part_of_each_of_its_devices() -> None:
+    job = spec(gpu_fraction=0.5, gpu_devices=8, gpu_fraction_limit=1)
+    assert (job.shared, job.gpus, job.worker_gpus, job.smallest, job.largest) == (True, 8, 8, 8, 8)
+    assert (job.share_of(0), job.asks) == (0.5, "8 x 0.5")
+
+
+def test_memory_is_a_part_of_the_device_that_is_held() -> None:
+    job = spec(gpu_memory_mib=40960, gpu_devices=8, gpu_memory_limit_mib=81920)
+    assert (job.share_of(81920), job.asks) == (0.5, "8 x 40Gi")
+    assert job.share_of(20480) > 1
+    assert job.share_of(0) > 1
+
+
+def test_whole_gpus_are_no_share() -> None:
+    assert (spec(gpus=2).shared, spec(gpus=2).share_of(100), spec(gpus=2).asks) == (False, 1.0, "2")
+
+
+@pytest.mark.parametrize("fields", [{"gpu_fraction": 0.25}, {"gpu_memory_mib": 4096, "gpu_devices": 8}])
+def test_a_share_survives_the_wire(fields: dict[str, Any]) -> None:
+    job = spec(**fields)
+    assert msgspec.json.decode(msgspec.json.encode(job), type=JobSpec) == job
+
+
+def test_a_worker_counts_as_its_part_of_its_devices() -> None:
+    worker = Worker(id="w", job_uid="j", index=0, node="n", devices=(0, 3), share=0.3)
+    assert worker.gpus == 0.6
+    assert Worker(id="w", job_uid="j", index=0, node="n", devices=(0, 3)).gpus == 2
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"gpu_fraction": 0}, "gpu_fraction", "gpu_fraction is 0, but it must be more than 0 and less than 1"),
+    ({"gpu_fraction": -0.5}, "gpu_fraction", "it must be more than 0 and less than 1"),
+    ({"gpu_fraction": float("nan")}, "gpu_fraction", "it must be more than 0 and less than 1"),
+    ({"gpu_fraction": 1}, "gpu_fraction", "less than 1; ask for whole GPUs with gpus"),
+    ({"gpu_fraction": 1.5}, "gpu_fraction", "less than 1; ask for whole GPUs with gpus"),
+    ({"gpu_fraction": "0.5"}, "gpu_fraction", "it must be a number, such as 0.25"),
+    ({"gpu_fraction": True}, "gpu_fraction", "it must be a number, such as 0.25"),
+    ({"gpu_fraction_limit": 0.8}, "gpu_fraction_limit", "there is no gpu_fraction of which it is the limit"),
+    ({"gpu_fraction": 0.5, "gpu_fraction_limit": 0.4}, "gpu_fraction_limit", "between gpu_fraction, which is 0.5,"),
+    ({"gpu_fraction": 0.5, "gpu_fraction_limit": 1.1}, "gpu_fraction_limit", "between gpu_fraction, which is 0.5,"),
+    ({"gpu_memory_mib": 0}, "gpu_memory_mib", "gpu_memory_mib is 0, but it must be at least 1 MiB"),
+    ({"gpu_memory_mib": 1 << 41}, "gpu_memory_mib", "it must be at most"),
+    ({"gpu_memory_limit_mib": 5}, "gpu_memory_limit_mib", "there is no gpu_memory_mib of which it is the limit"),
+    ({"gpu_memory_mib": 2048, "gpu_memory_limit_mib": 5}, "gpu_memory_limit_mib", "which is 2048 (2Gi)"),
+    ({"gpu_fraction": 0.5, "gpu_memory_mib": 5}, "gpu_memory_mib", "already asks for gpu_fraction 0.5; ask for"),
+    ({"gpu_fraction": 0.5, "gpu_memory_limit_mib": 5}, "gpu_memory_limit_mib", "there is no gpu_memory_mib"),
+    ({"gpu_devices": 2}, "gpu_devices", "of how many GPUs a job holds a share, and there is none"),
+    ({"gpu_fraction": 0.5, "gpu_devices": 0}, "gpu_devices", "it must be at least 1 GPUs"),
+    ({"gpu_fraction": 0.5, "gpus": 2}, "gpus", "whole GPUs, and the job asks for a share of them (gpu_fraction)"),
+    ({"gpu_memory_mib": 5, "gpus": 2}, "gpus", "for the same share of several GPUs of a node give gpu_devices"),
+    ({"gpu_fraction": 0.5, "max_gpus": 2}, "max_gpus", "it counts whole GPUs"),
+    ({"gpu_fraction": 0.5, "gpus_per_worker": 1}, "gpus_per_worker", "it counts whole GPUs"),
+    ({"cpu": 0}, "cpu", "it must be between 0.001 and 1000000 cores"),
+    ({"memory_mib": 0}, "memory_mib", "it must be at least 1 MiB"),
+    ({"node_selector": {"a b": "x"}}, "node_selector", "a label's key is [PREFIX/]NAME"),
+    ({"node_selector": {"zone": "a b"}}, "node_selector.zone", "a label's value is up to 63 letters"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "field", "sentence"), REFUSED)
+def test_what_cannot_be_asked_for_is_refused_with_the_rule(fields: dict[str, Any], field: str, sentence: str) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        spec(**fields)
+    assert refused.value.field == field
+    assert sentence in refused.value.message
