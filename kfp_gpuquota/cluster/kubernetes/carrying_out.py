@@ -1,0 +1,86 @@
+"""A plan, carried out on pods that somebody else made: admitted by a patch, told to go by the eviction API."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes import writes
+from kfp_gpuquota.cluster.kubernetes.connection import ApiError, is_budget
+from kfp_gpuquota.cluster.kubernetes.objects import Pod
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kfp_gpuquota import scheduler
+    from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
+    from kfp_gpuquota.cluster.kubernetes.translate import PodView
+    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+
+BUDGET_PAUSE_S: Final = 5.0
+REFUSED_PAUSE_S: Final = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class PodActions:
+    """Admissions and evictions. `noted(pod)` gets the answers of writes, which are news that the watch will repeat.
+
+    `told(pod, reason, message)` is for events that users see.
+    """
+
+    def __init__(
+        self,
+        pods: PlainPods,
+        writer: Writer,
+        noted: Callable[[Pod], None],
+        told: Callable[[PodView, str, str], None],
+    ) -> None:
+        self._pods, self._writer, self._noted, self._told = pods, writer, noted, told
+        self._pod = msgspec.json.Decoder(Pod)
+
+    def start(self, job: str, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
+        """Send as many of the job's waiting pods as there are placements."""
+        for pod, place in zip(self._pods.waiting_of(job), placements, strict=False):
+            self._pods.assume_sent(pod.uid, place.node, place.devices)
+            write = writes.admission(pod, place.node, place.devices, reason.message)
+            self._writer.submit(write, self._answered, partial(self._admission_failed, pod))
+
+    def stop(self, workers: Iterable[str], reason: Reason) -> None:
+        """Tell these pods to go."""
+        for uid in workers:
+            if member := self._pods.members.get(uid):
+                self._pods.assume_leaving(uid)
+                self._told(member.view, "Evicted", reason.message)
+                self._evict(member.view)
+
+    def _answered(self, answer: bytes) -> None:
+        self._noted(self._pod.decode(answer))
+
+    def _admission_failed(self, pod: PodView, error: Exception) -> None:
+        """The watch tells what the pod really is; until then it is left alone, so that nothing is tried in a hurry."""
+        log.warning("%s/%s could not be admitted: %s", pod.namespace, pod.name, error)
+        self._later(REFUSED_PAUSE_S, lambda: self._pods.take_back(pod.uid))
+
+    def _evict(self, pod: PodView) -> None:
+        self._writer.submit(writes.eviction(pod), lambda _: None, partial(self._eviction_failed, pod))
+
+    def _eviction_failed(self, pod: PodView, error: Exception) -> None:
+        if isinstance(error, ApiError) and error.status in {404, 409}:
+            return  # it is gone, or another pod has its name: the watch says so
+        if isinstance(error, ApiError) and is_budget(error):
+            self._told(pod, "EvictionBlocked", f"its team's borrowed GPUs are asked back, but {error}")
+        self._later(BUDGET_PAUSE_S, lambda: self._evict_again(pod))
+
+    def _evict_again(self, pod: PodView) -> None:
+        member = self._pods.members.get(pod.uid)
+        if member is not None and member.asked_to_go:
+            self._evict(pod)
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(seconds, action)

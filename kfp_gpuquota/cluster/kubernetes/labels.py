@@ -1,0 +1,27 @@
+"""The names that every part reads and writes on objects: see docs/kubernetes.md."""
+
+from __future__ import annotations
+
+from typing import Final
+
+GROUP: Final = "gpuquota.dev"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+FIELD_MANAGER: Final = "gpuquota"
+GPU_RESOURCE: Final = "nvidia.com/gpu"
+
+MANAGED: Final = f"{GROUP}/managed"
+QUOTA_GATE: Final = f"{GROUP}/quota"
+KIND: Final = f"{GROUP}/kind"
+PRIORITY: Final = f"{GROUP}/priority"
+PREEMPTIBLE: Final = f"{GROUP}/preemptible"
+POD_GROUP: Final = f"{GROUP}/group"
+POD_GROUP_SIZE: Final = f"{GROUP}/group-size"
+DEVICES: Final = f"{GROUP}/devices"
+REASON: Final = f"{GROUP}/reason"
+JOB: Final = f"{GROUP}/job"
+WORKER: Final = f"{GROUP}/worker"
+ATTEMPT: Final = f"{GROUP}/attempt"
+SOURCE: Final = f"{GROUP}/source"
+
+NOTEBOOK: Final = "notebook-name"

@@ -1,0 +1,409 @@
+"""Kubernetes objects as narrow structs: only what is read, so that a pod costs microseconds and little memory.
+
+Unknown fields are skipped while decoding. What is kept for long is smaller still (see translate.py). Names are those
+of the API, in Python's spelling.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Struct(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
+    """Base of all: camelCase on the wire; what is absent has its default."""
+
+
+class OwnerReference(Struct, frozen=True):
+    """Who made an object; `controller` is set for the one that makes it anew."""
+
+    kind: str
+    name: str
+    uid: str
+    api_version: str = ""
+    controller: bool = False
+
+
+class Metadata(Struct, frozen=True):
+    """What every object has."""
+
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    generation: int = 0
+    creation_timestamp: datetime | None = None
+    deletion_timestamp: datetime | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] | None = None
+    owner_references: tuple[OwnerReference, ...] = ()
+
+
+class Condition(Struct, frozen=True):
+    """A condition as most kinds have it."""
+
+    type: str
+    status: str
+    reason: str = ""
+    message: str = ""
+    last_transition_time: datetime | None = None
+    observed_generation: int | None = None
+
+
+# Nodes
+
+
+class Taint(Struct, frozen=True):
+    """Keeps pods away that do not tolerate it."""
+
+    key: str
+    effect: str
+    value: str = ""
+
+
+class NodeSpec(Struct, frozen=True):
+    """What admins wish of a node."""
+
+    unschedulable: bool = False
+    taints: tuple[Taint, ...] = ()
+
+
+class NodeStatus(Struct, frozen=True):
+    """What a node has."""
+
+    allocatable: dict[str, str] = {}
+    conditions: tuple[Condition, ...] = ()
+
+
+class Node(Struct, frozen=True):
+    """A machine."""
+
+    metadata: Metadata
+    spec: NodeSpec = NodeSpec()
+    status: NodeStatus = NodeStatus()
+
+
+# Pods
+
+
+class Named(Struct, frozen=True):
+    """Something with a name, such as a scheduling gate."""
+
+    name: str
+
+
+class Resources(Struct, frozen=True):
+    """Quantities by resource."""
+
+    requests: dict[str, str] = {}
+    limits: dict[str, str] = {}
+
+
+class Container(Struct, frozen=True):
+    """One container of a pod."""
+
+    name: str = ""
+    resources: Resources = Resources()
+    restart_policy: str = ""
+
+
+class NodeSelectorTerm(Struct, frozen=True):
+    """One alternative of where a pod may run."""
+
+    match_fields: tuple[msgspec.Raw, ...] = ()
+
+
+class FieldMatch(Struct, frozen=True):
+    """One requirement on a node's fields."""
+
+    key: str = ""
+    operator: str = ""
+    values: tuple[str, ...] = ()
+
+
+class NodeSelector(Struct, frozen=True):
+    """Alternatives of where a pod may run."""
+
+    node_selector_terms: tuple[NodeSelectorTerm, ...] = ()
+
+
+class NodeAffinity(Struct, frozen=True):
+    """Where a pod must run; what it prefers is left to kube-scheduler."""
+
+    required: NodeSelector | None = msgspec.field(default=None, name="requiredDuringSchedulingIgnoredDuringExecution")
+
+
+class Affinity(Struct, frozen=True):
+    """Where a pod must run."""
+
+    node_affinity: NodeAffinity | None = None
+
+
+class Toleration(Struct, frozen=True):
+    """A taint that a pod puts up with."""
+
+    key: str = ""
+    operator: str = ""
+    value: str = ""
+    effect: str = ""
+    toleration_seconds: int | None = None
+
+
+class PodSpec(Struct, frozen=True):
+    """What a pod asks for."""
+
+    node_name: str = ""
+    scheduling_gates: tuple[Named, ...] = ()
+    containers: tuple[Container, ...] = ()
+    init_containers: tuple[Container, ...] = ()
+    affinity: Affinity | None = None
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[Toleration, ...] = ()
+    termination_grace_period_seconds: float = 30.0
+    overhead: dict[str, str] = {}
+
+
+class Terminated(Struct, frozen=True):
+    """How a container ended."""
+
+    exit_code: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class Waiting(Struct, frozen=True):
+    """Why a container has not started."""
+
+    reason: str = ""
+    message: str = ""
+
+
+class ContainerState(Struct, frozen=True):
+    """One of the two, or neither where it runs."""
+
+    terminated: Terminated | None = None
+    waiting: Waiting | None = None
+
+
+class ContainerStatus(Struct, frozen=True):
+    """What became of a container."""
+
+    name: str = ""
+    restart_count: int = 0
+    state: ContainerState = ContainerState()
+    last_state: ContainerState = ContainerState()
+
+
+class PodStatus(Struct, frozen=True):
+    """What became of a pod."""
+
+    phase: str = "Pending"
+    reason: str = ""
+    message: str = ""
+    conditions: tuple[Condition, ...] = ()
+    container_statuses: tuple[ContainerStatus, ...] = ()
+    init_container_statuses: tuple[ContainerStatus, ...] = ()
+
+
+class Pod(Struct, frozen=True):
+    """A pod."""
+
+    metadata: Metadata
+    spec: PodSpec = PodSpec()
+    status: PodStatus = PodStatus()
+
+
+class Namespace(Struct, frozen=True):
+    """A namespace."""
+
+    metadata: Metadata
+
+
+# Ours
+
+
+class GpuQuotaSpec(Struct, frozen=True):
+    """A team's quota. Values are checked when they become a Project, so that one wrong field names itself."""
+
+    guaranteed: Any = 0
+    limit: Any = None
+    priority: Any = None
+    over_quota_weight: Any = None
+    parent: Any = None
+
+
+class GpuQuotaStatus(Struct, frozen=True):
+    """What the team holds."""
+
+    gpus: float = 0
+    borrowed: float = 0
+    waiting: int = 0
+    conditions: tuple[Condition, ...] = ()
+
+
+class GpuQuota(Struct, frozen=True):
+    """The quota of the namespace of the same name, or of a department."""
+
+    metadata: Metadata
+    spec: GpuQuotaSpec = GpuQuotaSpec()
+    status: GpuQuotaStatus = GpuQuotaStatus()
+
+
+class Plugin(Struct, frozen=True):
+    """One plugin of a Profile."""
+
+    kind: str = ""
+    spec: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class ResourceQuotaSpec(Struct, frozen=True):
+    """The ResourceQuota that a Profile asks for."""
+
+    hard: dict[str, str] = {}
+
+
+class ProfileSpec(Struct, frozen=True):
+    """What a Profile asks for."""
+
+    plugins: tuple[Plugin, ...] | None = None
+    resource_quota_spec: ResourceQuotaSpec | None = None
+
+
+class Profile(Struct, frozen=True):
+    """Kubeflow's team."""
+
+    metadata: Metadata
+    spec: ProfileSpec = ProfileSpec()
+
+
+class Checkpoint(Struct, frozen=True):
+    """A durable place for checkpoints."""
+
+    claim_name: str
+
+
+class JobLease(Struct, frozen=True):
+    """Whoever waits for the job renews this, or it is cancelled."""
+
+    holder: str = ""
+    duration_seconds: float = 0
+    renew_time: datetime | None = None
+
+
+class ElasticJobSpec(Struct, frozen=True):
+    """What a user asks for; the pod template is kept as it came."""
+
+    template: msgspec.Raw = msgspec.Raw(b"{}")
+    kind: str = "train"
+    gpus: int | None = None
+    min_gpus: int | None = None
+    max_gpus: int | None = None
+    gpus_per_worker: int | None = None
+    gpu_fraction: Any = None
+    gpu_fraction_limit: Any = None
+    gpu_memory: Any = None
+    gpu_memory_limit: Any = None
+    gpu_devices: int | None = None
+    priority: int | None = None
+    preemptible: bool | None = None
+    suspend: bool = False
+    max_runtime_seconds: float | None = None
+    grace_period_seconds: float | None = None
+    max_restarts: int | None = None
+    cool_down_seconds: float | None = None
+    min_run_time_seconds: float | None = None
+    ttl_seconds_after_finished: float | None = None
+    checkpoint: Checkpoint | None = None
+    lease: JobLease | None = None
+
+
+class LastEviction(Struct, frozen=True):
+    """When and why the job was last stopped for others."""
+
+    time: datetime
+    reason: str = ""
+    message: str = ""
+
+
+class TrainingProgress(Struct, frozen=True):
+    """What the training last said."""
+
+    step: int = 0
+    total_steps: int | None = None
+    epoch: int = 0
+    metrics: dict[str, float] = {}
+
+
+class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
+    """What became of the job; written whole, so defaults are not left out."""
+
+    phase: str = "Pending"
+    gpus: float = 0
+    workers: int = 0
+    generation: int = 0
+    message: str = ""
+    reason: str = ""
+    conditions: tuple[Condition, ...] = ()
+    observed_generation: int = 0
+    start_time: datetime | None = None
+    completion_time: datetime | None = None
+    exit_code: int | None = None
+    result_worker: str | None = None
+    restarts: int = 0
+    evictions: int = 0
+    last_eviction: LastEviction | None = None
+    progress: TrainingProgress | None = None
+    attempt: int = 0
+    next_index: int = 0
+    generation_reserved: int = 0
+    intent: str = "run"
+
+
+class ElasticJob(Struct, frozen=True):
+    """One training or session, of one or many workers; the namespace is the project."""
+
+    metadata: Metadata
+    spec: ElasticJobSpec = ElasticJobSpec()
+    status: ElasticJobStatus = ElasticJobStatus()
+
+
+class LeaseSpec(Struct, frozen=True):
+    """Who leads, and until when."""
+
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class Lease(Struct, frozen=True):
+    """A coordination Lease."""
+
+    metadata: Metadata
+    spec: LeaseSpec = LeaseSpec()
+
+
+class ListMetadata(Struct, frozen=True):
+    """Where a list stands."""
+
+    resource_version: str = ""
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class Page(msgspec.Struct, Generic[T], frozen=True):
+    """One page of a list."""
+
+    metadata: ListMetadata
+    items: list[T] | None = None
+
+
+class WatchLine(msgspec.Struct, frozen=True):
+    """One line of a watch."""
+
+    type: str
+    object: msgspec.Raw

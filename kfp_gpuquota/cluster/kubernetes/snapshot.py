@@ -1,0 +1,197 @@
+"""The cluster in memory: objects go in, the scheduler's events come out, derived in one place.
+
+It is rebuilt from the API alone. Until `start` it only collects; then everything is told in a fixed order, so that the
+same objects give the same state whatever order they came in. After that each change is told as it comes.
+
+A decision counts as done from the moment it is taken (`assume_...`), so that the next plan builds on it; the watch
+confirms it, or a failed write takes it back.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.cluster.kubernetes import translate
+from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
+from kfp_gpuquota.cluster.kubernetes.seats import Seats
+from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
+from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.api import Node as ApiNode
+    from kfp_gpuquota.api import Project
+    from kfp_gpuquota.cluster.kubernetes.objects import GpuQuota, Node
+
+log = logging.getLogger(__name__)
+
+
+class Snapshot:
+    """Nodes, quotas and pods as last seen, and the scheduler's state beside them."""
+
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        self.state = scheduler.State()
+        self.seats = Seats()
+        self.nodes: dict[str, Node] = {}
+        self.quotas: dict[str, GpuQuota] = {}
+        self.projects: dict[str, Project] = {}
+        self.pods: dict[str, PodView] = {}
+        self.plain = PlainPods(self.tell, self.seats)
+        self.refused_quotas: dict[str, str] = {}
+        self._told_nodes: dict[str, ApiNode] = {}
+        self._node_names: dict[str, str] = {}
+        self._quota_names: dict[str, str] = {}
+        self._foreign: dict[str, PodView] = {}
+        self._wake = wake
+        self.started = False
+
+    def start(self) -> None:
+        """All has been listed: tell the scheduler, in an order of its own."""
+        self.started = True
+        for name in sorted(self.nodes):
+            self._tell_node(name)
+        for name in sorted(self.quotas):
+            self._tell_quota(name)
+        waiting = sorted(self.pods.values(), key=lambda p: (p.devices is None, p.created, p.uid))
+        self.pods = {}
+        for pod in waiting:
+            self.put_pod(pod)
+        self.plain.settle()
+
+    def tell(self, event: scheduler.Event) -> None:
+        """The scheduler hears of it; what it refuses is our own mistake, and must not stop the controller."""
+        try:
+            self.state.apply(event)
+        except GpuQuotaError as error:
+            log.error("the scheduler refused %r: %s", event, error)
+        self._wake()
+
+    # Nodes
+
+    def put_node(self, node: Node) -> None:
+        """A node is as given."""
+        self.nodes[node.metadata.name] = node
+        self._node_names[node.metadata.uid] = node.metadata.name
+        if self.started:
+            self._tell_node(node.metadata.name)
+
+    def drop_node(self, uid: str) -> None:
+        """A node is gone; what runs there holds its devices until it is gone, too."""
+        name = self._node_names.pop(uid, None)
+        if name is None or (name in self.nodes and self.nodes[name].metadata.uid != uid):
+            return
+        self.nodes.pop(name, None)
+        self._told_nodes.pop(name, None)
+        self.seats.resize(name, 0)
+        if self.started:
+            self.tell(scheduler.NodeRemoved(name))
+
+    def _tell_node(self, name: str) -> None:
+        node = self.nodes.get(name)
+        if node is None:
+            return
+        self.seats.resize(name, translate.gpu_count(node))
+        try:
+            seen = translate.node_of(node, self.seats.foreign(name))
+        except InvalidFieldError as error:
+            log.error("node %s is left out: %s", name, error)
+            return
+        if self._told_nodes.get(name) != seen:
+            self._told_nodes[name] = seen
+            self.tell(scheduler.NodeChanged(seen))
+
+    # Quotas
+
+    def put_quota(self, quota: GpuQuota) -> None:
+        """A quota is as given; a malformed one leaves the last good one in force."""
+        self.quotas[quota.metadata.name] = quota
+        self._quota_names[quota.metadata.uid] = quota.metadata.name
+        if self.started:
+            self._tell_quota(quota.metadata.name)
+
+    def drop_quota(self, uid: str) -> None:
+        """A quota is gone."""
+        name = self._quota_names.pop(uid, None)
+        if name is None or (name in self.quotas and self.quotas[name].metadata.uid != uid):
+            return
+        self.quotas.pop(name, None)
+        self.refused_quotas.pop(name, None)
+        if self.projects.pop(name, None) is not None:
+            self.tell(scheduler.QuotaRemoved(name))
+
+    def _tell_quota(self, name: str) -> None:
+        try:
+            project = translate.project_of(self.quotas[name])
+            if self.projects.get(name) != project:
+                self.state.apply(scheduler.QuotaChanged(project))
+        except GpuQuotaError as error:
+            self.refused_quotas[name] = error.message
+            return
+        self.refused_quotas.pop(name, None)
+        newcomer = name not in self.projects
+        self.projects[name] = project
+        if newcomer:
+            self._adopt_foreign(name)
+        self._wake()
+
+    # Pods
+
+    def put_pod(self, pod: PodView) -> None:
+        """A pod is as given."""
+        before = self.pods.get(pod.uid)
+        if pod.stage is Stage.OUTSIDE and before is None:
+            return
+        self.pods[pod.uid] = pod
+        if not self.started:
+            return
+        if pod.uid in self._foreign or (before is None and self._is_foreign(pod)):
+            self._put_foreign(pod)
+        else:
+            self.plain.put(pod)
+        if pod.stage is Stage.OVER:
+            self._forget(pod.uid)
+
+    def drop_pod(self, uid: str) -> None:
+        """A pod is gone."""
+        pod = self.pods.get(uid)
+        if pod is None:
+            return
+        if not self.started:
+            del self.pods[uid]
+            return
+        if uid in self._foreign:
+            self._release_foreign(uid)
+        else:
+            self.plain.drop(uid)
+        self._forget(uid)
+
+    def _forget(self, uid: str) -> None:
+        self.pods.pop(uid, None)
+
+    def _is_foreign(self, pod: PodView) -> bool:
+        """It holds GPUs, and no project answers for it."""
+        ours = pod.gate is not None or pod.devices is not None or pod.namespace in self.projects
+        return not ours
+
+    def _put_foreign(self, pod: PodView) -> None:
+        self._foreign[pod.uid] = pod
+        held = self.seats.held(pod.uid)
+        if pod.holds and held is None:
+            self.seats.take(pod.uid, pod.node, pod.gpus, None, foreign=True)
+            self._tell_node(pod.node)
+        elif not pod.holds:
+            self._release_foreign(pod.uid)
+
+    def _release_foreign(self, uid: str) -> None:
+        self._foreign.pop(uid, None)
+        if held := self.seats.release(uid):
+            self._tell_node(held[0])
+
+    def _adopt_foreign(self, project: str) -> None:
+        """A team has a quota from now on: what it holds counts against it."""
+        for pod in [pod for pod in self._foreign.values() if pod.namespace == project]:
+            self._release_foreign(pod.uid)
+            self.plain.put(pod)

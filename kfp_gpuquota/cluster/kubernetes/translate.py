@@ -1,0 +1,329 @@
+"""From Kubernetes' objects to the vocabulary, and nothing else: pure.
+
+A pod becomes a `PodView`, which holds what decisions need and is kept for as long as the pod exists; the object itself
+is dropped at once.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+from sys import intern
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Device, JobSpec, Kind, Project
+from kfp_gpuquota.api import Node as ApiNode
+from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import FieldMatch
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kfp_gpuquota.cluster.kubernetes.objects import Container, ElasticJob, GpuQuota, Node, NodeSelectorTerm, Pod
+
+NODE_NAME_FIELD: Final = "metadata.name"
+KILLED: Final = 137  # 128 + SIGKILL: what a shell says of a process that was killed
+_EFFECTS_THAT_BAR: Final = frozenset({"NoSchedule", "NoExecute"})
+_TROUBLE: Final = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "CrashLoopBackOff",
+    }
+)
+_QUOTA: Final = msgspec.json.Decoder(dict[str, object])
+
+
+class Stage(IntEnum):
+    """Where a pod stands, as far as GPUs go."""
+
+    OUTSIDE = 0  # asks for none, or neither waits for us nor has a node
+    WAITING = 1  # our gate is on
+    HELD = 2  # it has a node, or was sent to one
+    LEAVING = 3  # it was told to go, and still holds its devices
+    OVER = 4  # it has ended
+
+
+class GateShape(msgspec.Struct, frozen=True, gc=False):
+    """What the patch that takes the gate off must know of the pod: see writes.admission.
+
+    `terms`: for each required node selector term whether it has matchFields already; None where no term is required.
+    `affinity`: how much of /spec/affinity exists: 0 none, 1 an affinity, 2 a nodeAffinity.
+    """
+
+    index: int
+    affinity: int = 0
+    terms: tuple[bool, ...] | None = None
+    annotated: bool = False
+
+
+class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What is kept of a pod. `job_uid` is its ElasticJob's, `index` and `attempt` are those of a worker."""
+
+    uid: str
+    namespace: str
+    name: str
+    stage: Stage
+    gpus: int
+    created: float
+    node: str = ""
+    bound: bool = False
+    running: bool = False
+    devices: tuple[int, ...] | None = None
+    gate: GateShape | None = None
+    kind: Kind = Kind.TRAIN
+    priority: int | None = None
+    preemptible: bool | None = None
+    group: str = ""
+    group_size: int = 0
+    owned: bool = False
+    job_uid: str = ""
+    index: int = 0
+    attempt: int = 0
+    exit_code: int | None = None
+    trouble: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """It occupies devices."""
+        return self.stage in {Stage.HELD, Stage.LEAVING}
+
+
+def pod_view(pod: Pod) -> PodView:
+    """What is kept of `pod`."""
+    meta, spec = pod.metadata, pod.spec
+    gate = _gate(pod)
+    node = spec.node_name or ("" if gate else _sent_to(pod))
+    gpus = _gpus(spec.containers, spec.init_containers)
+    owner = next((o for o in meta.owner_references if o.controller), None)
+    elastic = owner is not None and owner.kind == "ElasticJob"
+    view = PodView(
+        uid=meta.uid,
+        namespace=intern(meta.namespace),
+        name=meta.name,
+        stage=_stage(pod, gpus, node, gate),
+        gpus=gpus,
+        created=meta.creation_timestamp.timestamp() if meta.creation_timestamp else 0.0,
+        node=intern(node),
+        bound=bool(spec.node_name),
+        running=pod.status.phase == "Running",
+        devices=_devices((meta.annotations or {}).get(labels.DEVICES, ""), gpus),
+        gate=gate,
+        owned=owner is not None,
+        job_uid=owner.uid if owner is not None and elastic else "",
+        exit_code=_exit_code(pod),
+        trouble=_trouble(pod),
+        **_wishes(meta.labels, meta.annotations or {}),
+    )
+    return view if gpus or elastic else msgspec.structs.replace(view, stage=Stage.OUTSIDE)
+
+
+def _stage(pod: Pod, gpus: int, node: str, gate: GateShape | None) -> Stage:
+    if pod.status.phase in {"Succeeded", "Failed"}:
+        return Stage.OVER
+    leaving = pod.metadata.deletion_timestamp is not None
+    if node:
+        return Stage.LEAVING if leaving else Stage.HELD
+    if leaving:
+        return Stage.OVER
+    return Stage.WAITING if gate is not None and gpus else Stage.OUTSIDE
+
+
+def _gpus(containers: Iterable[Container], init: Iterable[Container]) -> int:
+    """As the kubelet counts: all containers together, or the largest init container."""
+    init = tuple(init)
+    sidecars = sum(_limit(c) for c in init if c.restart_policy == "Always")
+    largest = max((_limit(c) for c in init if c.restart_policy != "Always"), default=0)
+    return max(sum(_limit(c) for c in containers), largest) + sidecars
+
+
+def _limit(container: Container) -> int:
+    return whole(container.resources.limits.get(labels.GPU_RESOURCE, "0"))
+
+
+def whole(quantity: str) -> int:
+    """A quantity of devices; 0 for one that is no whole number."""
+    return int(quantity) if quantity.isdecimal() else 0
+
+
+def _gate(pod: Pod) -> GateShape | None:
+    index = next((i for i, gate in enumerate(pod.spec.scheduling_gates) if gate.name == labels.QUOTA_GATE), None)
+    if index is None:
+        return None
+    affinity = pod.spec.affinity
+    depth = 0 if affinity is None else 1 if affinity.node_affinity is None else 2
+    terms = _terms(pod)
+    shape = None if terms is None else tuple(bool(term.match_fields) for term in terms)
+    return GateShape(index=index, affinity=depth, terms=shape, annotated=pod.metadata.annotations is not None)
+
+
+def _terms(pod: Pod) -> tuple[NodeSelectorTerm, ...] | None:
+    affinity = pod.spec.affinity
+    if affinity is None or affinity.node_affinity is None or affinity.node_affinity.required is None:
+        return None
+    return affinity.node_affinity.required.node_selector_terms
+
+
+def _sent_to(pod: Pod) -> str:
+    """The one node that the pod was admitted to: it stands in all its terms."""
+    terms = _terms(pod)
+    if not terms or labels.DEVICES not in (pod.metadata.annotations or {}):
+        return ""
+    for raw in terms[0].match_fields:
+        match = msgspec.json.decode(raw, type=FieldMatch)
+        if match.key == NODE_NAME_FIELD and match.operator == "In" and len(match.values) == 1:
+            return match.values[0]
+    return ""
+
+
+def _devices(text: str, gpus: int) -> tuple[int, ...] | None:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) != gpus:
+        return None
+    return tuple(int(part) for part in parts)
+
+
+def _wishes(given: Mapping[str, str], annotations: Mapping[str, str]) -> dict[str, Any]:
+    """What its labels say; a value that cannot be is left out, as admission has refused it already."""
+    notebook = labels.NOTEBOOK in given
+    kind = given.get(labels.KIND, Kind.BUILD if notebook else Kind.TRAIN)
+    priority, preemptible = given.get(labels.PRIORITY, ""), given.get(labels.PREEMPTIBLE, "")
+    return {
+        "kind": Kind.BUILD if kind == Kind.BUILD else Kind.TRAIN,
+        "priority": int(priority) if priority.isdecimal() else None,
+        "preemptible": {"true": True, "false": False}.get(preemptible),
+        "group": given.get(labels.POD_GROUP, ""),
+        "group_size": whole(annotations.get(labels.POD_GROUP_SIZE, "0")),
+        "index": whole(given.get(labels.WORKER, "0")),
+        "attempt": whole(given.get(labels.ATTEMPT, "0")),
+    }
+
+
+def _exit_code(pod: Pod) -> int | None:
+    """The first container's, as a shell says it; that of a killed process where others ended the pod."""
+    if pod.status.phase not in {"Succeeded", "Failed"}:
+        return None
+    if any(c.type == "DisruptionTarget" and c.status == "True" for c in pod.status.conditions):
+        return KILLED
+    ended = next((s.state.terminated for s in pod.status.container_statuses if s.state.terminated), None)
+    if ended is None:
+        return 0 if pod.status.phase == "Succeeded" else KILLED
+    return ended.exit_code
+
+
+def _trouble(pod: Pod) -> str:
+    """Why it does not get going, as kube-scheduler or the kubelet says it; "" where nothing is wrong."""
+    for status in (*pod.status.init_container_statuses, *pod.status.container_statuses):
+        waiting = status.state.waiting
+        if waiting is not None and waiting.reason in _TROUBLE:
+            return f"{waiting.reason}: {waiting.message}"[:300]
+    if pod.status.phase != "Pending" or pod.spec.node_name:
+        return ""
+    for condition in pod.status.conditions:
+        if condition.type == "PodScheduled" and condition.reason == "Unschedulable":
+            return f"Unschedulable: {condition.message}"[:300]
+    return ""
+
+
+# What the scheduler is told
+
+
+def node_of(node: Node, foreign: Iterable[int] = ()) -> ApiNode:
+    """The node, without the devices that pods outside the quota hold."""
+    taken = set(foreign)
+    count = gpu_count(node)
+    return ApiNode(
+        name=node.metadata.name,
+        devices=tuple(device(i) for i in range(count) if i not in taken),
+        ready=is_ready(node),
+    )
+
+
+_DEVICES: list[Device] = []
+
+
+def device(index: int) -> Device:
+    """One of a node's devices; the kubelet's plugin decides which one that is."""
+    while len(_DEVICES) <= index:
+        _DEVICES.append(Device(index=len(_DEVICES)))
+    return _DEVICES[index]
+
+
+def gpu_count(node: Node) -> int:
+    """How many GPUs its device plugin has announced, and are healthy."""
+    return whole(node.status.allocatable.get(labels.GPU_RESOURCE, "0"))
+
+
+def is_ready(node: Node) -> bool:
+    """Whether new pods may be sent there."""
+    ready = any(c.type == "Ready" and c.status == "True" for c in node.status.conditions)
+    barred = any(t.effect in _EFFECTS_THAT_BAR and t.key.startswith("node.kubernetes.io/") for t in node.spec.taints)
+    return ready and not barred and not node.spec.unschedulable
+
+
+def project_of(quota: GpuQuota) -> Project:
+    """Raises InvalidFieldError, for the object's condition."""
+    given = {name: getattr(quota.spec, name) for name in quota.spec.__struct_fields__}
+    return _project(quota.metadata.name, {name: value for name, value in given.items() if value is not None})
+
+
+def _project(name: str, given: dict[str, object]) -> Project:
+    try:
+        return msgspec.convert({**given, "name": name}, Project)
+    except msgspec.ValidationError as error:
+        raise InvalidFieldError("spec", given, str(error)) from None
+
+
+_NOT_IN_NAMES: Final = re.compile(r"[^a-z0-9-]+")
+
+
+def short_name(name: str) -> str:
+    """The name as the scheduler's messages show it: pods may have longer ones, with dots."""
+    return _NOT_IN_NAMES.sub("-", name.lower())[:63].strip("-") or "pod"
+
+
+def pod_job(view: PodView, pods: int = 1) -> JobSpec:
+    """A job of one pod, or of a group of such pods that start together."""
+    return JobSpec(
+        name=short_name(view.group or view.name),
+        project=view.namespace,
+        command=("pod",),
+        gpus=view.gpus * pods,
+        gpus_per_worker=view.gpus,
+        kind=view.kind,
+        priority=view.priority,
+        preemptible=view.preemptible,
+        cool_down_s=0.0,
+    )
+
+
+def elastic_job(job: ElasticJob) -> JobSpec:
+    """What its user asks for. Raises InvalidFieldError, for the object's condition."""
+    spec = job.spec
+    given: dict[str, object] = {
+        "gpus": spec.gpus,
+        "min_gpus": spec.min_gpus,
+        "max_gpus": spec.max_gpus,
+        "gpus_per_worker": spec.gpus_per_worker,
+        "kind": spec.kind,
+        "priority": spec.priority,
+        "preemptible": spec.preemptible,
+        "grace_period_s": spec.grace_period_seconds,
+        "max_restarts": spec.max_restarts,
+        "cool_down_s": spec.cool_down_seconds,
+        "min_run_time_s": spec.min_run_time_seconds,
+    }
+    named = {"name": short_name(job.metadata.name), "project": job.metadata.namespace, "command": ("pod",)}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    try:
+        return msgspec.convert({**named, **chosen}, JobSpec, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidFieldError("spec", chosen, str(error)) from None

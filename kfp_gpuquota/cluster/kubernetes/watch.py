@@ -1,0 +1,198 @@
+"""Keeps a copy of one kind in step with the API server: list, then watch, for ever.
+
+The list is read in pages; the watch goes on from its version, with bookmarks, so that it can be taken up again after
+minutes of silence without another list. A 410 (the server has forgotten that version) starts with a list again, and
+what was known and is not in it is gone. A kind that is not installed has no objects, and is asked for again later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+
+import aiohttp
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.connection import ApiError, StatusBody
+from kfp_gpuquota.cluster.kubernetes.objects import ListMetadata, Metadata, Page, WatchLine
+from kfp_gpuquota.errors import ClusterUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.cluster.kubernetes.connection import Connection
+
+PAGE: Final = 1000
+WATCH_S: Final = 300
+NOT_INSTALLED_S: Final = 30.0
+FIRST_PAUSE_S: Final = 0.2
+LONGEST_PAUSE_S: Final = 15.0
+REMEMBERED_DEAD: Final = 1024  # a write's answer may come after the watch told of the object's end
+
+log = logging.getLogger(__name__)
+
+
+class Object(Protocol):
+    """What every object has."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """Its name, version and so on."""
+
+
+O = TypeVar("O", bound=Object)  # noqa: E741 - an object, as the API calls it
+
+
+class _Bookmark(msgspec.Struct, frozen=True):
+    metadata: ListMetadata
+
+
+class Reflector(Generic[O]):
+    """One kind's objects, told to `changed(object)` and `gone(uid)` as they come.
+
+    Neither may await: they run inside the stream's reading; `batch_done` follows what arrived together. What is older
+    than what is known is not told; `note` makes known what a write's answer said.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        path: str,
+        kind: type[O],
+        *,
+        changed: Callable[[O], None],
+        gone: Callable[[str], None],
+        selector: str = "",
+        batch_done: Callable[[], None] = lambda: None,
+        not_installed_s: float = NOT_INSTALLED_S,
+    ) -> None:
+        self._connection, self._path, self._selector = connection, path, selector
+        self._changed, self._gone, self._batch_done = changed, gone, batch_done
+        self._not_installed_s = not_installed_s
+        self._page: Any = msgspec.json.Decoder(Page[kind])  # type: ignore[valid-type]
+        self._one = msgspec.json.Decoder(kind)
+        self._versions: dict[str, int] = {}  # uid -> newest version seen
+        self._buried: deque[str] = deque(maxlen=REMEMBERED_DEAD)
+        self._version = ""
+        self.synced = asyncio.Event()
+        self.installed = True
+        self.lists = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                if not self._version:
+                    await self._list()
+                await self._watch()
+                pause = FIRST_PAUSE_S
+                continue
+            except ApiError as error:
+                pause = self._after_refusal(error, pause)
+            except (aiohttp.ClientError, ClusterUnavailableError, TimeoutError, OSError) as error:
+                log.info("%s: the watch broke and is taken up again: %s", self._path, error or type(error).__name__)
+            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def note(self, found: O) -> None:
+        """A write's answer: newer than what the watch has told so far."""
+        if found.metadata.uid not in self._buried:
+            self._tell(found)
+
+    def _after_refusal(self, error: ApiError, pause: float) -> float:
+        if error.status == 404:
+            self._nothing_installed()
+            return self._not_installed_s
+        if error.status == 410:
+            log.info("%s: version %s is forgotten; listing again", self._path, self._version)
+            self._version = ""
+            return FIRST_PAUSE_S
+        log.warning("%s: %s", self._path, error)
+        return pause
+
+    def _nothing_installed(self) -> None:
+        if self.installed:
+            log.info("%s is not installed; asked for again every %g s", self._path, self._not_installed_s)
+        self.installed, self._version = False, ""
+        self._drop_missing(set())
+        self._batch_done()
+        self.synced.set()
+
+    # Listing
+
+    async def _list(self) -> None:
+        seen: set[str] = set()
+        token = ""
+        while True:
+            page = self._page.decode(await self._connection.call("GET", self._path, params=self._list_params(token)))
+            for found in page.items or ():
+                seen.add(found.metadata.uid)
+                self._tell(found)
+            token = page.metadata.continue_
+            if not token:
+                break
+            await asyncio.sleep(0)  # others take their turn between pages
+        self._drop_missing(seen)
+        self._version, self.installed = page.metadata.resource_version, True
+        self.lists += 1
+        self._batch_done()
+        self.synced.set()
+
+    def _list_params(self, token: str) -> dict[str, str]:
+        params = {"limit": str(PAGE)}
+        if token:
+            params["continue"] = token
+        return self._selected(params)
+
+    def _selected(self, params: dict[str, str]) -> dict[str, str]:
+        return {**params, "labelSelector": self._selector} if self._selector else params
+
+    def _drop_missing(self, seen: set[str]) -> None:
+        for uid in [uid for uid in self._versions if uid not in seen]:
+            self._forget(uid)
+
+    # Watching
+
+    async def _watch(self) -> None:
+        seconds = int(WATCH_S * (0.7 + 0.6 * random.random()))  # noqa: S311 - jitter: not all kinds at once
+        params = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(seconds),
+        }
+        async for lines in self._connection.stream(self._path, self._selected(params)):
+            for line in lines:
+                if line:
+                    self._take(msgspec.json.decode(line, type=WatchLine))
+            self._batch_done()
+
+    def _take(self, line: WatchLine) -> None:
+        if line.type == "ERROR":
+            status = msgspec.json.decode(line.object, type=StatusBody)
+            raise ApiError(status.code, status.reason, status.message)
+        if line.type == "BOOKMARK":
+            self._version = msgspec.json.decode(line.object, type=_Bookmark).metadata.resource_version
+            return
+        found = self._one.decode(line.object)
+        self._version = found.metadata.resource_version
+        if line.type == "DELETED":
+            self._forget(found.metadata.uid)
+        else:
+            self._tell(found)
+
+    def _tell(self, found: O) -> None:
+        uid, version = found.metadata.uid, int(found.metadata.resource_version or 0)
+        if version <= self._versions.get(uid, -1):
+            return
+        self._versions[uid] = version
+        self._changed(found)
+
+    def _forget(self, uid: str) -> None:
+        if self._versions.pop(uid, None) is not None:
+            self._buried.append(uid)
+            self._gone(uid)

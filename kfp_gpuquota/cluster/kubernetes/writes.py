@@ -1,0 +1,114 @@
+"""Decisions as requests to the API server: pure. `Write.about` names the object for logs, events and answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.connection import JSON, JSON_PATCH
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.translate import GateShape, PodView
+
+REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
+_AFFINITY: Final = "/spec/affinity"
+_TERMS: Final = f"{_AFFINITY}/nodeAffinity/{REQUIRED}/nodeSelectorTerms"
+
+
+class Write(msgspec.Struct, frozen=True, kw_only=True):
+    """One request."""
+
+    verb: str
+    path: str
+    about: str
+    body: Any = None
+    content_type: str = JSON
+
+
+def pods_path(namespace: str) -> str:
+    """Where a namespace's pods are."""
+    return f"/api/v1/namespaces/{namespace}/pods"
+
+
+def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) -> Write:
+    """One patch that lets a gated pod go to `node`: gate off, node on, devices noted.
+
+    It tests the gate first, so that of two such patches the second one fails and changes nothing.
+    """
+    assert pod.gate is not None, "only a gated pod is admitted"
+    gate = f"/spec/schedulingGates/{pod.gate.index}"
+    notes = {labels.DEVICES: ",".join(map(str, devices)), labels.REASON: reason}
+    operations = [
+        _operation("test", f"{gate}/name", labels.QUOTA_GATE),
+        _operation("remove", gate),
+        *_pinned(pod.gate, node),
+        *_annotated(pod.gate, notes),
+    ]
+    return Write(
+        verb="PATCH",
+        path=f"{pods_path(pod.namespace)}/{pod.name}",
+        about=f"{pod.namespace}/{pod.name}",
+        body=operations,
+        content_type=JSON_PATCH,
+    )
+
+
+def eviction(pod: PodView) -> Write:
+    """Ask for the pod's end by the eviction API: disruption budgets are honoured, its own grace period is used."""
+    body = {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": pod.name, "namespace": pod.namespace},
+        "deleteOptions": {"preconditions": {"uid": pod.uid}},
+    }
+    path = f"{pods_path(pod.namespace)}/{pod.name}/eviction"
+    return Write(verb="POST", path=path, about=f"{pod.namespace}/{pod.name}", body=body)
+
+
+def deletion(namespace: str, name: str, uid: str = "", grace_s: float | None = None) -> Write:
+    """End a pod that is our own; with `uid` only the one that is meant."""
+    body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions"}
+    if uid:
+        body["preconditions"] = {"uid": uid}
+    if grace_s is not None:
+        body["gracePeriodSeconds"] = max(1, int(grace_s))  # 0 would take the object away while the process still runs
+    return Write(verb="DELETE", path=f"{pods_path(namespace)}/{name}", about=f"{namespace}/{name}", body=body)
+
+
+def node_term(node: str) -> dict[str, Any]:
+    """A requirement that only one node fulfils; kube-scheduler looks at no other one then."""
+    return {"key": "metadata.name", "operator": "In", "values": [node]}
+
+
+def _pinned(gate: GateShape, node: str) -> list[dict[str, Any]]:
+    """The node in every required term: terms are alternatives. Of existing terms only appending is allowed."""
+    if gate.terms is None:
+        required: dict[str, Any] = {"nodeSelectorTerms": [{"matchFields": [node_term(node)]}]}
+        if gate.affinity == 2:
+            return [_operation("add", f"{_AFFINITY}/nodeAffinity/{REQUIRED}", required)]
+        if gate.affinity == 1:
+            return [_operation("add", f"{_AFFINITY}/nodeAffinity", {REQUIRED: required})]
+        return [_operation("add", _AFFINITY, {"nodeAffinity": {REQUIRED: required}})]
+    return [
+        _operation(
+            "add", f"{_TERMS}/{i}/matchFields" + ("/-" if has else ""), node_term(node) if has else [node_term(node)]
+        )
+        for i, has in enumerate(gate.terms)
+    ]
+
+
+def _annotated(gate: GateShape, notes: dict[str, str]) -> list[dict[str, Any]]:
+    if gate.annotated:
+        return [_operation("add", f"/metadata/annotations/{_escaped(name)}", text) for name, text in notes.items()]
+    # Somebody may have annotated it since: the test keeps that from being overwritten.
+    return [_operation("test", "/metadata/annotations", None), _operation("add", "/metadata/annotations", notes)]
+
+
+def _operation(operation: str, path: str, *value: Any) -> dict[str, Any]:
+    return {"op": operation, "path": path, **({"value": value[0]} if value else {})}
+
+
+def _escaped(part: str) -> str:
+    return part.replace("~", "~0").replace("/", "~1")
