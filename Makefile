@@ -14,6 +14,7 @@ quickstart: $(VENV)/.quickstart  ## Set up, then run the example pipeline on a c
 	$(BIN)/python examples/quickstart.py
 
 test: $(VENV)/.dev  ## Set up, then run all tests
+	$(BIN)/python -m tools.devcluster build
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(CASES)
 
 check: lint types layers  ## Style, types and import layers

@@ -1,0 +1,65 @@
+"""A real control plane, shared by the tests of this folder; each test works in a namespace of its own.
+
+All tests here run in one process of xdist, so that one control plane runs; those that use the real node in another.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tools.devcluster import DevCluster, Options, binaries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REQUIRED = "GPUQUOTA_REQUIRE_KUBERNETES"
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE) and not any(item.iter_markers("xdist_group")):
+            group = "kubelet" if "kubelet_cluster" in getattr(item, "fixturenames", ()) else "kubernetes"
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def start_or_skip(directory: Path, options: Options) -> DevCluster:
+    """A cluster; where the machine cannot run one, the test is skipped, or fails where it must not be."""
+    lack = binaries.missing(kubelet=options.kubelet)
+    if not lack and not binaries.built():
+        lack = "the control plane is not built yet; build it with: python -m tools.devcluster build"
+    if lack and os.environ.get(REQUIRED) == "1":
+        pytest.fail(f"{REQUIRED}=1, but {lack}")
+    if lack:
+        pytest.skip(lack)
+    return DevCluster.start(directory, options)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
+    """A control plane with KWOK and no nodes: a test adds those that it needs, and removes them."""
+    running = start_or_skip(tmp_path_factory.mktemp("cluster"), Options(kwok_nodes=0))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def kubelet_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
+    """A control plane and a real node with 2 GPUs, on which containers run."""
+    running = start_or_skip(tmp_path_factory.mktemp("kubelet"), Options(kubelet=True, gpus=2))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def namespace(cluster: DevCluster) -> Iterator[str]:
+    """A namespace that goes, with all that is in it, when the test ends (nobody waits for that)."""
+    name = cluster.make_namespace(f"test-{uuid.uuid4().hex[:8]}")
+    yield name
+    cluster.api.delete(f"/api/v1/namespaces/{name}")

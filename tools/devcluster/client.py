@@ -1,0 +1,220 @@
+"""A small blocking client of an API server, for tests and for setting a cluster up: dicts in, dicts out."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import time
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode, urlsplit
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+Object = dict[str, Any]
+Headers = list[tuple[str, str]]  # not a dict: Impersonate-Group may come several times
+
+JSON: Final = "application/json"
+APPLY: Final = "application/apply-patch+yaml"
+JSON_PATCH: Final = "application/json-patch+json"
+MERGE_PATCH: Final = "application/merge-patch+json"
+STRATEGIC_PATCH: Final = "application/strategic-merge-patch+json"
+WATCH_S: Final = 30.0
+
+
+class ApiError(Exception):
+    """The API server refused; `status` is its HTTP status, `reason` the stable word, `message` its sentence."""
+
+    def __init__(self, status: int, body: Object) -> None:
+        self.status, self.body = status, body
+        self.reason, self.message = str(body.get("reason", "")), str(body.get("message", ""))
+        super().__init__(f"{status} {self.reason}: {self.message}")
+
+
+class Api:
+    """Requests as one identity. Paths are the API's own: /api/v1/namespaces/default/pods/NAME."""
+
+    def __init__(self, server: str, authority: Path, headers: Headers) -> None:
+        self._server, self._authority, self._headers = server, authority, headers
+        self._context = ssl.create_default_context(cafile=authority)
+        self._idle: http.client.HTTPSConnection | None = None
+
+    @classmethod
+    def of_kubeconfig(cls, path: Path) -> Api:
+        """The client that a kubeconfig of this package describes."""
+        config = json.loads(path.read_bytes())
+        cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
+        headers = [("Authorization", f"Bearer {user['token']}")]
+        if "as" in user:
+            headers += _impersonation(user["as"], user.get("as-groups", []))
+        return cls(cluster["server"], cluster["certificate-authority"], headers)
+
+    def as_user(self, user: str, *groups: str) -> Api:
+        """The same server as somebody else (impersonation, so RBAC and admission see that user)."""
+        return Api(self._server, self._authority, self._headers + _impersonation(user, list(groups)))
+
+    def with_token(self, token: str) -> Api:
+        """The same server with another bearer token, for example a service account's."""
+        return Api(self._server, self._authority, [("Authorization", f"Bearer {token}")])
+
+    def get(self, path: str, **query: str) -> Object:
+        """One object or a list."""
+        return self.request("GET", path, query=query)
+
+    def text(self, path: str, **query: str) -> str:
+        """What is no JSON, as a container's log."""
+        target = f"{path}?{urlencode(query)}" if query else path
+        status, answer = self._exchange("GET", target, None, self._headers)
+        if status >= http.client.BAD_REQUEST:
+            raise ApiError(status, _decoded(answer))
+        return answer.decode(errors="replace")
+
+    def items(self, path: str, **query: str) -> list[Object]:
+        """The objects of a collection."""
+        return list(self.get(path, **query)["items"])
+
+    def create(self, path: str, body: Object, **query: str) -> Object:
+        """POST to a collection (or a subresource)."""
+        return self.request("POST", path, body, query=query)
+
+    def replace(self, path: str, body: Object) -> Object:
+        """PUT."""
+        return self.request("PUT", path, body)
+
+    def patch(self, path: str, body: Any, kind: str = MERGE_PATCH, **query: str) -> Object:
+        """PATCH of any kind."""
+        return self.request("PATCH", path, body, content_type=kind, query=query)
+
+    def apply(self, path: str, body: Object, manager: str = "test") -> Object:
+        """Server-side apply, by force."""
+        return self.patch(path, body, APPLY, fieldManager=manager, force="true")
+
+    def delete(self, path: str, grace_s: int | None = None, **query: str) -> Object:
+        """DELETE; ask with grace_s=0 to have a pod's object gone at once."""
+        return self.request("DELETE", path, None if grace_s is None else {"gracePeriodSeconds": grace_s}, query=query)
+
+    def exists(self, path: str) -> bool:
+        """Whether GET answers."""
+        try:
+            self.get(path)
+        except ApiError as error:
+            if error.status != http.client.NOT_FOUND:
+                raise
+            return False
+        return True
+
+    def healthy(self) -> bool:
+        """Whether the API server says that it is ready."""
+        try:
+            return self.text("/readyz") == "ok"
+        except (ApiError, OSError, http.client.HTTPException):
+            return False
+
+    def until(self, path: str, condition: Callable[[Object], object], timeout_s: float = 30.0) -> Object:
+        """The object at `path` as soon as `condition` holds for it (followed by a watch, not polled)."""
+        for _kind, found in self.watch(*_one(path), timeout_s=timeout_s):
+            if _kind != "DELETED" and condition(found):
+                return found
+        state = self.get(path) if self.exists(path) else "it does not exist"
+        raise TimeoutError(f"{path}: not within {timeout_s:g} s: {json.dumps(state)[:4000]}")
+
+    def until_gone(self, path: str, timeout_s: float = 30.0) -> None:
+        """Return when nothing is at `path`."""
+        collection, query = _one(path)
+        version = self.get(collection, **query)
+        if not version["items"]:
+            return
+        query["resourceVersion"] = version["metadata"]["resourceVersion"]
+        if not any(kind == "DELETED" for kind, _ in self.watch(collection, query, timeout_s=timeout_s)):
+            raise TimeoutError(f"{path}: still there after {timeout_s:g} s: {json.dumps(self.get(path))[:4000]}")
+
+    def watch(
+        self, collection: str, query: dict[str, str] | None = None, timeout_s: float = WATCH_S
+    ) -> Iterator[tuple[str, Object]]:
+        """(ADDED, MODIFIED or DELETED, object) until `timeout_s` is over; what exists comes first."""
+        deadline = time.monotonic() + timeout_s
+        whole = {**(query or {}), "watch": "1", "timeoutSeconds": str(int(timeout_s) + 1)}
+        connection = self._connect(timeout_s)
+        try:
+            answer = _send(connection, "GET", f"{collection}?{urlencode(whole)}", None, self._headers)
+            if answer.status >= http.client.BAD_REQUEST:
+                raise ApiError(answer.status, _decoded(answer.read()))
+            while (left := deadline - time.monotonic()) > 0:
+                connection.sock.settimeout(left)
+                if not (line := answer.readline()):
+                    return
+                event = json.loads(line)
+                yield event["type"], event["object"]
+        except TimeoutError:
+            return
+        finally:
+            connection.close()
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        content_type: str = JSON,
+        query: dict[str, str] | None = None,
+    ) -> Object:
+        """One request. Raises ApiError for every answer that is not a success."""
+        target = f"{path}?{urlencode(query)}" if query else path
+        content = None if body is None else json.dumps(body).encode()
+        headers = [*self._headers, ("Content-Type", content_type), ("Accept", JSON)]
+        status, answer = self._exchange(method, target, content, headers)
+        if status >= http.client.BAD_REQUEST:
+            raise ApiError(status, _decoded(answer))
+        return _decoded(answer)
+
+    def _exchange(self, method: str, target: str, body: bytes | None, headers: Headers) -> tuple[int, bytes]:
+        connection, self._idle = self._idle, None
+        reused = connection is not None
+        connection = connection or self._connect(WATCH_S)
+        try:
+            answer = _send(connection, method, target, body, headers)
+            content = answer.read()
+        except (http.client.RemoteDisconnected, ConnectionError):
+            connection.close()
+            if not reused:
+                raise
+            # the server had closed an idle connection, so nothing of the request was read
+            return self._exchange(method, target, body, headers)
+        self._idle = connection
+        return answer.status, content
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPSConnection:
+        return http.client.HTTPSConnection(urlsplit(self._server).netloc, context=self._context, timeout=timeout_s)
+
+
+def _impersonation(user: str, groups: list[str]) -> list[tuple[str, str]]:
+    return [("Impersonate-User", user), *(("Impersonate-Group", group) for group in groups)]
+
+
+def _send(
+    connection: http.client.HTTPSConnection, method: str, target: str, body: bytes | None, headers: Headers
+) -> http.client.HTTPResponse:
+    connection.putrequest(method, target)
+    for name, value in headers:
+        connection.putheader(name, value)
+    if body is not None:
+        connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(body)
+    return connection.getresponse()
+
+
+def _one(path: str) -> tuple[str, dict[str, str]]:
+    collection, _, name = path.rpartition("/")
+    return collection, {"fieldSelector": f"metadata.name={name}"}
+
+
+def _decoded(content: bytes) -> Object:
+    try:
+        return msgspec.convert(json.loads(content), dict[str, Any])
+    except (ValueError, msgspec.ValidationError):
+        return {"message": content.decode(errors="replace")}

@@ -1,0 +1,112 @@
+"""What a devcluster is made of: its options, its folder, its ports. Data only."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+ADMIN: Final = "admin"
+SUPERVISOR: Final = "supervisor"
+SERVICE_RANGE: Final = "10.96.0.0/16"
+SERVICE_ADDRESS: Final = "10.96.0.1"  # the first of the range: the Service `kubernetes`
+# Below the range from which the kernel takes ports for outgoing connections, so that none of those is in the way.
+PORTS: Final = range(20_000, 32_000)
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What to start. `gpus` are the real node's, `gpus_per_node` those of each of the `kwok_nodes`.
+
+    None of these is without KWOK, 0 of them with it, for nodes that are added later.
+
+    `flags` are more flags for a program, by its name: {"kube-apiserver": ["--v=4"]}. With `attached` the cluster ends
+    when whoever started it ends.
+    """
+
+    kubelet: bool = False
+    gpus: int = 2
+    kwok_nodes: int | None = None
+    gpus_per_node: int = 8
+    flags: dict[str, list[str]] = {}
+    attached: bool = True
+
+
+class Ports(msgspec.Struct, frozen=True, kw_only=True):
+    """One free port for each who listens."""
+
+    api: int
+    etcd: int
+    etcd_peer: int
+    controller_manager: int
+    scheduler: int
+    kwok: int
+    kubelet: int
+    kubelet_health: int
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Where everything of one devcluster lies; all paths are absolute."""
+
+    root: Path
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's."""
+        return self.root / "kubeconfig"
+
+    @property
+    def options(self) -> Path:
+        """What was asked for, for the supervisor to read."""
+        return self.root / "options.json"
+
+    @property
+    def authority(self) -> Path:
+        """The certificate authority of the API server."""
+        return self.root / "certificates" / "ca.crt"
+
+    @property
+    def containerd_socket(self) -> Path:
+        """Where the node's container runtime answers."""
+        return self.root / "containerd.sock"
+
+    def kubeconfig_of(self, user: str) -> Path:
+        """The kubeconfig of a component or of a user whom somebody asked for."""
+        return self.root / "kubeconfigs" / user.replace(":", "_").replace("/", "_")
+
+    def pid_file(self, name: str) -> Path:
+        """One line: the process id and when it started, in ticks since boot."""
+        return self.root / f"{name}.pid"
+
+    def hold_file(self, name: str) -> Path:
+        """While it is there, the supervisor does not start the program again."""
+        return self.root / f"{name}.hold"
+
+    def log(self, name: str) -> Path:
+        """What the program said."""
+        return self.root / f"{name}.log"
+
+
+def free_ports() -> Ports:
+    """Ports that nobody listens on now, no two the same."""
+    names = Ports.__struct_fields__
+    return msgspec.convert(dict(zip(names, _free(len(names)), strict=True)), Ports)
+
+
+def _free(count: int) -> list[int]:
+    held: list[socket.socket] = []
+    try:
+        while len(held) < count:
+            candidate = socket.socket()
+            try:
+                candidate.bind(("0.0.0.0", random.choice(PORTS)))  # noqa: S104, S311
+            except OSError:
+                candidate.close()
+            else:
+                held.append(candidate)
+        return [one.getsockname()[1] for one in held]
+    finally:
+        for one in held:
+            one.close()
