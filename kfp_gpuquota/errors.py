@@ -121,6 +121,10 @@ class StateFileError(RunError):
     code = "state-file"
 
 
+class DeviceError(RunError):
+    """The driver of this machine's GPUs does not answer."""
+
+
 class JobFailedError(RunError):
     """A job ended with something other than success."""
 

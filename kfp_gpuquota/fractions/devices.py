@@ -1,0 +1,98 @@
+"""The memory of this machine's devices, and who uses it: by NVML, or as simulated devices have it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kfp_gpuquota.errors import DeviceError
+from kfp_gpuquota.fractions.processes import read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+_MIB = 1 << 20
+
+
+class Use(NamedTuple):
+    """What a process uses of a device. `start`: its start time where the device knows it, to tell a stale entry."""
+
+    device: str
+    pid: int
+    used_mib: int
+    start: int | None = None
+
+
+class DeviceMemory(Protocol):
+    """The devices of one node. `totals`: MiB by device. Both raise DeviceError where the driver does not answer."""
+
+    def totals(self) -> dict[str, int]:
+        """MiB of each device."""
+
+    def uses(self) -> list[Use]:
+        """What processes use of each device now."""
+
+
+class SimulatedMemory:
+    """Simulated devices: {name: directory} (docs/fractions.md)."""
+
+    def __init__(self, directories: Mapping[str, Path]) -> None:
+        self._directories = dict(directories)
+
+    def totals(self) -> dict[str, int]:
+        """MiB of each device."""
+        return {name: int((path / "total_mib").read_text()) for name, path in self._directories.items()}
+
+    def uses(self) -> list[Use]:
+        """All entries, also stale ones of processes that have ended."""
+        return [use for name, path in self._directories.items() for use in _entries(name, path)]
+
+
+def _entries(device: str, directory: Path) -> Iterator[Use]:
+    processes = f"{directory}/processes"
+    for entry in os.listdir(processes):  # noqa: PTH208 (names are all that is needed)
+        pid, _, start = entry.partition("-")
+        if start.isdecimal():
+            yield Use(device, int(pid), int(read(f"{processes}/{entry}") or 0), int(start))
+
+
+class NvmlMemory:
+    """GPUs by NVML, named by their UUID. Untested without a GPU: NVML has no simulator."""
+
+    def __init__(self) -> None:
+        import pynvml  # noqa: PLC0415 (only where there is a driver)
+
+        self._nvml: Any = pynvml
+        with self._asking():
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            self._handles = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+
+    def totals(self) -> dict[str, int]:
+        """MiB of each GPU."""
+        with self._asking():
+            return {
+                uuid: self._nvml.nvmlDeviceGetMemoryInfo(handle).total // _MIB for uuid, handle in self._handles.items()
+            }
+
+    def uses(self) -> list[Use]:
+        """Compute processes; a process of another pid namespace shows the number that this namespace gives it."""
+        with self._asking():
+            return [
+                Use(uuid, running.pid, (running.usedGpuMemory or 0) // _MIB)
+                for uuid, handle in self._handles.items()
+                for running in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            ]
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except self._nvml.NVMLError as error:
+            raise DeviceError(f"NVML does not answer: {error}; see whether nvidia-smi works on this node") from error
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
