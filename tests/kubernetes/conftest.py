@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kfp_gpuquota.cluster.kubernetes.crds import custom_resource_definitions
 from tools.devcluster import DevCluster, Options, binaries
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 REQUIRED = "GPUQUOTA_REQUIRE_KUBERNETES"
 HERE = Path(__file__).parent
+QUOTAS = "/apis/gpuquota.dev/v1alpha1/gpuquotas"
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
@@ -63,3 +65,29 @@ def namespace(cluster: DevCluster) -> Iterator[str]:
     name = cluster.make_namespace(f"test-{uuid.uuid4().hex[:8]}")
     yield name
     cluster.api.delete(f"/api/v1/namespaces/{name}")
+
+
+def jobs_of(namespace: str) -> str:
+    """The path of a namespace's ElasticJobs."""
+    return f"/apis/gpuquota.dev/v1alpha1/namespaces/{namespace}/elasticjobs"
+
+
+@pytest.fixture(scope="session")
+def crds_cluster(cluster: DevCluster) -> DevCluster:
+    """The control plane with our two kinds."""
+    install_crds(cluster)
+    return cluster
+
+
+def install_crds(cluster: DevCluster) -> None:
+    """Apply our kinds, and return when the API server serves them."""
+    for definition in custom_resource_definitions():
+        name = definition["metadata"]["name"]
+        path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"
+        cluster.api.apply(path, definition)
+        cluster.api.until(path, _established)
+
+
+def _established(definition: dict[str, Any]) -> bool:
+    conditions = definition.get("status", {}).get("conditions") or []
+    return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)

@@ -1,0 +1,434 @@
+"""The schemas of our two kinds, made from `api` and from the structs that the controller reads and writes.
+
+`python -m kfp_gpuquota.cluster.kubernetes.crds > manifests/base/crds.yaml`
+
+Ranges come from the vocabulary; what needs two fields at once is a rule in CEL, in the words that `api` uses. So
+the API server refuses what a job could never be, before anything is stored. Not given: a `scale` subresource, since an
+elastic job's size is the plan's to choose between minGpus and maxGpus, and an autoscaler would argue with it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+import msgspec
+import yaml  # type: ignore[import-untyped]
+
+from kfp_gpuquota.api import JobSpec, Kind, Project
+from kfp_gpuquota.api.schema import schema_of
+from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
+from kfp_gpuquota.cluster.kubernetes import labels, objects
+
+Schema = dict[str, Any]
+
+YEAR_S: Final = 31_536_000
+_DNS_LABEL: Final = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+
+# name on the wire: (the field of JobSpec that it is, what it means)
+_JOB_FIELDS: Final = {
+    "kind": ("kind", "train may borrow and be preempted; build is an interactive session, inside quota only."),
+    "gpus": ("gpus", "GPUs of the whole job; 1 where none is given."),
+    "minGpus": ("min_gpus", "The fewest GPUs it runs with: its gang. With maxGpus it makes the job elastic."),
+    "maxGpus": ("max_gpus", "The most GPUs it makes use of when others leave them idle."),
+    "gpusPerWorker": ("gpus_per_worker", "GPUs of each pod: by default 1 for an elastic job, all for any other."),
+    "gpuFraction": ("gpu_fraction", "Instead of whole GPUs: the part of each device that is guaranteed."),
+    "gpuFractionLimit": ("gpu_fraction_limit", "The part that it may use while nobody else needs it."),
+    "gpuDevices": ("gpu_devices", "Of how many GPUs of one node it holds that share; 1 where none is given."),
+    "priority": ("priority", "Within its project: 50 for train, 100 for build where none is given."),
+    "preemptible": ("preemptible", "Whether others may take its GPUs back: true for train, false for build."),
+    "gracePeriodSeconds": ("grace_period_s", "How long a worker may take to end when it is told to go."),
+    "maxRestarts": ("max_restarts", "How often a failed worker is replaced before the job fails."),
+    "coolDownSeconds": ("cool_down_s", "After a change of size it is not grown again for so long."),
+    "minRunTimeSeconds": ("min_run_time_s", "Before it has run so long it is not stopped for others."),
+}
+_DEFAULTED: Final = ("kind", "gracePeriodSeconds", "maxRestarts", "coolDownSeconds", "minRunTimeSeconds")
+# What a job is cannot change under its running workers; what others may do with it can.
+_FIXED: Final = (
+    "kind",
+    "gpus",
+    "minGpus",
+    "maxGpus",
+    "gpusPerWorker",
+    "gpuFraction",
+    "gpuFractionLimit",
+    "gpuMemory",
+    "gpuMemoryLimit",
+    "gpuDevices",
+)
+
+_GPUS: Final = "(has(self.gpus) ? self.gpus : 1)"
+_SMALLEST: Final = f"(has(self.minGpus) ? self.minGpus : {_GPUS})"
+_LARGEST: Final = f"(has(self.maxGpus) ? self.maxGpus : {_GPUS})"
+_SHARED: Final = "(has(self.gpuFraction) || has(self.gpuMemory))"
+
+
+def custom_resource_definitions() -> list[Schema]:
+    """ElasticJob and GpuQuota, as objects to apply."""
+    return [_elastic_job(), _gpu_quota()]
+
+
+def render() -> str:
+    """The YAML of manifests/base/crds.yaml."""
+    head = "# Made by: python -m kfp_gpuquota.cluster.kubernetes.crds\n"
+    return head + str(yaml.safe_dump_all(custom_resource_definitions(), sort_keys=False, width=110))
+
+
+def _elastic_job() -> Schema:
+    columns = [
+        _column("Phase", "string", ".status.phase"),
+        _column("GPUs", "number", ".status.gpus", "held now"),
+        _column("Workers", "integer", ".status.workers", "pods now"),
+        _column("Kind", "string", ".spec.kind", wide=True),
+        _column("Requested", "integer", ".spec.gpus", "GPUs asked for", wide=True),
+        _column("Priority", "integer", ".spec.priority", wide=True),
+        _column("Message", "string", ".status.message", "why it stands as it does"),
+        _column("Age", "date", ".metadata.creationTimestamp"),
+    ]
+    body = {
+        "description": "One training or session, of one or many workers; the namespace is the project.",
+        "type": "object",
+        "required": ["spec"],
+        "properties": {
+            "metadata": _metadata(),
+            "spec": _elastic_job_spec(),
+            "status": _status(objects.ElasticJobStatus),
+        },
+        "x-kubernetes-validations": [_name_rule()],
+    }
+    return _definition("ElasticJob", "elasticjobs", "ej", "Namespaced", body, columns)
+
+
+def _gpu_quota() -> Schema:
+    columns = [
+        _column("Guaranteed", "integer", ".spec.guaranteed"),
+        _column("Limit", "integer", ".spec.limit"),
+        _column("GPUs", "number", ".status.gpus", "held now"),
+        _column("Borrowed", "number", ".status.borrowed", "held above guaranteed"),
+        _column("Waiting", "integer", ".status.waiting", "jobs that wait"),
+        _column("Parent", "string", ".spec.parent"),
+        _column("Source", "string", f".metadata.labels.{labels.SOURCE.replace('.', chr(92) + '.')}", wide=True),
+        _column("Age", "date", ".metadata.creationTimestamp"),
+    ]
+    own_parent = _rule(
+        "!has(self.spec.parent) || self.spec.parent != self.metadata.name",
+        "parent is '%s', but a project cannot be its own parent",
+        "self.spec.parent",
+    )
+    body = {
+        "description": "The quota of the namespace of the same name, or of a department.",
+        "type": "object",
+        "required": ["spec"],
+        "properties": {
+            "metadata": _metadata(),
+            "spec": _quota_spec(),
+            "status": _status(objects.GpuQuotaStatus),
+        },
+        "x-kubernetes-validations": [_name_rule(), own_parent],
+    }
+    return _definition("GpuQuota", "gpuquotas", "gq", "Cluster", body, columns)
+
+
+def _quota_spec() -> Schema:
+    found = _properties(Project)
+    described = {
+        "guaranteed": ("guaranteed", "GPUs that the team can always get back."),
+        "limit": ("limit", "The most that it may hold; without one it may borrow all that is idle."),
+        "priority": ("priority", "Idle GPUs are shared by priority, higher first."),
+        "overQuotaWeight": ("over_quota_weight", "The share of idle GPUs among those of one priority."),
+        "parent": ("parent", "The department, a GpuQuota as well."),
+    }
+    properties = {wire: {**found[source], "description": text} for wire, (source, text) in described.items()}
+    for wire in ("guaranteed", "priority", "overQuotaWeight"):
+        properties[wire]["default"] = getattr(Project(name="x"), described[wire][0])
+    limit = _rule(
+        "!has(self.limit) || self.limit >= self.guaranteed",
+        "limit is %s, but it must be at least the guaranteed %s GPUs",
+        "self.limit",
+        "self.guaranteed",
+    )
+    return {"type": "object", "properties": properties, "x-kubernetes-validations": [limit]}
+
+
+def _elastic_job_spec() -> Schema:
+    found = _properties(JobSpec)
+    properties = {wire: {**found[source], "description": text} for wire, (source, text) in _JOB_FIELDS.items()}
+    defaults = JobSpec(name="x", project="x", command=("x",))
+    for wire in _DEFAULTED:
+        properties[wire]["default"] = msgspec.to_builtins(getattr(defaults, _JOB_FIELDS[wire][0]))
+    properties |= {
+        "gpuMemory": _memory("Instead of a fraction: the memory of each device that is guaranteed, as 4Gi."),
+        "gpuMemoryLimit": _memory("The memory that it may use while nobody else needs it."),
+        "suspend": {"type": "boolean", "default": False, "description": "Give everything back and wait."},
+        "maxRuntimeSeconds": _seconds("It is ended after running so long, all its starts together.", least=1),
+        "ttlSecondsAfterFinished": _seconds("The object goes so long after the end."),
+        "checkpoint": _checkpoint(),
+        "lease": _lease(),
+        "template": _template(),
+    }
+    return {
+        "type": "object",
+        "required": ["template"],
+        "properties": properties,
+        "x-kubernetes-validations": [*_size_rules(), *_share_rules(), *map(_fixed, _FIXED)],
+    }
+
+
+def _size_rules() -> list[Schema]:
+    multiples = [
+        _rule(
+            f"!has(self.{field}) || !has(self.gpusPerWorker) || self.{field} % self.gpusPerWorker == 0",
+            f"{field} is %s, but it must be a multiple of gpusPerWorker, which is %s",
+            f"self.{field}",
+            "self.gpusPerWorker",
+        )
+        for field in ("gpus", "minGpus", "maxGpus")
+    ]
+    return [
+        _rule(
+            f"!has(self.minGpus) || self.minGpus <= {_GPUS}",
+            "minGpus is %s, but it cannot exceed the requested %s GPUs",
+            "self.minGpus",
+            _GPUS,
+        ),
+        _rule(
+            f"!has(self.maxGpus) || self.maxGpus >= {_GPUS}",
+            "maxGpus is %s, but it cannot be below the requested %s GPUs",
+            "self.maxGpus",
+            _GPUS,
+        ),
+        *multiples,
+        _rule(
+            "has(self.gpus) || !has(self.gpusPerWorker) || self.gpusPerWorker == 1",
+            "gpus is 1, but it must be a multiple of gpusPerWorker, which is %s",
+            "self.gpusPerWorker",
+        ),
+        _rule(
+            f"self.kind != '{Kind.BUILD}' || {_SMALLEST} == {_LARGEST}",
+            "kind is 'build', but an interactive session has one size; leave out minGpus and maxGpus",
+        ),
+    ]
+
+
+def _share_rules() -> list[Schema]:
+    whole = [
+        _rule(
+            f"!has(self.{field}) || !{_SHARED}",
+            f"{field} is %s, but it counts whole GPUs, and the job asks for a share of them; leave it out; for the same"
+            " share of several GPUs of a node give gpuDevices",
+            f"self.{field}",
+        )
+        for field in ("gpus", "minGpus", "maxGpus", "gpusPerWorker")
+    ]
+    return [
+        *whole,
+        _rule(
+            "!has(self.gpuFraction) || self.gpuFraction < 1.0",
+            "gpuFraction is %s, but it must be more than 0 and less than 1; ask for whole GPUs with gpus",
+            "self.gpuFraction",
+        ),
+        _rule(
+            "!has(self.gpuFraction) || !has(self.gpuMemory)",
+            "gpuMemory is '%s', but the job already asks for gpuFraction %s; ask for a fraction or for memory",
+            "self.gpuMemory",
+            "self.gpuFraction",
+        ),
+        _rule(
+            "!has(self.gpuFractionLimit) || has(self.gpuFraction)",
+            "gpuFractionLimit is %s, but there is no gpuFraction of which it is the limit",
+            "self.gpuFractionLimit",
+        ),
+        _rule(
+            "!has(self.gpuFractionLimit) || !has(self.gpuFraction) || self.gpuFractionLimit >= self.gpuFraction",
+            "gpuFractionLimit is %s, but it must be between gpuFraction, which is %s, and 1",
+            "self.gpuFractionLimit",
+            "self.gpuFraction",
+        ),
+        _rule(
+            "!has(self.gpuMemoryLimit) || has(self.gpuMemory)",
+            "gpuMemoryLimit is '%s', but there is no gpuMemory of which it is the limit",
+            "self.gpuMemoryLimit",
+        ),
+        _rule(
+            "!has(self.gpuMemoryLimit) || !has(self.gpuMemory) || !isQuantity(self.gpuMemoryLimit)"
+            " || !isQuantity(self.gpuMemory)"
+            " || quantity(self.gpuMemoryLimit).compareTo(quantity(self.gpuMemory)) >= 0",
+            "gpuMemoryLimit is '%s', but it must be at least gpuMemory, which is %s",
+            "self.gpuMemoryLimit",
+            "self.gpuMemory",
+        ),
+        _rule(
+            f"!has(self.gpuDevices) || {_SHARED}",
+            "gpuDevices is %s, but it says of how many GPUs a job holds a share, and there is none; add gpuFraction or"
+            " gpuMemory, or ask for whole GPUs with gpus",
+            "self.gpuDevices",
+        ),
+    ]
+
+
+def _fixed(field: str) -> Schema:
+    same = f"(has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || self.{field} == oldSelf.{field}))"
+    return _rule(same, f"{field} cannot be changed; create another job")
+
+
+def _metadata() -> Schema:
+    # as long as any object's name may be: it only tells the server what the rule about names can cost
+    return {"type": "object", "properties": {"name": {"type": "string", "maxLength": 253}}}
+
+
+def _name_rule() -> Schema:
+    return _rule(
+        f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && self.metadata.name.matches('{_DNS_LABEL}')",
+        f"name is '%s', but a name is 1 to {MAX_NAME_LENGTH} lower-case letters, digits and '-', and starts and ends"
+        " with one of the first two",
+        "self.metadata.name",
+    )
+
+
+def _rule(rule: str, message: str, *values: str) -> Schema:
+    if not values:
+        return {"rule": rule, "message": message}
+    # not by adding strings up: the server cannot tell how long string(self.gpus) gets, and refuses what may cost much
+    text = message.replace("'", "\\'")
+    return {"rule": rule, "messageExpression": f"'{text}'.format([{', '.join(values)}])"}
+
+
+def _memory(description: str) -> Schema:
+    positive = _rule(
+        "isQuantity(self) && quantity(self).isGreaterThan(quantity('0'))",
+        "it is '%s', but it must be more than 0, a number with one of the suffixes Ki Mi Gi Ti (of 1024) or k M G T"
+        " (of 1000); for example 4Gi",
+        "self",
+    )
+    return {"type": "string", "maxLength": 40, "description": description, "x-kubernetes-validations": [positive]}
+
+
+def _seconds(description: str, least: int = 0) -> Schema:
+    return {"type": "number", "minimum": least, "maximum": YEAR_S, "description": description}
+
+
+def _checkpoint() -> Schema:
+    claim = {"type": "string", "minLength": 1, "maxLength": 253, "description": "A claim of the job's namespace."}
+    return {
+        "type": "object",
+        "description": "Where checkpoints outlive a preemption of the whole job.",
+        "required": ["claimName"],
+        "properties": {"claimName": claim},
+    }
+
+
+def _lease() -> Schema:
+    return {
+        "type": "object",
+        "description": "Whoever waits for the job renews this; when it ends the job is cancelled.",
+        "required": ["holder"],
+        "properties": {
+            "holder": {"type": "string", "minLength": 1, "maxLength": 253},
+            "durationSeconds": {"type": "number", "minimum": 0, "maximum": 86_400},
+            "renewTime": {"type": "string", "format": "date-time"},
+        },
+    }
+
+
+def _template() -> Schema:
+    """A pod template, open: the API server checks the pods themselves, and knows fields that we do not."""
+    container = {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"name": {"type": "string"}},
+        "x-kubernetes-preserve-unknown-fields": True,
+    }
+    pod = {
+        "type": "object",
+        "required": ["containers"],
+        "properties": {"containers": {"type": "array", "minItems": 1, "items": container}},
+        "x-kubernetes-preserve-unknown-fields": True,
+    }
+    return {
+        "type": "object",
+        "description": "A pod template, as everywhere; container 0 trains. A change is that of the pods made after it.",
+        "required": ["spec"],
+        "properties": {
+            "metadata": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+            "spec": pod,
+        },
+    }
+
+
+def _status(struct: type) -> Schema:
+    whole = schema_of(struct)
+    found = _structural(whole, whole["$defs"])
+    found["properties"]["conditions"] |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+    return found
+
+
+def _properties(struct: type) -> dict[str, Schema]:
+    whole = schema_of(struct)
+    found: dict[str, Schema] = _structural(whole, whole["$defs"])["properties"]
+    for schema in found.values():
+        schema.pop("nullable", None)  # a user leaves out what they do not ask for; null is a slip
+    return found
+
+
+def _structural(schema: Schema, definitions: dict[str, Schema]) -> Schema:
+    """JSON Schema as a CRD may hold it: no references, no alternatives, no defaults, bounds in OpenAPI 3.0's way."""
+    if "$ref" in schema:
+        return _structural(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    if "anyOf" in schema:
+        (given,) = (one for one in schema["anyOf"] if one != {"type": "null"})
+        return {**_structural(given, definitions), "nullable": True}
+    kept = {name: value for name, value in schema.items() if name not in {"title", "default", "examples"}}
+    if not kept.get("required", True):
+        del kept["required"]
+    if "exclusiveMinimum" in kept:
+        kept |= {"minimum": kept["exclusiveMinimum"], "exclusiveMinimum": True}
+    if "enum" in kept:
+        kept["type"] = "string"
+    for holder in ("items", "additionalProperties"):
+        if isinstance(kept.get(holder), dict):
+            kept[holder] = _structural(kept[holder], definitions)
+    if "properties" in kept:
+        kept["properties"] = {name: _structural(one, definitions) for name, one in kept["properties"].items()}
+    return kept
+
+
+def _column(name: str, kind: str, path: str, description: str = "", *, wide: bool = False) -> Schema:
+    column: Schema = {"name": name, "type": kind, "jsonPath": path}
+    if description:
+        column["description"] = description
+    return {**column, "priority": 1} if wide else column
+
+
+def _definition(kind: str, plural: str, short: str, scope: str, body: Schema, columns: list[Schema]) -> Schema:
+    """One version, stored and served; a second one needs a conversion webhook here and nothing else."""
+    version = {
+        "name": labels.VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": body},
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": columns,
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{labels.GROUP}"},
+        "spec": {
+            "group": labels.GROUP,
+            "names": {
+                "kind": kind,
+                "listKind": f"{kind}List",
+                "plural": plural,
+                "singular": kind.lower(),
+                "shortNames": [short],
+                "categories": ["gpuquota"],
+            },
+            "scope": scope,
+            "conversion": {"strategy": "None"},
+            "versions": [version],
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())
