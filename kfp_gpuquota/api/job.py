@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from math import ceil, inf
 from typing import Annotated, Final
 
 import msgspec
@@ -125,10 +126,14 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.gpu_fraction is not None or self.gpu_memory_mib is not None
 
     def share_of(self, device_memory_mib: int) -> float:
-        """The part of each device that a worker holds, on devices of that size; above 1 where it cannot fit."""
+        """The part of each device that a worker holds, on devices of that size, in millionths, rounded up.
+
+        Above 1 where it cannot fit.
+        """
         if self.gpu_memory_mib is not None:
-            return self.gpu_memory_mib / device_memory_mib if device_memory_mib else float("inf")
-        return 1.0 if self.gpu_fraction is None else self.gpu_fraction
+            return -(-self.gpu_memory_mib * 10**6 // device_memory_mib) / 10**6 if device_memory_mib else inf
+        # 0.55 * 10**6 is a little more than 550000: what floating point adds must not count as a millionth more.
+        return 1.0 if self.gpu_fraction is None else ceil(round(self.gpu_fraction * 10**6, 3)) / 10**6
 
     @property
     def asks(self) -> str:

@@ -61,3 +61,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         indices = [device.index for device in self.devices]
         if len(set(indices)) != len(indices):
             raise InvalidFieldError("devices", indices, "each device's index must be unique on its node")
+
+    @property
+    def gpu_memory_mib(self) -> int:
+        """The smallest device's memory: what a request for memory is a part of here."""
+        return min((device.memory_mib for device in self.devices), default=0)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kfp_gpuquota.api.quantity import as_number, parse_mib
 from kfp_gpuquota.cli.options import OutputOption, client
 from kfp_gpuquota.cli.output import Format, age, show, table
 
@@ -13,12 +14,29 @@ app = typer.Typer(help="The embedded cluster on this machine.", no_args_is_help=
 
 NodesOption = Annotated[int | None, typer.Option("--nodes", min=1, help="Simulate so many nodes on this machine.")]
 GpusOption = Annotated[
-    int | None, typer.Option("--gpus-per-node", min=1, help="GPUs of each node; else this machine's, or 2 CPU slots.")
+    int | None,
+    typer.Option("--gpus-per-node", "--gpus", min=1, help="GPUs of each node; else this machine's, or 2 CPU slots."),
+]
+GpuMemoryOption = Annotated[
+    str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Simulate GPUs with so much memory each, as 16G.")
+]
+CpusOption = Annotated[
+    float | None, typer.Option("--cpus-per-node", min=0, help="Cores that jobs may ask for; else the machine's.")
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option("--memory-per-node", metavar="SIZE", help="Memory that jobs may ask for; else the machine's."),
 ]
 
 
 @app.command("start", short_help="Start the cluster.")
-def start(nodes: NodesOption = None, gpus_per_node: GpusOption = None) -> None:
+def start(
+    nodes: NodesOption = None,
+    gpus_per_node: GpusOption = None,
+    gpu_memory: GpuMemoryOption = None,
+    cpus_per_node: CpusOption = None,
+    memory_per_node: MemoryOption = None,
+) -> None:
     """Start the cluster; other commands start it by themselves where it does not run.
 
     GPUs are this machine's; where it has none, CPU slots stand for them. A simulated node is a label on such slots.
@@ -26,6 +44,7 @@ def start(nodes: NodesOption = None, gpus_per_node: GpusOption = None) -> None:
     Examples:
       gpuquota cluster start
       gpuquota cluster start --nodes 4 --gpus-per-node 10
+      gpuquota cluster start --gpus 2 --gpu-memory 16G
     """
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.devices import ClusterConfig  # noqa: PLC0415
@@ -33,12 +52,19 @@ def start(nodes: NodesOption = None, gpus_per_node: GpusOption = None) -> None:
     from kfp_gpuquota.errors import ConflictError  # noqa: PLC0415
 
     home = embedded_home()
-    if nodes is None and gpus_per_node is None:
+    shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node)
+    if all(given is None for given in shape):
         ensure_running(home)
     elif home.is_locked():
         raise ConflictError("the cluster already runs; stop it first to give it another shape: gpuquota cluster stop")
     else:
-        config = ClusterConfig(nodes=nodes or 1, gpus_per_node=gpus_per_node)
+        config = ClusterConfig(
+            nodes=nodes or 1,
+            gpus_per_node=gpus_per_node,
+            gpu_memory_mib=None if gpu_memory is None else parse_mib("gpu_memory", gpu_memory),
+            cpus_per_node=cpus_per_node,
+            memory_per_node_mib=None if memory_per_node is None else parse_mib("memory_per_node", memory_per_node),
+        )
         start_with(home, config)
     typer.echo(f"the cluster runs in {home.root}")
     status()
@@ -81,7 +107,7 @@ def status(output: OutputOption = Format.TABLE) -> None:
     reached = client()
     health, nodes = reached.health(), reached.list_nodes()
     total = sum(len(view.node.devices) for view in nodes)
-    held = sum(len(view.held) for view in nodes)
+    held = as_number(sum(sum(view.used.values()) for view in nodes))
     rows = [
         ("directory", health.home),
         ("daemon", f"pid {health.pid}, version {health.version}, up {age(health.started_at)}"),

@@ -10,9 +10,11 @@ import typer
 
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S
+from kfp_gpuquota.api.quantity import parse_cores, parse_mib
+from kfp_gpuquota.cli.amounts import gpus_or_fraction, pairs, toleration_of, whole_number
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.output import Format, show
-from kfp_gpuquota.errors import InvalidFieldError, UsageError
+from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.client import Client
@@ -23,7 +25,40 @@ FORWARDED: Final = (
     "PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL",
 )  # fmt: skip
 
-GpusOption = Annotated[str, typer.Option("--gpus", "-g", metavar="N", help="GPUs the job asks for.")]
+GpusOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus", "-g", "--gpu-portion-request", metavar="N", help="GPUs it asks for (1), or a part of one, as 0.25."
+    ),
+]
+FractionLimitOption = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-limit", "--gpu-portion-limit", metavar="PART", help="The part it may use while nobody needs it, as 0.8."
+    ),
+]
+GpuMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-memory", "--gpu-memory-request", metavar="SIZE", help="GPU memory instead of GPUs, as 4G or 4Gi."
+    ),
+]
+GpuMemoryLimitOption = Annotated[
+    str | None,
+    typer.Option("--gpu-memory-limit", metavar="SIZE", help="The memory it may use while nobody needs it, as 8G."),
+]
+GpuDevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-devices", "--gpu-devices-request", metavar="N", help="That share of each of so many GPUs of one node."
+    ),
+]
+CpuOption = Annotated[
+    str | None, typer.Option("--cpu", metavar="CORES", help="CPU cores of each worker, as 2 or 500m.")
+]
+MemoryOption = Annotated[
+    str | None, typer.Option("--memory", metavar="SIZE", help="Main memory of each worker, as 8Gi.")
+]
 ElasticOption = Annotated[
     bool, typer.Option("--elastic", help="May run with 1 GPU up to what the project may hold, and change on the way.")
 ]
@@ -40,6 +75,14 @@ PreemptibleOption = Annotated[
 ]
 PriorityOption = Annotated[int | None, typer.Option("--priority", help="Within the project; default 50, sessions 100.")]
 NodeOption = Annotated[str | None, typer.Option("--node", metavar="NAME", help="Run on this node only.")]
+SelectorOption = Annotated[
+    list[str] | None,
+    typer.Option("--node-selector", metavar="K=V", help="A label its nodes must have; may be repeated."),
+]
+TolerationOption = Annotated[
+    list[str] | None,
+    typer.Option("--toleration", metavar="K[=V][:EFFECT]", help="A taint it puts up with; may be repeated."),
+]
 EnvironmentOption = Annotated[
     list[str] | None, typer.Option("--environment", "-e", metavar="K=V", help="Set a variable; may be repeated.")
 ]
@@ -71,12 +114,20 @@ def register(app: typer.Typer) -> None:
 def submit(
     name: NameArgument,
     command: CommandArgument = None,
-    gpus: GpusOption = "1",
+    gpus: GpusOption = None,
     *,
     elastic: ElasticOption = False,
     min_gpus: MinOption = None,
     max_gpus: MaxOption = None,
     gpus_per_worker: PerWorkerOption = None,
+    gpu_limit: FractionLimitOption = None,
+    gpu_memory: GpuMemoryOption = None,
+    gpu_memory_limit: GpuMemoryLimitOption = None,
+    gpu_devices: GpuDevicesOption = None,
+    cpu: CpuOption = None,
+    memory: MemoryOption = None,
+    node_selector: SelectorOption = None,
+    toleration: TolerationOption = None,
     interactive: InteractiveOption = False,
     preemptible: PreemptibleOption = None,
     priority: PriorityOption = None,
@@ -100,6 +151,8 @@ def submit(
       gpuquota submit elastic1 -g 1 --elastic -- python train.py
       gpuquota submit elastic2 -g 2 --min-gpus 1 --max-gpus 4 -- python train.py
       gpuquota submit notebook -g 1 --interactive -- jupyter lab
+      gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
+      gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
     """
     del whole_command
     if image is not None:
@@ -109,9 +162,8 @@ def submit(
         )
     reached = client()
     project = project_or_configured(project)
-    requested = _count("gpus", gpus)
-    smallest = None if min_gpus is None else _count("min_gpus", min_gpus)
-    largest = None if max_gpus is None else _count("max_gpus", max_gpus)
+    requested, fraction = gpus_or_fraction(gpus, memory=gpu_memory)
+    smallest, largest = _count("min_gpus", min_gpus), _count("max_gpus", max_gpus)
     if elastic:
         smallest = 1 if smallest is None else smallest
         largest = max(requested, _most(reached, project)) if largest is None else largest
@@ -122,12 +174,21 @@ def submit(
         gpus=requested,
         min_gpus=smallest,
         max_gpus=largest,
-        gpus_per_worker=None if gpus_per_worker is None else _count("gpus_per_worker", gpus_per_worker),
+        gpus_per_worker=_count("gpus_per_worker", gpus_per_worker),
+        gpu_fraction=fraction,
+        gpu_fraction_limit=gpu_limit,
+        gpu_memory_mib=None if gpu_memory is None else parse_mib("gpu_memory", gpu_memory),
+        gpu_memory_limit_mib=None if gpu_memory_limit is None else parse_mib("gpu_memory_limit", gpu_memory_limit),
+        gpu_devices=_count("gpu_devices", gpu_devices),
+        cpu=None if cpu is None else parse_cores("cpu", cpu),
+        memory_mib=None if memory is None else parse_mib("memory", memory),
+        node_selector=pairs("node_selector", node_selector or [], "a label is given as KEY=VALUE"),
+        tolerations=tuple(toleration_of(text) for text in toleration or []),
         kind=Kind.BUILD if interactive else Kind.TRAIN,
         preemptible=preemptible,
         priority=priority,
         node=node,
-        environment={**_forwarded(), **_variables(environment or [])},
+        environment={**_forwarded(), **pairs("environment", environment or [], "a variable is given as NAME=VALUE")},
         working_directory=str(Path(working_dir or ".").absolute()),
         grace_period_s=grace_period,
         cool_down_s=cool_down,
@@ -150,16 +211,5 @@ def _forwarded() -> dict[str, str]:
     return {name: os.environ[name] for name in FORWARDED if name in os.environ}
 
 
-def _variables(given: list[str]) -> dict[str, str]:
-    pairs = [variable.partition("=") for variable in given]
-    for variable, (_, equals, _value) in zip(given, pairs, strict=True):
-        if not equals:
-            raise InvalidFieldError("environment", variable, "a variable is given as NAME=VALUE")
-    return {name: value for name, _, value in pairs}
-
-
-def _count(field: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidFieldError(field, text, "it must be a whole number of GPUs") from None
+def _count(field: str, text: str | None) -> int | None:
+    return None if text is None else whole_number(field, text)

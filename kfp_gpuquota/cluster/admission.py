@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api.affinity import keeps_off
+from kfp_gpuquota.api.quantity import as_number, show_mib
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -14,24 +16,84 @@ if TYPE_CHECKING:
 
 def check_fits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
     """Raises InvalidFieldError for a job that could not start even on an empty cluster."""
-    if project.limit is not None and spec.smallest > project.limit:
+    _check_limits(spec, project, nodes)
+    allowed = _allowed(spec, nodes)
+    _check_share(spec, allowed)
+    _check_node_size(spec, allowed)
+    most = sum(len(node.devices) // spec.worker_gpus for node in allowed) * spec.worker_gpus
+    if spec.smallest > most:
+        raise InvalidFieldError("gpus", spec.smallest, f"the cluster has room for {most} GPUs of such a job at most")
+
+
+def _check_limits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
+    memory = [node.gpu_memory_mib for node in nodes if node.gpu_memory_mib]
+    gpus = as_number(spec.smallest * spec.share_of(max(memory))) if memory or not spec.gpu_memory_mib else 0
+    if project.limit is not None and gpus > project.limit:
         raise InvalidFieldError(
             "gpus",
-            spec.smallest,
+            gpus,
             f"project {project.name!r} may hold at most {project.limit} GPUs",
             hint=f"ask for less, or raise its limit: gpuquota project set {project.name} --limit {spec.smallest}",
         )
+    workers = spec.smallest // spec.worker_gpus
+    amounts = (
+        ("cpu", spec.cpu, project.limit_cpu, "CPUs"),
+        ("memory_mib", spec.memory_mib, project.limit_memory_mib, "MiB of memory"),
+    )
+    for field, need, limit, unit in amounts:
+        if need is not None and limit is not None and workers * need > limit:
+            rule = f"project {project.name!r} may hold at most {limit:g} {unit}"
+            raise InvalidFieldError(field, as_number(workers * need), rule, hint="ask for less, or raise its limit")
+
+
+def _allowed(spec: JobSpec, nodes: Sequence[Node]) -> list[Node]:
+    """The nodes that the job may use."""
     if spec.node is not None and all(node.name != spec.node for node in nodes):
         names = ", ".join(node.name for node in nodes)
         raise InvalidFieldError("node", spec.node, f"the cluster's nodes are {names}")
-    allowed = [len(node.devices) for node in nodes if spec.node in (None, node.name)]
-    if spec.worker_gpus > max(allowed, default=0):
+    allowed = [node for node in nodes if spec.node in (None, node.name)]
+    selected = [node for node in allowed if spec.node_selector.items() <= node.labels.items()]
+    if allowed and not selected:
+        raise InvalidFieldError("node_selector", spec.node_selector, "no node has these labels")
+    terms = spec.node_affinity
+    admitted = [node for node in selected if not terms or any(term.admits(node.name, node.labels) for term in terms)]
+    if selected and not admitted:
+        raise InvalidFieldError("node_affinity", [str(term) for term in terms], "no node satisfies any of its terms")
+    tolerated = [node for node in admitted if keeps_off(node.taints, spec.tolerations) is None]
+    if admitted and not tolerated:
+        taint = keeps_off(admitted[0].taints, spec.tolerations)
         raise InvalidFieldError(
-            "gpus",
-            spec.worker_gpus,
-            f"one worker runs on one node, and the largest has {max(allowed, default=0)} GPUs",
-            hint="make it elastic, or give gpus_per_worker, so that it may use several nodes",
+            "tolerations", [str(t) for t in spec.tolerations], f"node {admitted[0].name} has the taint {taint}"
         )
-    most = sum(count // spec.worker_gpus for count in allowed) * spec.worker_gpus
-    if spec.smallest > most:
-        raise InvalidFieldError("gpus", spec.smallest, f"the cluster has room for {most} GPUs of such a job at most")
+    return tolerated
+
+
+def _check_share(spec: JobSpec, nodes: Sequence[Node]) -> None:
+    largest = max((node.gpu_memory_mib for node in nodes), default=0)
+    for field in ("gpu_memory_mib", "gpu_memory_limit_mib"):
+        mib = getattr(spec, field)
+        if mib is not None and not largest:
+            raise InvalidFieldError(
+                field, mib, "the memory of this cluster's GPUs is not known",
+                hint="ask for a fraction of a GPU, or simulate memory: gpuquota cluster start --gpu-memory 16G",
+            )  # fmt: skip
+        if mib is not None and mib > largest:
+            raise InvalidFieldError(field, mib, f"the largest GPU has {largest} MiB ({show_mib(largest)})")
+
+
+def _check_node_size(spec: JobSpec, nodes: Sequence[Node]) -> None:
+    """A worker runs on one node."""
+    most = max((len(node.devices) for node in nodes), default=0)
+    if spec.worker_gpus > most:
+        split = "make it elastic, or give gpus_per_worker, so that it may use several nodes"
+        raise InvalidFieldError(
+            "gpu_devices" if spec.shared else "gpus",
+            spec.worker_gpus,
+            f"one worker runs on one node, and the largest has {most} GPUs",
+            hint="" if spec.shared else split,
+        )
+    for field, unit in (("cpu", "cores"), ("memory_mib", "MiB")):
+        need, have = getattr(spec, field), [getattr(node, field) for node in nodes]
+        if need is not None and None not in have and need > max(have, default=0):
+            largest = max(have, default=0)
+            raise InvalidFieldError(field, need, f"one worker runs on one node, and the largest has {largest:g} {unit}")

@@ -82,7 +82,8 @@ class _Copier:
         ledger.queues = {name: self.queues[queue] for name, queue in original.queues.items()}
         ledger.by_idle = {count: list(names) for count, names in original.by_idle.items()}
         ledger.by_future = {count: list(names) for count, names in original.by_future.items()}
-        ledger.capacity, ledger.by_size = list(original.capacity), dict(original.by_size)
+        ledger.totals, ledger.boundless = list(original.totals), list(original.boundless)
+        ledger.by_size, ledger.special = dict(original.by_size), original.special
         ledger.gpu_memory_mib = original.gpu_memory_mib
         ledger.shared_hosts = {self.hosts[host]: None for host in original.shared_hosts}
         ledger.leaving = {self.tasks[task]: None for task in original.leaving}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Reason, ReasonCode
-from kfp_gpuquota.scheduler.model import GPU, Job, Task
+from kfp_gpuquota.api.quantity import MIB, show_mib
+from kfp_gpuquota.scheduler.model import GPU, MILLI, Job, Request, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +26,7 @@ def count(micro: float) -> str:
 
 def started(job: Job, workers: int) -> Reason:
     """Why a waiting job starts now."""
-    held = gpus(workers * job.request.devices * GPU)
+    held = asked(job, workers)
     short = "" if workers >= job.wanted else f" of the {count(_gpus(job, job.wanted))} requested"
     return Reason(code=ReasonCode.FITS, message=f"starts with {held}{short}", project=job.queue.name)
 
@@ -126,7 +128,35 @@ def _sizes(job: Job, before: int, after: int) -> str:
 
 def size_needed(job: Job) -> str:
     """What a job asks for next, for a sentence."""
-    return gpus(_gpus(job, max(1, job.gang if not job.tasks else 1)))
+    return asked(job, max(1, job.gang if not job.tasks else 1))
+
+
+def asked(job: Job, workers: int) -> str:
+    """What so many workers ask for: '2 GPUs', '0.25 of a GPU', '40Gi of each of 8 GPUs', and CPU and memory."""
+    request = job.request
+    parts = [_devices(request, workers)] if request.devices else []
+    parts += [cpus(workers * request.cpu)] if request.cpu else []
+    parts += [memory(workers * request.memory)] if request.memory else []
+    return ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + (parts[-1] if parts else "a place")
+
+
+def _devices(request: Request, workers: int) -> str:
+    if request.whole:
+        return gpus(workers * request.devices * GPU)
+    part = show_mib(request.memory_mib) if request.memory_mib else count(request.share)
+    each = f"{part} of a GPU" if request.devices == 1 else f"{part} of each of {request.devices} GPUs"
+    return each if workers == 1 else f"{workers} times {each}"
+
+
+def cpus(milli: float) -> str:
+    """'1 CPU', '0.5 CPUs'."""
+    number = f"{milli / MILLI:g}"
+    return f"{number} CPU" if number == "1" else f"{number} CPUs"
+
+
+def memory(size: float) -> str:
+    """'4Gi of memory'."""
+    return f"{show_mib(ceil(size / MIB))} of memory"
 
 
 def _gpus(job: Job, workers: int) -> float:

@@ -36,6 +36,8 @@ def divide(queues: Sequence[Queue], r: int, total: float) -> list[float]:
     shares = [
         min(q.deserved[r] if q.deserved[r] < UNLIMITED else total, cap) for q, cap in zip(queues, caps, strict=True)
     ]
+    if total == UNLIMITED:  # nobody counts what there is of it
+        return caps
     left = total - sum(shares)
     order = sorted(range(len(queues)), key=lambda i: -queues[i].priority)
     for _, group in groupby(order, key=lambda i: queues[i].priority):

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def would_not_start(cycle: Cycle) -> set[Job]:
     """Jobs for which others lose workers in this cycle, and which the next cycle would not place after all."""
     takers = {job for job, action in cycle.causes.values() if action != "evict_stale"}
-    if all(_simple(job) for job in takers):
-        return set()
     ledger = cycle.ledger
+    if not ledger.special and all(_simple(job) for job in takers):
+        return set()
     promised = {job: job.active for job in takers}
     mark = ledger.mark()
     touched = dict.fromkeys(task.job for task in cycle.changed())
@@ -37,7 +37,7 @@ def would_not_start(cycle: Cycle) -> set[Job]:
 
 def _simple(job: Job) -> bool:
     """One worker with one whole GPU fits wherever one is free: nothing can be placed so that it no longer does."""
-    return job.gang == 1 and job.request.whole and job.request.devices == 1 and job.request.nodes is None
+    return job.gang == 1 and job.request.plain and job.request.devices == 1
 
 
 def _let_go(ledger: Ledger, cycle: Cycle) -> list[Task]:

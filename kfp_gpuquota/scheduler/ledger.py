@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler.model import GPU, Amount, Host, Job, Queue, Status, Task
+from kfp_gpuquota.scheduler.model import GPU, UNLIMITED, Amount, Host, Job, Queue, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +28,9 @@ class Ledger:
         self.queues: dict[str, Queue] = {}
         self.by_idle: dict[int, list[str]] = {}
         self.by_future: dict[int, list[str]] = {}
-        self.capacity: list[float] = [0, 0, 0]
+        self.totals: list[float] = [0, 0, 0]
+        self.boundless: list[int] = [0, 0, 0]
+        self.special = 0
         self.gpu_memory_mib = 0
         self.by_size: dict[int, int] = {}
         self.leaving: dict[Task, None] = {}
@@ -62,6 +64,11 @@ class Ledger:
         self._unindex(host)
         self._count_capacity(host, -1)
         del self.hosts[host.name]
+
+    @property
+    def capacity(self) -> Amount:
+        """What ready hosts have together; no bound where one of them says none."""
+        return Amount(*(UNLIMITED if n else total for n, total in zip(self.boundless, self.totals, strict=True)))
 
     @property
     def any_idle(self) -> bool:
@@ -197,9 +204,12 @@ class Ledger:
         if host.ready:
             size = len(host.devices)
             self.by_size[size] = self.by_size.get(size, 0) + sign
-            self.capacity[0] += sign * GPU * len(host.devices)
-            self.capacity[1] += sign * host.cpu if host.cpu < float("inf") else 0
-            self.capacity[2] += sign * host.memory if host.memory < float("inf") else 0
+            self.special += sign * host.special
+            for r, value in enumerate((GPU * size, host.cpu, host.memory)):
+                if value < UNLIMITED:
+                    self.totals[r] += sign * value
+                else:
+                    self.boundless[r] += sign
 
 
 def _note_present(task: Task, host: Host, sign: int) -> None:

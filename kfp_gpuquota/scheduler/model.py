@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration, keeps_off
+
 GPU: Final = 1_000_000
 """One whole device in the unit that shares are counted in."""
+
+MILLI: Final = 1000
+"""One CPU core in the unit that cores are counted in."""
 
 UNLIMITED: Final = math.inf
 NEVER: Final = -math.inf
@@ -44,8 +49,31 @@ class Status(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Rules:
+    """Which hosts a task may use, apart from their names: labels they must have, terms of which one must admit them."""
+
+    labels: tuple[tuple[str, str], ...] = ()
+    terms: tuple[NodeTerm, ...] = ()
+    tolerations: tuple[Toleration, ...] = ()
+
+    def admit(self, host: Host) -> bool:
+        """The host has the labels, and no taint that is not tolerated."""
+        if any(host.labels.get(key) != value for key, value in self.labels):
+            return False
+        if self.terms and not any(term.admits(host.name, host.labels) for term in self.terms):
+            return False
+        return keeps_off(host.taints, self.tolerations) is None
+
+
+NO_RULES: Final = Rules()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """What one task needs: `share` of each of `devices` devices of one node, or `memory_mib` of each."""
+    """What one task needs: `share` of each of `devices` devices of one node, or `memory_mib` of each.
+
+    `cpu` is in milli-CPUs, `memory` in bytes. `plain`: whole devices of any node, and nothing else.
+    """
 
     devices: int = 1
     share: int = GPU
@@ -53,11 +81,15 @@ class Request:
     cpu: int = 0
     memory: int = 0
     nodes: frozenset[str] | None = None
+    rules: Rules = NO_RULES
     whole: bool = field(init=False, compare=False)
+    plain: bool = field(init=False, compare=False)
     _amount: Amount = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", self.share == GPU and not self.memory_mib)
+        free = not self.cpu and not self.memory and self.nodes is None and self.rules is NO_RULES
+        object.__setattr__(self, "plain", self.whole and free)
         object.__setattr__(self, "_amount", Amount(self.devices * self.share, self.cpu, self.memory))
 
     def share_of(self, gpu_memory_mib: int) -> int:
@@ -222,6 +254,7 @@ class Host:
     memory: float = UNLIMITED
     max_tasks: float = UNLIMITED
     labels: dict[str, str] = field(default_factory=dict)
+    taints: tuple[Taint, ...] = ()
     used: dict[int, int] = field(default_factory=dict)
     leaving: dict[int, int] = field(default_factory=dict)
     nominated: dict[int, int] = field(default_factory=dict)
@@ -234,6 +267,21 @@ class Host:
     shared: int = 0
     version: int = 0
     filed: tuple[int, int] = (0, 0)
+    admitted: dict[Rules, bool] = field(default_factory=dict)
+
+    def admits(self, rules: Rules) -> bool:
+        """The rules admit this host, as its labels and taints are: a host that changes is another record."""
+        if rules is NO_RULES and not self.taints:
+            return True
+        known = self.admitted.get(rules)
+        if known is None:
+            known = self.admitted[rules] = rules.admit(self)
+        return known
+
+    @property
+    def special(self) -> bool:
+        """A free device is not all that it takes to run on it."""
+        return bool(self.taints) or self.max_tasks < UNLIMITED
 
     @property
     def countable(self) -> bool:

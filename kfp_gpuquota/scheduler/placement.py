@@ -104,9 +104,9 @@ def room_elsewhere(ledger: Ledger, task: Task) -> bool:
 
 
 def may_use(host: Host, task: Task) -> bool:
-    """The task's affinity admits the host."""
-    nodes = task.request.nodes
-    return nodes is None or host.name in nodes
+    """The task's affinity admits the host, and it tolerates the host's taints."""
+    request = task.request
+    return (request.nodes is None or host.name in request.nodes) and host.admits(request.rules)
 
 
 def pick_devices(host: Host, task: Task, *, future: bool) -> tuple[int, ...] | None:

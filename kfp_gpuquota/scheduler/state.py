@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from functools import singledispatchmethod
+from math import ceil
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
 from kfp_gpuquota.scheduler import events, progress
 from kfp_gpuquota.scheduler.ledger import Ledger
 from kfp_gpuquota.scheduler.model import (
     BOUNDLESS,
     GPU,
+    MILLI,
+    NO_RULES,
     NOTHING,
     UNLIMITED,
     Amount,
@@ -19,6 +23,7 @@ from kfp_gpuquota.scheduler.model import (
     Job,
     Queue,
     Request,
+    Rules,
     Status,
     Task,
 )
@@ -60,9 +65,13 @@ class State:
             Host(
                 name=node.name,
                 devices=tuple(sorted(d.index for d in node.devices)),
-                gpu_memory_mib=min((d.memory_mib for d in node.devices), default=0),
+                gpu_memory_mib=node.gpu_memory_mib,
                 ready=node.ready,
+                cpu=UNLIMITED if node.cpu is None else round(node.cpu * MILLI),
+                memory=UNLIMITED if node.memory_mib is None else node.memory_mib * MIB,
+                max_tasks=UNLIMITED if node.max_workers is None else node.max_workers,
                 labels=node.labels,
+                taints=node.taints,
             )
         )
 
@@ -237,7 +246,6 @@ class State:
 def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
     """The scheduler's record of a job as its user asks for it."""
     size = spec.worker_gpus
-    nodes = None if spec.node is None else frozenset({spec.node})
     job = Job(
         uid=uid,
         name=spec.name,
@@ -245,7 +253,7 @@ def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
         gang=spec.smallest // size,
         wanted=spec.gpus // size,
         most=spec.largest // size,
-        request=Request(devices=size, nodes=nodes),
+        request=request_of(spec),
         priority=spec.effective_priority,
         preemptible=spec.may_be_preempted,
         submitted_at=at,
@@ -256,11 +264,29 @@ def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
     return job
 
 
+def request_of(spec: JobSpec) -> Request:
+    """What each worker of the job needs. Limits of shares are no part of it: they are never placed."""
+    rules = Rules(tuple(sorted(spec.node_selector.items())), spec.node_affinity, spec.tolerations)
+    return Request(
+        devices=spec.worker_gpus,
+        share=GPU if spec.gpu_fraction is None else round(spec.share_of(0) * GPU),
+        memory_mib=spec.gpu_memory_mib or 0,
+        cpu=0 if spec.cpu is None else ceil(spec.cpu * MILLI),
+        memory=(spec.memory_mib or 0) * MIB,
+        nodes=None if spec.node is None else frozenset({spec.node}),
+        rules=NO_RULES if rules == NO_RULES else rules,
+    )
+
+
 def _set_quota(queue: Queue, project: Project) -> None:
-    limit = UNLIMITED if project.limit is None else project.limit * GPU
-    queue.deserved = Amount(project.guaranteed * GPU, UNLIMITED, UNLIMITED)
-    queue.limit = Amount(limit, UNLIMITED, UNLIMITED)
+    queue.deserved = _amount(project.guaranteed, project.guaranteed_cpu, project.guaranteed_memory_mib)
+    queue.limit = _amount(project.limit, project.limit_cpu, project.limit_memory_mib)
     queue.priority, queue.weights, queue.known = project.priority, (project.over_quota_weight,) * 3, True
+
+
+def _amount(gpus: int | None, cpu: float | None, memory_mib: int | None) -> Amount:
+    given = ((gpus, GPU), (cpu, MILLI), (memory_mib, MIB))
+    return Amount(*(UNLIMITED if value is None else value * unit for value, unit in given))
 
 
 def _graft(queue: Queue, parent: Queue | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import Job, JobStatus, Phase, Project, Reason, ReasonCode
+from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import (
     Event,
     EventKind,
@@ -244,12 +245,13 @@ class LocalCluster:
             raise ConflictError(f"job {job.spec.name!r} has ended ({job.status.phase.value}); submit it again instead")
 
     def _check_not_below_use(self, project: Project) -> None:
-        held = {"fixed": 0, "all": 0}
+        held = {"fixed": 0.0, "all": 0.0}
         for uid, job in self._state.jobs.items():
             if job.spec.project == project.name:
-                gpus = sum(len(record.worker.devices) for record in self._state.alive_of(uid))
+                gpus = sum(record.worker.gpus for record in self._state.alive_of(uid))
                 held["all"] += gpus
                 held["fixed"] += 0 if job.spec.may_be_preempted else gpus
+        held = {kind: as_number(gpus) for kind, gpus in held.items()}
         if held["fixed"] > project.guaranteed:
             raise ConflictError(
                 f"project {project.name!r} holds {held['fixed']} GPUs in sessions that cannot be preempted, more than "

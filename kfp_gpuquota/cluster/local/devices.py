@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Device, Node
-from kfp_gpuquota.api.validation import check_count
+from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB, check_count, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,30 +20,56 @@ _MIB = 1 << 20
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The shape of the embedded cluster. Without `gpus_per_node`: the machine's GPUs, or 2 CPU slots."""
+    """The shape of the embedded cluster. Without `gpus_per_node`: the machine's GPUs, or 2 CPU slots.
+
+    With `gpu_memory_mib` its GPUs are simulated, and have that much memory each. `cpus_per_node` (cores) and
+    `memory_per_node_mib` are what jobs that ask for CPU and main memory share; by default the machine's, divided among
+    the nodes.
+    """
 
     nodes: int = 1
     gpus_per_node: int | None = None
+    gpu_memory_mib: int | None = None
+    cpus_per_node: float | None = None
+    memory_per_node_mib: int | None = None
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes, 1, "nodes")
         if self.gpus_per_node is not None:
             check_count("gpus_per_node", self.gpus_per_node, 1)
+        for field, mib in (("gpu_memory_mib", self.gpu_memory_mib), ("memory_per_node_mib", self.memory_per_node_mib)):
+            if mib is not None:
+                check_count(field, mib, 1, "MiB", MAX_MIB)
+        if self.cpus_per_node is not None:
+            check_range("cpus_per_node", self.cpus_per_node, 0, MAX_COUNT, "cores")
 
 
 def discover_nodes(config: ClusterConfig) -> tuple[Node, ...]:
     """The nodes of `config`: node-0, node-1, ...; more than one are labels on devices of this one machine."""
-    return lay_out(config, tuple(_gpus()))
+    return lay_out(config, () if config.gpu_memory_mib else tuple(_gpus()), len(os.sched_getaffinity(0)), _memory_mib())
 
 
-def lay_out(config: ClusterConfig, gpus: tuple[Device, ...]) -> tuple[Node, ...]:
+def lay_out(
+    config: ClusterConfig, gpus: tuple[Device, ...], cores: float = 1.0, memory_mib: int = 1024
+) -> tuple[Node, ...]:
     """The machine's `gpus` dealt out to the nodes in their order; CPU slots where they are too few for all."""
     count = config.gpus_per_node or len(gpus) // config.nodes or DEFAULT_CPU_SLOTS
-    devices = gpus if config.nodes * count <= len(gpus) else tuple(_slots(config.nodes * count))
+    slots = tuple(_slots(config.nodes * count, config.gpu_memory_mib or 0))
+    devices = gpus if config.nodes * count <= len(gpus) else slots
     return tuple(
-        Node(name=f"node-{number}", devices=_renumbered(devices[number * count : (number + 1) * count]))
+        Node(
+            name=f"node-{number}",
+            devices=_renumbered(devices[number * count : (number + 1) * count]),
+            cpu=round(cores / config.nodes, 3) if config.cpus_per_node is None else config.cpus_per_node,
+            memory_mib=config.memory_per_node_mib or memory_mib // config.nodes,
+        )
         for number in range(config.nodes)
     )
+
+
+def _memory_mib() -> int:
+    """The machine's main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _MIB
 
 
 def _renumbered(devices: tuple[Device, ...]) -> tuple[Device, ...]:
@@ -63,8 +89,8 @@ def threads_per_slot(nodes: tuple[Node, ...]) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, slots))
 
 
-def _slots(count: int) -> Iterator[Device]:
-    return (Device(index=index, model=CPU_SLOT) for index in range(count))
+def _slots(count: int, memory_mib: int) -> Iterator[Device]:
+    return (Device(index=index, model=CPU_SLOT, memory_mib=memory_mib) for index in range(count))
 
 
 def _gpus() -> Iterator[Device]:

@@ -243,7 +243,7 @@ class Driver:
             record = msgspec.structs.replace(record, worker=gone)
             workers = [record if w.worker.id == gone.id else w for w in self._state.attempt_of(before)]
             after = after_worker_gone(before, record, workers, transcript.now)
-            transcript.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-len(gone.devices))
+            transcript.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
             transcript.change.workers[gone.id] = record
             transcript.record(after)
             if after.intent is Intent.FAIL and before.intent is not Intent.FAIL and not after.status.phase.final:

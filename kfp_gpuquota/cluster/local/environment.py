@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.cluster.local.devices import environment_of, threads_per_slot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.api import Node, Worker
+    from kfp_gpuquota.api import JobSpec, Node, Worker
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.records import JobRecord
 
@@ -33,10 +34,20 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
         "JOB_NAME": job.spec.name,
         "JOB_UUID": job.uid,
         "POD_INDEX": str(worker.index),
-        "RUNAI_NUM_OF_GPUS": str(len(worker.devices)),
+        "RUNAI_NUM_OF_GPUS": f"{worker.gpus:g}",
+        **_memory_limit(job.spec),
         "ELASTIC_COORDINATOR": f"@{home.coordinator_file(job.uid)}",
         "ELASTIC_TOKEN_FILE": str(home.job_token_file(job.uid)),
         "ELASTIC_WORKER_ID": worker.id,
         "ELASTIC_CHECKPOINT_DIR": str(home.checkpoints(job.uid)),
         "ELASTIC_REPORT_FILE": str(directory / "report.jsonl"),
     }
+
+
+def _memory_limit(spec: JobSpec) -> dict[str, str]:
+    """How much of each device it may use: a part where it asked for one, bytes where it asked for memory."""
+    if spec.gpu_fraction is not None:
+        return {"RUNAI_GPU_MEMORY_LIMIT": f"{spec.gpu_fraction_limit or spec.gpu_fraction:g}"}
+    if spec.gpu_memory_mib is not None:
+        return {"RUNAI_GPU_MEMORY_LIMIT": str((spec.gpu_memory_limit_mib or spec.gpu_memory_mib) * MIB)}
+    return {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Eviction, Phase, Reason, Worker, WorkerPhase
+from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.lifecycle import settled
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
@@ -70,7 +71,7 @@ class Transcript:
         self.change.jobs[job.uid] = None if deleted else job
 
     def note(
-        self, job: JobRecord, kind: EventKind, *, worker: str = "", gpus: int = 0, reason: Reason | None = None
+        self, job: JobRecord, kind: EventKind, *, worker: str = "", gpus: float = 0, reason: Reason | None = None
     ) -> None:
         """Add to the history."""
         spec = job.spec
@@ -83,7 +84,7 @@ class Transcript:
                 job=spec.name,
                 job_uid=job.uid,
                 worker=worker,
-                gpus=gpus,
+                gpus=as_number(gpus),
                 reason=reason,
             )
         )
@@ -118,12 +119,13 @@ class Transcript:
                 index=job.next_index,
                 node=placement.node,
                 devices=placement.devices,
+                share=job.spec.share_of(self.state.nodes[placement.node].gpu_memory_mib),
                 started_at=self.now,
             )
             job = msgspec.structs.replace(job, next_index=job.next_index + 1)
             self.change.workers[worker.id] = WorkerRecord(worker=worker, attempt=job.attempt)
             self.started.append(worker.id)
-            self.note(job, EventKind.WORKER_STARTED, worker=worker.id, gpus=len(worker.devices))
+            self.note(job, EventKind.WORKER_STARTED, worker=worker.id, gpus=worker.gpus)
         self.change.jobs[job.uid] = with_status(msgspec.structs.replace(job, resize_reason=reason), reason=reason)
 
     def _release(self, job: JobRecord, workers: Iterable[str], reason: Reason) -> None:

@@ -1,0 +1,54 @@
+"""What people write for numbers of GPUs, labels and tolerations."""
+
+from __future__ import annotations
+
+from kfp_gpuquota.api import TaintEffect, Toleration, TolerationOperator
+from kfp_gpuquota.errors import InvalidFieldError
+
+
+def gpus_or_fraction(text: str | None, *, memory: str | None) -> tuple[int, float | None]:
+    """(GPUs, fraction of one) for `-g`. Raises InvalidFieldError, also where `memory` is asked for as well."""
+    if text is None:
+        return 1, None
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if 0 < value < 1:
+        return 1, value
+    if value != value // 1:
+        raise InvalidFieldError("gpus", text, "it must be a whole number of GPUs, or a part of one, such as 0.25")
+    if memory is not None:
+        raise InvalidFieldError(
+            "gpus", text, "it counts whole GPUs, and the job asks for a share of them (gpu_memory)",
+            hint="leave it out; for the same share of several GPUs of a node give --gpu-devices",
+        )  # fmt: skip
+    return whole_number("gpus", text.removesuffix(".0")), None
+
+
+def whole_number(field: str, text: str) -> int:
+    """The number. Raises InvalidFieldError."""
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidFieldError(field, text, "it must be a whole number of GPUs") from None
+
+
+def pairs(field: str, given: list[str], rule: str) -> dict[str, str]:
+    """KEY=VALUE as a dictionary. Raises InvalidFieldError with the rule."""
+    found = [text.partition("=") for text in given]
+    for text, (_, equals, _value) in zip(given, found, strict=True):
+        if not equals:
+            raise InvalidFieldError(field, text, rule)
+    return {key: value for key, _, value in found}
+
+
+def toleration_of(text: str) -> Toleration:
+    """KEY, KEY=VALUE, KEY:EFFECT or KEY=VALUE:EFFECT. Raises InvalidFieldError."""
+    rest, _, effect = text.partition(":")
+    key, equals, value = rest.partition("=")
+    if effect and effect not in set(TaintEffect):
+        allowed = ", ".join(TaintEffect)
+        raise InvalidFieldError("toleration", text, f"what follows ':' must be one of {allowed}")
+    operator = TolerationOperator.EQUAL if equals else TolerationOperator.EXISTS
+    return Toleration(key, operator, value, TaintEffect(effect) if effect else None)
