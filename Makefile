@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CASES ?=
+SEEDS ?= 0:200
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types layers check docs clean
+.PHONY: help quickstart test soak lint types layers check docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -16,6 +17,9 @@ quickstart: $(VENV)/.quickstart  ## Set up, then run the example pipeline on a c
 test: $(VENV)/.dev  ## Set up, then run all tests
 	$(BIN)/python -m tools.devcluster build
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(CASES)
+
+soak: $(VENV)/.dev  ## Random histories of elastic training: SEEDS=0:200 (a range or a list)
+	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
 
 check: lint types layers  ## Style, types and import layers
 

@@ -6,7 +6,7 @@ nothing), a loss (who has applied a step that others have not is one step ahead 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,8 +34,19 @@ def exchange(group: Group, state: TrainingState, *, holds_state: bool) -> bool:
             send_state(group, rank, state.capture())
     if group.rank not in behind:
         return False
-    state.load(receive_state(group, source, None if holds_state else state.capture()))
+    state.load(_received(group, source, state, holds_state=holds_state))
     return True
+
+
+def _received(group: Group, source: int, state: TrainingState, *, holds_state: bool) -> dict[str, Any]:
+    """The source's state. A joiner's own memory takes it up, and is given up where the transfer fails."""
+    try:
+        received: dict[str, Any] = receive_state(group, source, None if holds_state else state.capture())
+    except CollectiveError:
+        if not holds_state:
+            state.leave_memory()
+        raise
+    return received
 
 
 def _check_models(group: Group, source: int, fingerprints: list[int]) -> None:

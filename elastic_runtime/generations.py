@@ -46,8 +46,7 @@ ALONE = Generation(0, ("local",), None)
 class Generations:
     """Turns orders into built groups.
 
-    `make_store(number)` gives the rendezvous space of a generation, `say(event, **fields)` reaches the coordinator, and
-    `rehearse()` readies a joiner's memory.
+    `make_store(number)` gives the rendezvous space of a generation, `say(event, **fields)` reaches the coordinator.
     """
 
     def __init__(
@@ -56,12 +55,11 @@ class Generations:
         make_store: Callable[[int], Store],
         say: Callable[..., None],
         backend: Callable[[], str],
-        rehearse: Callable[[], None],
     ) -> None:
         self.worker = worker
         self.interrupt = Interrupt()
         self.adopted: Generation | None = None
-        self._make_store, self._say, self._backend, self._rehearse = make_store, say, backend, rehearse
+        self._make_store, self._say, self._backend = make_store, say, backend
         self._order = Order("Stay")
         self._entering = 0
         self._building: set[int] = set()
@@ -114,8 +112,6 @@ class Generations:
     def _build(self, order: Order) -> None:
         rank, size = order.members.index(self.worker), len(order.members)
         try:
-            if order.kind == "Propose" and self.adopted is None:
-                self._rehearse()  # the loop's own thread is idle: it waits to join
             store = self._make_store(order.generation)
             name = f"elastic-{order.generation}"
             group = build_group(store, rank, size, name, self._backend(), COLLECTIVE_TIMEOUT)

@@ -95,7 +95,6 @@ class Job:
         elastic_loader = ElasticLoader(loader, session, self._seed, batch, self._max_batch)
         session.steps_in_epoch = elastic_loader.steps
         self._session = session
-        self._member.ready(state)
         found = (model, optimizer, elastic_loader)
         return found if scheduler is None else (*found, scheduler)
 

@@ -50,8 +50,7 @@ class Member:
         self.streams = RandomStreams()
         self._events: dict[str, dict[str, Any]] = {}  # what has to be said again to a coordinator that connects
         self._holds_state = self._stopping = False
-        self._state: TrainingState | None = None
-        self._generations = Generations(environment.worker_id, self._store, self._say, _backend, self._rehearse)
+        self._generations = Generations(environment.worker_id, self._store, self._say, _backend)
         self.reporter = Reporter(environment.report_file, environment.worker_id, self._send_progress)
         self._keeper = Keeper(
             environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints
@@ -110,16 +109,18 @@ class Member:
 
     # Joining, switching, leaving
 
-    def ready(self, state: TrainingState) -> None:
-        """Everything is built; a generation may come."""
-        self._state = state
-        self._stand("WorkerReady")
-
     def join(self, state: TrainingState) -> None:
-        """Wait for a generation and take over its state; alone, go on from the newest checkpoint."""
+        """Wait for a generation and take over its state; alone, go on from the newest checkpoint.
+
+        The coordinator hears of it only now, when this thread has nothing left to do: whoever is proposed is waited
+        for. Rehearsing in the threads that build generations was rejected: a second proposal's ran into the state that
+        the first one was receiving.
+        """
         if self._coordinator is None:
             self._load_checkpoint(state)
         elif self._generations.adopted is None:
+            state.rehearse()
+            self._stand("WorkerReady")
             self._settle(state, self._generations.wait_for_next(after=0), "join")
 
     def switch_to(self, generation: Generation, state: TrainingState) -> None:
@@ -273,10 +274,6 @@ class Member:
             }  # fmt: skip
         events = [{"event": event, **fields} for event, fields in list(self._events.items())]
         return [{"worker": worker, **event} for event in [first, *events]]
-
-    def _rehearse(self) -> None:
-        if self._state is not None:
-            self._state.rehearse()
 
     def _store(self, generation: int) -> Store:
         return CoordinatorStore(self._environment, generation)

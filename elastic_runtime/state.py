@@ -71,6 +71,8 @@ class TrainingState:
         optimizer = dict(self.parts).get("optimizer")
         if not isinstance(optimizer, torch.optim.Optimizer) or not type(optimizer).__module__.startswith("torch.optim"):
             return
+        if optimizer.state:
+            return  # the script gave it one
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         saved = [p.detach().clone() for p in parameters]
         for parameter in parameters:
@@ -89,6 +91,12 @@ class TrainingState:
         if self._rehearsed and isinstance(optimizer, torch.optim.Optimizer):
             optimizer.state.clear()
         self._rehearsed = False
+
+    def leave_memory(self) -> None:
+        """Go on in memory of its own: a transfer into the old one failed, and what is in flight may still arrive."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.data = tensor.detach().clone()
+        self.forget_rehearsal()
 
     def fingerprint(self) -> int:
         """A number that differs between models whose parameters differ in name, shape or type."""

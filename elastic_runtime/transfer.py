@@ -1,7 +1,9 @@
 """State from one rank to another, over the generation's own group.
 
-Three messages: the lengths of what follows, a pickled head (the skeleton, and what to allocate), then the tensors:
-large ones as they are, small ones joined into one buffer for each dtype, because a message costs more than a copy.
+Messages: the length of the head, the head (pickled: the skeleton, and what to allocate), then the tensors: large ones
+as they are, small ones joined into one buffer for each dtype, because a message costs more than a copy. The last one is
+the sender's word that it stood still until all of it was sent: the tensors are live ones, and a sender that was called
+away trains on while a thread is still sending them.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ def send_state(group: Group, to: int, state: object) -> None:
     group.send([torch.tensor([len(head)])], to)
     group.send([torch.frombuffer(bytearray(head), dtype=torch.uint8)], to)
     group.send(_messages(tensors), to)
+    group.send([torch.ones(1)], to)
 
 
 def receive_state(group: Group, source: int, own: object = None) -> Any:
@@ -44,6 +47,7 @@ def receive_state(group: Group, source: int, own: object = None) -> Any:
     tensors = _room(skeleton, shapes, own)
     messages = _messages(tensors)
     group.receive(messages, source)
+    group.receive([torch.zeros(1)], source)
     _scatter(tensors, messages)
     return unpack(skeleton, tensors)
 

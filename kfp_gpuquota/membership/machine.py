@@ -283,7 +283,11 @@ class Membership:
             self._forget_base()
         if self.base is None:
             self._decide_first()
-        elif not self._decide_recovery(self.base) and not self.finished:
+        elif self._decide_recovery(self.base):
+            return
+        elif self.finished:
+            self._withdraw()  # nobody votes any more, and whoever waits to join is to be let go
+        else:
             self._decide_resize(self.base)
 
     def _decide_first(self) -> None:

@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 JOB = "job"
 PATIENCE_S = 60.0
-LIMITS = Limits(silence_s=3.0, leave_s=20.0, forming_s=5.0, failure_s=1.0)
+LIMITS = Limits(silence_s=5.0, leave_s=20.0, forming_s=5.0, failure_s=1.0)
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.elastic_runtime.training", "elastic_runtime.job", "torch.distributed"])
+context.set_forkserver_preload(
+    ["tests.elastic_runtime.training", "elastic_runtime.job", "torch.distributed", "torch._dynamo"]
+)
 
 
 def until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:

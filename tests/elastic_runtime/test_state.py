@@ -61,6 +61,28 @@ def test_a_state_loaded_by_another_process_is_the_same_to_the_bit() -> None:
         assert torch.equal(a, b)
 
 
+def test_what_arrives_after_a_transfer_failed_does_not_reach_the_state() -> None:
+    state = made(OPTIMIZERS[0])
+    state.rehearse()
+    late = pack(state.capture())[1]
+    state.leave_memory()
+    before = [tensor.clone() for tensor in pack(state.capture())[1]]
+    for tensor in late:
+        tensor.fill_(7)
+    for a, b in zip(before, pack(state.capture())[1], strict=True):
+        assert torch.equal(a, b)
+    assert dict(state.parts)["optimizer"].state_dict()["state"] == {}
+
+
+def test_a_rehearsal_leaves_a_state_that_the_script_gave_as_it_is() -> None:
+    state = trained(OPTIMIZERS[0])
+    before = [tensor.clone() for tensor in pack(state.capture())[1]]
+    state.rehearse()
+    state.forget_rehearsal()
+    for a, b in zip(before, pack(state.capture())[1], strict=True):
+        assert torch.equal(a, b)
+
+
 def test_random_streams_go_back_to_where_they_were() -> None:
     streams = RandomStreams()
     streams.save()

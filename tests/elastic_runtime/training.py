@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_runtime
+from tests.elastic_runtime.delays import delay_meetings
 
 SAMPLES, FEATURES = 203, 12
 
@@ -47,6 +48,7 @@ class Plan:
     loader_workers: int = 0
     normalise: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    delays: int | None = None  # seed of delays.delay_meetings; None: none
 
 
 def build(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -121,6 +123,8 @@ def worker_main(
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.register(signal.SIGUSR1)
+    if plan.delays is not None:
+        delay_meetings(plan.delays * 100 + index)
     try:
         train(plan, index, Path(directory), gate)
     except SystemExit:

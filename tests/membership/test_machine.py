@@ -230,6 +230,14 @@ def test_nothing_is_resized_once_a_member_has_finished() -> None:
     assert drive(TargetChanged(("b",)), WorkerGone("a")) == []
 
 
+def test_a_joiner_that_waits_for_a_switch_when_the_training_ends_is_released() -> None:
+    drive = training("a")
+    drive(TargetChanged(("a", "b")), *arrive("b"))
+    assert drive.orders("b")[-1] == Propose(2, ("a", "b"), base=1)
+    drive(TrainingFinished("a", 100))
+    assert drive.orders("b")[-1] == Release("the training has finished")
+
+
 def test_a_joiner_that_came_too_late_is_released() -> None:
     drive = training("a")
     drive(TargetChanged(("a", "b")), WorkerJoined("b"), TrainingFinished("a", 100))

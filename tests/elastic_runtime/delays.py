@@ -1,0 +1,48 @@
+"""Random delays at the places where the runtime's threads meet: what a busy machine does, more often.
+
+They found a joiner's rehearsal that ran into the state it was receiving, and a joiner that nobody let go at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+from elastic_runtime import generations, member
+from elastic_runtime.generations import Generations
+from elastic_runtime.member import Member
+from elastic_runtime.state import TrainingState
+from elastic_runtime.streams import RandomStreams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PLACES: list[tuple[Any, str]] = [
+    (generations, "build_group"),
+    (Generations, "on_order"),
+    (Generations, "adopt"),
+    (Member, "_say"),
+    (Member, "_adopt"),
+    (TrainingState, "load"),
+    (RandomStreams, "restore"),
+    (member, "exchange"),
+]
+DELAYS_S = (0, 0, 0, 0, 0.02, 0.15, 0.4)
+
+
+def delay_meetings(seed: int) -> None:
+    """From now on this process is now and then slow there."""
+    draw = random.Random(seed)
+    for owner, name in PLACES:
+        setattr(owner, name, _delayed(getattr(owner, name), draw))
+
+
+def _delayed(original: Callable[..., Any], draw: random.Random) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def delayed(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(draw.choice(DELAYS_S))
+        return original(*args, **kwargs)
+
+    return delayed
