@@ -102,10 +102,7 @@ class Coordinator:
             self._ended.set()
 
     def _connected(self) -> http.client.HTTPResponse:
-        import http.client  # noqa: PLC0415  (costs 15 ms, which a script alone does not have to pay)
-
-        host, port, path = self._environment.coordinator_address()
-        connection = http.client.HTTPConnection(host, port, timeout=SILENCE_S)
+        connection, path = self._environment.connect(SILENCE_S)
         connection.connect()
         connection.putrequest("POST", f"{path}/workers/{self.worker}?incarnation={self._incarnation}")
         connection.putheader("Authorization", f"Bearer {self._environment.token()}")

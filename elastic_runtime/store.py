@@ -114,13 +114,9 @@ class CoordinatorStore(Store):
         return answer
 
     def _connected(self) -> tuple[http.client.HTTPConnection, str]:
-        import http.client  # noqa: PLC0415
-
         known: tuple[http.client.HTTPConnection, str] | None = getattr(self._local, "connection", None)
         if known is None:
-            host, port, path = self._environment.coordinator_address()
-            known = http.client.HTTPConnection(host, port, timeout=_CONNECTION_TIMEOUT_S), path
-            self._local.connection = known
+            known = self._local.connection = self._environment.connect(_CONNECTION_TIMEOUT_S)
         return known
 
 

@@ -69,16 +69,16 @@ async def _serve(tls: ssl.SSLContext) -> tuple[web.AppRunner, int]:
 
 def test_orders_come_while_events_go_out_over_one_tls_connection(environment: Environment) -> None:
     orders: list[Order] = []
-    arrived = threading.Event()
+    greeted, arrived = threading.Event(), threading.Event()
 
     def on_order(order: Order) -> None:
         orders.append(order)
-        if order.generation:
-            arrived.set()
+        (arrived if order.generation else greeted).set()
 
     joined = [{"event": "WorkerJoined", "worker": "w0"}]
-    coordinator = Coordinator(environment, on_order, lambda: joined, pytest.fail)
+    coordinator = Coordinator(environment, on_order, lambda: joined, lambda error: pytest.fail(str(error)))
     coordinator.start()
+    assert greeted.wait(20)
     for step in range(EVENTS):
         coordinator.say("ProgressReported", step=step)
     coordinator.say("WorkerReady")
