@@ -26,8 +26,8 @@ def check_fits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
 
 
 def _check_limits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
-    memory = [node.gpu_memory_mib for node in nodes if node.gpu_memory_mib]
-    gpus = as_number(spec.smallest * spec.share_of(max(memory))) if memory or not spec.gpu_memory_mib else 0
+    share = spec.share_of(max((node.gpu_memory_mib for node in nodes), default=0))
+    gpus = as_number(spec.smallest * min(share, 1.0))
     if project.limit is not None and gpus > project.limit:
         raise InvalidFieldError(
             "gpus",
