@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 
 
@@ -14,3 +15,9 @@ def main() -> None:
     from kfp_gpuquota.cli.main import main as run  # noqa: PLC0415
 
     run()
+
+
+def kubectl_plugin() -> None:
+    """`kubectl gpuquota ...`: the same on the kubeconfig's current context."""
+    os.environ.setdefault("GPUQUOTA_CONTEXT", ".")
+    main()

@@ -16,7 +16,7 @@ from kfp_gpuquota.errors import ConflictError, JobFailedError, NotFoundError, Us
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB")]
@@ -149,7 +149,7 @@ def _phase(text: str) -> Phase | None:
         ) from None
 
 
-def _wait_for(reached: Client, project: str, name: str, wanted: Phase | None, deadline: float | None) -> Job:
+def _wait_for(reached: ClusterClient, project: str, name: str, wanted: Phase | None, deadline: float | None) -> Job:
     reached.get_job(project, name)
     after: int | None = None
     while True:
@@ -169,7 +169,7 @@ def _is_failure(job: Job, wanted: Phase | None) -> bool:
     return job.status.phase not in (wanted, Phase.SUCCEEDED)
 
 
-def _wait_until_gone(reached: Client, project: str, uids: set[str]) -> None:
+def _wait_until_gone(reached: ClusterClient, project: str, uids: set[str]) -> None:
     for listed in reached.watch_jobs(project):
         if not uids.intersection(job.uid for job in listed.jobs):
             return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -26,6 +28,22 @@ submit.register(app)
 show.register(app)
 jobs.register(app)
 simulate.register(app)
+
+
+@app.callback()
+def choose_cluster(
+    context: Annotated[
+        str,
+        typer.Option(
+            "--context",
+            metavar="NAME",
+            help='The cluster: a context of your kubeconfig, "." its current one, "embedded".',
+        ),
+    ] = "",
+) -> None:
+    """GPU quotas, borrowing and elastic training: on this machine, or on Kubernetes."""
+    if context:
+        os.environ["GPUQUOTA_CONTEXT"] = context
 
 
 def keep_examples(commands: typer.Typer) -> None:

@@ -9,20 +9,38 @@ import typer
 from kfp_gpuquota.cli.output import Format
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 ProjectOption = Annotated[
-    str, typer.Option("--project", "-p", metavar="PROJECT", help="The project; else the configured one.")
+    str,
+    typer.Option(
+        "--project",
+        "-p",
+        "--namespace",
+        "-n",
+        metavar="PROJECT",
+        help="The project (on Kubernetes the namespace); else the configured one.",
+    ),
 ]
 OutputOption = Annotated[Format, typer.Option("--output", "-o", help="How to show it.")]
 WatchOption = Annotated[bool, typer.Option("--watch", "-w", help="Show it again after each change, until Ctrl-C.")]
 
 
-def client() -> Client:
-    """The client of the cluster that the environment names; the embedded one is started where it does not run."""
+def client(image: str = "") -> ClusterClient:
+    """The client of the cluster that is chosen; the embedded one is started where it does not run.
+
+    `image` is that of the jobs which it submits. Raises UsageError where the cluster has no images.
+    """
     from kfp_gpuquota.cluster.connect import connect  # noqa: PLC0415
 
-    return connect()
+    return connect(image=image)
+
+
+def on_kubernetes() -> bool:
+    """Whether the cluster that is chosen is one of Kubernetes."""
+    from kfp_gpuquota.cluster.connect import kube_context  # noqa: PLC0415
+
+    return kube_context() is not None
 
 
 def project_or_configured(given: str) -> str:

@@ -109,14 +109,35 @@ def config_project(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") 
       gpuquota config project team-a
       gpuquota config project
     """
-    from kfp_gpuquota.cluster.connect import Settings, current_project, save_settings  # noqa: PLC0415
+    from kfp_gpuquota.cluster.connect import current_project, load_settings, save_settings  # noqa: PLC0415
 
     if not name:
         typer.echo(current_project())
         return
     client().get_project(name)
-    save_settings(Settings(project=name))
+    save_settings(msgspec.structs.replace(load_settings(), project=name))
     typer.echo(f"project {name} is used from now on")
+
+
+@config.command("context", short_help="Set the cluster to work with.")
+def config_context(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") -> None:
+    """Set the cluster that other commands use; without a name, show it.
+
+    A context of your kubeconfig, "." for its current one, "embedded" for the cluster of this machine.
+
+    Examples:
+      gpuquota config context production
+      gpuquota config context embedded
+    """
+    from kfp_gpuquota.cluster.connect import EMBEDDED, kube_context, load_settings, save_settings  # noqa: PLC0415
+
+    if not name:
+        context = kube_context()
+        typer.echo(EMBEDDED if context is None else context or "the current context")
+        return
+    save_settings(msgspec.structs.replace(load_settings(), context=name))
+    client().health()
+    typer.echo(f"context {name} is used from now on")
 
 
 def project_table(views: tuple[ProjectView, ...], *, wide: bool = False) -> str:

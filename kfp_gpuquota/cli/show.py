@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import NodeView
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 
 class What(StrEnum):
@@ -156,14 +156,14 @@ def _project_or_all(given: str) -> str:
     return given or load_settings().project
 
 
-def _log_so_far(reached: Client, project: str, job: str, worker: str) -> Iterator[bytes]:
+def _log_so_far(reached: ClusterClient, project: str, job: str, worker: str) -> Iterator[bytes]:
     offset = 0
     while (chunk := reached.read_log(project, job, worker=worker, offset=offset)).text:
         yield chunk.text
         offset = chunk.next_offset
 
 
-def _job_log(reached: Client, project: str, name: str) -> Iterator[bytes]:
+def _job_log(reached: ClusterClient, project: str, name: str) -> Iterator[bytes]:
     """One worker's log after another's, for as long as the job goes on."""
     from kfp_gpuquota.dsl.logs import to_follow  # noqa: PLC0415
 
@@ -294,7 +294,7 @@ def _node_table(nodes: Sequence[NodeView]) -> str:
     return table(("NODE", "STATUS", "GPUS", "IN USE", "IDLE", "MODEL"), rows)
 
 
-def _overview(reached: Client) -> str:
+def _overview(reached: ClusterClient) -> str:
     """Projects, nodes and running jobs, one below the other."""
     running = [job for job in reached.list_jobs().jobs if not job.status.phase.final]
     parts = (project_table(reached.list_projects()), _node_table(reached.list_nodes()), _job_table(running))

@@ -12,12 +12,11 @@ from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S
 from kfp_gpuquota.api.quantity import parse_cores, parse_mib
 from kfp_gpuquota.cli.amounts import gpus_or_fraction, pairs, toleration_of, whole_number
-from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.cli.output import Format, show
-from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 # What a command needs of the shell it was typed in to find the same programs and libraries. Not everything: the shell
 # may hold secrets that do not belong into a job's record.
@@ -94,7 +93,7 @@ GraceOption = Annotated[
     float, typer.Option("--grace-period", metavar="SECONDS", help="From SIGTERM to SIGKILL when it must stop.")
 ]
 CoolDownOption = Annotated[
-    float, typer.Option("--cool-down", metavar="SECONDS", help="After a change of size, not grown again for this long.")
+    float, typer.Option("--cool-down", metavar="SECONDS", help="After it has grown, not grown again for this long.")
 ]
 MinRunTimeOption = Annotated[
     float, typer.Option("--min-run-time", metavar="SECONDS", help="Not stopped for others before it has run this long.")
@@ -155,12 +154,8 @@ def submit(
       gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
     """
     del whole_command
-    if image is not None:
-        raise UsageError(
-            f"the embedded cluster runs programs of this machine, not images such as {image!r}; images work on "
-            "Kubernetes, where jobs are ElasticJob resources. Leave out -i here"
-        )
-    reached = client()
+    reached = client(image or "")
+    here = not on_kubernetes()
     project = project_or_configured(project)
     requested, fraction = gpus_or_fraction(gpus, memory=gpu_memory)
     smallest, largest = _count("min_gpus", min_gpus), _count("max_gpus", max_gpus)
@@ -188,8 +183,11 @@ def submit(
         preemptible=preemptible,
         priority=priority,
         node=node,
-        environment={**_forwarded(), **pairs("environment", environment or [], "a variable is given as NAME=VALUE")},
-        working_directory=str(Path(working_dir or ".").absolute()),
+        environment={
+            **(_forwarded() if here else {}),
+            **pairs("environment", environment or [], "a variable is given as NAME=VALUE"),
+        },
+        working_directory=str(Path(working_dir or ".").absolute()) if here else working_dir or "",
         grace_period_s=grace_period,
         cool_down_s=cool_down,
         min_run_time_s=min_run_time,
@@ -200,7 +198,7 @@ def submit(
     show(job, output)
 
 
-def _most(reached: Client, project: str) -> int:
+def _most(reached: ClusterClient, project: str) -> int:
     """What the project may hold at the most: its limit, or all there is."""
     limit = reached.get_project(project).project.limit
     everything = sum(len(view.node.devices) for view in reached.list_nodes())

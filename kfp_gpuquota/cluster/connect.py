@@ -1,4 +1,13 @@
-"""How a client finds its cluster: what the environment names, else the embedded one, which is started on demand."""
+"""How a client finds its cluster: what the environment or the user's settings name, else the embedded one.
+
+| what is set                                   | the cluster                                                    |
+|-----------------------------------------------|----------------------------------------------------------------|
+| `$GPUQUOTA_URL` (and `$GPUQUOTA_TOKEN_FILE`)  | the server there                                               |
+| `$GPUQUOTA_CONTEXT`, else the setting         | that context of the kubeconfig; "." is the current one         |
+| ... = "embedded"                              | the embedded one                                               |
+| nothing, inside of a pod                      | the cluster of the pod, as its service account                 |
+| nothing                                       | the embedded one, which is started where it does not run       |
+"""
 
 from __future__ import annotations
 
@@ -16,26 +25,44 @@ from kfp_gpuquota.server.client import RETRY_FOR_S, Client
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
+    from kfp_gpuquota.server.cluster_client import ClusterClient
+
 URL_VARIABLE: Final = "GPUQUOTA_URL"
 TOKEN_FILE_VARIABLE: Final = "GPUQUOTA_TOKEN_FILE"  # noqa: S105 (a variable's name)
 PROJECT_VARIABLE: Final = "GPUQUOTA_PROJECT"
+CONTEXT_VARIABLE: Final = "GPUQUOTA_CONTEXT"
+EMBEDDED: Final = "embedded"
+CURRENT: Final = "."
+_POD_TOKEN: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a user has set once: config.json in the cluster's directory."""
 
     project: str = ""
+    context: str = ""
 
 
-def connect(environment: Mapping[str, str] | None = None, *, retry_for_s: float = RETRY_FOR_S) -> Client:
-    """A client for $GPUQUOTA_URL (with $GPUQUOTA_TOKEN_FILE), else for the embedded cluster.
+def connect(
+    environment: Mapping[str, str] | None = None, *, image: str = "", retry_for_s: float = RETRY_FOR_S
+) -> ClusterClient:
+    """A client of the cluster that is chosen; `image` is that of the jobs which it submits.
 
-    Raises ClusterStartError when the embedded cluster does not come up.
+    Raises ClusterStartError when the embedded cluster does not come up, UsageError for a context that does not exist,
+    or an image where there are none.
     """
     environment = os.environ if environment is None else environment
     if url := environment.get(URL_VARIABLE):
         token_file = _token_file(environment)
         return Client(lambda: (url, token_file.read_text().strip()), retry_for_s=retry_for_s)
+    if (context := kube_context(environment)) is not None:
+        return _kubernetes(context, environment, image, retry_for_s)
+    if image:
+        raise UsageError(
+            f"the embedded cluster runs programs of this machine, not images such as {image!r}; images work on "
+            "Kubernetes (--context NAME). Leave out -i here"
+        )
     home = embedded_home(environment)
 
     def locate() -> tuple[str, str]:
@@ -43,6 +70,17 @@ def connect(environment: Mapping[str, str] | None = None, *, retry_for_s: float 
         return home.url_file.read_text().strip(), home.token_file.read_text().strip()
 
     return Client(locate, retry_for_s=retry_for_s)
+
+
+def kube_context(environment: Mapping[str, str] | None = None) -> str | None:
+    """The kubeconfig's context to work in ("": the current one, or the pod's own cluster); None: not on Kubernetes."""
+    environment = os.environ if environment is None else environment
+    chosen = environment.get(CONTEXT_VARIABLE) or load_settings(environment).context
+    if chosen == EMBEDDED:
+        return None
+    if chosen:
+        return "" if chosen == CURRENT else chosen
+    return "" if "KUBERNETES_SERVICE_HOST" in environment and _POD_TOKEN.exists() else None
 
 
 def embedded_home(environment: Mapping[str, str] | None = None) -> Home:
@@ -69,12 +107,30 @@ def save_settings(settings: Settings, environment: Mapping[str, str] | None = No
 
 
 def current_project(given: str = "", environment: Mapping[str, str] | None = None) -> str:
-    """The project to work in: the one given, else $GPUQUOTA_PROJECT, else the configured one. Raises UsageError."""
+    """The project to work in: the one given, else $GPUQUOTA_PROJECT, else the configured one. Raises UsageError.
+
+    On Kubernetes the configured one is the namespace of the context, as for kubectl.
+    """
     environment = os.environ if environment is None else environment
-    found = given or environment.get(PROJECT_VARIABLE, "") or load_settings(environment).project
+    found = given or environment.get(PROJECT_VARIABLE, "")
+    if not found and (context := kube_context(environment)) is not None:
+        return _credentials(context, environment).namespace
+    found = found or load_settings(environment).project
     if not found:
         raise UsageError("no project is given; add -p PROJECT, or set it once: gpuquota config project PROJECT")
     return found
+
+
+def _kubernetes(context: str, environment: Mapping[str, str], image: str, retry_for_s: float) -> ClusterClient:
+    from kfp_gpuquota.cluster.kubernetes.client import KubernetesClient  # noqa: PLC0415 (the embedded one needs it not)
+
+    return KubernetesClient(_credentials(context, environment), image=image, retry_for_s=retry_for_s)
+
+
+def _credentials(context: str, environment: Mapping[str, str]) -> Credentials:
+    from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials  # noqa: PLC0415
+
+    return load_credentials(environment.get("KUBECONFIG", "").split(":")[0] or None, context or None)
 
 
 def _settings_file(environment: Mapping[str, str]) -> Path:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import JobList
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 LONG_POLL_S: Final = 20.0
 # A cluster that is restarted or upgraded is back by then; the job goes on meanwhile.
@@ -103,7 +103,7 @@ def _run(step: Step) -> int:
     return _exit_code(job)
 
 
-def _followed(client: Client, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
+def _followed(client: ClusterClient, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
     """The job in its final state; its log and its changes are told on the way. Raises _TakenOverError."""
     max_runtime_s = step.options.max_runtime_s
     narrator = Narrator()
@@ -125,7 +125,7 @@ def _followed(client: Client, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
     return job
 
 
-def _states(client: Client, job: Job, step: Step) -> Iterator[Job]:
+def _states(client: ClusterClient, job: Job, step: Step) -> Iterator[Job]:
     """Each new state of a job up to the final one; the present one when its time is over, and once a renewal."""
     project = job.spec.project
     after: int | None = None
@@ -141,7 +141,7 @@ def _states(client: Client, job: Job, step: Step) -> Iterator[Job]:
         yield job
 
 
-def _patiently(client: Client, project: str, after: int | None, wait_s: float) -> JobList:
+def _patiently(client: ClusterClient, project: str, after: int | None, wait_s: float) -> JobList:
     """The list of jobs, also through a cluster that is away for a while."""
     give_up_at = time.monotonic() + PATIENCE_S
     while True:
@@ -160,7 +160,7 @@ def _time_left(job: Job, max_runtime_s: float | None, now: float) -> float:
     return job.status.started_at + max_runtime_s - now
 
 
-def _untold_failure(client: Client, job: Job, followed: Container[str]) -> list[str]:
+def _untold_failure(client: ClusterClient, job: Job, followed: Container[str]) -> list[str]:
     """The end of the log of the worker that failed first, where the step's log did not follow that one."""
     failed = [worker for worker in job.status.workers if worker.exit_code and worker.id not in followed]
     if job.status.phase is not Phase.FAILED or not failed:

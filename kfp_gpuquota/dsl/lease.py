@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.api.wire import Lease
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 DURATION_S: Final = 30.0
 DURATION_VARIABLE: Final = "GPUQUOTA_LEASE_S"
@@ -30,7 +30,7 @@ class LeaseKeeper(threading.Thread):
     When another attempt has taken the job over it ends, and `taken_over` is set: the job is nobody's business here.
     """
 
-    def __init__(self, connect: Callable[[], Client], lease: Lease, spec: JobSpec, say: Callable[[str], None]) -> None:
+    def __init__(self, connect: Callable[[], ClusterClient], lease: Lease, spec: JobSpec, say: Callable[[str], None]) -> None:
         super().__init__(name="lease", daemon=True)
         self._connect, self._lease, self._spec, self._say = connect, lease, spec, say
         self.taken_over = threading.Event()
@@ -68,6 +68,6 @@ class LeaseKeeper(threading.Thread):
         except GpuQuotaError as error:
             self._say(f"the job ends with its present lease: {error.message}")
 
-    def _renew(self, client: Client, duration_s: float) -> None:
+    def _renew(self, client: ClusterClient, duration_s: float) -> None:
         lease = msgspec.structs.replace(self._lease, duration_s=duration_s)
         client.renew_lease(self._spec.project, self._spec.name, lease)

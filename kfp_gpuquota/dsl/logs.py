@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kfp_gpuquota.api import Job, Worker
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 TAIL_LINES: Final = 20
 _LONG_POLL_S: Final = 10.0
@@ -25,7 +25,7 @@ class LogFollower(threading.Thread):
     A worker that has run beside the one followed before is joined where its log stands; a new one from its beginning.
     """
 
-    def __init__(self, connect: Callable[[], Client], job: Job, write: Callable[[str], None]) -> None:
+    def __init__(self, connect: Callable[[], ClusterClient], job: Job, write: Callable[[str], None]) -> None:
         super().__init__(name="log", daemon=True)
         self._connect, self._write = connect, write
         self._changed = threading.Condition()
@@ -98,7 +98,7 @@ def shown_rank(job: Job, worker: Worker) -> int:
     return sum(each.index < worker.index for each in together)
 
 
-def tail(client: Client, job: Job, worker: Worker, lines: int = TAIL_LINES) -> list[str]:
+def tail(client: ClusterClient, job: Job, worker: Worker, lines: int = TAIL_LINES) -> list[str]:
     """The end of a worker's log."""
     rank = shown_rank(job, worker)
     written = list(lines_of(_chunks(client, job, worker.id, skip=False)))
@@ -121,7 +121,7 @@ def _last_written(line: str) -> str:
     return line.removesuffix("\r").rpartition("\r")[2]
 
 
-def _chunks(client: Client, job: Job, worker: str, *, skip: bool) -> Iterator[bytes]:
+def _chunks(client: ClusterClient, job: Job, worker: str, *, skip: bool) -> Iterator[bytes]:
     """Pieces of a worker's log until it has ended; with `skip` only what comes from now on."""
     offset, more = 0, True
     while more:

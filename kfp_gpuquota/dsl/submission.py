@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import Lease
     from kfp_gpuquota.dsl.step import Step
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 
-def claim(client: Client, step: Step, lease: Lease, say: Callable[[str], None]) -> tuple[Job, Staging]:
+def claim(client: ClusterClient, step: Step, lease: Lease, say: Callable[[str], None]) -> tuple[Job, Staging]:
     """The step's job, held by the lease's holder from now on, and where its outputs are staged.
 
     A job of this step that still runs is taken over, one that succeeded is taken as it is if its outputs have not been
@@ -51,7 +51,7 @@ def _usable(job: Job, staging: Staging) -> bool:
     return not job.status.phase.final
 
 
-def _taken_over(client: Client, job: Job, lease: Lease) -> bool:
+def _taken_over(client: ClusterClient, job: Job, lease: Lease) -> bool:
     """Whether the job is ours from now on: not one that is being stopped for good, be it since this very moment."""
     if job.status.phase.final:
         return True
@@ -62,14 +62,14 @@ def _taken_over(client: Client, job: Job, lease: Lease) -> bool:
     return True
 
 
-def _existing(client: Client, project: str, name: str) -> Job | None:
+def _existing(client: ClusterClient, project: str, name: str) -> Job | None:
     try:
         return client.get_job(project, name)
     except NotFoundError:
         return None
 
 
-def _submitted(client: Client, step: Step, name: str, staging: Staging, lease: Lease) -> Job | None:
+def _submitted(client: ClusterClient, step: Step, name: str, staging: Staging, lease: Lease) -> Job | None:
     """The new job; None where another attempt was faster."""
     staging.create(step.argv, step.environment)
     command = (sys.executable, "-I", "-S", worker.__file__, str(staging.step_file))

@@ -1,0 +1,355 @@
+"""A Kubernetes cluster as its users see it: the same calls as of the embedded cluster, as the user's own identity.
+
+Nothing stands between a user and the API server: what this client may do is what RBAC lets its user do.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import uuid
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
+from kfp_gpuquota.cluster.kubernetes import labels, objects, views
+from kfp_gpuquota.cluster.kubernetes.calls import Calls
+from kfp_gpuquota.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    InvalidFieldError,
+    NotFoundError,
+    RunError,
+    UsageError,
+)
+from kfp_gpuquota.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kfp_gpuquota.api import Job, JobSpec, Project
+    from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+RETRY_FOR_S: Final = 30.0
+LONG_POLL_S: Final = 25.0
+_LOG_PIECE: Final = 1 << 16
+_POLL_S: Final = 0.5
+_GROUP: Final = f"/apis/{labels.API_VERSION}"
+QUOTAS: Final = f"{_GROUP}/gpuquotas"
+_CANCELLED: Final = "gpuquota-cancel"
+
+
+class KubernetesClient:
+    """The jobs and quotas of one API server. A project is a namespace. Raises the errors of `kfp_gpuquota.errors`."""
+
+    def __init__(self, credentials: Credentials, *, image: str = "", retry_for_s: float = RETRY_FOR_S) -> None:
+        self._calls = Calls(credentials, retry_for_s=retry_for_s)
+        self._image = image
+        self._logs: dict[tuple[str, str], _Log] = {}
+
+    @property
+    def namespace(self) -> str:
+        """The namespace that the credentials are for: the project where none is named."""
+        return self._calls.credentials.namespace
+
+    def health(self) -> Health:
+        """Who answers."""
+        return Health(version=__version__, pid=0, home=self._calls.credentials.server, started_at=0.0)
+
+    # Projects and nodes
+
+    def list_projects(self) -> tuple[ProjectView, ...]:
+        """All quotas, by name; malformed ones are left out, their condition tells."""
+        shown = []
+        for quota_ in self._items(QUOTAS, objects.GpuQuota):
+            with suppress(InvalidFieldError):
+                shown.append(views.project_view(quota_))
+        return tuple(sorted(shown, key=lambda view: view.project.name))
+
+    def get_project(self, name: str) -> ProjectView:
+        """One project; NotFoundError."""
+        try:
+            found = _decode(self._calls.get(f"{QUOTAS}/{quote(name)}"), objects.GpuQuota)
+        except NotFoundError:
+            raise NotFoundError(
+                f"project {name!r} has no GPU quota; an admin sets it in its Profile, or with: "
+                f"gpuquota project create {name} --guaranteed N"
+            ) from None
+        return views.project_view(found)
+
+    def create_project(self, project: Project) -> ProjectView:
+        """Make it; AlreadyExistsError."""
+        try:
+            self._calls.create(QUOTAS, views.gpu_quota(project))
+        except AlreadyExistsError:
+            raise AlreadyExistsError(
+                f"project {project.name!r} already exists; change it with: gpuquota project set {project.name}"
+            ) from None
+        return self.get_project(project.name)
+
+    def set_project(self, project: Project) -> ProjectView:
+        """Make it, or change its quota to what is given; ConflictError where a Profile says it."""
+        path, wanted = f"{QUOTAS}/{quote(project.name)}", views.gpu_quota(project)
+        try:
+            before = _decode(self._calls.get(path), objects.GpuQuota)
+        except NotFoundError:
+            return self.create_project(project)
+        if before.metadata.labels.get(labels.SOURCE) == "profile":
+            raise ConflictError(
+                f"the quota of {project.name!r} stands in its Profile; change it there: kubectl edit profile "
+                f"{project.name} (spec.plugins, kind GpuQuota)"
+            )
+        cleared = dict.fromkeys(("limit", "parent"))
+        self._calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
+        return self.get_project(project.name)
+
+    def delete_project(self, name: str) -> None:
+        """Remove its quota; its namespace stays. ConflictError while it has jobs."""
+        if jobs := [job.metadata.name for job in self._items(_jobs(name), objects.ElasticJob)]:
+            raise ConflictError(f"project {name!r} still has {len(jobs)} jobs; delete them first: {' '.join(jobs[:5])}")
+        self._calls.delete(f"{QUOTAS}/{quote(name)}")
+
+    def list_nodes(self) -> tuple[NodeView, ...]:
+        """All nodes with GPUs, and which pods hold their devices."""
+        nodes = self._items("/api/v1/nodes", objects.Node)
+        pods = self._items("/api/v1/pods", objects.Pod, fieldSelector="spec.nodeName!=")
+        shown = (views.node_view(node, pods) for node in nodes)
+        return tuple(sorted((view for view in shown if view.node.devices), key=lambda view: view.node.name))
+
+    # Jobs
+
+    def submit(
+        self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "", template: Json | None = None
+    ) -> Job:
+        """Create an ElasticJob. Safe to repeat: the object carries the request's id.
+
+        Raises UsageError where neither a pod template nor an image is given, NotFoundError for the namespace,
+        AlreadyExistsError for a name in use.
+        """
+        if template is None and not self._image:
+            raise UsageError("a job on Kubernetes runs in an image; name it: gpuquota submit -i IMAGE ...")
+        request_id = request_id or uuid.uuid4().hex
+        wanted = views.elastic_job(
+            spec,
+            template or views.pod_template(spec, self._image),
+            request_id=request_id,
+            lease=lease,
+            now=time.time(),
+        )
+        try:
+            made = self._calls.create(_jobs(spec.project), wanted)
+        except AlreadyExistsError:
+            made = self._calls.get(_job(spec.project, spec.name))
+            if (made["metadata"].get("annotations") or {}).get(views.REQUEST_ID) != request_id:
+                raise AlreadyExistsError(
+                    f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it "
+                    f"first: gpuquota delete -p {spec.project} {spec.name}"
+                ) from None
+        return views.job_of(_decode(made, objects.ElasticJob))
+
+    def list_jobs(self, project: str = "", *, after: int | None = None, timeout_s: float = 0.0) -> JobList:
+        """All jobs, or a project's. With `after`: once one has changed since that revision, or `timeout_s` is over."""
+        if after is not None and timeout_s > 0:
+            self._await_change(project, after, timeout_s)
+        listed = self._calls.get(_jobs(project))
+        found = [_decode(item, objects.ElasticJob) for item in listed.get("items", [])]
+        pods = self._pods(project) if found else {}
+        jobs = []
+        for each in found:
+            with suppress(InvalidFieldError):
+                jobs.append(views.job_of(each, pods.get((each.metadata.namespace, each.metadata.name), ())))
+        return JobList(revision=int(listed["metadata"]["resourceVersion"]), jobs=tuple(jobs))
+
+    def get_job(self, project: str, name: str) -> Job:
+        """One job; NotFoundError."""
+        stored = _decode(self._found(project, name), objects.ElasticJob)
+        return views.job_of(stored, self._pods(project, name).get((project, name), ()))
+
+    def delete_job(self, project: str, name: str) -> None:
+        """Stop it where it runs, then forget it."""
+        self._found(project, name)
+        self._calls.delete(_job(project, name))
+
+    def cancel_job(self, project: str, name: str) -> Job:
+        """Stop it; it stays listed as Cancelled."""
+        lease = views.job_lease(Lease(holder=_CANCELLED, duration_s=0.0), time.time())
+        self._found(project, name)
+        self._calls.patch(_job(project, name), {"spec": {"lease": lease}})
+        return self.get_job(project, name)
+
+    def suspend_job(self, project: str, name: str) -> Job:
+        """Stop it after a checkpoint, and keep it out of the queue."""
+        return self._set_suspended(project, name, suspended=True)
+
+    def resume_job(self, project: str, name: str) -> Job:
+        """Put a suspended job back into the queue, with its age."""
+        return self._set_suspended(project, name, suspended=False)
+
+    def renew_lease(self, project: str, name: str, lease: Lease) -> None:
+        """Keep the job alive, in one call; ConflictError when another holder took it over, or it is being stopped."""
+        renewed = views.job_lease(lease, time.time())
+        if lease.take_over:
+            job = self.get_job(project, name)
+            held = self._found(project, name)["spec"].get("lease") or {}
+            if job.status.phase.final or held.get("holder") == _CANCELLED:
+                raise ConflictError(f"job {name!r} is being stopped, and cannot be taken over; submit it again instead")
+            self._calls.patch(_job(project, name), {"spec": {"lease": renewed}})
+            return
+        try:
+            self._calls.patch(
+                _job(project, name),
+                [
+                    {"op": "test", "path": "/spec/lease/holder", "value": lease.holder},
+                    {"op": "replace", "path": "/spec/lease", "value": renewed},
+                ],
+            )
+        except UsageError as error:  # the test failed, or there is no lease: both mean that it is not ours
+            if isinstance(error, NotFoundError):
+                raise
+            raise ConflictError(f"job {name!r} is held by somebody else than {lease.holder!r}: {error}") from None
+
+    def watch_jobs(self, project: str = "") -> Iterator[JobList]:
+        """The list now, and again after each change, for ever."""
+        after: int | None = None
+        while True:
+            listed = self.list_jobs(project, after=after, timeout_s=0.0 if after is None else LONG_POLL_S)
+            after = listed.revision
+            yield listed
+
+    def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
+        """Kubernetes keeps its own: see `kubectl get events`."""
+        del after, timeout_s
+        raise UsageError("on Kubernetes the history is that of the objects; see: kubectl get events -n NAMESPACE")
+
+    # Logs
+
+    def read_log(
+        self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0
+    ) -> LogChunk:
+        """A piece of a worker's log from byte `offset`, of the job's first worker unless another is named."""
+        pod = worker or self._first_worker(project, name)
+        if not pod:
+            time.sleep(min(_POLL_S, timeout_s))
+            over = self.get_job(project, name).status.phase.final
+            return LogChunk(text=b"", next_offset=offset, more=not over)
+        log = self._logs.get((project, pod))
+        if log is None or log.offset != offset:
+            if log is not None:
+                log.close()
+            log = self._logs[project, pod] = _Log(self._calls, project, pod, offset)
+        text, more = log.read(timeout_s)
+        if not more:
+            del self._logs[project, pod]
+        return LogChunk(text=text, next_offset=offset + len(text), more=more)
+
+    def follow_log(self, project: str, name: str, *, worker: str = "") -> Iterator[bytes]:
+        """A worker's log as it grows, until the worker has ended."""
+        offset, more = 0, True
+        while more:
+            chunk = self.read_log(project, name, worker=worker, offset=offset, timeout_s=LONG_POLL_S)
+            offset, more = chunk.next_offset, chunk.more
+            if chunk.text:
+                yield chunk.text
+
+    def stop_cluster(self) -> None:
+        """Not ours to stop."""
+        raise UsageError("a Kubernetes cluster is not stopped from here; remove the controller with: kubectl delete -k")
+
+    # Inside
+
+    def _found(self, project: str, name: str) -> Json:
+        try:
+            return self._calls.get(_job(project, name))
+        except NotFoundError:
+            raise NotFoundError(f"project {project!r} has no job {name!r}; see: gpuquota list -p {project}") from None
+
+    def _set_suspended(self, project: str, name: str, *, suspended: bool) -> Job:
+        phase = self.get_job(project, name).status.phase
+        if phase.final:
+            raise ConflictError(f"job {name!r} has ended ({phase.value}); submit it again instead")
+        self._calls.patch(_job(project, name), {"spec": {"suspend": suspended}})
+        return self.get_job(project, name)
+
+    def _items(self, path: str, kind: type[T], **query: object) -> list[T]:
+        return [_decode(item, kind) for item in self._calls.get(path, **query).get("items", [])]
+
+    def _pods(self, project: str, name: str = "") -> dict[tuple[str, str], list[objects.Pod]]:
+        path = f"/api/v1/namespaces/{quote(project)}/pods" if project else "/api/v1/pods"
+        found: dict[tuple[str, str], list[objects.Pod]] = {}
+        for pod in self._items(path, objects.Pod, labelSelector=f"{labels.JOB}={name}" if name else labels.JOB):
+            found.setdefault((pod.metadata.namespace, pod.metadata.labels[labels.JOB]), []).append(pod)
+        return found
+
+    def _first_worker(self, project: str, name: str) -> str:
+        job = self.get_job(project, name)
+        return job.status.result_worker or next((worker.id for worker in job.status.workers), "")
+
+    def _await_change(self, project: str, after: int, timeout_s: float) -> None:
+        """Until one of the jobs has changed. A revision that is too old counts as a change."""
+        with suppress(RunError, UsageError, OSError, http.client.HTTPException):
+            stream = self._calls.open(
+                _jobs(project), timeout_s + 5, watch="true", resourceVersion=after, timeoutSeconds=int(timeout_s) or 1
+            )
+            with stream:
+                stream.readline()
+
+
+class _Log:
+    """A pod's log that is followed, read up to `offset`."""
+
+    def __init__(self, calls: Calls, namespace: str, pod: str, offset: int) -> None:
+        self._calls = calls
+        self._path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(pod)}/log"
+        self.offset = offset
+        self._stream: http.client.HTTPResponse | None = None
+
+    def read(self, timeout_s: float) -> tuple[bytes, bool]:
+        """What is new within the time, and whether more may come."""
+        deadline = time.monotonic() + timeout_s
+        while self._stream is None:
+            try:
+                self._stream = self._calls.open(self._path, LONG_POLL_S, follow="true")
+                self._skip(self.offset)
+            except NotFoundError:
+                return b"", False
+            except (RunError, UsageError, OSError, http.client.HTTPException):  # its container has not started
+                if time.monotonic() >= deadline:
+                    return b"", True
+                time.sleep(_POLL_S)
+        try:
+            text = self._stream.read1(_LOG_PIECE)
+        except TimeoutError:
+            self.close()
+            return b"", True
+        self.offset += len(text)
+        return text, bool(text)
+
+    def close(self) -> None:
+        """Let go of the connection; it is followed anew by the next read."""
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
+
+    def _skip(self, size: int) -> None:
+        assert self._stream is not None
+        while size > 0 and (text := self._stream.read1(min(size, _LOG_PIECE))):
+            size -= len(text)
+
+
+def _jobs(project: str) -> str:
+    return f"{_GROUP}/namespaces/{quote(project)}/elasticjobs" if project else f"{_GROUP}/elasticjobs"
+
+
+def _job(project: str, name: str) -> str:
+    return f"{_jobs(project)}/{quote(name)}"
+
+
+def _decode(item: Json, kind: type[T]) -> T:
+    return msgspec.json.decode(json.dumps(item), type=kind)

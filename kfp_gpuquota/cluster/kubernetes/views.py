@@ -1,0 +1,218 @@
+"""Our vocabulary and the API server's objects, each as the other. Pure.
+
+What a client shows is derived from the object and its pods; what it asks for becomes an object.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_RESTARTS
+from kfp_gpuquota.api.wire import NodeView, ProjectView
+from kfp_gpuquota.cluster.kubernetes import labels, translate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kfp_gpuquota.api import JobSpec, Project
+    from kfp_gpuquota.api.wire import Lease
+    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, GpuQuota, Node, Pod
+
+Json = dict[str, Any]
+
+MAIN: Final = "main"
+REQUEST_ID: Final = f"{labels.GROUP}/request-id"
+# field of JobSpec: (name on the wire, the value that need not be written)
+_FIELDS: Final = {
+    "gpus": ("gpus", None),
+    "min_gpus": ("minGpus", None),
+    "max_gpus": ("maxGpus", None),
+    "gpus_per_worker": ("gpusPerWorker", None),
+    "gpu_fraction": ("gpuFraction", None),
+    "gpu_fraction_limit": ("gpuFractionLimit", None),
+    "gpu_memory_mib": ("gpuMemory", None),
+    "gpu_memory_limit_mib": ("gpuMemoryLimit", None),
+    "gpu_devices": ("gpuDevices", None),
+    "priority": ("priority", None),
+    "preemptible": ("preemptible", None),
+    "grace_period_s": ("gracePeriodSeconds", DEFAULT_GRACE_PERIOD_S),
+    "max_restarts": ("maxRestarts", DEFAULT_MAX_RESTARTS),
+    "cool_down_s": ("coolDownSeconds", DEFAULT_COOL_DOWN_S),
+    "min_run_time_s": ("minRunTimeSeconds", 0.0),
+}
+_MEMORY: Final = frozenset({"gpuMemory", "gpuMemoryLimit"})
+_PHASES: Final = {"Pending": WorkerPhase.STARTING, "Running": WorkerPhase.RUNNING}
+
+
+# What is asked for
+
+
+def elastic_job(spec: JobSpec, template: Json, *, request_id: str, lease: Lease | None, now: float) -> Json:
+    """The object to create. `template` is a pod template; its first container runs the job."""
+    asked: Json = {"kind": spec.kind.value, "template": template}
+    for field, (name, default) in _FIELDS.items():
+        value = getattr(spec, field)
+        if value is not None and value != default and not (spec.shared and field == "gpus"):
+            asked[name] = f"{value}Mi" if name in _MEMORY else value
+    if lease is not None:
+        asked["lease"] = job_lease(lease, now)
+    return {
+        "apiVersion": labels.API_VERSION,
+        "kind": "ElasticJob",
+        "metadata": {
+            "name": spec.name,
+            "namespace": spec.project,
+            "labels": spec.labels,
+            "annotations": {REQUEST_ID: request_id},
+        },
+        "spec": asked,
+    }
+
+
+def pod_template(spec: JobSpec, image: str) -> Json:
+    """A template for a command in an image, with what else the job asks of its pods."""
+    container: Json = {"name": MAIN, "image": image, "command": list(spec.command)}
+    if spec.environment:
+        container["env"] = [{"name": name, "value": value} for name, value in sorted(spec.environment.items())]
+    if spec.working_directory:
+        container["workingDir"] = spec.working_directory
+    requests = {"cpu": spec.cpu, "memory": None if spec.memory_mib is None else f"{spec.memory_mib}Mi"}
+    if asked := {name: str(value) for name, value in requests.items() if value is not None}:
+        container["resources"] = {"requests": asked}
+    pod: Json = {"containers": [container], "restartPolicy": "Never"}
+    if spec.node is not None:
+        pod["nodeSelector"] = {"kubernetes.io/hostname": spec.node}
+    if spec.node_selector:
+        pod["nodeSelector"] = {**pod.get("nodeSelector", {}), **spec.node_selector}
+    if spec.node_affinity:
+        terms = [{"matchExpressions": msgspec.to_builtins(term)["expressions"]} for term in spec.node_affinity]
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        pod["affinity"] = {"nodeAffinity": required}
+    if spec.tolerations:
+        pod["tolerations"] = [msgspec.to_builtins(toleration) for toleration in spec.tolerations]
+    return {"spec": pod}
+
+
+def job_lease(lease: Lease, now: float) -> Json:
+    """Who waits for the job, and from when on it counts."""
+    return {"holder": lease.holder, "durationSeconds": lease.duration_s, "renewTime": timestamp(now)}
+
+
+def gpu_quota(project: Project) -> Json:
+    """The object of a quota."""
+    spec: Json = {"guaranteed": project.guaranteed, "priority": project.priority}
+    spec["overQuotaWeight"] = project.over_quota_weight
+    if project.limit is not None:
+        spec["limit"] = project.limit
+    if project.parent is not None:
+        spec["parent"] = project.parent
+    return {
+        "apiVersion": labels.API_VERSION,
+        "kind": "GpuQuota",
+        "metadata": {"name": project.name},
+        "spec": spec,
+    }
+
+
+def timestamp(at: float) -> str:
+    """As the API server wants a MicroTime."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+# What is there
+
+
+def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
+    """The job as clients see it, with its pods as workers. Raises InvalidFieldError for a malformed one."""
+    status = stored.status
+    workers = sorted((worker_of(pod, stored.metadata.uid) for pod in pods), key=lambda worker: worker.index)
+    return Job(
+        uid=stored.metadata.uid,
+        spec=translate.elastic_job(stored),
+        status=JobStatus(
+            phase=Phase(status.phase or Phase.PENDING),
+            reason=_reason(status.reason, status.message),
+            gpus=status.gpus,
+            generation=status.generation,
+            restarts=status.restarts,
+            evictions=status.evictions,
+            last_eviction=_eviction(stored),
+            exit_code=status.exit_code,
+            submitted_at=_seconds(stored.metadata.creation_timestamp) or 0.0,
+            started_at=_seconds(status.start_time),
+            finished_at=_seconds(status.completion_time),
+            result_worker=status.result_worker,
+            progress=_progress(stored),
+            workers=tuple(workers),
+        ),
+    )
+
+
+def worker_of(pod: Pod, job_uid: str) -> Worker:
+    """A pod of a job as its worker; its id is the pod's name."""
+    notes = pod.metadata.annotations or {}
+    phase = _PHASES.get(pod.status.phase, WorkerPhase.GONE)
+    if phase is not WorkerPhase.GONE and pod.metadata.deletion_timestamp is not None:
+        phase = WorkerPhase.LEAVING
+    index = pod.metadata.labels.get(labels.WORKER, "0")
+    ended = next((c.state.terminated for c in pod.status.container_statuses if c.state.terminated), None)
+    return Worker(
+        id=pod.metadata.name,
+        job_uid=job_uid,
+        index=int(index) if index.isdecimal() else 0,
+        node=pod.spec.node_name,
+        devices=tuple(int(part) for part in notes.get(labels.DEVICES, "").split(",") if part.isdecimal()),
+        phase=phase,
+        started_at=_seconds(pod.metadata.creation_timestamp) or 0.0,
+        exit_code=ended.exit_code if ended else None,
+    )
+
+
+def project_view(quota: GpuQuota) -> ProjectView:
+    """A quota and what its team holds. Raises InvalidFieldError for a malformed one."""
+    return ProjectView(
+        project=translate.project_of(quota),
+        allocated=quota.status.gpus,
+        over_quota=quota.status.borrowed,
+        requested=quota.status.gpus,
+    )
+
+
+def node_view(node: Node, pods: Iterable[Pod]) -> NodeView:
+    """A node and which pods hold its devices, as far as our pods say so."""
+    held: dict[int, tuple[str, ...]] = {}
+    for pod in pods:
+        if pod.spec.node_name == node.metadata.name and pod.status.phase not in {"Succeeded", "Failed"}:
+            for device in worker_of(pod, "").devices:
+                held[device] = (*held.get(device, ()), pod.metadata.name)
+    return NodeView(node=translate.node_of(node), held=held)
+
+
+def _reason(code: str, message: str) -> Reason | None:
+    if not message:
+        return None
+    known = {each.value for each in ReasonCode}
+    return Reason(code=ReasonCode(code) if code in known else ReasonCode.FITS, message=message)
+
+
+def _eviction(stored: ElasticJob) -> Eviction | None:
+    last = stored.status.last_eviction
+    if last is None:
+        return None
+    reason = _reason(last.reason, last.message) or Reason(code=ReasonCode.PREEMPTED, message=last.message)
+    return Eviction(at=last.time.timestamp(), reason=reason)
+
+
+def _progress(stored: ElasticJob) -> Progress | None:
+    said = stored.status.progress
+    if said is None:
+        return None
+    return Progress(step=said.step, total_steps=said.total_steps, epoch=said.epoch, metrics=said.metrics)
+
+
+def _seconds(at: datetime | None) -> float | None:
+    return None if at is None else at.timestamp()

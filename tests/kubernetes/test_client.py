@@ -1,0 +1,226 @@
+"""The command line and its client against a real API server: the same words as on one machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kfp_gpuquota.api import JobSpec, Phase, Project
+from kfp_gpuquota.api.wire import Lease
+from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.cluster.kubernetes.client import KubernetesClient
+from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
+from kfp_gpuquota.errors import (
+    AlreadyExistsError,
+    ClusterUnavailableError,
+    ConflictError,
+    NotFoundError,
+    UnauthorizedError,
+    UsageError,
+)
+from tests.kubernetes.conftest import QUOTAS, jobs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tools.devcluster import DevCluster
+
+
+@pytest.fixture
+def client(crds_cluster: DevCluster) -> KubernetesClient:
+    return KubernetesClient(from_file(crds_cluster.kubeconfig), image="trainer:1", retry_for_s=5)
+
+
+@pytest.fixture
+def quota(crds_cluster: DevCluster, namespace: str) -> Iterator[str]:
+    """A namespace with a quota."""
+    crds_cluster.api.create(QUOTAS, {
+        "apiVersion": "gpuquota.dev/v1alpha1", "kind": "GpuQuota",
+        "metadata": {"name": namespace}, "spec": {"guaranteed": 2, "limit": 4},
+    })  # fmt: skip
+    yield namespace
+    crds_cluster.api.delete(f"{QUOTAS}/{namespace}")
+
+
+def spec(project: str, name: str = "train", **fields: object) -> JobSpec:
+    return JobSpec(name=name, project=project, command=("python", "train.py"), **fields)  # type: ignore[arg-type]
+
+
+def run(cluster: DevCluster, namespace: str, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kfp_gpuquota.cli.main", *command],
+        env={
+            **os.environ,
+            "KUBECONFIG": str(cluster.kubeconfig),
+            "GPUQUOTA_CONTEXT": ".",
+            "GPUQUOTA_PROJECT": namespace,
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_quota_is_made_changed_and_removed(client: KubernetesClient, namespace: str) -> None:
+    assert client.create_project(Project(name=namespace, guaranteed=2, limit=5)).project.limit == 5
+    with pytest.raises(AlreadyExistsError, match=f"gpuquota project set {namespace}"):
+        client.create_project(Project(name=namespace))
+    changed = client.set_project(Project(name=namespace, guaranteed=3)).project
+    assert (changed.guaranteed, changed.limit) == (3, None)
+    client.delete_project(namespace)
+    with pytest.raises(NotFoundError, match="an admin sets it in its Profile"):
+        client.get_project(namespace)
+
+
+def test_a_quota_that_stands_in_a_profile_is_changed_there(
+    client: KubernetesClient, crds_cluster: DevCluster, quota: str
+) -> None:
+    crds_cluster.api.patch(f"{QUOTAS}/{quota}", {"metadata": {"labels": {"gpuquota.dev/source": "profile"}}})
+    with pytest.raises(ConflictError, match=f"kubectl edit profile {quota}"):
+        client.set_project(Project(name=quota, guaranteed=9))
+
+
+def test_a_job_is_submitted_once_however_often_the_request_is_repeated(client: KubernetesClient, quota: str) -> None:
+    first = client.submit(spec(quota, gpus=2, min_gpus=1), request_id="r1")
+    again = client.submit(spec(quota, gpus=2, min_gpus=1), request_id="r1")
+    assert again.uid == first.uid
+    assert (first.spec.gpus, first.spec.min_gpus, first.status.phase) == (2, 1, Phase.PENDING)
+    with pytest.raises(AlreadyExistsError, match=f"gpuquota delete -p {quota} train"):
+        client.submit(spec(quota), request_id="r2")
+
+
+def test_what_a_job_asks_for_reaches_its_pods_template(
+    client: KubernetesClient, crds_cluster: DevCluster, quota: str
+) -> None:
+    client.submit(spec(quota, environment={"A": "1"}, cpu=2, memory_mib=512, node_selector={"zone": "b"}))
+    pod = crds_cluster.api.get(f"{jobs_of(quota)}/train")["spec"]["template"]["spec"]
+    assert pod["containers"] == [
+        {
+            "name": "main",
+            "image": "trainer:1",
+            "command": ["python", "train.py"],
+            "env": [{"name": "A", "value": "1"}],
+            "resources": {"requests": {"cpu": "2", "memory": "512Mi"}},
+        }
+    ]
+    assert pod["nodeSelector"] == {"zone": "b"}
+
+
+def test_a_job_without_an_image_is_refused_with_the_next_step(crds_cluster: DevCluster, quota: str) -> None:
+    bare = KubernetesClient(from_file(crds_cluster.kubeconfig))
+    with pytest.raises(UsageError, match="gpuquota submit -i IMAGE"):
+        bare.submit(spec(quota))
+
+
+def test_a_job_is_suspended_resumed_cancelled_and_deleted(
+    client: KubernetesClient, crds_cluster: DevCluster, quota: str
+) -> None:
+    client.submit(spec(quota))
+    stored = f"{jobs_of(quota)}/train"
+    client.suspend_job(quota, "train")
+    assert crds_cluster.api.get(stored)["spec"]["suspend"] is True
+    client.resume_job(quota, "train")
+    assert crds_cluster.api.get(stored)["spec"]["suspend"] is False
+    client.cancel_job(quota, "train")
+    assert crds_cluster.api.get(stored)["spec"]["lease"]["durationSeconds"] == 0
+    client.delete_job(quota, "train")
+    with pytest.raises(NotFoundError, match=f"gpuquota list -p {quota}"):
+        client.get_job(quota, "train")
+
+
+def test_only_its_holder_renews_a_lease_until_another_takes_it_over(client: KubernetesClient, quota: str) -> None:
+    client.submit(spec(quota), lease=Lease(holder="first", duration_s=30))
+    client.renew_lease(quota, "train", Lease(holder="first", duration_s=30))
+    with pytest.raises(ConflictError, match="somebody else than 'second'"):
+        client.renew_lease(quota, "train", Lease(holder="second", duration_s=30))
+    client.renew_lease(quota, "train", Lease(holder="second", duration_s=30, take_over=True))
+    with pytest.raises(ConflictError, match="somebody else than 'first'"):
+        client.renew_lease(quota, "train", Lease(holder="first", duration_s=30))
+    with pytest.raises(NotFoundError):
+        client.renew_lease(quota, "nobody", Lease(holder="first", duration_s=30))
+
+
+def test_a_job_that_is_being_cancelled_cannot_be_taken_over(client: KubernetesClient, quota: str) -> None:
+    client.submit(spec(quota), lease=Lease(holder="first", duration_s=30))
+    client.cancel_job(quota, "train")
+    with pytest.raises(ConflictError, match="cannot be taken over"):
+        client.renew_lease(quota, "train", Lease(holder="second", duration_s=30, take_over=True))
+
+
+def test_a_list_waits_for_the_next_change(client: KubernetesClient, crds_cluster: DevCluster, quota: str) -> None:
+    before = client.list_jobs(quota)
+    assert before.jobs == ()
+    other = KubernetesClient(from_file(crds_cluster.kubeconfig), image="x")
+    submission = threading.Timer(0.3, other.submit, [spec(quota)])
+    submission.start()
+    began = time.monotonic()
+    after = client.list_jobs(quota, after=before.revision, timeout_s=30)
+    submission.join()
+    assert [job.spec.name for job in after.jobs] == ["train"]
+    assert time.monotonic() - began < 20
+
+
+def test_a_list_ends_with_its_time_where_nothing_changes(client: KubernetesClient, quota: str) -> None:
+    before = client.list_jobs(quota)
+    assert client.list_jobs(quota, after=before.revision, timeout_s=1).jobs == ()
+
+
+def test_a_user_without_rights_is_told_so(crds_cluster: DevCluster, quota: str) -> None:
+    nobody = KubernetesClient(from_file(crds_cluster.kubeconfig_of_user("eve")), image="x", retry_for_s=5)
+    with pytest.raises(UnauthorizedError, match='User "eve" cannot create resource "elasticjobs"'):
+        nobody.submit(spec(quota))
+
+
+def test_an_api_server_that_is_away_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(
+        "current-context: a\n"
+        "contexts: [{name: a, context: {cluster: a, user: a}}]\n"
+        "clusters: [{name: a, cluster: {server: 'http://127.0.0.1:9'}}]\n"
+        "users: [{name: a, user: {}}]\n"
+    )
+    with pytest.raises(ClusterUnavailableError, match=r"http://127\.0\.0\.1:9 does not answer"):
+        KubernetesClient(from_file(config), retry_for_s=0.2).list_jobs("x")
+    with pytest.raises(UsageError, match="kubeconfig contexts is 'b', but it holds a"):
+        connect({"GPUQUOTA_CONTEXT": "b", "KUBECONFIG": str(config), "GPUQUOTA_HOME": str(tmp_path)})
+
+
+def test_the_command_line_speaks_to_kubernetes(crds_cluster: DevCluster, quota: str) -> None:
+    submitted = run(crds_cluster, quota, "submit", "train1", "-g", "2", "-i", "trainer:1", "--", "python", "train.py")
+    assert submitted.returncode == 0, submitted.stderr
+    listed = run(crds_cluster, quota, "list")
+    assert "train1" in listed.stdout
+    assert "Pending" in listed.stdout
+    shown = run(crds_cluster, quota, "project", "list")
+    assert quota in shown.stdout
+    gone = run(crds_cluster, quota, "delete", "train1")
+    assert gone.returncode == 0, gone.stderr
+    assert "train1" not in run(crds_cluster, quota, "list").stdout
+
+
+def test_the_kubectl_plugin_uses_the_current_context(crds_cluster: DevCluster, quota: str) -> None:
+    listed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from kfp_gpuquota.cli.entry import kubectl_plugin; kubectl_plugin()",
+            "list",
+            "-n",
+            quota,
+        ],
+        env={**os.environ, "KUBECONFIG": str(crds_cluster.kubeconfig)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert listed.returncode == 0, listed.stderr
