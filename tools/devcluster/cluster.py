@@ -50,6 +50,8 @@ class DevCluster:
         layout.root.mkdir(parents=True, exist_ok=True)
         if processes.read_pid(layout.pid_file(SUPERVISOR)) is not None:
             raise ClusterError(f"a cluster runs in {layout.root} already")
+        _clean(layout)
+        layout.forget()
         layout.options.write_bytes(msgspec.json.encode(options))
         supervisor = _launch(layout, attached=options.attached)
         assert supervisor.stdout is not None

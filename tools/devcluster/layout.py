@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import socket
 from pathlib import Path
 from typing import Final
@@ -71,6 +72,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def containerd_socket(self) -> Path:
         """Where the node's container runtime answers."""
         return self.root / "containerd.sock"
+
+    def forget(self) -> None:
+        """Remove what a cluster that ran here before has stored: each start is a new cluster."""
+        for name in ("addresses", "certificates", "containerd", "etcd", "kubeconfigs", "kubelet", "logs", "opt", "run"):
+            shutil.rmtree(self.root / name, ignore_errors=True)
+        for path in (*self.root.glob("*.log"), *self.root.glob("*.hold")):
+            path.unlink()
 
     def kubeconfig_of(self, user: str) -> Path:
         """The kubeconfig of a component or of a user whom somebody asked for."""

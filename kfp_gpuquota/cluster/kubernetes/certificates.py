@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 DAY_S: Final = 86_400.0
 AUTHORITY_VALID_S: Final = 3650 * DAY_S
 SERVING_VALID_S: Final = 90 * DAY_S
+AUTHORITY_RENEW_BEFORE_S: Final = 365 * DAY_S
 RENEW_BEFORE_S: Final = 30 * DAY_S
 CLOCK_SKEW_S: Final = 300.0  # a certificate that is a second old must also hold on a machine whose clock is behind
 
@@ -27,6 +29,48 @@ class KeyPair(msgspec.Struct, frozen=True, kw_only=True):
 
     certificate: bytes
     key: bytes
+
+
+class Material(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a server needs. `trusted` is for its clients: the authority's certificate, and that of the one before.
+
+    With both, nobody is turned away while some replicas still show what the old authority has signed.
+    """
+
+    authority: KeyPair
+    serving: KeyPair
+    trusted: bytes
+
+
+def maintained(material: Material | None, names: Sequence[str], now: float) -> Material:
+    """The same material where it is good for a while, else renewed as far as needed."""
+    before = None if material is None else material.authority
+    authority = before
+    if authority is None or expires_at(authority.certificate) < now + AUTHORITY_RENEW_BEFORE_S:
+        authority = new_authority("gpuquota", now)
+    if material is not None and authority is before and _still_good(material.serving.certificate, names, now):
+        return material
+    trusted = authority.certificate if material is None else material.trusted
+    if before is not None and authority is not before:
+        trusted = authority.certificate + before.certificate
+    return Material(authority=authority, serving=issue(authority, names, now), trusted=trusted)
+
+
+def check(material: Material) -> None:
+    """Raises ValueError where certificates and keys cannot be read or do not belong together."""
+    for pair in (material.authority, material.serving):
+        key = serialization.load_pem_private_key(pair.key, password=None)
+        if x509.load_pem_x509_certificate(pair.certificate).public_key() != key.public_key():
+            raise ValueError("a certificate is of another key")
+    authority = x509.load_pem_x509_certificate(material.authority.certificate)
+    try:
+        x509.load_pem_x509_certificate(material.serving.certificate).verify_directly_issued_by(authority)
+    except InvalidSignature:
+        raise ValueError("the serving certificate is of another authority") from None
+
+
+def _still_good(certificate: bytes, names: Sequence[str], now: float) -> bool:
+    return set(names_of(certificate)) == set(names) and expires_at(certificate) >= now + RENEW_BEFORE_S
 
 
 def new_authority(name: str, now: float, valid_s: float = AUTHORITY_VALID_S) -> KeyPair:

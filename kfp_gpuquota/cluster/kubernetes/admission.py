@@ -1,0 +1,311 @@
+"""One review of one pod that is to be created: let it be, gate it, or refuse it with one sentence. Pure.
+
+| the pod                                                | is                                                  |
+|--------------------------------------------------------|-----------------------------------------------------|
+| is the controller's own                                | let be: it comes with its node                      |
+| pretends to be a worker of an ElasticJob               | refused                                             |
+| asks for no GPU and no share of one                    | let be                                              |
+| asks in a way that cannot be, or names its node itself | refused                                             |
+| asks for GPUs, or for a share of one                   | gated; what only the controller may write is erased |
+
+Which namespaces and pods are reviewed at all is said where the webhook is registered. The same rules stand again in
+manifests/base/policies.yaml where they can be said in CEL, since a webhook may be away or configured to fail open.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
+from kfp_gpuquota.api.quantity import parse_quantity
+from kfp_gpuquota.api.validation import check_count
+from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+FORBIDDEN: Final = 403
+UNPROCESSABLE: Final = 422
+JOB_KIND: Final = "ElasticJob"
+# What says which job a pod is a worker of, and what says where the plan has put it: the controller's to write.
+OF_WORKERS: Final = (labels.JOB, labels.WORKER, labels.ATTEMPT)
+OF_THE_PLAN: Final = (labels.DEVICES, labels.REASON)
+_NOTHING: Final[dict[str, str]] = {}
+
+
+class _Narrow(msgspec.Struct, frozen=True, rename="camel", gc=False):
+    """Only what is looked at; the rest of the body is skipped while decoding."""
+
+
+class Variable(_Narrow, frozen=True):
+    """An environment variable; `value` is None where it comes from elsewhere."""
+
+    name: str = ""
+    value: str | None = None
+
+
+class Resources(_Narrow, frozen=True):
+    """Quantities by resource, as the API server has normalised them."""
+
+    limits: dict[str, str] | None = None
+    requests: dict[str, str] | None = None
+
+
+class Container(_Narrow, frozen=True):
+    """One container."""
+
+    resources: Resources | None = None
+    env: tuple[Variable, ...] | None = None
+
+
+class Gate(_Narrow, frozen=True):
+    """A scheduling gate."""
+
+    name: str = ""
+
+
+class PodSpec(_Narrow, frozen=True):
+    """What the pod asks for."""
+
+    node_name: str | None = None
+    scheduling_gates: tuple[Gate, ...] | None = None
+    containers: tuple[Container, ...] | None = None
+    init_containers: tuple[Container, ...] | None = None
+
+
+class Owner(_Narrow, frozen=True):
+    """Who made the pod."""
+
+    kind: str = ""
+    api_version: str = ""
+
+
+class Metadata(_Narrow, frozen=True):
+    """The pod's name, and what is written on it."""
+
+    name: str | None = None
+    generate_name: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+    owner_references: tuple[Owner, ...] | None = None
+
+
+class Pod(_Narrow, frozen=True):
+    """The pod as it is to be created."""
+
+    metadata: Metadata = Metadata()
+    spec: PodSpec = PodSpec()
+
+
+class User(_Narrow, frozen=True):
+    """Who creates it."""
+
+    username: str = ""
+
+
+class Request(_Narrow, frozen=True):
+    """What the API server asks; `object` is decoded only where it is looked at."""
+
+    uid: str
+    namespace: str = ""
+    user_info: User = User()
+    object: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class Review(_Narrow, frozen=True):
+    """The body of a call."""
+
+    request: Request
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Allowed with these JSON patch operations, or refused with this sentence (then `status` is not 200)."""
+
+    patch: tuple[dict[str, Any], ...] = ()
+    status: int = 200
+    message: str = ""
+
+    @property
+    def allowed(self) -> bool:
+        """The pod may be created."""
+        return self.status == 200
+
+
+class MalformedReviewError(ValueError):
+    """The body is not a review, so that there is nobody to answer to."""
+
+
+_REVIEW: Final = msgspec.json.Decoder(Review)
+_POD: Final = msgspec.json.Decoder(Pod)
+_GATE: Final = {"name": labels.QUOTA_GATE}
+_LET_BE: Final = Verdict()
+_NEW_GATES: Final = Verdict(({"op": "add", "path": "/spec/schedulingGates", "value": [_GATE]},))
+
+
+def answer(body: bytes, controller: str) -> tuple[bytes, Verdict]:
+    """The answer to an AdmissionReview of a pod's creation; `controller` is the user name of the controller.
+
+    Raises MalformedReviewError.
+    """
+    try:
+        request = _REVIEW.decode(body).request
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedReviewError(f"this is no AdmissionReview: {error}") from None
+    verdict = _verdict(request, controller)
+    return _encoded(request.uid, verdict), verdict
+
+
+def review(pod: Pod, namespace: str = "") -> Verdict:
+    """What becomes of a pod that somebody other than the controller creates."""
+    try:
+        return _reviewed(pod)
+    except InvalidFieldError as error:
+        name = pod.metadata.name or f"{pod.metadata.generate_name or ''}*"
+        return Verdict((), UNPROCESSABLE, f"pod {namespace}/{name}: {error.message}")
+
+
+def _verdict(request: Request, controller: str) -> Verdict:
+    if request.user_info.username == controller:
+        return _LET_BE
+    try:
+        pod = _POD.decode(request.object)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return Verdict((), UNPROCESSABLE, f"the pod cannot be read: {error}")
+    return review(pod, request.namespace)
+
+
+def _reviewed(pod: Pod) -> Verdict:
+    written, notes = pod.metadata.labels or _NOTHING, pod.metadata.annotations or _NOTHING
+    if _pretends(pod, written):
+        return Verdict(
+            (), FORBIDDEN, "workers of an ElasticJob are created by the controller only; create an ElasticJob"
+        )
+    gpus = _gpus(pod.spec)
+    shared = bool(notes) and asks_for_share(notes)
+    if not gpus and not shared:
+        return _LET_BE
+    if pod.spec.node_name:
+        raise InvalidFieldError(
+            "spec.nodeName", pod.spec.node_name, "a pod that asks for GPUs goes where its project's quota allows",
+            hint="leave it out, and name the node in nodeSelector (kubernetes.io/hostname)",
+        )  # fmt: skip
+    if written or notes:
+        _check_wishes(written, notes, gpus, _environment(pod.spec) if shared else _NOTHING)
+    return _gated(pod.spec, notes)
+
+
+def _pretends(pod: Pod, written: Mapping[str, str]) -> bool:
+    owned = any(
+        owner.kind == JOB_KIND and owner.api_version.startswith(f"{labels.GROUP}/")
+        for owner in pod.metadata.owner_references or ()
+    )
+    return owned or any(name in written for name in OF_WORKERS)
+
+
+def _gpus(spec: PodSpec) -> int:
+    """The most that one container asks for: how many the pod holds is the controller's to add up."""
+    return max((_quantity(amount) for amount in _amounts(spec)), default=0)
+
+
+def _amounts(spec: PodSpec) -> Iterator[str]:
+    for containers in (spec.containers, spec.init_containers):
+        for container in containers or ():
+            if (resources := container.resources) is not None:
+                for given in (resources.limits, resources.requests):
+                    if given is not None and labels.GPU_RESOURCE in given:
+                        yield given[labels.GPU_RESOURCE]
+
+
+def _quantity(amount: str) -> int:
+    if amount.isascii() and amount.isdecimal() and len(amount) < 8:
+        return int(amount)
+    # "1k" is a thousand devices to the API server, and would be none to who reads digits only
+    value = parse_quantity(labels.GPU_RESOURCE, amount)
+    if value:
+        raise InvalidFieldError(labels.GPU_RESOURCE, amount, "it must be a whole number of devices, in digits")
+    return 0
+
+
+def _environment(spec: PodSpec) -> dict[str, str]:
+    first = next(iter(spec.containers or ()), Container())
+    return {one.name: one.value for one in first.env or () if one.value is not None}
+
+
+def _check_wishes(
+    written: Mapping[str, str], notes: Mapping[str, str], gpus: int, environment: Mapping[str, str]
+) -> None:
+    """Raises InvalidFieldError for a label or annotation of ours that cannot be."""
+    share = share_of_pod(notes, environment)
+    if gpus and asks_for_share(notes):
+        raise InvalidFieldError(
+            labels.GPU_RESOURCE,
+            gpus,
+            "an annotation asks for a share of a GPU as well",
+            hint="leave out one of the two",
+        )
+    kind = _one_of(written, labels.KIND, tuple(Kind), Kind.TRAIN)
+    preemptible = _one_of(written, labels.PREEMPTIBLE, ("true", "false"), None)
+    JobSpec(
+        name="pod",
+        project="pod",
+        command=("pod",),
+        kind=Kind(kind),
+        priority=_whole(written, labels.PRIORITY),
+        preemptible=None if preemptible is None else preemptible == "true",
+        **share,
+    )
+    size = _whole(notes, labels.POD_GROUP_SIZE)
+    if size is not None:
+        check_count(labels.POD_GROUP_SIZE, size, 1, "pods")
+        if labels.POD_GROUP not in written:
+            raise InvalidFieldError(
+                labels.POD_GROUP_SIZE, size, "no label says which group the pod is of", hint=f"add {labels.POD_GROUP}"
+            )
+
+
+def _one_of(given: Mapping[str, str], name: str, choices: tuple[str, ...], default: str | None) -> Any:
+    value = given.get(name, default)
+    if value is not None and value not in choices:
+        raise InvalidFieldError(name, value, f"it must be one of {', '.join(choices)}")
+    return value
+
+
+def _whole(given: Mapping[str, str], name: str) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdecimal() and len(value) <= 18):
+        raise InvalidFieldError(name, value, "it must be a whole number, in digits")
+    return int(value)
+
+
+def _gated(spec: PodSpec, notes: Mapping[str, str]) -> Verdict:
+    erased = tuple(
+        {"op": "remove", "path": f"/metadata/annotations/{_escaped(name)}"} for name in OF_THE_PLAN if name in notes
+    )
+    gates = spec.scheduling_gates
+    if not gates:
+        return Verdict((*_NEW_GATES.patch, *erased)) if erased else _NEW_GATES
+    if any(gate.name == labels.QUOTA_GATE for gate in gates):
+        return Verdict(erased) if erased else _LET_BE
+    return Verdict(({"op": "add", "path": "/spec/schedulingGates/-", "value": _GATE}, *erased))
+
+
+def _escaped(name: str) -> str:
+    """As a part of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _encoded(uid: str, verdict: Verdict) -> bytes:
+    response: dict[str, Any] = {"uid": uid, "allowed": verdict.allowed}
+    if verdict.patch:
+        patch = base64.b64encode(msgspec.json.encode(verdict.patch)).decode()
+        response |= {"patchType": "JSONPatch", "patch": patch}
+    if not verdict.allowed:
+        response["status"] = {"code": verdict.status, "message": verdict.message}
+    return msgspec.json.encode({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response})

@@ -1,0 +1,147 @@
+"""The webhook's certificates: as pure functions, and in a Secret that several replicas share."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from kfp_gpuquota.cluster.kubernetes import certificates, webhook
+from kfp_gpuquota.cluster.kubernetes.certificates import (
+    AUTHORITY_VALID_S,
+    DAY_S,
+    RENEW_BEFORE_S,
+    SERVING_VALID_S,
+    Material,
+    maintained,
+)
+from kfp_gpuquota.cluster.kubernetes.connection import Connection
+from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
+
+if TYPE_CHECKING:
+    from tools.devcluster import DevCluster
+
+NAMES = ("gpuquota-webhook.gpuquota-system.svc", "127.0.0.1")
+NOW = 1_800_000_000.0
+
+
+def shakes_hands(trusted: bytes, serving: certificates.KeyPair, name: str) -> bool:
+    """Whether a client that trusts `trusted` accepts the certificate under that name (in memory, both ends real)."""
+    server_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    webhook.load(server_context, serving)
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client_context = ssl.create_default_context(cadata=trusted.decode())
+    client = client_context.wrap_bio(to_client, to_server, server_hostname=name)
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(4):
+        for end in (client, server):
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError:
+                return False
+    return client.version() is not None
+
+
+def test_a_client_that_trusts_the_authority_accepts_the_certificate_under_its_names_only() -> None:
+    material = maintained(None, NAMES, time.time())
+    assert all(shakes_hands(material.trusted, material.serving, name) for name in NAMES)
+    assert not shakes_hands(material.trusted, material.serving, "gpuquota-webhook.elsewhere.svc")
+    stranger = maintained(None, NAMES, time.time())
+    assert not shakes_hands(stranger.trusted, material.serving, NAMES[0])
+
+
+def test_what_is_good_for_a_while_is_left_as_it_is() -> None:
+    material = maintained(None, NAMES, NOW)
+    assert maintained(material, NAMES, NOW) is material
+    assert maintained(material, tuple(reversed(NAMES)), NOW + SERVING_VALID_S - RENEW_BEFORE_S - 1) is material
+
+
+def test_the_certificate_is_renewed_before_it_ends_and_the_authority_stays() -> None:
+    material = maintained(None, NAMES, NOW)
+    later = NOW + SERVING_VALID_S - RENEW_BEFORE_S + 1
+    renewed = maintained(material, NAMES, later)
+    assert renewed.authority == material.authority
+    assert renewed.trusted == material.trusted
+    assert certificates.expires_at(renewed.serving.certificate) == pytest.approx(later + SERVING_VALID_S, abs=1)
+
+
+def test_another_name_makes_another_certificate() -> None:
+    material = maintained(None, NAMES, NOW)
+    assert set(certificates.names_of(maintained(material, (*NAMES, "x.y"), NOW).serving.certificate)) == {*NAMES, "x.y"}
+
+
+def test_while_the_authority_changes_clients_trust_both() -> None:
+    # an authority that ends in a hundred days is renewed now, and what the old one has signed is still shown by others
+    now = time.time()
+    old = maintained(None, NAMES, now - AUTHORITY_VALID_S + 100 * DAY_S)
+    old = msgspec.structs.replace(old, serving=certificates.issue(old.authority, NAMES, now))
+    new = maintained(old, NAMES, now)
+    assert new.authority != old.authority
+    assert shakes_hands(new.trusted, new.serving, NAMES[0])
+    assert shakes_hands(new.trusted, old.serving, NAMES[0])
+    assert not shakes_hands(old.trusted, new.serving, NAMES[0])
+    assert maintained(new, NAMES, now) is new
+
+
+def test_keys_and_certificates_that_do_not_belong_together_are_noticed() -> None:
+    one, other = (maintained(None, NAMES, NOW) for _ in range(2))
+    certificates.check(one)
+    for broken in (
+        msgspec.structs.replace(one, serving=other.serving),
+        msgspec.structs.replace(one, authority=other.authority),
+        Material(
+            authority=one.authority,
+            serving=certificates.KeyPair(certificate=one.serving.certificate, key=other.serving.key),
+            trusted=one.trusted,
+        ),
+    ):
+        with pytest.raises(ValueError, match="another"):
+            certificates.check(broken)
+
+
+# In a real API server
+
+
+def secret(cluster: DevCluster, namespace: str) -> dict[str, Any]:
+    return cluster.api.get(f"/api/v1/namespaces/{namespace}/secrets/{webhook.SECRET}")
+
+
+async def refreshed(cluster: DevCluster, namespace: str, now: float, replicas: int = 1) -> list[Material]:
+    """One round of each of so many replicas, all at once."""
+    async with Connection(load_credentials(str(cluster.kubeconfig), None)) as connection:
+        keepers = [webhook.Certificates(connection, namespace, NAMES) for _ in range(replicas)]
+        return list(await asyncio.gather(*(keeper.refresh(now) for keeper in keepers)))
+
+
+def test_replicas_that_start_together_agree_on_one_authority(cluster: DevCluster, namespace: str) -> None:
+    first, *others = asyncio.run(refreshed(cluster, namespace, time.time(), replicas=5))
+    assert all(other == first for other in others)
+    assert base64.b64decode(secret(cluster, namespace)["data"]["ca.crt"]) == first.trusted
+    assert asyncio.run(refreshed(cluster, namespace, time.time())) == [first], "the next one finds it"
+
+
+def test_replicas_renew_once(cluster: DevCluster, namespace: str) -> None:
+    now = time.time()
+    (before,) = asyncio.run(refreshed(cluster, namespace, now))
+    after = asyncio.run(refreshed(cluster, namespace, now + SERVING_VALID_S - DAY_S, replicas=5))
+    assert len({one.serving.certificate for one in after}) == 1
+    assert after[0].serving != before.serving
+    assert after[0].authority == before.authority
+
+
+@pytest.mark.parametrize("damage", [{"tls.key": None}, {"ca.crt": "bm90aGluZw=="}, {"tls.crt": "AAAA"}, {"ca.key": ""}])
+def test_a_damaged_secret_is_made_anew(cluster: DevCluster, namespace: str, damage: dict[str, Any]) -> None:
+    (before,) = asyncio.run(refreshed(cluster, namespace, time.time()))
+    path = f"/api/v1/namespaces/{namespace}/secrets/{webhook.SECRET}"
+    cluster.api.patch(path, {"data": damage})
+    (after,) = asyncio.run(refreshed(cluster, namespace, time.time()))
+    assert after != before
+    certificates.check(after)
+    assert base64.b64decode(secret(cluster, namespace)["data"]["tls.crt"]) == after.serving.certificate
