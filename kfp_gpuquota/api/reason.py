@@ -35,6 +35,8 @@ class ReasonCode(StrEnum):
     USER = "user"
     WORKER_FAILED = "worker-failed"
     LEASE_ENDED = "lease-ended"
+    GPU_MEMORY_RECLAIMED = "gpu-memory-reclaimed"
+    OVER_GPU_MEMORY_LIMIT = "over-gpu-memory-limit"
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,12 +45,34 @@ class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
     requested: int | float
 
 
+class ShareView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker was given of a device's memory, and what it uses of it, in MiB.
+
+    `granted_mib` is what it may use now: its limit, or less while others need theirs. `listens`: it follows that.
+    """
+
+    worker: str
+    job: str
+    project: str
+    device: int
+    total_mib: int
+    used_mib: int
+    request_mib: int
+    limit_mib: int
+    granted_mib: int
+    listens: bool = False
+
+
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """A node and who holds its devices: device index -> ids of workers. `used` is the part of each that they hold."""
+    """A node and who holds its devices: device index -> ids of workers. `used` is the part of each that they hold.
+
+    `shares` are the parts of those that several may hold, with the memory that is used.
+    """
 
     node: Node
     held: dict[int, tuple[str, ...]]
     used: dict[int, float] = {}
+    shares: tuple[ShareView, ...] = ()
 
 
 class JobList(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +98,7 @@ class EventKind(StrEnum):
     JOB_DELETED = "job-deleted"
     WORKER_STARTED = "worker-started"
     WORKER_GONE = "worker-gone"
+    GPU_MEMORY_RECLAIMED = "gpu-memory-reclaimed"
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,6 +35,12 @@ class DeviceMemory(Protocol):
         """What processes use of each device now."""
 
 
+def simulate(directory: Path, total_mib: int) -> None:
+    """Make a simulated device, or give the one that is there another size."""
+    (directory / "processes").mkdir(parents=True, exist_ok=True, mode=0o700)
+    (directory / "total_mib").write_text(str(total_mib))
+
+
 class SimulatedMemory:
     """Simulated devices: {name: directory} (docs/fractions.md)."""
 
