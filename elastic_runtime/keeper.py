@@ -87,7 +87,7 @@ class Keeper:
         return self._copies
 
     def _write(self, step: int, state: object, stall_ms: float) -> None:
-        began = time.monotonic()
+        began, captured_at = time.monotonic(), time.time()
         try:
             path = checkpoint.save(self._directory, step, state, keep=self._keep)
         except CheckpointError as error:
@@ -95,6 +95,7 @@ class Keeper:
             self._reporter.line("checkpoint_failed", step=step, why=str(error))
             return
         took_ms = (time.monotonic() - began) * 1e3
+        self._reporter.checkpoint_at = captured_at
         self._reporter.line("checkpoint", step=step, path=str(path), stall_ms=stall_ms, write_ms=took_ms)
 
 

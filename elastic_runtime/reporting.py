@@ -21,6 +21,8 @@ class Reporter:
         self._worker, self._send = worker, send_progress
         self._sent_at = float("-inf")
         self._metrics: dict[str, float] = {}
+        self._workers, self._samples, self._since = 0, 0, 0.0  # since the last change of the size
+        self.checkpoint_at: float | None = None
 
     def line(self, event: str, **fields: object) -> None:
         """Append one line."""
@@ -33,10 +35,27 @@ class Reporter:
         self._metrics.update(metrics)
         self.line("metrics", step=step, **metrics)
 
+    def note_step(self, samples: int, workers: int) -> None:
+        """So many workers are about to apply a step of so many samples. The first one at a size starts the clock."""
+        if workers != self._workers:
+            self._workers, self._samples, self._since = workers, 0, time.monotonic()
+        else:
+            self._samples += samples
+
     def progress(self, step: int, epoch: int, total_steps: int | None, *, force: bool = False) -> None:
         """Tell how far the training is, if the last time is a second ago, or `force`."""
         now = time.monotonic()
         if not force and now - self._sent_at < PROGRESS_EVERY_S:
             return
         self._sent_at = now
-        self._send({"step": step, "epoch": epoch, "total_steps": total_steps, "metrics": dict(self._metrics)})
+        self._send(
+            {
+                "step": step,
+                "epoch": epoch,
+                "total_steps": total_steps,
+                "metrics": dict(self._metrics),
+                "checkpoint_at": self.checkpoint_at,
+                "throughput": self._samples / (now - self._since) if self._samples else None,
+                "workers": self._workers or None,
+            }
+        )

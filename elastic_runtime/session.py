@@ -142,6 +142,7 @@ class Session:
         self._reducer.reduce()
         agreed = self._tail.take(self._reducer.tail, leader=leader, samples=micro.step_samples, workers=self.place[1])
         self._complete = True
+        self._member.reporter.note_step(micro.step_samples, self.place[1])
         if agreed:
             self._agreed = vote
 

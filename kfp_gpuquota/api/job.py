@@ -79,7 +79,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `cpu` (cores) and `memory_mib` (main memory) are per worker, as are `node_selector` (labels that a node must have),
     `node_affinity` (one of the terms must admit the node) and `tolerations`.
 
-    After a change of its size, it is not grown again for `cool_down_s`; shrinking for others is never delayed.
+    After it has grown, it is not grown again for `cool_down_s`; shrinking for others is never delayed.
     Before it has run for `min_run_time_s` it is not stopped for others; what it holds above its minimum may be taken.
     """
 
@@ -229,8 +229,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """What the training itself last reported. `step` counts applied global batches.
 
-    `checkpoint_at` is when it last saved one, in seconds since the epoch; `throughput` is in samples per second, at the
-    size it has now.
+    `checkpoint_at` is when it last saved one, in seconds since the epoch; `throughput` is in samples per second, over
+    all the time since it has had its `workers`.
     """
 
     step: int = 0
@@ -240,6 +240,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     checkpoint_at: float | None = None
     throughput: float | None = None
+    workers: int | None = None
 
 
 class Resize(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,8 @@ from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_s
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kfp_gpuquota.api import Progress
+
 KILLED_ABOVE = 128
 _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
@@ -76,6 +78,14 @@ def resized(
         lost_steps=lost_steps,
     )
     return with_status(job, resizes=(*job.status.resizes, change))
+
+
+def progressed(job: JobRecord, progress: Progress) -> JobRecord:
+    """The job after what its training said. A new first worker does not know of checkpoints that another one saved."""
+    before = job.status.progress
+    if progress.checkpoint_at is None and before is not None:
+        progress = msgspec.structs.replace(progress, checkpoint_at=before.checkpoint_at)
+    return with_status(job, progress=progress)
 
 
 def settled(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:

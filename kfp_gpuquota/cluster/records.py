@@ -56,11 +56,15 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker as it is stored. `released`: it was told to go, so its end says nothing about the job."""
+    """A worker as it is stored.
+
+    `released`: it was told to go, so its end says nothing about the job; `released_at` in seconds since the epoch.
+    """
 
     worker: Worker
     attempt: int
     released: bool = False
+    released_at: float | None = None
 
     @property
     def alive(self) -> bool:

@@ -33,6 +33,7 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
         yield scheduler.JobSuspended(after.uid) if _suspended(after) else scheduler.JobResumed(after.uid)
     if after.completing and not (before is not None and before.completing):
         yield scheduler.JobCompleting(after.uid)
+    yield from _progress(before, after)
 
 
 def worker_changed(before: WorkerRecord | None, after: WorkerRecord) -> Iterator[scheduler.Event]:
@@ -41,9 +42,19 @@ def worker_changed(before: WorkerRecord | None, after: WorkerRecord) -> Iterator
     if before is None and after.alive:
         yield scheduler.WorkerStarted(worker.id, worker.job_uid, worker.node, worker.devices, worker.started_at)
     if after.alive and after.released and not (before is not None and before.released):
-        yield scheduler.WorkerLeaving(worker.id)
+        yield scheduler.WorkerLeaving(worker.id, after.released_at)
     if before is not None and before.alive and not after.alive:
-        yield scheduler.WorkerGone(worker.id)
+        yield scheduler.WorkerGone(worker.id, worker.finished_at)
+
+
+def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Event]:
+    """What the training said that it had not said before."""
+    said = after.status.progress
+    if said is None or (before is not None and before.status.progress == said):
+        return
+    yield scheduler.ProgressReported(
+        after.uid, said.step, said.at, said.checkpoint_at, throughput=said.throughput, workers=said.workers
+    )
 
 
 def _over(job: JobRecord) -> bool:

@@ -22,7 +22,7 @@ from kfp_gpuquota.scheduler.agenda import Agenda
 from kfp_gpuquota.scheduler.consolidation import Known, consolidate
 from kfp_gpuquota.scheduler.fairshare import assign_shares
 from kfp_gpuquota.scheduler.finder import Finders
-from kfp_gpuquota.scheduler.model import Amount, Job, Status, Task
+from kfp_gpuquota.scheduler.model import NEVER, Amount, Job, Status, Task
 from kfp_gpuquota.scheduler.order import next_tasks
 from kfp_gpuquota.scheduler.progress import gain
 from kfp_gpuquota.scheduler.units import Attempt, Mode
@@ -188,8 +188,13 @@ class Cycle:
         return self._too_early(job.waiting_since + job.preemption_delay_s)
 
     def _must_rest(self, job: Job) -> bool:
-        """The job has just been shrunk: it is not grown again at once. A gang is made whole without delay."""
-        return job.active >= job.gang and job.active > 0 and self._too_early(job.shrunk_at + job.cool_down_s)
+        """The job was shrunk soon after it had grown: it does not grow at once again. A gang is made whole at once.
+
+        Counting from the shrinking was rejected: who gives a GPU back for a moment, once, wants it back when it is
+        idle. What is to be avoided is growing again and again in vain.
+        """
+        flaps = job.shrunk_at >= job.grown_at > NEVER and job.active >= job.gang and job.active > 0
+        return flaps and self._too_early(job.grown_at + job.cool_down_s)
 
     def _too_early(self, until: float) -> bool:
         """The decision waits for that time: the plan says so."""
@@ -259,7 +264,9 @@ class Cycle:
         """One worker at a time, to the queue to which the least is lent and the job that it helps most."""
         if not self.ledger.any_idle:
             return
-        heap = [(self._lend_key(job), job) for job in self.growable if self._may_borrow(job) and self._settled(job)]
+        # What starts in this plan starts with all that is lent to it: to grow right afterwards would cost a switch.
+        jobs = dict.fromkeys([*self.growable, *(job for job in self.touched if job not in self.pledged)])
+        heap = [(self._lend_key(job), job) for job in jobs if self._may_borrow(job) and self._settled(job)]
         heapify(heap)
         while heap and self.ledger.any_idle:
             key, job = heappop(heap)
@@ -273,12 +280,11 @@ class Cycle:
         return (share, -gain(job.throughput, job.active), job.lent, -job.priority, job.submitted_at, job.uid)
 
     def _may_borrow(self, job: Job) -> bool:
-        lendable = job.preemptible and job not in self.losers and job.wanted <= job.active < job.most
-        return lendable and gain(job.throughput, job.active) > 0
+        return job.preemptible and job not in self.losers and job.wanted <= job.active < job.most
 
     def _settled(self, job: Job) -> bool:
-        """The job has not changed its size for a while. What this plan gives it is one change."""
-        return not self._too_early(max(job.grown_at, job.shrunk_at) + job.cool_down_s)
+        """The job has not grown for a while. What this plan gives it is one change."""
+        return not self._too_early(job.grown_at + job.cool_down_s)
 
     def _lend_to(self, job: Job) -> bool:
         task = Task(job=job, request=job.request, index=job.next_index + job.active)

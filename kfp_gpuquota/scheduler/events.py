@@ -80,7 +80,8 @@ class WorkerStarted(Event, frozen=True, tag=True):
 class WorkerLeaving(Event, frozen=True, tag=True):
     """The worker was told to go, and still holds its devices.
 
-    With `at`, here or where it is gone, the job is not grown again for its cool-down.
+    With `at`, here or where it is gone, a job that grew less than its cool-down ago is not grown again before that is
+    over.
     """
 
     worker: str

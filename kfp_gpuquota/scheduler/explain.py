@@ -27,8 +27,12 @@ def count(micro: float) -> str:
 def started(job: Job, workers: int) -> Reason:
     """Why a waiting job starts now."""
     held = asked(job, workers)
-    short = "" if workers >= job.wanted else f" of the {count(_gpus(job, job.wanted))} requested"
-    return Reason(code=ReasonCode.FITS, message=f"starts with {held}{short}", project=job.queue.name)
+    requested = ""
+    if workers < job.wanted:
+        requested = f" of the {count(_gpus(job, job.wanted))} requested"
+    elif workers > job.wanted:
+        requested = f", {count(_gpus(job, workers - job.wanted))} more than requested: nobody else needs them"
+    return Reason(code=ReasonCode.FITS, message=f"starts with {held}{requested}", project=job.queue.name)
 
 
 def expanded(job: Job, before: int, after: int) -> Reason:

@@ -57,13 +57,16 @@ MAX_STORE_WAIT_S: Final = 300.0
 
 
 class ProgressReported(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """What the training says about itself; passed on, not judged."""
+    """What the training says about itself, as in `api.Progress`; passed on, not judged."""
 
     worker: str
     step: int
     epoch: int = 0
     total_steps: int | None = None
     metrics: dict[str, float] = {}
+    checkpoint_at: float | None = None
+    throughput: float | None = None
+    workers: int | None = None
 
 
 class Notices(Protocol):
@@ -308,6 +311,9 @@ class MembershipService:
             epoch=report.epoch,
             at=time.time(),
             metrics=report.metrics,
+            checkpoint_at=report.checkpoint_at,
+            throughput=report.throughput,
+            workers=report.workers,
         )
         self._notices.progress_reported(job_uid, report.worker, progress)
 

@@ -100,14 +100,16 @@ def test_an_idle_gpu_goes_where_it_helps_most() -> None:
     assert (world.size("a"), world.size("b")) == (1, 3)
 
 
-def test_a_job_that_one_more_worker_does_not_help_is_lent_none() -> None:
+def test_a_job_that_one_more_worker_does_not_help_is_lent_only_what_nobody_else_wants() -> None:
     world = growing()
-    for job in ("a", "b"):
-        report(world, job, throughput=100.0, workers=1)
-        report(world, job, throughput=101.0, workers=2)
+    report(world, "a", throughput=100.0, workers=1)
+    report(world, "a", throughput=101.0, workers=2)
     world.remove("session")
     world.settle()
-    assert (world.size("a"), world.size("b")) == (1, 1)
+    assert (world.size("a"), world.size("b")) == (1, 3)
+    world.node("more", 2)
+    world.settle()
+    assert (world.size("a"), world.size("b")) == (2, 4)
 
 
 def test_steps_per_second_stand_for_a_throughput_that_is_not_told() -> None:
@@ -160,25 +162,48 @@ def test_a_gain_is_never_negative(measured: dict[int, float], workers: int) -> N
     assert gain(measured, workers) >= 0
 
 
-def test_a_job_that_was_just_shrunk_is_not_grown_at_once_and_the_plan_says_when() -> None:
-    world = world_of(2, a=1, b=1)
-    world.submit("train", "a", 1, 1, 2, cool_down_s=30)
-    world.settle()
-    assert world.size("train") == 2
-    world.now += 100
+def lend_and_take_back(world: World) -> float:
+    """A session takes a GPU of the training and ends; returns when the training had last grown."""
+    grown_at = world.state.jobs["train"].grown_at
     world.session("notebook", "b")
     world.step()
-    shrunk_at = world.now
     world.release()
     world.step()
     assert (world.size("train"), world.size("notebook")) == (1, 1)
     world.remove("notebook")
     world.release()
-    decided = world.step()
-    assert decided.empty
-    assert decided.again_at == shrunk_at + 30
-    world.now = decided.again_at - 1
+    return grown_at
+
+
+def test_a_job_that_gave_a_gpu_back_for_a_while_has_it_again_as_soon_as_it_is_idle() -> None:
+    world = world_of(2, a=1, b=1)
+    world.submit("train", "a", 1, 1, 2, cool_down_s=30)
+    world.settle()
+    lend_and_take_back(world)
     assert [r.to_workers for r in world.step().resize] == [2]
+
+
+def test_a_job_that_is_shrunk_again_and_again_grows_once_in_its_cool_down_and_the_plan_says_when() -> None:
+    world = world_of(2, a=1, b=1)
+    world.submit("train", "a", 1, 1, 2, cool_down_s=30)
+    world.settle()
+    lend_and_take_back(world)
+    world.step()
+    grown_at = lend_and_take_back(world)
+    decided = world.step()
+    assert (decided.empty, decided.again_at) == (True, grown_at + 30)
+    world.now = grown_at + 29
+    assert [r.to_workers for r in world.step().resize] == [2]
+
+
+def test_the_same_holds_for_growth_up_to_the_request() -> None:
+    world = world_of(2, a=1, b=1)
+    world.submit("train", "a", 2, 1, 2, cool_down_s=30)
+    world.settle()
+    lend_and_take_back(world)
+    assert [r.to_workers for r in world.step().resize] == [2]
+    grown_at = lend_and_take_back(world)
+    assert world.step().again_at == grown_at + 30
 
 
 def test_a_job_that_just_grew_is_not_lent_more_but_gives_back_at_once() -> None:

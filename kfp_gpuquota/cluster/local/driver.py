@@ -19,11 +19,12 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Progress, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
-from kfp_gpuquota.cluster.lifecycle import after_worker_gone, resized
+from kfp_gpuquota.cluster.lifecycle import after_worker_gone, progressed, resized
 from kfp_gpuquota.cluster.local import shims
 from kfp_gpuquota.cluster.local.environment import worker_environment
 from kfp_gpuquota.cluster.local.home import Home, write_private
 from kfp_gpuquota.cluster.local.transcript import Transcript
+from kfp_gpuquota.cluster.pace import Pace
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.errors import NotFoundError, StateFileError
 from kfp_gpuquota.membership import Limits
@@ -53,11 +54,13 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
+        self._pace = Pace()
 
     def wake(self) -> None:
         """Something changed: plan in the next turn of the loop."""
         if self._planning is None:
-            self._planning = self._loop.call_soon(self._plan)
+            delay_s = self._pace.delay_s
+            self._planning = self._loop.call_later(delay_s, self._plan) if delay_s else self._loop.call_soon(self._plan)
 
     def recover(self) -> None:
         """Take up what an earlier daemon left: adopt what runs, learn how the rest ended, do what was not done."""
@@ -98,6 +101,9 @@ class Driver:
         self._plan_again(None if plan.again_at is None else plan.again_at - now)
         for uid, reason in plan.waiting.items():
             self._state.note_waiting(uid, reason)
+        self._pace.planned(empty=plan.empty)
+        if self._pace.runs_away:
+            log.error("%d plans in a row had something to do; the last one: %s", self._pace.in_a_row, plan)
         if plan.empty:
             return
         try:
@@ -316,7 +322,7 @@ class Driver:
         if job is None or self._state.workers[worker].worker.rank not in {None, 0}:
             return
         with self._noting(job_uid) as transcript:
-            transcript.record(with_status(job, progress=progress))
+            transcript.record(progressed(job, progress))
 
     @contextlib.contextmanager
     def _noting(self, what: str) -> Iterator[Transcript]:

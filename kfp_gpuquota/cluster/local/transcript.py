@@ -133,6 +133,8 @@ class Transcript:
         for worker in workers:
             record = self.change.workers.get(worker) or self.state.workers[worker]
             leaving = msgspec.structs.replace(record.worker, phase=WorkerPhase.LEAVING)
-            self.change.workers[worker] = msgspec.structs.replace(record, worker=leaving, released=True)
+            self.change.workers[worker] = msgspec.structs.replace(
+                record, worker=leaving, released=True, released_at=self.now
+            )
             self.stopped.append(worker)
         self.change.jobs[job.uid] = with_status(msgspec.structs.replace(job, resize_reason=reason), reason=reason)
