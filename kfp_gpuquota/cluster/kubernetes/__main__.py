@@ -5,24 +5,55 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import signal
+import sys
+from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.connection import Connection
-from kfp_gpuquota.cluster.kubernetes.controller import Controller
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
+from kfp_gpuquota.cluster.kubernetes.replica import Options, Replica, first_to_end
+from kfp_gpuquota.errors import GpuQuotaError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-async def _serve(options: argparse.Namespace) -> None:
-    async with Connection(load_credentials(options.kubeconfig, options.context)) as connection:
-        await Controller(connection).run()
+LEADS_NO_MORE: Final = 3
 
-
-def main() -> None:
-    """Serve until killed."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kubeconfig")
-    parser.add_argument("--context")
-    logging.basicConfig(level=logging.INFO)
-    asyncio.run(_serve(parser.parse_args()))
+log = logging.getLogger(__name__)
 
 
-main()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; the exit code."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=options.log_level.upper())
+    given = {name: value for name, value in vars(options).items() if name != "log_level"}
+    try:
+        return asyncio.run(_serve(Options(**given)))
+    except GpuQuotaError as error:
+        log.error("%s", error.message)
+        return error.exit_code
+
+
+async def _serve(options: Options) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await first_to_end(Replica(options).run(), stop.wait())
+    return 0 if stop.is_set() else LEADS_NO_MORE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gpuquota-controller")
+    parser.add_argument("--kubeconfig", help="by default $KUBECONFIG, the pod's service account, ~/.kube/config")
+    parser.add_argument("--context", help="of the kubeconfig; by default its current one")
+    parser.add_argument("--namespace", default="gpuquota-system", help="of the controller itself")
+    parser.add_argument("--webhook-port", type=int, default=0, help="0: pods are not reviewed here")
+    parser.add_argument("--metrics-port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--membership-port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--advertise", default="", help="URL under which workers reach the membership port")
+    parser.add_argument("--runtime-image", default="", help="image with elastic_runtime, for images that lack it")
+    parser.add_argument("--leader-elect", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

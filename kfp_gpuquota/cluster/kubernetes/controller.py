@@ -14,47 +14,73 @@ import asyncio
 import logging
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.cluster.kubernetes import labels, objects
+from kfp_gpuquota.cluster.kubernetes import coordination, labels, objects
 from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
+from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
+from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
+from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quota_status
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, pod_view
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from kfp_gpuquota.cluster.kubernetes.writer import Writer
 
 if TYPE_CHECKING:
+    import ssl
+
     from kfp_gpuquota.cluster.kubernetes.connection import Connection
+    from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
 
 SOONEST_S: Final = 0.001
 BUSY_S: Final = 0.02
+QUOTAS_LOOKED_AT_S: Final = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Everything that runs while this process leads."""
+    """Everything that runs while this process leads.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    `tls` is what the membership service shows to workers; None serves in the clear, for a network that is trusted.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        settings: PodSettings,
+        *,
+        membership_port: int = 0,
+        tls: ssl.SSLContext | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._connection, self._membership_port, self._tls = connection, membership_port, tls
         self._loop = asyncio.get_running_loop()
-        self.snapshot = Snapshot(self.wake)
+        self.metrics = metrics or Metrics()
+        self.snapshot = snapshot = Snapshot(self.wake)
         self._writer = Writer(connection)
         self._planning: asyncio.TimerHandle | None = None
         self._again: asyncio.TimerHandle | None = None
-        self._planned_at = 0.0
-        self._plan_s = 0.0
-        ours = f"/apis/{labels.API_VERSION}"
-        snapshot = self.snapshot
+        self._quotas_timer: asyncio.TimerHandle | None = None
+        self._planned_at = self._plan_s = 0.0
         self.pods = self._reflector("/api/v1/pods", objects.Pod, self._pod_changed, snapshot.drop_pod)
-        self.reflectors: list[Reflector[Any]] = [
-            self.pods,
-            self._reflector("/api/v1/nodes", objects.Node, snapshot.put_node, snapshot.drop_node),
-            self._reflector(f"{ours}/gpuquotas", objects.GpuQuota, snapshot.put_quota, snapshot.drop_quota),
-        ]
+        self.reflectors = [self.pods, *self._other_reflectors()]
         self.actions = PodActions(snapshot.plain, self._writer, self.pods.note, self._tell_user)
-        self.plans = 0
+        conditions: dict[str, tuple[objects.Condition, ...]] = {}
+        self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
+        self.elastic = snapshot.elastic = ElasticJobs(
+            snapshot.tell,
+            snapshot.seats,
+            snapshot.told_nodes,
+            self._writer,
+            settings,
+            noted=self.pods.note,
+            changed=lambda uid: self._job_status.changed(uid),  # noqa: PLW0108 - it is made below
+        )
+        self._job_status = StatusWriter(self._writer, partial(job_status, self.elastic))
+        self.ready = False
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -67,14 +93,31 @@ class Controller:
             for reflector in self.reflectors:
                 await reflector.synced.wait()
             self.snapshot.start()
-            log.info("all is listed: %d nodes, %d pods", len(self.snapshot.nodes), len(self.snapshot.pods))
+            membership = coordination.serving(self.elastic.membership, self._membership_port, self._tls)
+            port = await stack.enter_async_context(membership)
+            counts = len(self.snapshot.nodes), len(self.snapshot.pods), len(self.snapshot.quotas)
+            log.info("all is listed: %d nodes, %d pods, %d quotas; workers are served on port %d", *counts, port)
+            self.ready = True
             self.wake()
+            await asyncio.Event().wait()
+
+    def _other_reflectors(self) -> list[Reflector[Any]]:
+        ours, snapshot = f"/apis/{labels.API_VERSION}", self.snapshot
+        return [
+            self._reflector("/api/v1/nodes", objects.Node, snapshot.put_node, snapshot.drop_node),
+            self._reflector(f"{ours}/gpuquotas", objects.GpuQuota, self._quota_changed, snapshot.drop_quota),
+            self._reflector(f"{ours}/elasticjobs", objects.ElasticJob, snapshot.put_job, snapshot.drop_job),
+        ]
 
     def _reflector(self, path: str, kind: Any, changed: Any, gone: Any) -> Reflector[Any]:
         return Reflector(self._connection, path, kind, changed=changed, gone=gone)
 
     def _pod_changed(self, pod: objects.Pod) -> None:
         self.snapshot.put_pod(pod_view(pod))
+
+    def _quota_changed(self, quota: objects.GpuQuota) -> None:
+        self.snapshot.put_quota(quota)
+        self.wake()
 
     def _tell_user(self, pod: PodView, reason: str, message: str) -> None:
         log.info("%s/%s: %s: %s", pod.namespace, pod.name, reason, message)
@@ -93,10 +136,12 @@ class Controller:
         plan = scheduler.plan(self.snapshot.state, now)
         self._carry_out(plan)
         self._planning = None  # what carrying it out changed needs no other plan
-        self.plans += 1
         self._planned_at = self._loop.time()
         self._plan_s = self._planned_at - started
+        self.metrics.plans.observe(self._plan_s)
         self._plan_again(None if plan.again_at is None else plan.again_at - now)
+        if self._quotas_timer is None:
+            self._quotas_timer = self._loop.call_later(QUOTAS_LOOKED_AT_S, self._look_at_quotas)
 
     def _plan_again(self, delay_s: float | None) -> None:
         if self._again:
@@ -104,6 +149,7 @@ class Controller:
         self._again = None if delay_s is None else self._loop.call_later(max(0.0, delay_s), self.wake)
 
     def _carry_out(self, plan: scheduler.Plan) -> None:
+        self.elastic.plan(plan)
         for evict in plan.evict:
             self.actions.stop(evict.workers, evict.reason)
         for move in plan.move:
@@ -113,8 +159,18 @@ class Controller:
             self.actions.start(resize.job, resize.add, resize.reason)
         for bind in plan.bind:
             self.actions.start(bind.job, bind.placements, bind.reason)
+        for kind in ("bind", "evict", "move", "resize"):
+            if decided := len(getattr(plan, kind)):
+                self.metrics.decisions.labels(kind).inc(decided)
+
+    def _look_at_quotas(self) -> None:
+        self._quotas_timer = None
+        for name in self.snapshot.quotas:
+            self._quota_status.changed(name)
 
     def _stop_timers(self) -> None:
-        for timer in (self._planning, self._again):
+        self._job_status.close()
+        self._quota_status.close()
+        for timer in (self._planning, self._again, self._quotas_timer):
             if timer:
                 timer.cancel()

@@ -23,5 +23,6 @@ JOB: Final = f"{GROUP}/job"
 WORKER: Final = f"{GROUP}/worker"
 ATTEMPT: Final = f"{GROUP}/attempt"
 SOURCE: Final = f"{GROUP}/source"
+LEADER: Final = f"{GROUP}/leader"
 
 NOTEBOOK: Final = "notebook-name"

@@ -361,6 +361,8 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     next_index: int = 0
     generation_reserved: int = 0
     intent: str = "run"
+    ended: tuple[int, ...] = ()
+    ran_seconds: float = 0.0
 
 
 class ElasticJob(Struct, frozen=True):

@@ -10,23 +10,33 @@ confirms it, or a failed write takes it back.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes import translate
 from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
 from kfp_gpuquota.cluster.kubernetes.seats import Seats
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
+from kfp_gpuquota.scheduler.model import GPU
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfp_gpuquota.api import Node as ApiNode
     from kfp_gpuquota.api import Project
-    from kfp_gpuquota.cluster.kubernetes.objects import GpuQuota, Node
+    from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
+    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, GpuQuota, Node
 
 log = logging.getLogger(__name__)
+
+
+class Held(NamedTuple):
+    """GPUs held, also by pods that are told to go, and jobs that wait."""
+
+    gpus: float
+    waiting: int
 
 
 class Snapshot:
@@ -41,7 +51,9 @@ class Snapshot:
         self.pods: dict[str, PodView] = {}
         self.plain = PlainPods(self.tell, self.seats)
         self.refused_quotas: dict[str, str] = {}
-        self._told_nodes: dict[str, ApiNode] = {}
+        self.told_nodes: dict[str, ApiNode] = {}
+        self.elastic: ElasticJobs | None = None
+        self._jobs: dict[str, ElasticJob] = {}  # until everything is listed
         self._node_names: dict[str, str] = {}
         self._quota_names: dict[str, str] = {}
         self._foreign: dict[str, PodView] = {}
@@ -55,11 +67,15 @@ class Snapshot:
             self._tell_node(name)
         for name in sorted(self.quotas):
             self._tell_quota(name)
+        for job in sorted(self._jobs.values(), key=lambda j: j.metadata.uid):
+            self.put_job(job)
         waiting = sorted(self.pods.values(), key=lambda p: (p.devices is None, p.created, p.uid))
         self.pods = {}
         for pod in waiting:
             self.put_pod(pod)
         self.plain.settle()
+        if self.elastic:
+            self.elastic.start()
 
     def tell(self, event: scheduler.Event) -> None:
         """The scheduler hears of it; what it refuses is our own mistake, and must not stop the controller."""
@@ -84,7 +100,7 @@ class Snapshot:
         if name is None or (name in self.nodes and self.nodes[name].metadata.uid != uid):
             return
         self.nodes.pop(name, None)
-        self._told_nodes.pop(name, None)
+        self.told_nodes.pop(name, None)
         self.seats.resize(name, 0)
         if self.started:
             self.tell(scheduler.NodeRemoved(name))
@@ -99,8 +115,8 @@ class Snapshot:
         except InvalidFieldError as error:
             log.error("node %s is left out: %s", name, error)
             return
-        if self._told_nodes.get(name) != seen:
-            self._told_nodes[name] = seen
+        if self.told_nodes.get(name) != seen:
+            self.told_nodes[name] = seen
             self.tell(scheduler.NodeChanged(seen))
 
     # Quotas
@@ -137,6 +153,31 @@ class Snapshot:
             self._adopt_foreign(name)
         self._wake()
 
+    def held(self, name: str) -> Held:
+        """What a project holds and waits for, by the scheduler's own count."""
+        queue = self.state.ledger.queues.get(name)
+        if queue is None:
+            return Held(0, 0)
+        waiting = sum(len(jobs) for shape, jobs in queue.waiting.items() if shape.starts)
+        return Held(as_number((queue.held[0] + queue.leaving[0]) / GPU), waiting)
+
+    # ElasticJobs
+
+    def put_job(self, job: ElasticJob) -> None:
+        """An ElasticJob is as given."""
+        if not self.started:
+            self._jobs[job.metadata.uid] = job
+        elif self.elastic:
+            self.elastic.put_job(job)
+            self._wake()
+
+    def drop_job(self, uid: str) -> None:
+        """An ElasticJob is gone."""
+        self._jobs.pop(uid, None)
+        if self.started and self.elastic:
+            self.elastic.drop_job(uid)
+            self._wake()
+
     # Pods
 
     def put_pod(self, pod: PodView) -> None:
@@ -147,7 +188,9 @@ class Snapshot:
         self.pods[pod.uid] = pod
         if not self.started:
             return
-        if pod.uid in self._foreign or (before is None and self._is_foreign(pod)):
+        if self.elastic and self.elastic.knows(pod):
+            self.elastic.put_pod(pod)
+        elif pod.uid in self._foreign or (before is None and self._is_foreign(pod)):
             self._put_foreign(pod)
         else:
             self.plain.put(pod)
@@ -162,7 +205,9 @@ class Snapshot:
         if not self.started:
             del self.pods[uid]
             return
-        if uid in self._foreign:
+        if self.elastic and self.elastic.knows(pod):
+            self.elastic.drop_pod(pod)
+        elif uid in self._foreign:
             self._release_foreign(uid)
         else:
             self.plain.drop(uid)

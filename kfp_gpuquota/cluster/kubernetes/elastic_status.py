@@ -1,0 +1,174 @@
+"""A job's record from its object and back: pure. What the status holds is all that a restarted controller knows."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Eviction, JobStatus, Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.cluster.kubernetes import translate
+from kfp_gpuquota.cluster.kubernetes.elastic_pods import pod_name
+from kfp_gpuquota.cluster.kubernetes.objects import Condition, ElasticJobStatus, LastEviction, TrainingProgress
+from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
+from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
+
+RESERVED_AT_ONCE: Final = 32
+"""Generations are reserved in blocks: one write for many of them, made long before they are needed."""
+
+
+def record_of(job: ElasticJob) -> JobRecord:
+    """The job as its object tells. Raises InvalidFieldError for a specification that cannot be."""
+    meta, status = job.metadata, job.status
+    evicted = status.last_eviction
+    said = status.progress
+    return JobRecord(
+        uid=meta.uid,
+        spec=translate.elastic_job(job),
+        status=JobStatus(
+            phase=Phase(status.phase),
+            reason=_reason(status.reason, status.message),
+            restarts=status.restarts,
+            evictions=status.evictions,
+            last_eviction=None
+            if evicted is None
+            else Eviction(at=evicted.time.timestamp(), reason=_reason(evicted.reason, evicted.message) or _UNKNOWN),
+            exit_code=status.exit_code,
+            submitted_at=_seconds(meta.creation_timestamp) or 0.0,
+            started_at=_seconds(status.start_time),
+            finished_at=_seconds(status.completion_time),
+            result_worker=_id_of(meta.uid, meta.name, status.result_worker),
+            progress=None
+            if said is None
+            else Progress(step=said.step, total_steps=said.total_steps, epoch=said.epoch, metrics=said.metrics),
+        ),
+        intent=Intent(status.intent),
+        attempt=status.attempt,
+        next_index=status.next_index,
+        managed=status.generation > 0,
+        generation_high=status.generation_reserved,
+    )
+
+
+_UNKNOWN: Final = Reason(code=ReasonCode.RECLAIMED, message="")
+
+
+def _reason(code: str, message: str) -> Reason | None:
+    if not code:
+        return None
+    try:
+        return Reason(code=ReasonCode(code), message=message)
+    except ValueError:
+        return None
+
+
+def _seconds(time: datetime | None) -> float | None:
+    return None if time is None else time.timestamp()
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(int(seconds), UTC)
+
+
+def worker_id(job_uid: str, index: int) -> str:
+    """As the embedded cluster calls them."""
+    return f"{job_uid}-{index}"
+
+
+def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:
+    return None if pod is None else worker_id(job_uid, translate.whole(pod.removeprefix(f"{job}-")))
+
+
+def worker_record(pod: PodView, devices: tuple[int, ...], before: WorkerRecord | None, now: float) -> WorkerRecord:
+    """The worker as its pod tells; `before` as it was known. A pod that is being deleted was told to go."""
+    worker = Worker(
+        id=worker_id(pod.job_uid, pod.index),
+        job_uid=pod.job_uid,
+        index=pod.index,
+        node=pod.node,
+        devices=devices,
+        started_at=pod.created,
+    )
+    known = before.worker if before is not None else worker
+    released = before is not None and before.released
+    if pod.stage is Stage.LEAVING and not released:
+        return WorkerRecord(
+            worker=msgspec.structs.replace(known, phase=WorkerPhase.LEAVING),
+            attempt=pod.attempt,
+            released=True,
+            released_at=now,
+        )
+    phase = WorkerPhase.RUNNING if pod.running else WorkerPhase.STARTING
+    phase = WorkerPhase.LEAVING if released else phase
+    return WorkerRecord(
+        worker=msgspec.structs.replace(known, phase=phase),
+        attempt=pod.attempt,
+        released=released,
+        released_at=before.released_at if before is not None else None,
+    )
+
+
+def status_of(
+    job: ElasticJob,
+    record: JobRecord,
+    workers: Sequence[WorkerRecord],
+    *,
+    generation: int,
+    reserved: int,
+    conditions: Iterable[Condition],
+    ended: Iterable[int],
+    ran_s: float,
+) -> ElasticJobStatus:
+    """What the object is to say."""
+    status = record.status
+    alive = [worker.worker for worker in workers if worker.alive]
+    evicted, said = status.last_eviction, status.progress
+    result = next((w.worker.index for w in workers if w.worker.id == status.result_worker), None)
+    return ElasticJobStatus(
+        phase=status.phase.value,
+        gpus=as_number(sum(worker.gpus for worker in alive)),
+        workers=len(alive),
+        generation=generation,
+        message=status.reason.message if status.reason else "",
+        reason=status.reason.code.value if status.reason else "",
+        conditions=tuple(conditions),
+        observed_generation=job.metadata.generation,
+        start_time=_time(status.started_at),
+        completion_time=_time(status.finished_at),
+        exit_code=status.exit_code,
+        result_worker=job.status.result_worker if result is None else pod_name(job.metadata.name, result),
+        restarts=status.restarts,
+        evictions=status.evictions,
+        last_eviction=None
+        if evicted is None
+        else LastEviction(
+            time=datetime.fromtimestamp(int(evicted.at), UTC),
+            reason=evicted.reason.code.value,
+            message=evicted.reason.message,
+        ),
+        progress=None
+        if said is None
+        else TrainingProgress(step=said.step, total_steps=said.total_steps, epoch=said.epoch, metrics=said.metrics),
+        attempt=record.attempt,
+        next_index=record.next_index,
+        generation_reserved=reserved,
+        intent=record.intent.value,
+        ended=tuple(sorted(ended)),
+        ran_seconds=round(ran_s, 1),
+    )
+
+
+def with_condition(known: Sequence[Condition], wanted: Condition, now: float) -> tuple[Condition, ...]:
+    """The conditions with this one; its time is that of the last change of its status."""
+    old = next((c for c in known if c.type == wanted.type), None)
+    same = old is not None and old.status == wanted.status
+    at = old.last_transition_time if same and old is not None else _time(now)
+    dated = msgspec.structs.replace(wanted, last_transition_time=at)
+    return (*(c for c in known if c.type != wanted.type), dated)

@@ -1,0 +1,78 @@
+"""Prometheus metrics, and the small server for them and for probes."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
+
+_SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+class Metrics:
+    """All of one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.calls = Counter(
+            "gpuquota_api_calls", "Calls to the API server", ["verb", "status"], registry=self.registry
+        )
+        self.plans = Histogram("gpuquota_plan_seconds", "Time to plan", buckets=_SECONDS, registry=self.registry)
+        self.decisions = Counter("gpuquota_decisions", "What plans decided, in jobs", ["kind"], registry=self.registry)
+        self.reviews = Histogram(
+            "gpuquota_review_seconds", "Time to review a pod", ["allowed"], buckets=_SECONDS, registry=self.registry
+        )
+        self.leads = Gauge("gpuquota_leader", "1 in the process that leads", registry=self.registry)
+        self.waiting = Gauge("gpuquota_waiting_jobs", "Jobs that wait", ["project"], registry=self.registry)
+        self.held = Gauge("gpuquota_held_gpus", "GPUs held", ["project"], registry=self.registry)
+        self.guaranteed = Gauge("gpuquota_guaranteed_gpus", "Guaranteed quota", ["project"], registry=self.registry)
+        self.nodes = Gauge("gpuquota_nodes", "Nodes known", registry=self.registry)
+        self.pods = Gauge("gpuquota_pods", "Pods that hold GPUs or wait for some", registry=self.registry)
+
+    def count_call(self, verb: str, status: int) -> None:
+        """One call to the API server."""
+        self.calls.labels(verb, str(status)).inc()
+
+    def look(self, snapshot: Snapshot) -> None:
+        """The gauges, read off when somebody asks for them."""
+        self.nodes.set(len(snapshot.nodes))
+        self.pods.set(len(snapshot.pods))
+        for name, project in snapshot.projects.items():
+            held = snapshot.held(name)
+            self.held.labels(name).set(held.gpus)
+            self.waiting.labels(name).set(held.waiting)
+            self.guaranteed.labels(name).set(project.guaranteed)
+
+
+@asynccontextmanager
+async def serving(
+    metrics: Metrics, port: int, *, ready: Callable[[], bool], look: Callable[[], None]
+) -> AsyncIterator[int]:
+    """/metrics, /healthz (the event loop turns) and /readyz; gives the port."""
+
+    async def show(_: web.Request) -> web.Response:
+        look()
+        return web.Response(body=generate_latest(metrics.registry), content_type="text/plain")
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def readiness(_: web.Request) -> web.Response:
+        return web.Response(text="ok") if ready() else web.Response(status=503, text="not ready")
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", show), web.get("/healthz", health), web.get("/readyz", readiness)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, port=port).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,155 @@
+"""One process of the controller: reviews pods always, leads when it is its turn.
+
+Leading is to plan, to write and to serve workers. A process that leads no more ends, and is started again as one that
+stands by: what it believed of the cluster may be wrong by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+import uuid
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes import coordination, labels, metrics, webhook
+from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, ApiError, Connection
+from kfp_gpuquota.cluster.kubernetes.controller import Controller
+from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
+from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
+from kfp_gpuquota.cluster.kubernetes.leader import LeaderElection
+from kfp_gpuquota.errors import ClusterUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from kfp_gpuquota.cluster.kubernetes.admission import Verdict
+
+ACCOUNT: Final = "gpuquota-controller"
+
+log = logging.getLogger(__name__)
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process is started; ports of 0 are any free one, a `webhook_port` of 0 is no webhook."""
+
+    kubeconfig: str | None = None
+    context: str | None = None
+    namespace: str = "gpuquota-system"
+    webhook_port: int = 0
+    metrics_port: int = 0
+    membership_port: int = 0
+    advertise: str = ""
+    runtime_image: str = ""
+    leader_elect: bool = False
+
+
+class Replica:
+    """One process."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._metrics = metrics.Metrics()
+        self._controller: Controller | None = None
+
+    async def run(self) -> None:
+        """Until cancelled, or until it leads no more."""
+        options = self._options
+        async with AsyncExitStack() as stack:
+            credentials = load_credentials(options.kubeconfig, options.context)
+            connection = await stack.enter_async_context(Connection(credentials, count=self._metrics.count_call))
+            probes = metrics.serving(self._metrics, options.metrics_port, ready=self._is_ready, look=self._look)
+            log.info("metrics and probes on port %d", await stack.enter_async_context(probes))
+            certificates = await self._certificates(connection)
+            tasks = [self._lead(connection, certificates)]
+            if options.webhook_port:
+                user = f"system:serviceaccount:{options.namespace}:{ACCOUNT}"
+                tasks.append(webhook.serve(certificates, user, options.webhook_port, self._reviewed))
+            else:
+                tasks.append(certificates.keep())
+            await first_to_end(*tasks)
+
+    async def _lead(self, connection: Connection, certificates: webhook.Certificates) -> None:
+        """Wait for its turn, and control until it is over."""
+        options = self._options
+        identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+        election = LeaderElection(connection, options.namespace, identity)
+        if options.leader_elect:
+            await election.acquire()
+            await _label_leader(connection)
+        try:
+            self._metrics.leads.set(1)
+            self._controller = await self._make_controller(connection, certificates)
+            holding = election.hold() if options.leader_elect else asyncio.Event().wait()
+            await first_to_end(self._controller.run(), holding)
+        finally:
+            await election.release()
+
+    async def _make_controller(self, connection: Connection, certificates: webhook.Certificates) -> Controller:
+        options = self._options
+        settings = PodSettings(
+            coordinator=options.advertise or f"https://{socket.gethostname()}:{options.membership_port}",
+            authority=certificates.material.trusted if certificates.material else b"",
+            key=await coordination.read_or_make_key(connection, options.namespace),
+            runtime_image=options.runtime_image,
+        )
+        return Controller(
+            connection,
+            settings,
+            membership_port=options.membership_port,
+            tls=certificates.context,
+            metrics=self._metrics,
+        )
+
+    async def _certificates(self, connection: Connection) -> webhook.Certificates:
+        names = [*webhook.service_names(self._options.namespace), "127.0.0.1", "localhost"]
+        if host := urlsplit(self._options.advertise).hostname:
+            names.append(host)
+        certificates = webhook.Certificates(connection, self._options.namespace, list(dict.fromkeys(names)))
+        await certificates.refresh(time.time())
+        return certificates
+
+    def _is_ready(self) -> bool:
+        """One that stands by is ready, too: it reviews pods."""
+        leads = self._controller is not None
+        return self._controller.ready if self._controller is not None else self._options.leader_elect and not leads
+
+    def _look(self) -> None:
+        if self._controller is not None:
+            self._metrics.look(self._controller.snapshot)
+
+    def _reviewed(self, verdict: Verdict, seconds: float) -> None:
+        self._metrics.reviews.labels(str(verdict.allowed)).observe(seconds)
+
+
+async def first_to_end(*running: Coroutine[Any, Any, Any]) -> None:
+    """Run them until one ends; the others are cancelled then, and what failed is raised."""
+    tasks = [asyncio.ensure_future(one) for one in running]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+async def _label_leader(connection: Connection) -> None:
+    """The Service of the membership selects who leads, by a label on its own pod."""
+    namespace, name = os.environ.get("POD_NAMESPACE"), os.environ.get("POD_NAME")
+    if not namespace or not name:
+        return
+    path = f"/api/v1/namespaces/{namespace}/pods"
+    body = {"metadata": {"labels": {labels.LEADER: "true"}}}
+    try:
+        await connection.call("PATCH", f"{path}/{name}", body, content_type=MERGE_PATCH)
+    except (ApiError, ClusterUnavailableError) as error:
+        log.error("this pod could not be labelled as the leader's; workers will not find it: %s", error)
