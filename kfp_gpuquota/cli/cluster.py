@@ -27,6 +27,15 @@ MemoryOption = Annotated[
     str | None,
     typer.Option("--memory-per-node", metavar="SIZE", help="Memory that jobs may ask for; else the machine's."),
 ]
+KillerOption = Annotated[
+    bool,
+    typer.Option(
+        "--gpu-memory-killer", help="End processes that hold GPU memory which an owner needs; else only tell."
+    ),
+]
+LendOption = Annotated[
+    bool, typer.Option("--lend-silent", help="Lend also what jobs without elastic_runtime leave of their GPU memory.")
+]
 
 
 @app.command("start", short_help="Start the cluster.")
@@ -36,6 +45,9 @@ def start(
     gpu_memory: GpuMemoryOption = None,
     cpus_per_node: CpusOption = None,
     memory_per_node: MemoryOption = None,
+    *,
+    gpu_memory_killer: KillerOption = False,
+    lend_silent: LendOption = False,
 ) -> None:
     """Start the cluster; other commands start it by themselves where it does not run.
 
@@ -50,10 +62,11 @@ def start(
     from kfp_gpuquota.cluster.local.devices import ClusterConfig  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.start import ensure_running, start_with  # noqa: PLC0415
     from kfp_gpuquota.errors import ConflictError  # noqa: PLC0415
+    from kfp_gpuquota.fractions import Policy  # noqa: PLC0415
 
     home = embedded_home()
-    shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node)
-    if all(given is None for given in shape):
+    shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, gpu_memory_killer, lend_silent)
+    if all(given in (None, False) for given in shape):
         ensure_running(home)
     elif home.is_locked():
         raise ConflictError("the cluster already runs; stop it first to give it another shape: gpuquota cluster stop")
@@ -64,6 +77,7 @@ def start(
             gpu_memory_mib=None if gpu_memory is None else parse_mib("gpu_memory", gpu_memory),
             cpus_per_node=cpus_per_node,
             memory_per_node_mib=None if memory_per_node is None else parse_mib("memory_per_node", memory_per_node),
+            memory_policy=Policy(killer=gpu_memory_killer, lend_silent=lend_silent),
         )
         start_with(home, config)
     typer.echo(f"the cluster runs in {home.root}")

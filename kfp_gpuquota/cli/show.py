@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -30,6 +31,8 @@ class What(StrEnum):
     PROJECTS = "projects"
     NODES = "nodes"
 
+
+GPU_REFRESH_S: Final = 0.5
 
 AllOption = Annotated[bool, typer.Option("--all-projects", "-A", help="Jobs of every project.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB")]
@@ -136,14 +139,22 @@ def logs(
         sys.stdout.flush()
 
 
-def top(*, watch: WatchOption = False) -> None:
+def top(
+    *,
+    watch: WatchOption = False,
+    gpus: Annotated[bool, typer.Option("--gpus", help="The memory of GPUs that several jobs share.")] = False,
+) -> None:
     """Show projects, nodes and running jobs with what they use.
 
     Examples:
       gpuquota top
       gpuquota top -w
+      gpuquota top --gpus -w
     """
     reached = client()
+    if gpus:
+        watch_pictures(_gpu_pictures(reached, once=not watch))
+        return
     if watch:
         watch_pictures(_overview(reached) for _ in reached.watch_jobs())
     typer.echo(_overview(reached))
@@ -299,6 +310,16 @@ def _overview(reached: ClusterClient) -> str:
     running = [job for job in reached.list_jobs().jobs if not job.status.phase.final]
     parts = (project_table(reached.list_projects()), _node_table(reached.list_nodes()), _job_table(running))
     return "\n\n".join(parts)
+
+
+def _gpu_pictures(reached: ClusterClient, *, once: bool) -> Iterator[str]:
+    """Memory changes without anything else changing, so it is asked for again and again."""
+    from kfp_gpuquota.cli.gpus import gpu_table  # noqa: PLC0415
+
+    yield gpu_table(reached.list_nodes())
+    while not once:
+        time.sleep(GPU_REFRESH_S)
+        yield gpu_table(reached.list_nodes())
 
 
 def _gpus(count: float) -> str:

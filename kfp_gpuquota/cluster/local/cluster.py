@@ -99,7 +99,8 @@ class LocalCluster:
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes."""
-        return self._state.list_nodes()
+        nodes = self._state.list_nodes()
+        return tuple(msgspec.structs.replace(view, shares=self._driver.sharing.views(view.node.name)) for view in nodes)
 
     # Jobs
 

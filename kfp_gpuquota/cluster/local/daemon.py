@@ -68,12 +68,13 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int) -> None:
     async with AsyncExitStack() as stack:
         store = Store(home.database)
         stack.callback(store.close)
-        nodes = _nodes(store, config)
+        shape = config or store.load_config()
+        nodes = _nodes(store, shape, changed=config is not None)
         listener = _listen(home)
         stack.callback(listener.close)
         url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
         state = ClusterState(store, nodes)
-        driver = Driver(home, state, url)
+        driver = Driver(home, state, url, shape.memory_policy)
         stack.callback(driver.close)
         app = build_app(
             LocalCluster(home, store, state, driver),
@@ -95,9 +96,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int) -> None:
         log.info("stopping; what runs goes on")
 
 
-def _nodes(store: Store, config: ClusterConfig | None) -> tuple[Node, ...]:
+def _nodes(store: Store, shape: ClusterConfig, *, changed: bool) -> tuple[Node, ...]:
     """The nodes as configured; a new shape is remembered. Raises ConflictError when it would lose running workers."""
-    shape = config or store.load_config()
     nodes = discover_nodes(shape)
     places = {(node.name, device.index) for node in nodes for device in node.devices}
     for record in store.load_workers():
@@ -107,9 +107,9 @@ def _nodes(store: Store, config: ClusterConfig | None) -> tuple[Node, ...]:
                 f"a worker still runs on GPUs {list(worker.devices)} of {worker.node}, which the new shape does not "
                 "have; delete its job first, or start the cluster without --nodes and --gpus-per-node"
             )
-    if config is not None:
+    if changed:
         with store.transaction():
-            store.save_config(config)
+            store.save_config(shape)
     return nodes
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from kfp_gpuquota.api import Device, Node
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB, check_count, check_range
+from kfp_gpuquota.fractions import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +25,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     With `gpu_memory_mib` its GPUs are simulated, and have that much memory each. `cpus_per_node` (cores) and
     `memory_per_node_mib` are what jobs that ask for CPU and main memory share; by default the machine's, divided among
-    the nodes.
+    the nodes. `memory_policy` is what the agent may do about the memory of GPUs that several share.
     """
 
     nodes: int = 1
@@ -32,6 +33,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gpu_memory_mib: int | None = None
     cpus_per_node: float | None = None
     memory_per_node_mib: int | None = None
+    memory_policy: Policy = Policy()
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes, 1, "nodes")

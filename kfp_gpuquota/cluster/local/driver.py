@@ -23,16 +23,19 @@ from kfp_gpuquota.cluster.lifecycle import after_worker_gone, progressed, resize
 from kfp_gpuquota.cluster.local import shims
 from kfp_gpuquota.cluster.local.environment import worker_environment
 from kfp_gpuquota.cluster.local.home import Home, write_private
+from kfp_gpuquota.cluster.local.sharing import Sharing
 from kfp_gpuquota.cluster.local.transcript import Transcript
 from kfp_gpuquota.cluster.pace import Pace
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.errors import NotFoundError, StateFileError
+from kfp_gpuquota.fractions import Policy
 from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership import MembershipService
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.local.state import ClusterState
     from kfp_gpuquota.membership import AnnounceCommit
 
@@ -45,13 +48,14 @@ log = logging.getLogger(__name__)
 class Driver:
     """One per daemon; it is also what the membership service tells its news to. All of it runs in the event loop."""
 
-    def __init__(self, home: Home, state: ClusterState, url: str) -> None:
+    def __init__(self, home: Home, state: ClusterState, url: str, policy: Policy | None = None) -> None:
         self._home = home
         self._url = url
         self._state = state
         self.membership = MembershipService(self)
         self._shims = shims.Shims(self._on_started, self._on_ended)
         self._loop = asyncio.get_running_loop()
+        self.sharing = Sharing(home, state, policy or Policy(), self._loop, self._start, self._explain)
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
         self._pace = Pace()
@@ -70,6 +74,7 @@ class Driver:
         for record in list(self._state.workers.values()):
             if record.alive:
                 self._recover_worker(record)
+        self.sharing.wake()
         self.wake()
 
     def close(self) -> None:
@@ -77,6 +82,7 @@ class Driver:
         for timer in (self._planning, self._later):
             if timer:
                 timer.cancel()
+        self.sharing.close()
         self._shims.close()
 
     @contextlib.contextmanager
@@ -129,6 +135,11 @@ class Driver:
             else:
                 self._update_target(uid)
         for record in records:
+            self._start_in_turn(record)
+
+    def _start_in_turn(self, record: WorkerRecord) -> None:
+        """Now; a worker that shares a GPU as soon as its part is free."""
+        if not self.sharing.takes_over(record):
             self._start(record)
 
     def _start(self, record: WorkerRecord) -> None:
@@ -161,7 +172,9 @@ class Driver:
         Not by both: SIGTERM goes to the whole process group, and would end the data loader's processes, too, while
         the training still needs them for its last step.
         """
-        if not self._takes_part(record.worker):
+        if self.sharing.gives_up(record.worker.id):
+            self._recover_worker(record)  # it was never started, and is prevented from being
+        elif not self._takes_part(record.worker):
             self._shims.terminate(record.worker.id)
 
     def _takes_part(self, worker: Worker) -> bool:
@@ -204,7 +217,7 @@ class Driver:
             case shims.Found.ENDED:
                 self._loop.call_soon(self._on_ended, worker.id, shims.exit_code(directory))
             case shims.Found.NEVER_STARTED if not record.released:
-                self._start(record)
+                self._start_in_turn(record)
             case shims.Found.NEVER_STARTED if shims.prevent(directory):
                 self._loop.call_soon(self._on_ended, worker.id, shims.EXIT_SHIM_LOST)
             case shims.Found.NEVER_STARTED:
@@ -249,6 +262,8 @@ class Driver:
             record = msgspec.structs.replace(record, worker=gone)
             workers = [record if w.worker.id == gone.id else w for w in self._state.attempt_of(before)]
             after = after_worker_gone(before, record, workers, transcript.now)
+            if why := self.sharing.why_ended(gone.id):
+                after = with_status(after, reason=why)
             transcript.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
             transcript.change.workers[gone.id] = record
             transcript.record(after)
@@ -323,6 +338,12 @@ class Driver:
             return
         with self._noting(job_uid) as transcript:
             transcript.record(progressed(job, progress))
+
+    def _explain(self, job: JobRecord, reason: Reason) -> None:
+        """Its GPU memory was taken back: part of the history, and what `describe` shows."""
+        with self._noting(job.uid) as transcript:
+            transcript.note(job, EventKind.GPU_MEMORY_RECLAIMED, reason=reason)
+            transcript.record(with_status(self._state.jobs[job.uid], reason=reason))
 
     @contextlib.contextmanager
     def _noting(self, what: str) -> Iterator[Transcript]:

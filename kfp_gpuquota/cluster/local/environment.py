@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.cluster.local.devices import environment_of, threads_per_slot
+from kfp_gpuquota.cluster.local.sharing import memory_directory, simulated_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.api import JobSpec, Node, Worker
+    from kfp_gpuquota.api import Device, JobSpec, Node, Worker
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.records import JobRecord
 
@@ -36,12 +37,24 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
         "POD_INDEX": str(worker.index),
         "RUNAI_NUM_OF_GPUS": f"{worker.gpus:g}",
         **_memory_limit(job.spec),
+        **_sharing(home, worker, held),
         "ELASTIC_COORDINATOR": f"@{home.coordinator_file(job.uid)}",
         "ELASTIC_TOKEN_FILE": str(home.job_token_file(job.uid)),
         "ELASTIC_WORKER_ID": worker.id,
         "ELASTIC_CHECKPOINT_DIR": str(home.checkpoints(job.uid)),
         "ELASTIC_REPORT_FILE": str(directory / "report.jsonl"),
     }
+
+
+def _sharing(home: Home, worker: Worker, held: tuple[Device, ...]) -> dict[str, str]:
+    """Where it hears how much it may use, and where simulated devices keep who uses what (docs/fractions.md)."""
+    found = {}
+    if worker.share < 1 and any(device.memory_mib for device in held):
+        found["ELASTIC_MEMORY_DIR"] = str(memory_directory(home, worker))
+    if simulated := [device for device in held if device.memory_mib and not device.uuid]:
+        directories = (str(simulated_directory(home, worker.node, device.index)) for device in simulated)
+        found["ELASTIC_SIMULATED_DEVICES"] = ":".join(directories)
+    return found
 
 
 def _memory_limit(spec: JobSpec) -> dict[str, str]:

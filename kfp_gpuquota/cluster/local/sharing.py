@@ -53,6 +53,7 @@ class Sharing:
         self._policy = policy
         self._agent: Agent | None = None
         self._held: dict[str, WorkerRecord] = {}
+        self._ended: dict[str, Reason] = {}
         self._rows: dict[tuple[str, str], ShareView] = {}
         self._next: asyncio.Handle | None = None
 
@@ -68,6 +69,10 @@ class Sharing:
     def gives_up(self, worker: str) -> bool:
         """Whether the worker was held back, and need not be started any more."""
         return self._held.pop(worker, None) is not None
+
+    def why_ended(self, worker: str) -> Reason | None:
+        """Why the worker's process was ended from here; None where it was not."""
+        return self._ended.pop(worker, None)
 
     def views(self, node: str) -> tuple[ShareView, ...]:
         """The ledger of a node's shared devices, as of the last round."""
@@ -178,16 +183,16 @@ class Sharing:
         else:
             why, code, other = f"{over} its limit", ReasonCode.OVER_GPU_MEMORY_LIMIT, job
         verb = "would be ended, were the killer on" if kill.only_reported else "was ended"
-        self._tell(
-            job,
-            Reason(
-                code=code,
-                message=f"its process {kill.process.pid} {verb}: {why}",
-                beneficiary=other.uid if kill.beneficiary else "",
-                project=other.spec.project if kill.beneficiary else "",
-                details={"over_mib": kill.over_mib, "pid": kill.process.pid},
-            ),
+        reason = Reason(
+            code=code,
+            message=f"its process {kill.process.pid} {verb}: {why}",
+            beneficiary=other.uid if kill.beneficiary else "",
+            project=other.spec.project if kill.beneficiary else "",
+            details={"over_mib": kill.over_mib, "pid": kill.process.pid},
         )
+        self._tell(job, reason)
+        if not kill.only_reported:
+            self._ended[kill.workload] = reason
 
     def _start_ready(self, done: Round) -> None:
         for worker in done.ready:

@@ -1,0 +1,115 @@
+"""GPU memory that is lent and given back: real processes on simulated GPUs, through the real command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.fractions import Policy
+from tests.cli.conftest import Cli
+from tests.conftest import DEADLINE_S, running_cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+HOLDER = Path(__file__).with_name("holder.py")
+TOTAL = 16_000
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[Cli]:
+    """One simulated GPU, an agent that may end processes, a team that may hold all of it."""
+    config = ClusterConfig(gpus_per_node=1, gpu_memory_mib=TOTAL, memory_policy=Policy(killer=True, term_s=0.5))
+    with running_cluster(tmp_path / "home", config) as cluster:
+        cli = Cli(cluster)
+        cli("project create team-a --guaranteed 1")
+        cli("config project team-a")
+        yield cli
+
+
+def hold(cli: Cli, name: str, request: str, limit: str = "", *how: str) -> None:
+    """Submit a process that takes as much memory as it may, `how` it does so."""
+    limits = ("--gpu-limit", limit) if limit else ()
+    cli("submit", name, "-g", request, *limits, "--", sys.executable, str(HOLDER), *how)
+
+
+def memory(cli: Cli) -> dict[str, dict[str, Any]]:
+    """The ledger by job."""
+    (node,) = json.loads(cli("list nodes -o json"))
+    return {share["job"]: share for share in node["shares"]}
+
+
+def until(cli: Cli, holds: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, dict[str, Any]]:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds(found := memory(cli)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return found
+
+
+def used(found: dict[str, dict[str, Any]], job: str) -> int:
+    return int(found[job]["used_mib"]) if job in found else 0
+
+
+def test_a_listener_uses_its_limit_and_gives_it_back_to_an_owner_that_arrives(team: Cli) -> None:
+    hold(team, "trainer", "0.25", "0.8", "listen")
+    until(team, lambda found: used(found, "trainer") == 0.8 * TOTAL)
+    hold(team, "owner", "0.75", "", "take", str(int(0.75 * TOTAL)))
+    found = until(team, lambda found: used(found, "owner") == 0.75 * TOTAL)
+    assert used(found, "trainer") == 0.25 * TOTAL
+    assert team.job("trainer", "team-a")["status"]["phase"] == "Running"
+    team("delete", "owner")
+    until(team, lambda found: used(found, "trainer") == 0.8 * TOTAL)
+
+
+def test_a_process_that_does_not_listen_is_ended_for_the_owner_and_everybody_is_told_why(team: Cli) -> None:
+    hold(team, "deaf", "0.25", "0.8", "take", str(int(0.8 * TOTAL)))
+    until(team, lambda found: used(found, "deaf") == 0.8 * TOTAL)
+    hold(team, "owner", "0.75", "", "take", str(int(0.75 * TOTAL)))
+    until(team, lambda found: used(found, "owner") == 0.75 * TOTAL)
+    assert team.job("deaf", "team-a")["status"]["phase"] == "Failed"
+    said = team("describe", "deaf")
+    assert (
+        "was ended: it held 8800Mi of GPU memory above its request, which owner of project team-a has asked for" in said
+    )
+
+
+def test_an_owner_waits_for_its_part_and_can_be_deleted_before_it_starts(team: Cli) -> None:
+    team("cluster", "stop")
+    team("cluster", "start", "--gpus", "1", "--gpu-memory", "16000Mi")  # the killer is off
+    hold(team, "deaf", "0.25", "0.8", "take", str(int(0.8 * TOTAL)))
+    until(team, lambda found: used(found, "deaf") == 0.8 * TOTAL)
+    hold(team, "owner", "0.75", "", "take", "10")
+    said = "would be ended, were the killer on"
+    deadline = time.monotonic() + DEADLINE_S
+    while said not in team("describe", "deaf"):
+        assert time.monotonic() < deadline
+    assert team.job("owner", "team-a")["status"]["phase"] == "Starting"
+    team("delete", "owner")
+    until(team, lambda found: "owner" not in found)
+
+
+def test_a_daemon_that_is_killed_goes_on_where_it_was(team: Cli) -> None:
+    hold(team, "trainer", "0.25", "0.8", "listen")
+    until(team, lambda found: used(found, "trainer") == 0.8 * TOTAL)
+    team.cluster.kill_daemon()
+    found = until(team, lambda found: "trainer" in found)
+    assert used(found, "trainer") == 0.8 * TOTAL
+    hold(team, "owner", "0.75", "", "take", str(int(0.75 * TOTAL)))
+    until(team, lambda found: used(found, "owner") == 0.75 * TOTAL)
+    assert team.job("trainer", "team-a")["status"]["phase"] == "Running"
+
+
+def test_top_draws_the_memory_of_shared_gpus(team: Cli) -> None:
+    assert "nobody shares a GPU" in team("top", "--gpus")
+    hold(team, "trainer", "0.25", "0.75", "listen")
+    until(team, lambda found: used(found, "trainer") == 0.75 * TOTAL)
+    picture = team("top", "--gpus")
+    assert "████████▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒┊·······" in picture
+    assert picture.splitlines()[1].split()[:6] == ["node-0", "0", "trainer", "team-a", "11.7Gi", "3.9Gi"]
