@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.crds import custom_resource_definitions
+from tests.kubernetes.installation import install, install_kubeflow, live_webhook
 from tools.devcluster import DevCluster, Options, binaries
 
 if TYPE_CHECKING:
@@ -83,11 +84,26 @@ def install_crds(cluster: DevCluster) -> None:
     """Apply our kinds, and return when the API server serves them."""
     for definition in custom_resource_definitions():
         name = definition["metadata"]["name"]
-        path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"
-        cluster.api.apply(path, definition)
-        cluster.api.until(path, _established)
+        cluster.api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}", definition)
+    cluster.api.until_served(QUOTAS)
+    cluster.api.until_served(jobs_of("default"))
 
 
-def _established(definition: dict[str, Any]) -> bool:
-    conditions = definition.get("status", {}).get("conditions") or []
-    return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
+@pytest.fixture(scope="session")
+def kubeflow_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
+    """A control plane of its own with manifests/overlays/kubeflow installed, Kubeflow's part and a live webhook."""
+    running = start_or_skip(tmp_path_factory.mktemp("kubeflow"), Options(kwok_nodes=1))
+    try:
+        install_kubeflow(running)
+        install(running, "kubeflow")
+        with live_webhook(running):
+            yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="session")
+def system_cluster(crds_cluster: DevCluster) -> DevCluster:
+    """The control plane with our kinds and the controller's namespace."""
+    crds_cluster.make_namespace("gpuquota-system")
+    return crds_cluster

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tools.devcluster import Api, DevCluster
 
-MANIFEST = Path(__file__).parents[2] / "manifests" / "base" / "crds.yaml"
+MANIFEST = Path(__file__).parents[2] / "manifests" / "crds" / "crds.yaml"
 TEMPLATE = {"spec": {"containers": [{"name": "main", "image": "x", "someday": {"a": 1}}]}}
 
 

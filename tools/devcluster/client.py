@@ -24,6 +24,7 @@ JSON_PATCH: Final = "application/json-patch+json"
 MERGE_PATCH: Final = "application/merge-patch+json"
 STRATEGIC_PATCH: Final = "application/strategic-merge-patch+json"
 WATCH_S: Final = 30.0
+PROBE_EVERY_S: Final = 0.02
 
 
 class ApiError(Exception):
@@ -113,6 +114,19 @@ class Api:
             return self.text("/readyz") == "ok"
         except (ApiError, OSError, http.client.HTTPException):
             return False
+
+    def until_served(self, collection: str, timeout_s: float = 30.0) -> None:
+        """Return when a new kind can be listed: after its definition is established, storage still takes a moment."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.get(collection, limit="1")
+            except ApiError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(PROBE_EVERY_S)
+            else:
+                return
 
     def until(self, path: str, condition: Callable[[Object], object], timeout_s: float = 30.0) -> Object:
         """The object at `path` as soon as `condition` holds for it (followed by a watch, not polled)."""

@@ -1,6 +1,6 @@
 """The schemas of our two kinds, made from `api` and from the structs that the controller reads and writes.
 
-`python -m kfp_gpuquota.cluster.kubernetes.crds > manifests/base/crds.yaml`
+`python -m kfp_gpuquota.cluster.kubernetes.crds > manifests/crds/crds.yaml`
 
 Ranges come from the vocabulary; what needs two fields at once is a rule in CEL, in the words that `api` uses. So
 the API server refuses what a job could never be, before anything is stored. Not given: a `scale` subresource, since an
@@ -69,7 +69,7 @@ def custom_resource_definitions() -> list[Schema]:
 
 
 def render() -> str:
-    """The YAML of manifests/base/crds.yaml."""
+    """The YAML of manifests/crds/crds.yaml."""
     head = "# Made by: python -m kfp_gpuquota.cluster.kubernetes.crds\n"
     return head + str(yaml.safe_dump_all(custom_resource_definitions(), sort_keys=False, width=110))
 

@@ -1,0 +1,139 @@
+"""A control plane with everything of manifests/ installed, what of Kubeflow matters beside it, and a live webhook."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kfp_gpuquota.cluster.kubernetes import webhook
+from kfp_gpuquota.cluster.kubernetes.connection import Connection
+from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
+from tools.devcluster.client import JSON_PATCH
+from tools.devcluster.layout import free_ports
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tools.devcluster import DevCluster
+
+MANIFESTS = Path(__file__).parents[2] / "manifests"
+NAMESPACE = "gpuquota-system"
+ACCOUNT = "gpuquota-controller"
+CONTROLLER = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
+CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/gpuquota"
+PROFILES = "/apis/kubeflow.org/v1/profiles"
+STOCK_ROLES = ("admin", "edit", "view")
+KUBEFLOW_ROLES = ("kubeflow-admin", "kubeflow-edit", "kubeflow-view")
+KUBEFLOW_LABEL = "rbac.authorization.kubeflow.org/aggregate-to-kubeflow-"
+
+
+def install_kubeflow(cluster: DevCluster) -> None:
+    """The kind Profile, and the roles that its owners are given, as far as quotas go."""
+    plugin = {
+        "type": "object",
+        "properties": {
+            "kind": {"type": "string"},
+            "spec": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+        },
+    }
+    spec = {
+        "type": "object",
+        "properties": {
+            "owner": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+            "plugins": {"type": "array", "items": plugin},
+            "resourceQuotaSpec": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+        },
+    }
+    names = {"kind": "Profile", "plural": "profiles", "singular": "profile", "listKind": "ProfileList"}
+    schema = {"openAPIV3Schema": {"type": "object", "properties": {"spec": spec}}}
+    version = {"name": "v1", "served": True, "storage": True, "schema": schema}
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/profiles.kubeflow.org"
+    cluster.api.apply(
+        path,
+        {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {"name": "profiles.kubeflow.org"},
+            "spec": {"group": "kubeflow.org", "scope": "Cluster", "names": names, "versions": [version]},
+        },
+    )
+    cluster.api.until_served(PROFILES)
+    for role in ("admin", "edit", "view"):
+        cluster.api.create(
+            "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+            {
+                "metadata": {"name": f"kubeflow-{role}"},
+                "aggregationRule": {"clusterRoleSelectors": [{"matchLabels": {f"{KUBEFLOW_LABEL}{role}": "true"}}]},
+            },
+        )
+    cluster.make_namespace("kubeflow")
+    account = {"kind": "ServiceAccount", "name": "profiles-controller-service-account", "namespace": "kubeflow"}
+    cluster.api.create(
+        f"/api/v1/namespaces/kubeflow/{account['kind'].lower()}s", {"metadata": {"name": account["name"]}}
+    )
+    cluster.api.create(
+        "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+        {
+            "metadata": {"name": "profiles-cluster-rolebinding"},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"},
+            "subjects": [account],
+        },
+    )
+
+
+def install(cluster: DevCluster, overlay: str) -> None:
+    """Apply an overlay; returns when our kinds are served and the teams' roles have been added to."""
+    cluster.kubectl("apply", "-k", str(MANIFESTS / "overlays" / overlay))
+    cluster.api.until_served("/apis/gpuquota.dev/v1alpha1/gpuquotas")
+    cluster.api.until_served("/apis/gpuquota.dev/v1alpha1/elasticjobs")
+    roles = [*STOCK_ROLES, *(KUBEFLOW_ROLES if overlay == "kubeflow" else ())]
+    for role in roles:
+        cluster.api.until(f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{role}", _names_our_kinds)
+
+
+def _names_our_kinds(role: dict[str, Any]) -> bool:
+    return any("gpuquota.dev" in rule.get("apiGroups", ()) for rule in role.get("rules") or ())
+
+
+@contextmanager
+def live_webhook(cluster: DevCluster) -> Iterator[None]:
+    """Serve reviews with just the rights of the controller's account, and have the API server send them here."""
+    port = free_ports().api
+    point_to(cluster, f"https://127.0.0.1:{port}{webhook.PATH}")
+    kubeconfig = cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
+    started, loop = threading.Event(), asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def run() -> None:
+        async with Connection(load_credentials(str(kubeconfig), None)) as connection:
+            names = (*webhook.service_names(NAMESPACE), "127.0.0.1")
+            certificates = webhook.Certificates(connection, NAMESPACE, names)
+            await certificates.refresh(time.time())
+            serving = asyncio.create_task(webhook.serve(certificates, CONTROLLER, port))
+            loop.call_soon(started.set)
+            await stop.wait()
+            serving.cancel()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    assert started.wait(30.0)
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+def point_to(cluster: DevCluster, url: str) -> None:
+    """Have the API server call `url` instead of the Service, which nobody routes here; the authority is kept."""
+    operations = []
+    for index, one in enumerate(cluster.api.get(CONFIGURATION)["webhooks"]):
+        known = {name: value for name, value in one["clientConfig"].items() if name == "caBundle"}
+        value = {"url": url, **known}
+        operations.append({"op": "replace", "path": f"/webhooks/{index}/clientConfig", "value": value})
+    cluster.api.patch(CONFIGURATION, operations, JSON_PATCH)

@@ -1,0 +1,161 @@
+"""What manifests/ install: taken by a real API server, the same when applied again, and removed without harm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from kfp_gpuquota.cluster.kubernetes import labels, webhook
+from tests.kubernetes.conftest import start_or_skip
+from tests.kubernetes.installation import CONTROLLER, MANIFESTS, NAMESPACE, install
+from tests.kubernetes.test_crds import job
+from tools.devcluster import DevCluster, Options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+COMPONENTS = sorted(path.name for path in (MANIFESTS / "components").iterdir())
+
+
+def rendered(cluster: DevCluster, folder: Path) -> list[dict[str, Any]]:
+    return [one for one in yaml.safe_load_all(cluster.kubectl("kustomize", str(folder))) if one]
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [one for one in objects if one["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
+    running = start_or_skip(tmp_path_factory.mktemp("standalone"), Options(kwok_nodes=1))
+    try:
+        install(running, "standalone")
+        yield running
+    finally:
+        running.stop()
+
+
+def versions(cluster: DevCluster, overlay: str) -> dict[str, str]:
+    """The resourceVersion of everything that the overlay has."""
+    lines = cluster.kubectl(
+        *("get", "-k", str(MANIFESTS / "overlays" / overlay)),
+        *("-o", r"jsonpath={range .items[*]}{.kind}/{.metadata.name} {.metadata.generation}{'\n'}{end}"),
+    )
+    return dict(line.split(" ", 1) for line in lines.splitlines())
+
+
+@pytest.mark.parametrize("overlay", ["standalone", "kubeflow"])
+def test_an_overlay_is_taken_strictly_and_the_same_when_applied_again(standalone: DevCluster, overlay: str) -> None:
+    folder = str(MANIFESTS / "overlays" / overlay)
+    standalone.kubectl("apply", "--validate=strict", "-k", folder)
+    before = versions(standalone, overlay)
+    again = standalone.kubectl("apply", "--validate=strict", "-k", folder)
+    assert len(again.splitlines()) == len(before) > 25
+    assert versions(standalone, overlay) == before
+
+
+def test_every_expression_of_the_policies_is_well_typed(kubeflow_cluster: DevCluster) -> None:
+    path = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
+    names = [one["metadata"]["name"] for one in kubeflow_cluster.api.items(path)]
+    assert len([name for name in names if name.startswith("gpuquota-")]) == 4
+    for name in names:
+        checked = kubeflow_cluster.api.until(f"{path}/{name}", lambda one: "typeChecking" in one.get("status", {}))
+        assert not checked["status"]["typeChecking"].get("expressionWarnings"), name
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_component_can_be_added_to_an_overlay(standalone: DevCluster, tmp_path: Path, component: str) -> None:
+    text = yaml.safe_dump(
+        {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": [_relative(tmp_path, MANIFESTS / "overlays" / "standalone")],
+            "components": [_relative(tmp_path, MANIFESTS / "components" / component)],
+        }
+    )
+    (tmp_path / "kustomization.yaml").write_text(text)
+    objects = rendered(standalone, tmp_path)
+    if component == "fail-open":
+        (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")
+        assert {one["failurePolicy"] for one in configuration["webhooks"]} == {"Ignore"}
+        names = {one["metadata"]["name"] for one in of_kind(objects, "ValidatingAdmissionPolicyBinding")}
+        assert not {name for name in names if "ungated" in name}
+        assert "gpuquota-managed-pods" in names
+    if component == "monitoring":
+        (monitor,) = of_kind(objects, "ServiceMonitor")
+        services = of_kind(objects, "Service")
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        (service,) = [one for one in services if wanted.items() <= one["metadata"].get("labels", {}).items()]
+        assert monitor["spec"]["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
+
+
+def _relative(start: Path, target: Path) -> str:
+    ups = "/".join([".."] * len(start.resolve().parts[1:]))
+    return f"{ups}{target.resolve()}"
+
+
+def test_what_refers_to_each_other_fits(standalone: DevCluster) -> None:
+    objects = rendered(standalone, MANIFESTS / "overlays" / "kubeflow")
+    (deployment,) = of_kind(objects, "Deployment")
+    pod = deployment["spec"]["template"]
+    ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+    for service in of_kind(objects, "Service"):
+        selector = {key: value for key, value in service["spec"]["selector"].items() if key != labels.LEADER}
+        assert selector.items() <= pod["metadata"]["labels"].items()
+        assert all(port["targetPort"] in ports for port in service["spec"]["ports"])
+    (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")
+    assert configuration["metadata"]["name"] == webhook.CONFIGURATION
+    for one in configuration["webhooks"]:
+        called = one["clientConfig"]["service"]
+        assert called == {"name": webhook.SERVICE, "namespace": NAMESPACE, "path": webhook.PATH, "port": 443}
+        assert any(CONTROLLER in condition["expression"] for condition in one["matchConditions"])
+    for policy in of_kind(objects, "ValidatingAdmissionPolicy"):
+        if policy["metadata"]["name"] != "gpuquota-profiles":
+            assert any(CONTROLLER in condition["expression"] for condition in policy["spec"]["matchConditions"])
+    arguments = " ".join(pod["spec"]["containers"][0]["args"])
+    assert f"--webhook-port={ports['webhook']}" in arguments
+    assert f"--membership-port={ports['membership']}" in arguments
+    assert f"--metrics-port={ports['metrics']}" in arguments
+
+
+def test_the_controllers_pods_are_accepted_as_restricted(standalone: DevCluster) -> None:
+    # the namespace enforces it: were a field missing, the ReplicaSet could create no pod
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods"
+    standalone.api.until(
+        f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/gpuquota-controller",
+        lambda one: one.get("status", {}).get("replicas") == 2,
+    )
+    for pod in standalone.api.items(path, labelSelector="app.kubernetes.io/name=gpuquota-controller"):
+        assert pod["spec"]["priority"] == 1_000_000_000
+        assert pod["spec"]["containers"][0]["image"] != "controller"
+
+
+def test_removal_leaves_what_runs(tmp_path: Path) -> None:
+    cluster = start_or_skip(tmp_path / "cluster", Options(kwok_nodes=1))
+    try:
+        install(cluster, "standalone")
+        namespace = cluster.make_namespace("team-a")
+        # no label of the quota on the namespace yet: these pods stand for those that were admitted
+        made = cluster.api.create(f"/apis/gpuquota.dev/v1alpha1/namespaces/{namespace}/elasticjobs", job())
+        owner = {key: made["metadata"][key] for key in ("name", "uid")} | {"controller": True}
+        owner |= {"kind": "ElasticJob", "apiVersion": labels.API_VERSION}
+        spec = {
+            "containers": [{"name": "main", "image": "x", "resources": {"limits": {labels.GPU_RESOURCE: "1"}}}],
+            "affinity": {},
+        }
+        path = f"/api/v1/namespaces/{namespace}/pods"
+        for name, owners in (("plain", []), ("worker", [owner])):
+            cluster.api.create(path, {"metadata": {"name": name, "ownerReferences": owners}, "spec": spec})
+            cluster.api.until(f"{path}/{name}", lambda one: one["status"].get("phase") == "Running")
+        cluster.kubectl("delete", "--wait=false", "-k", str(MANIFESTS / "base"))
+        left = {pod["metadata"]["name"]: pod["status"]["phase"] for pod in cluster.api.items(path)}
+        assert left == {"plain": "Running", "worker": "Running"}
+        # nothing of ours is asked any more: pods of managed namespaces start by themselves
+        cluster.api.patch(f"/api/v1/namespaces/{namespace}", {"metadata": {"labels": {labels.MANAGED: "true"}}})
+        cluster.api.create(path, {"metadata": {"name": "new"}, "spec": spec})
+        cluster.api.until(f"{path}/new", lambda one: one["status"].get("phase") == "Running")
+    finally:
+        cluster.stop()
