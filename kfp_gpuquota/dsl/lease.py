@@ -30,7 +30,9 @@ class LeaseKeeper(threading.Thread):
     When another attempt has taken the job over it ends, and `taken_over` is set: the job is nobody's business here.
     """
 
-    def __init__(self, connect: Callable[[], ClusterClient], lease: Lease, spec: JobSpec, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, connect: Callable[[], ClusterClient], lease: Lease, spec: JobSpec, say: Callable[[str], None]
+    ) -> None:
         super().__init__(name="lease", daemon=True)
         self._connect, self._lease, self._spec, self._say = connect, lease, spec, say
         self.taken_over = threading.Event()

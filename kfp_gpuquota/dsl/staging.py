@@ -58,20 +58,23 @@ class Staging:
         with self._alone() as mine:
             if mine:
                 self._translate(worker)
-                for final in self._directories():
+                for final in self._finals():
                     _move_into(final / self.tag / worker, final)
                 self._name_artifacts()
                 self.discard()
 
     def discard(self) -> None:
         """Remove every worker's files; the root last, for it says that there is something to do."""
-        roots = [directory / self.tag for directory in self._directories()]
-        for root in sorted(roots, key=lambda root: root == self.root):
+        for root in sorted(self.directories(), key=lambda root: root == self.root):
             shutil.rmtree(root, ignore_errors=True)
             with contextlib.suppress(OSError):  # another job's staging lies beside it
                 root.parent.rmdir()
 
-    def _directories(self) -> list[Path]:
+    def directories(self) -> list[Path]:
+        """Where workers write, each in a directory of its own below: one beside every output, each once."""
+        return [final / self.tag for final in self._finals()]
+
+    def _finals(self) -> list[Path]:
         """Final directories of the outputs, each once."""
         places = output_locations(self._executor_input)
         return list(dict.fromkeys(Path(local_path(place[key])).parent for place, key in places))

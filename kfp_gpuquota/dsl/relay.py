@@ -1,0 +1,222 @@
+"""The way of a step's files to workers in other pods and back, where no volume is shared: HTTP from the launcher's pod.
+
+Files travel as streams, and are never whole in memory: the kernel sends them (`sendfile`), and what comes in is written
+in pieces. A job's token opens just this: to read the step's inputs and what workers start with, and to write below the
+job's own staging directories. Nothing else of the pod can be reached.
+
+| request                    | answer                                                              |
+|----------------------------|---------------------------------------------------------------------|
+| `GET /package`             | a zip with what a worker starts with (`gpuquota_remote`, `elastic_runtime`) |
+| `GET /step`                | the step file                                                       |
+| `GET /list?path=P`         | JSON: [[relative path, size, mode], ...] of an input, a file or a directory |
+| `GET /file?path=P`         | a file of an input                                                  |
+| `PUT /file?path=P&mode=M`  | writes a file of a staged output                                    |
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.server
+import importlib.util
+import io
+import json
+import os
+import secrets
+import threading
+import zipfile
+from functools import cache
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+from urllib.parse import parse_qs, urlsplit
+
+from kfp_gpuquota.dsl import remote, worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfp_gpuquota.dsl.staging import Staging
+
+Json = dict[str, Any]
+
+PIECE: Final = 1 << 20
+SILENCE_S: Final = 120.0
+
+
+class Relay:
+    """Serves one job's files on `address` until `close`. Raises OSError where it cannot listen there."""
+
+    def __init__(self, executor_input: Json, staging: Staging, address: str, token: str = "") -> None:
+        self.token = token or secrets.token_urlsafe(32)
+        self.inputs = [Path(path) for path in input_paths(executor_input)]
+        self.outputs = [Path(directory) for directory in staging.directories()]
+        self.step_file = staging.step_file
+        self._server = _Server((address, 0), _Handler, self)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="relay", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where workers find it."""
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}"
+
+    def close(self) -> None:
+        """Stop; transfers that are under way end."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def readable(self, path: str) -> Path | None:
+        """The file or directory, where it is an input or in one."""
+        return _within(path, self.inputs)
+
+    def writable(self, path: str) -> Path | None:
+        """The place, where it is below a staging directory of this job."""
+        found = _within(path, self.outputs)
+        return None if found in self.outputs else found
+
+
+def input_paths(executor_input: Json) -> list[str]:
+    """Where the step's input artifacts lie in this pod."""
+    listed = executor_input.get("inputs", {}).get("artifacts", {}).values()
+    artifacts = (artifact for each in listed for artifact in each.get("artifacts", []))
+    return [worker.local_path(artifact["uri"]) for artifact in artifacts if "/" in artifact.get("uri", "")]
+
+
+@cache
+def package() -> bytes:
+    """What a worker starts with, as a zip that Python imports from."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("gpuquota_remote/__init__.py", "")
+        for module in (worker, remote):
+            path = Path(cast(str, module.__file__))
+            archive.write(path, f"gpuquota_remote/{path.name}")
+        for path in _elastic_runtime():
+            archive.write(path, f"elastic_runtime/{path.name}")
+    return content.getvalue()
+
+
+def _elastic_runtime() -> Iterable[Path]:
+    """Its sources: found, not imported, for it needs torch, and the launcher has none."""
+    found = importlib.util.find_spec("elastic_runtime")
+    assert found is not None
+    assert found.submodule_search_locations
+    return sorted(Path(found.submodule_search_locations[0]).glob("*.py"))
+
+
+def _within(path: str, roots: Iterable[Path]) -> Path | None:
+    asked = Path(os.path.normpath(path))
+    return next((asked for root in roots if asked == root or root in asked.parents), None)
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler], relay: Relay) -> None:
+        super().__init__(address, handler)
+        self.relay = relay
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = SILENCE_S
+
+    def do_GET(self) -> None:
+        if not self._allowed():
+            return
+        asked = urlsplit(self.path)
+        relay = cast(_Server, self.server).relay
+        match asked.path:
+            case "/package":
+                self._send(package())
+            case "/step":
+                self._send_file(relay.step_file)
+            case "/list" if found := relay.readable(self._path()):
+                self._send(json.dumps(listing(found)).encode())
+            case "/file" if found := relay.readable(self._path()):
+                self._send_file(found)
+            case _:
+                self._refuse(HTTPStatus.NOT_FOUND)
+
+    def do_PUT(self) -> None:
+        if not self._allowed():
+            return
+        length = self.headers.get("Content-Length", "")
+        place = cast(_Server, self.server).relay.writable(self._path())
+        if place is None or not length.isdecimal():
+            self._refuse(HTTPStatus.FORBIDDEN if place is None else HTTPStatus.LENGTH_REQUIRED)
+            return
+        self._receive(place, int(length), int(self._query("mode") or "600", 8) & 0o777)
+        self._send(b"", HTTPStatus.CREATED)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: the step's log is the user's."""
+
+    def _allowed(self) -> bool:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        allowed = hmac.compare_digest(given.encode(), cast(_Server, self.server).relay.token.encode())
+        if not allowed:
+            self._refuse(HTTPStatus.UNAUTHORIZED)
+        return allowed
+
+    def _path(self) -> str:
+        return self._query("path")
+
+    def _query(self, name: str) -> str:
+        return parse_qs(urlsplit(self.path).query).get(name, [""])[0]
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        self.close_connection = True  # a body that nobody reads would be taken for the next request
+        self._send(status.phrase.encode(), status)
+
+    def _send(self, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _send_file(self, path: Path) -> None:
+        try:
+            file = path.open("rb")
+        except OSError:
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Length", str(size))
+            self.end_headers()
+            self.wfile.flush()
+            if size:
+                self.connection.sendfile(file, 0, size)
+
+    def _receive(self, place: Path, size: int, mode: int) -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = place.with_name(f"{place.name}.{secrets.token_hex(4)}.part")
+        try:
+            with open(temporary, "wb", buffering=0) as file:  # noqa: PTH123 (unbuffered)
+                _copy(self.rfile, file, size)
+            temporary.chmod(mode)
+            temporary.replace(place)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def listing(root: Path) -> list[tuple[str, int, int]]:
+    """[(path relative to `root`, bytes, mode)] of a file ("") or of all files below a directory."""
+    if root.is_file():
+        return [("", root.stat().st_size, root.stat().st_mode & 0o777)]
+    found = (path for path in sorted(root.rglob("*")) if path.is_file())
+    return [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mode & 0o777) for path in found]
+
+
+def _copy(source: Any, target: io.FileIO, size: int) -> None:
+    """In pieces, into one buffer. Raises ConnectionError where the sender ends too early."""
+    buffer = memoryview(bytearray(min(PIECE, max(1, size))))
+    while size > 0:
+        got = source.readinto(buffer[: min(len(buffer), size)])
+        if not got:
+            raise ConnectionError("the sender has ended in the middle of a file")
+        target.write(buffer[:got])
+        size -= got

@@ -1,0 +1,210 @@
+"""Files on their way to workers in other pods and back: whole, in pieces, for nobody else."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kfp_gpuquota.dsl import remote
+from kfp_gpuquota.dsl.pod_template import BOOTSTRAP
+from kfp_gpuquota.dsl.relay import Relay
+from kfp_gpuquota.dsl.remote import RelayClient, RelayError
+from kfp_gpuquota.dsl.staging import Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Step:
+    """A step with one input artifact (a directory) and one output, in a launcher's pod at `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "in" / "data" / "deep").mkdir(parents=True)
+        (root / "in" / "data" / "deep" / "a.txt").write_text("hello")
+        (root / "in" / "data" / "run.sh").write_text("#!/bin/sh\n")
+        (root / "in" / "data" / "run.sh").chmod(0o755)
+        (root / "secret").write_text("not yours")
+        self.executor_input: dict[str, Any] = {
+            "inputs": {"artifacts": {"data": {"artifacts": [{"name": "data", "uri": str(root / "in" / "data")}]}}},
+            "outputs": {
+                "outputFile": str(root / "out" / "executor_output.json"),
+                "artifacts": {"model": {"artifacts": [{"name": "model", "uri": str(root / "out" / "model")}]}},
+            },
+        }
+        self.staging = Staging(self.executor_input, "job-1")
+        self.environment: dict[str, str] = {}
+        self.relay: Relay | None = None
+        self.mount = root / "mount"
+
+    def serve(self, *argv: str) -> Relay:
+        self.staging.create(list(argv), self.environment)
+        return self.restart()
+
+    def restart(self) -> Relay:
+        """A launcher that was made anew: another port, the same token; the mounted Secret follows."""
+        token = ""
+        if self.relay:
+            token = self.relay.token
+            self.relay.close()
+        self.relay = Relay(self.executor_input, self.staging, "127.0.0.1", token)
+        self.mount.mkdir(exist_ok=True)
+        (self.mount / "url").write_text(self.relay.url)
+        (self.mount / "token").write_text(self.relay.token)
+        return self.relay
+
+    def ask(self, method: str, path: str, token: str = "", body: bytes | None = None) -> tuple[int, bytes]:
+        assert self.relay
+        connection = http.client.HTTPConnection(self.relay.url.removeprefix("http://"), timeout=10)
+        connection.request(method, path, body, {"Authorization": f"Bearer {token or self.relay.token}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Iterator[Step]:
+    made = Step(tmp_path)
+    yield made
+    if made.relay:
+        made.relay.close()
+
+
+def worker(step: Step, worker_id: str = "w0", **environment: str) -> subprocess.CompletedProcess[str]:
+    """A worker as its pod starts it, in an image that has Python and nothing else of ours."""
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", BOOTSTRAP, str(step.mount)],
+        cwd=step.root,
+        env={"PATH": os.environ["PATH"], "ELASTIC_WORKER_ID": worker_id, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_worker_runs_the_command_and_its_outputs_come_home(step: Step) -> None:
+    model = step.root / "out" / "model"
+    script = (
+        "import sys, pathlib; out = pathlib.Path(sys.argv[1]); out.mkdir(parents=True, exist_ok=True); "
+        f"source = pathlib.Path({str(step.root / 'in' / 'data')!r}, 'deep', 'a.txt'); "
+        "out.joinpath('weights').write_text(source.read_text())"
+    )
+    step.serve(sys.executable, "-c", script, "{{gpuquota.outputs.artifacts['model'].path}}")
+    done = worker(step)
+    assert done.returncode == 0, done.stderr
+    step.staging.bring_home("w0")
+    assert (model / "weights").read_text() == "hello"
+
+
+def test_an_input_arrives_whole_with_its_modes(step: Step) -> None:
+    step.serve("true")
+    data = step.root / "in" / "data"
+    client = RelayClient(str(step.mount))
+    listed = json.loads(client.read(f"/list?path={data}"))
+    assert listed == [["deep/a.txt", 5, 0o644], ["run.sh", 10, 0o755]]
+    copy = step.root / "copy.sh"
+    client.download(str(data / "run.sh"), str(copy), 10, 0o755)
+    assert copy.read_text() == "#!/bin/sh\n"
+    assert copy.stat().st_mode & 0o777 == 0o755
+
+
+def test_the_commands_exit_code_is_the_workers(step: Step) -> None:
+    step.serve("sh", "-c", "exit 7")
+    assert worker(step).returncode == 7
+    step.serve("no-such-program")
+    done = worker(step)
+    assert done.returncode == 127
+    assert "gpuquota: cannot run 'no-such-program': No such file or directory" in done.stderr
+
+
+def test_an_image_without_elastic_runtime_gets_it(step: Step) -> None:
+    step.serve(sys.executable, "-S", "-c", "import elastic_runtime.batches; print(elastic_runtime.batches.__file__)")
+    done = worker(step)
+    assert ".zip/elastic_runtime" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/file?path={root}/secret", 404),
+        ("GET", "/file?path={root}/in/data/../../secret", 404),
+        ("GET", "/file?path=/etc/passwd", 404),
+        ("GET", "/list?path={root}", 404),
+        ("PUT", "/file?path={root}/secret", 403),
+        ("PUT", "/file?path={root}/out/model", 403),
+        ("PUT", "/file?path={root}/out/.gpuquota/job-1/../../model", 403),
+        ("PUT", "/file?path={root}/out/.gpuquota/job-2/w0/model", 403),
+        ("GET", "/nothing", 404),
+    ],
+)
+def test_a_jobs_token_opens_its_own_files_and_nothing_else(step: Step, method: str, path: str, status: int) -> None:
+    step.serve("true")
+    assert step.ask(method, path.format(root=step.root), body=b"x" if method == "PUT" else None)[0] == status
+    assert (step.root / "secret").read_text() == "not yours"
+
+
+def test_without_the_token_nothing_is_open(step: Step) -> None:
+    step.serve("true")
+    assert step.ask("GET", "/step", token="wrong")[0] == 401
+
+
+def test_a_transfer_that_breaks_leaves_nothing_and_is_repeated(step: Step) -> None:
+    relay = step.serve("true")
+    place = step.root / "out" / ".gpuquota" / "job-1" / "w0" / "model"
+    connection = http.client.HTTPConnection(relay.url.removeprefix("http://"), timeout=10)
+    connection.putrequest("PUT", f"/file?path={place}")
+    connection.putheader("Authorization", f"Bearer {relay.token}")
+    connection.putheader("Content-Length", "1000")
+    connection.endheaders()
+    connection.send(b"half")
+    connection.close()
+    source = step.root / "source"
+    source.write_bytes(b"whole")
+    RelayClient(str(step.mount)).upload(str(source), str(place))
+    deadline = time.monotonic() + 10
+    while list(place.parent.glob("*.part")):
+        assert time.monotonic() < deadline
+    assert place.read_bytes() == b"whole"
+
+
+def test_a_launcher_that_was_made_anew_is_found(step: Step) -> None:
+    step.serve("true")
+    assert step.relay
+    step.relay.close()
+    client = RelayClient(str(step.mount), patience_s=30)
+    answers: list[bytes] = []
+    asking = threading.Thread(target=lambda: answers.append(client.read("/step")))
+    asking.start()
+    step.restart()
+    asking.join(30)
+    assert json.loads(answers[0])["argv"] == ["true"]
+
+
+def test_a_launcher_that_stays_away_is_given_up(step: Step) -> None:
+    step.serve("true").close()
+    step.relay = None
+    with pytest.raises(RelayError, match="the step's launcher does not answer"):
+        RelayClient(str(step.mount), patience_s=0.5).read("/step")
+
+
+def test_a_large_file_is_never_whole_in_memory(step: Step) -> None:
+    step.serve("true")
+    large = step.root / "large"
+    with large.open("wb") as file:
+        file.truncate(600 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    place = step.root / "out" / ".gpuquota" / "job-1" / "w0" / "model"
+    RelayClient(str(step.mount)).upload(str(large), str(place))
+    assert place.stat().st_size == 600 << 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+    assert remote.PIECE < 100 << 20
