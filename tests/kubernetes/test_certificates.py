@@ -72,9 +72,15 @@ def test_the_certificate_is_renewed_before_it_ends_and_the_authority_stays() -> 
     assert certificates.expires_at(renewed.serving.certificate) == pytest.approx(later + SERVING_VALID_S, abs=1)
 
 
-def test_another_name_makes_another_certificate() -> None:
-    material = maintained(None, NAMES, NOW)
-    assert set(certificates.names_of(maintained(material, (*NAMES, "x.y"), NOW).serving.certificate)) == {*NAMES, "x.y"}
+def test_replicas_of_two_versions_do_not_renew_in_turns() -> None:
+    old, new = NAMES, (NAMES[0], "gpuquota-membership.gpuquota-system.svc")
+    first = maintained(None, old, NOW)
+    second = maintained(first, new, NOW)
+    assert set(certificates.names_of(second.serving.certificate)) == {*old, *new}
+    assert maintained(second, old, NOW) is second
+    assert maintained(second, new, NOW) is second
+    later = maintained(second, new, NOW + SERVING_VALID_S)
+    assert set(certificates.names_of(later.serving.certificate)) == set(new), "what nobody needs goes with the renewal"
 
 
 def test_while_the_authority_changes_clients_trust_both() -> None:

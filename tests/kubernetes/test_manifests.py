@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cluster.kubernetes import labels, webhook
+from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
 from tests.kubernetes.conftest import start_or_skip
 from tests.kubernetes.installation import CONTROLLER, MANIFESTS, NAMESPACE, install
 from tests.kubernetes.test_crds import job
@@ -92,6 +97,20 @@ def test_a_component_can_be_added_to_an_overlay(standalone: DevCluster, tmp_path
         assert monitor["spec"]["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
 
 
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    dashboard = json.loads((MANIFESTS / "components" / "monitoring" / "gpuquota.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for one in panel["targets"]
+        for name in re.findall(r"gpuquota_\w+", one["expr"])
+    }
+    given = {metric.name for metric in Metrics().registry.collect()}
+    known = {f"{name}{suffix}" for name in given for suffix in ("", "_total", "_bucket")}
+    assert asked <= known
+    assert len(asked) > 5
+
+
 def _relative(start: Path, target: Path) -> str:
     ups = "/".join([".."] * len(start.resolve().parts[1:]))
     return f"{ups}{target.resolve()}"
@@ -131,6 +150,23 @@ def test_the_controllers_pods_are_accepted_as_restricted(standalone: DevCluster)
     for pod in standalone.api.items(path, labelSelector="app.kubernetes.io/name=gpuquota-controller"):
         assert pod["spec"]["priority"] == 1_000_000_000
         assert pod["spec"]["containers"][0]["image"] != "controller"
+
+
+def test_the_controller_starts_with_what_its_image_has() -> None:
+    absent = ["torch", "kfp", "kubernetes", "typer", "rich", "matplotlib", "pynvml", "pytest", "elastic_runtime"]
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({absent!r}))"
+    run = "from kfp_gpuquota.cluster.kubernetes.__main__ import main; main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", f"{blocked}; {run}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for flag in (
+        "--webhook-port",
+        "--metrics-port",
+        "--membership-port",
+        "--advertise",
+        "--namespace",
+        "--leader-elect",
+    ):
+        assert flag in done.stdout
 
 
 def test_removal_leaves_what_runs(tmp_path: Path) -> None:

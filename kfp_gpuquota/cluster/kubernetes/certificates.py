@@ -43,17 +43,26 @@ class Material(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def maintained(material: Material | None, names: Sequence[str], now: float) -> Material:
-    """The same material where it is good for a while, else renewed as far as needed."""
-    before = None if material is None else material.authority
-    authority = before
-    if authority is None or expires_at(authority.certificate) < now + AUTHORITY_RENEW_BEFORE_S:
+    """The same material where it is good for a while, else renewed as far as needed.
+
+    A certificate for more names than these is good: while a new version is rolled out, replicas differ in what they
+    need, and must not renew it in turns.
+    """
+    if material is None:
         authority = new_authority("gpuquota", now)
-    if material is not None and authority is before and _still_good(material.serving.certificate, names, now):
-        return material
-    trusted = authority.certificate if material is None else material.trusted
-    if before is not None and authority is not before:
-        trusted = authority.certificate + before.certificate
-    return Material(authority=authority, serving=issue(authority, names, now), trusted=trusted)
+        return Material(authority=authority, serving=issue(authority, names, now), trusted=authority.certificate)
+    if expires_at(material.authority.certificate) < now + AUTHORITY_RENEW_BEFORE_S:
+        authority = new_authority("gpuquota", now)
+        trusted = authority.certificate + material.authority.certificate
+        return Material(authority=authority, serving=issue(authority, names, now), trusted=trusted)
+    serving = material.serving.certificate
+    if expires_at(serving) < now + RENEW_BEFORE_S:
+        return msgspec.structs.replace(material, serving=issue(material.authority, names, now))
+    known = names_of(serving)
+    if not set(names) <= set(known):
+        both = list(dict.fromkeys([*names, *known]))
+        return msgspec.structs.replace(material, serving=issue(material.authority, both, now))
+    return material
 
 
 def check(material: Material) -> None:
@@ -67,10 +76,6 @@ def check(material: Material) -> None:
         x509.load_pem_x509_certificate(material.serving.certificate).verify_directly_issued_by(authority)
     except InvalidSignature:
         raise ValueError("the serving certificate is of another authority") from None
-
-
-def _still_good(certificate: bytes, names: Sequence[str], now: float) -> bool:
-    return set(names_of(certificate)) == set(names) and expires_at(certificate) >= now + RENEW_BEFORE_S
 
 
 def new_authority(name: str, now: float, valid_s: float = AUTHORITY_VALID_S) -> KeyPair:
