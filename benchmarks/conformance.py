@@ -19,12 +19,14 @@ from kfp_gpuquota.scheduler.model import (
     GPU,
     UNLIMITED,
     Amount,
+    Group,
     Host,
     Job,
     Queue,
     Request,
     Status,
     Task,
+    Topology,
 )
 from kfp_gpuquota.scheduler.state import State
 
@@ -149,12 +151,19 @@ def _seat(bench: Bench) -> None:
 def build(bench: Bench) -> tuple[State, dict[str, Task]]:
     """The engine's records for the case, with each task where `bench` says it is."""
     state = State()
+    state.ledger.one_by_one = True
     for node in bench.case["nodes"]:
         state.ledger.put_host(_host(node))
     _add_queues(state, bench.case["queues"])
     tasks: dict[str, Task] = {}
-    for spec in bench.case["jobs"]:
-        job = _job(spec, state.ledger.queues[spec["queue"]], 0.0 if bench.case["kind"] == "integration" else 60.0)
+    topologies = {
+        t["ObjectMeta"]["Name"]: tuple(level["NodeLabel"] for level in t["Spec"]["Levels"])
+        for t in bench.case.get("topologies") or []
+    }
+    for job_spec in bench.case["jobs"]:
+        spec = {**job_spec, "nodes": bench.case["nodes"]}
+        grace_s = 0.0 if bench.case["kind"] == "integration" else 60.0
+        job = _job(spec, state.ledger.queues[spec["queue"]], grace_s, topologies)
         for task in _tasks(spec, job):
             where = bench.where[task.id]
             tasks[task.id] = task
@@ -211,7 +220,31 @@ def _queue(spec: dict[str, Any]) -> Queue:
     )
 
 
-def _job(spec: dict[str, Any], queue: Queue, grace_s: float) -> Job:
+def _groups(spec: dict[str, Any], topologies: dict[str, tuple[str, ...]]) -> Group | None:
+    """The job's sets of tasks, where it has more than one, or a topology."""
+    root = spec.get("subgroups")
+    return None if not root else _group(root, topologies, spec["min_available"])
+
+
+def _group(spec: dict[str, Any], topologies: dict[str, tuple[str, ...]], gang: int = 0) -> Group:
+    below = [*(spec.get("sub_groups") or []), *(spec.get("pod_sets") or [])]
+    wanted = spec.get("topology")
+    topology = None
+    if wanted:
+        levels = topologies[wanted["Topology"]]
+        required, preferred = wanted.get("RequiredLevel"), wanted.get("PreferredLevel")
+        at = [levels.index(key) if key else None for key in (required, preferred)]
+        topology = Topology(levels, *at)
+    return Group(
+        "" if gang and not below else spec["name"],
+        gang=spec.get("min_available", gang),
+        children=tuple(_group(child, topologies) for child in below),
+        fewest=spec.get("min_sub_group"),
+        topology=topology,
+    )
+
+
+def _job(spec: dict[str, Any], queue: Queue, grace_s: float, topologies: dict[str, tuple[str, ...]]) -> Job:
     live = [t for t in spec["tasks"] if t["state"] not in ("Failed", "Succeeded")]
     done = sum(t["state"] == "Succeeded" for t in spec["tasks"])
     return Job(
@@ -222,6 +255,7 @@ def _job(spec: dict[str, Any], queue: Queue, grace_s: float) -> Job:
         wanted=len(live),
         most=len(live),
         request=_request(spec, spec["tasks"][0]),
+        groups=_groups(spec, topologies),
         priority=spec["priority"],
         preemptible=spec["preemptible"],
         submitted_at=spec["age_rank"],
@@ -234,7 +268,14 @@ def _job(spec: dict[str, Any], queue: Queue, grace_s: float) -> Job:
 
 def _tasks(spec: dict[str, Any], job: Job) -> list[Task]:
     return [
-        Task(job=job, request=_request(spec, t), index=i, id=t["name"], priority=t.get("priority", 0))
+        Task(
+            job=job,
+            request=_request(spec, t),
+            index=i,
+            id=t["name"],
+            priority=t.get("priority", 0),
+            group=t.get("subgroup", ""),
+        )
         for i, t in enumerate(spec["tasks"])
     ]
 
@@ -249,8 +290,13 @@ def _request(spec: dict[str, Any], task: dict[str, Any]) -> Request:
         memory_mib=memory or 0,
         cpu=0 if spec.get("best_effort") else int(spec.get("cpu_per_task", 1) * 1000),
         memory=0 if spec.get("best_effort") else int(spec.get("memory_per_task_bytes", 1e9)),
-        nodes=frozenset(nodes) if nodes else None,
+        nodes=_named(nodes, spec["nodes"]) if nodes else None,
     )
+
+
+def _named(allowed: list[str], nodes: list[dict[str, Any]]) -> frozenset[str]:
+    """The nodes with one of these names, or with a label of one of these values."""
+    return frozenset(n["name"] for n in nodes if {n["name"], *(n.get("labels") or {}).values()} & set(allowed))
 
 
 def run(case: Case) -> list[str]:

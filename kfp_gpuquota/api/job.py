@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kfp_gpuquota.api.affinity import NodeTerm, Toleration, check_labels
+from kfp_gpuquota.api.affinity import NodeTerm, Toleration, check_label_key, check_labels
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.reason import Reason
 from kfp_gpuquota.api.share import check_share
@@ -77,7 +77,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mix. `gpus` is then `gpu_devices`, and need not be given.
 
     `cpu` (cores) and `memory_mib` (main memory) are per worker, as are `node_selector` (labels that a node must have),
-    `node_affinity` (one of the terms must admit the node) and `tolerations`.
+    `node_affinity` (one of the terms must admit the node) and `tolerations`. All workers run on nodes with the same
+    value of the label `required_topology` (a rack, a zone), and of `preferred_topology` where that is possible. With
+    `spread` they run on as many nodes as possible instead of as few.
 
     After it has grown, it is not grown again for `cool_down_s`; shrinking for others is never delayed.
     Before it has run for `min_run_time_s` it is not stopped for others; what it holds above its minimum may be taken.
@@ -104,6 +106,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     node_selector: dict[str, str] = {}
     node_affinity: tuple[NodeTerm, ...] = ()
     tolerations: tuple[Toleration, ...] = ()
+    required_topology: str | None = None
+    preferred_topology: str | None = None
+    spread: bool = False
     environment: dict[str, str] = {}
     working_directory: str = ""
     grace_period_s: Seconds = DEFAULT_GRACE_PERIOD_S
@@ -210,6 +215,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.memory_mib is not None:
             check_count("memory_mib", self.memory_mib, 1, "MiB", MAX_MIB)
         check_labels("node_selector", self.node_selector)
+        for field in ("required_topology", "preferred_topology"):
+            if getattr(self, field) is not None:
+                check_label_key(field, getattr(self, field))
         if self.kind is Kind.BUILD and self.elastic:
             raise InvalidFieldError(
                 "kind", self.kind.value, "an interactive session has one size", hint="leave out min_gpus and max_gpus"

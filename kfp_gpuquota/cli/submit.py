@@ -82,6 +82,14 @@ TolerationOption = Annotated[
     list[str] | None,
     typer.Option("--toleration", metavar="K[=V][:EFFECT]", help="A taint it puts up with; may be repeated."),
 ]
+RequiredTopologyOption = Annotated[
+    str | None,
+    typer.Option("--required-topology", metavar="LABEL", help="All workers on nodes with one value of this label."),
+]
+PreferredTopologyOption = Annotated[
+    str | None, typer.Option("--preferred-topology", metavar="LABEL", help="The same, where that is possible.")
+]
+SpreadOption = Annotated[bool, typer.Option("--spread", help="Workers on as many nodes as possible, not as few.")]
 EnvironmentOption = Annotated[
     list[str] | None, typer.Option("--environment", "-e", metavar="K=V", help="Set a variable; may be repeated.")
 ]
@@ -127,6 +135,9 @@ def submit(
     memory: MemoryOption = None,
     node_selector: SelectorOption = None,
     toleration: TolerationOption = None,
+    required_topology: RequiredTopologyOption = None,
+    preferred_topology: PreferredTopologyOption = None,
+    spread: SpreadOption = False,
     interactive: InteractiveOption = False,
     preemptible: PreemptibleOption = None,
     priority: PriorityOption = None,
@@ -178,6 +189,9 @@ def submit(
         cpu=None if cpu is None else parse_cores("cpu", cpu),
         memory_mib=None if memory is None else parse_mib("memory", memory),
         node_selector=pairs("node_selector", node_selector or [], "a label is given as KEY=VALUE"),
+        required_topology=required_topology,
+        preferred_topology=preferred_topology,
+        spread=spread,
         tolerations=tuple(toleration_of(text) for text in toleration or []),
         kind=Kind.BUILD if interactive else Kind.TRAIN,
         preemptible=preemptible,

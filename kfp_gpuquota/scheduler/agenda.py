@@ -9,12 +9,12 @@ from __future__ import annotations
 from bisect import insort
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.scheduler.groups import next_tasks
 from kfp_gpuquota.scheduler.order import (
     Entitlement,
     QueueKey,
     entitlement,
     job_key,
-    next_tasks,
     queue_key,
     shape_amount,
     shape_of,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler import placement, quota
+from kfp_gpuquota.scheduler import domains, placement, quota
 from kfp_gpuquota.scheduler.model import Host, Job, Request, Status, Task
 
 if TYPE_CHECKING:
@@ -28,6 +28,11 @@ _TRIES: Final = 16
 
 def consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known, sheltered: Collection[Job] = ()) -> bool:
     """Nominate all tasks where others, but not `sheltered` ones, are moved away from, or change nothing."""
+    job = tasks[0].job
+    return domains.within_required(ledger, job, tasks, lambda: _consolidate(ledger, tasks, known, sheltered))
+
+
+def _consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known, sheltered: Collection[Job]) -> bool:
     mark = ledger.mark()
     for done, task in enumerate(tasks):
         host = placement.choose_host(ledger, task, len(tasks) - done, future=True)
@@ -93,7 +98,7 @@ def _moves(host: Host, task: Task, sheltered: Collection[Job]) -> list[Task]:
     """One small task whose going suffices, or as few large ones as it takes; the youngest of equals first."""
     room = placement.Room(host, task)
     movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
-    movable = [t for t in movable if t.job not in sheltered]
+    movable = [t for t in movable if t.job not in sheltered and not domains.bound_to_domain(t.job)]
     movable.sort(key=lambda t: (_size(t, host), t.job.priority, -t.job.submitted_at, t.job.uid, -t.index))
     for candidate in movable:
         if room.suffices((candidate,)):

@@ -38,6 +38,7 @@ class _Copier:
         for task in self.tasks.values():
             task.job = self.jobs[task.job]
             task.node = None if task.node is None else self.hosts[task.node]
+            task.within = None
         for host in self.hosts.values():
             self._relink_host(host)
         for job in self.jobs.values():

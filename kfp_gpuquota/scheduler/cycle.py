@@ -22,8 +22,8 @@ from kfp_gpuquota.scheduler.agenda import Agenda
 from kfp_gpuquota.scheduler.consolidation import Known, consolidate
 from kfp_gpuquota.scheduler.fairshare import assign_shares
 from kfp_gpuquota.scheduler.finder import Finders
+from kfp_gpuquota.scheduler.groups import below, next_tasks
 from kfp_gpuquota.scheduler.model import NEVER, Amount, Job, Status, Task
-from kfp_gpuquota.scheduler.order import next_tasks
 from kfp_gpuquota.scheduler.progress import gain
 from kfp_gpuquota.scheduler.units import Attempt, Mode
 from kfp_gpuquota.scheduler.victims import make_room
@@ -193,7 +193,7 @@ class Cycle:
         Counting from the shrinking was rejected: who gives a GPU back for a moment, once, wants it back when it is
         idle. What is to be avoided is growing again and again in vain.
         """
-        flaps = job.shrunk_at >= job.grown_at > NEVER and job.active >= job.gang and job.active > 0
+        flaps = job.shrunk_at >= job.grown_at > NEVER and job.active > 0 and not below(job)
         return flaps and self._too_early(job.grown_at + job.cool_down_s)
 
     def _too_early(self, until: float) -> bool:
@@ -248,7 +248,7 @@ class Cycle:
 
     def _evict_stale(self) -> None:
         for job in sorted(self.below, key=lambda j: j.uid):
-            if 0 < job.active < job.gang and self._stale(job):
+            if job.active and below(job) and self._stale(job):
                 for task in [t for t in job.tasks.values() if t.status is Status.HELD]:
                     self.ledger.set(task, Status.LEAVING, task.node, task.devices)
                     self.causes[task] = (job, "evict_stale")

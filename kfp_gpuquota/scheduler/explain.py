@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.quantity import MIB, show_mib
+from kfp_gpuquota.scheduler.groups import below
 from kfp_gpuquota.scheduler.model import GPU, MILLI, Job, Request, Task
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def nominated(job: Job, workers: Sequence[Task]) -> Reason:
     who = f" of {', '.join(names)}" if names else ""
     noun = "worker" if len(workers) == 1 else "workers"
     verb = "is" if len(workers) == 1 else "are"
-    act = "starts" if job.active < job.gang or not job.tasks else "grows"
+    act = "starts" if below(job) or not job.tasks else "grows"
     return Reason(
         code=ReasonCode.WAITS_FOR_RELEASE,
         message=f"{act} when {len(workers)} {noun}{who} {verb} gone",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.model import Host, Queue, Request, Task
     from kfp_gpuquota.scheduler.units import UnitKey
 
-FinderKey = tuple[Mode, "Queue", int, "Request", frozenset["Queue"]]
+FinderKey = tuple[Mode, "Queue", int, "Request", frozenset["Queue"], frozenset["Host"] | None]
 Cost = tuple["UnitKey", int, str]
 Entry = tuple[Cost, int, int, "Host", list[Unit], tuple[int, ...]]
 
@@ -35,7 +35,7 @@ class Finders:
     def cheapest(self, attempt: Attempt, task: Task) -> tuple[Host, list[Unit]] | None:
         """The host on which room for the task costs the least, with the units that must go."""
         priority = attempt.job.priority if attempt.mode is Mode.PREEMPT else 0
-        key = (attempt.mode, attempt.job.queue, priority, task.request, attempt.within)
+        key = (attempt.mode, attempt.job.queue, priority, task.request, attempt.within, task.within)
         if key not in self._finders:
             self._finders[key] = Finder(self._ledger)
         return self._finders[key].cheapest(attempt, task)

@@ -37,7 +37,7 @@ def would_not_start(cycle: Cycle) -> set[Job]:
 
 def _simple(job: Job) -> bool:
     """One worker with one whole GPU fits wherever one is free: nothing can be placed so that it no longer does."""
-    return job.gang == 1 and job.request.plain and job.request.devices == 1
+    return job.groups is None and job.gang == 1 and job.request.plain and job.request.devices == 1
 
 
 def _let_go(ledger: Ledger, cycle: Cycle) -> list[Task]:

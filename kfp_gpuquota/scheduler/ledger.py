@@ -21,7 +21,10 @@ _COLUMN = {Status.HELD: _USED, Status.BOUND: _USED, Status.NOMINATED: _NOMINATED
 
 
 class Ledger:
-    """Hosts, queues and what tasks take of them. `by_idle[n]` and `by_future[n]`: names of hosts with n whole GPUs."""
+    """Hosts, queues and what tasks take of them. `by_idle[n]` and `by_future[n]`: names of hosts with n whole GPUs.
+
+    `one_by_one`: each task of a gang is packed by itself, as KAI-Scheduler does, instead of next to the others.
+    """
 
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}
@@ -31,6 +34,7 @@ class Ledger:
         self.totals: list[float] = [0, 0, 0]
         self.boundless: list[int] = [0, 0, 0]
         self.special = 0
+        self.one_by_one = False
         self.gpu_memory_mib = 0
         self.by_size: dict[int, int] = {}
         self.leaving: dict[Task, None] = {}

@@ -146,6 +146,31 @@ class Queue:
         self.keeps = Amount(*(min(max(d, s), n) for d, s, n in zip(self.deserved, share, self.limit, strict=True)))
 
 
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Labels whose values are nested domains, widest first; the levels (indices) that tasks must or should share."""
+
+    levels: tuple[str, ...]
+    required: int | None = None
+    preferred: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A part of a job: a set of tasks of which `gang` start together, or children of which `fewest` (all) are whole."""
+
+    name: str
+    gang: int = 0
+    children: tuple[Group, ...] = ()
+    fewest: int | None = None
+    topology: Topology | None = None
+
+    @property
+    def needed(self) -> int:
+        """How many of its children must be whole."""
+        return len(self.children) if self.fewest is None else self.fewest
+
+
 OrderKey = tuple[int, int, float, str]
 
 
@@ -156,11 +181,15 @@ class Shape(NamedTuple):
     priority: int
     preemptible: bool
     starts: bool
+    groups: Group | None
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One worker: running, or still to be placed. `id` is "" until somebody starts it."""
+    """One worker: running, or still to be placed. `id` is "" until somebody starts it.
+
+    `group` is the set of its job that it belongs to, `within` the hosts that an attempt to place it is limited to.
+    """
 
     job: Job
     request: Request
@@ -172,6 +201,8 @@ class Task:
     devices: tuple[int, ...] = ()
     started_at: float = 0.0
     moved: Task | None = None
+    group: str = ""
+    within: frozenset[Host] | None = None
 
 
 class Mark(NamedTuple):
@@ -188,7 +219,8 @@ class Job:
 
     `started_at` is when its present run began, `grown_at` and `shrunk_at` when that was last given a worker more and
     lost one to others. `throughput` is by number of workers, in one unit for all: samples per second where the training
-    told them (`throughput_told`), else steps per second since `counting_from`.
+    told them (`throughput_told`), else steps per second since `counting_from`. With `groups` the gang has parts; its
+    tasks `spread` over hosts instead of being packed.
     """
 
     uid: str
@@ -198,6 +230,8 @@ class Job:
     wanted: int
     most: int
     request: Request
+    groups: Group | None = None
+    spread: bool = False
     priority: int = 50
     preemptible: bool = True
     submitted_at: float = 0.0

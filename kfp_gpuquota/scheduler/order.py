@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.scheduler.groups import below
 from kfp_gpuquota.scheduler.model import Amount, Job, OrderKey, Queue, Shape, Task
 
 if TYPE_CHECKING:
@@ -31,16 +32,9 @@ def entitlement(queue: Queue, amount: Amount) -> Entitlement:
     return Entitlement.BEYOND
 
 
-def next_tasks(job: Job) -> list[Task]:
-    """What the job asks for next: the rest of its gang together, then one task at a time."""
-    count = max(1, job.gang - job.active)
-    tasks = job.pending[job.placed : job.placed + count]
-    return tasks if len(tasks) == count else []
-
-
 def shape_of(job: Job, tasks: Sequence[Task]) -> Shape:
     """The class of jobs that fit or fail together with this one."""
-    return Shape(tuple(t.request for t in tasks), job.priority, job.preemptible, job.active < job.gang)
+    return Shape(tuple(t.request for t in tasks), job.priority, job.preemptible, below(job), job.groups)
 
 
 def shape_amount(shape: Shape, gpu_memory_mib: int) -> Amount:
@@ -54,7 +48,7 @@ def shape_amount(shape: Shape, gpu_memory_mib: int) -> Amount:
 
 def job_key(job: Job) -> OrderKey:
     """Priority, then gangs below their minimum before those at it before those above it, then age."""
-    stage = 0 if job.active < job.gang else 1 if job.active == job.gang else 2
+    stage = 0 if below(job) else 1 if job.active == job.gang else 2
     return (-job.priority, stage, job.submitted_at, job.uid)
 
 

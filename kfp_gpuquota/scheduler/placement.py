@@ -15,13 +15,18 @@ if TYPE_CHECKING:
 
 def place_all(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
     """Bind (or, with `future`, nominate) every task, or change nothing."""
+    if tasks[0].job.groups is not None:
+        from kfp_gpuquota.scheduler import domains  # noqa: PLC0415
+
+        return domains.place(ledger, tasks, future=future)
     mark, done = ledger.mark(), 0
+    apart = ledger.one_by_one or tasks[0].job.spread
     while done < len(tasks):
         host = choose_host(ledger, tasks[done], len(tasks) - done, future=future)
         if host is None:
             ledger.rollback(mark)
             return False
-        done += _fill(ledger, host, tasks, done, future=future)
+        done += _fill(ledger, host, tasks[: done + 1] if apart else tasks, done, future=future)
     return True
 
 
@@ -46,6 +51,7 @@ def put(ledger: Ledger, task: Task, host: Host, *, future: bool) -> None:
 
 def choose_host(ledger: Ledger, task: Task, more: int, *, future: bool) -> Host | None:
     """The best host for the task, when `more` tasks like it (itself included) are still to be placed."""
+    more = 1 if ledger.one_by_one else more
     for host in _preferred(ledger, task, more, future=future):
         if fits(host, task, future=future):
             return host
@@ -103,9 +109,14 @@ def room_elsewhere(ledger: Ledger, task: Task) -> bool:
     return held + ledger.amount(task).gpu <= ledger.capacity[0]
 
 
-def may_use(host: Host, task: Task) -> bool:
-    """The task's affinity admits the host, and it tolerates the host's taints."""
+def may_use(host: Host, task: Task, *, anywhere: bool = False) -> bool:
+    """The task's affinity admits the host, it tolerates the host's taints, and is limited to no others at the moment.
+
+    That last is not asked `anywhere`.
+    """
     request = task.request
+    if task.within is not None and not anywhere and host not in task.within:
+        return False
     return (request.nodes is None or host.name in request.nodes) and host.admits(request.rules)
 
 
@@ -143,6 +154,9 @@ def _preferred(ledger: Ledger, task: Task, more: int, *, future: bool) -> Iterab
     if not task.request.whole:
         yield from _packed(ledger, task, future=future)
         return
+    if task.job.spread:
+        yield from _spread(ledger, task, future=future)
+        return
     if task.job.hosts and more <= 1:
         yield from _near(task, future=future)
     if more > 1:
@@ -153,6 +167,13 @@ def _preferred(ledger: Ledger, task: Task, more: int, *, future: bool) -> Iterab
 def _near(task: Task, *, future: bool) -> Iterable[Host]:
     """The hosts where the job already has workers, the fullest first."""
     return sorted(task.job.hosts, key=lambda h: (h.future_whole if future else h.idle_whole, h.name))
+
+
+def _spread(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:
+    """The hosts with the fewest workers of the job first, among them the emptiest."""
+    count, taken = task.request.devices, task.job.hosts
+    hosts = list(ledger.hosts_with(count, future=future))
+    return sorted(hosts, key=lambda h: (taken.get(h, 0), -(h.future_whole if future else h.idle_whole), h.name))
 
 
 def _roomiest(ledger: Ledger, devices: int, *, future: bool) -> Iterable[Host]:

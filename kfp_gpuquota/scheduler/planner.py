@@ -9,7 +9,8 @@ from kfp_gpuquota.scheduler import explain
 from kfp_gpuquota.scheduler.cycle import ACTIONS, Cycle
 from kfp_gpuquota.scheduler.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
 from kfp_gpuquota.scheduler.foresight import would_not_start
-from kfp_gpuquota.scheduler.model import Job, Shape, Status, Task
+from kfp_gpuquota.scheduler.groups import next_tasks
+from kfp_gpuquota.scheduler.model import Job, Status, Task
 from kfp_gpuquota.scheduler.waiting import waits
 
 if TYPE_CHECKING:
@@ -170,18 +171,16 @@ def _waiting(state: State, cycle: Cycle) -> dict[str, Reason]:
             if shape.starts:
                 jobs = [job for _, job in entries if not job.active and job not in cycle.touched]
                 jobs = [job for job in jobs if job not in cycle.losers]
-                _explain_alike(cycle, shape, jobs, reasons, cycle.held_off.get((queue, shape)))
+                _explain_alike(cycle, jobs, reasons, cycle.held_off.get((queue, shape)))
     reasons.update((uid, explain.suspended(job)) for uid, job in state.suspended.items() if not job.active)
     emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.losers)
     reasons.update((uid, explain.emptying(job)) for uid, job in emptying)
     return reasons
 
 
-def _explain_alike(
-    cycle: Cycle, shape: Shape, jobs: list[Job], reasons: dict[str, Reason], held_off: float | None
-) -> None:
+def _explain_alike(cycle: Cycle, jobs: list[Job], reasons: dict[str, Reason], held_off: float | None) -> None:
     """One reason serves all jobs of a shape."""
     if jobs:
         delay = None if held_off is None else held_off - cycle.now
-        reason = waits(cycle.ledger, jobs[0], jobs[0].pending[: len(shape.requests)], delay)
+        reason = waits(cycle.ledger, jobs[0], next_tasks(jobs[0]), delay)
         reasons.update(dict.fromkeys([job.uid for job in jobs], reason))

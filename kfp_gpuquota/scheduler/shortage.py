@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.quantity import show_mib
-from kfp_gpuquota.scheduler import placement
+from kfp_gpuquota.scheduler import domains, placement
 from kfp_gpuquota.scheduler.explain import count, cpus, gpus, memory
 from kfp_gpuquota.scheduler.model import GPU, UNLIMITED, Host, Request
 
@@ -56,6 +56,11 @@ def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
 def missing(ledger: Ledger, tasks: Sequence[Task]) -> Cause:
     """What is not free now. Not `binding` where it is simply held by others."""
     request = tasks[0].request
+    most = domains.most_room(ledger, tasks)
+    if most is not None and most[1] < len(tasks):
+        why = f"no {most[0]} has room for more than {most[1]:g} of {len(tasks)} workers"
+        details: Details = (("topology", most[0]), ("largest_block", most[1]))
+        return Cause(ReasonCode.FRAGMENTED, why, "enough is released in one of them", details, binding=False)
     if request.plain and not ledger.special:
         return _missing_devices(_idle_whole(ledger), request.devices, len(tasks))
     hosts = _usable(ledger, tasks[0])
@@ -76,7 +81,7 @@ def _idle_whole(ledger: Ledger) -> dict[str, int]:
 
 
 def _usable(ledger: Ledger, task: Task) -> list[Host]:
-    return [host for host in ledger.hosts.values() if host.ready and placement.may_use(host, task)]
+    return [host for host in ledger.hosts.values() if host.ready and placement.may_use(host, task, anywhere=True)]
 
 
 def _fitting(host: Host, request: Request) -> list[int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
 from kfp_gpuquota.scheduler import events, progress
+from kfp_gpuquota.scheduler.groups import below, next_tasks
 from kfp_gpuquota.scheduler.ledger import Ledger
 from kfp_gpuquota.scheduler.model import (
     BOUNDLESS,
@@ -19,6 +20,7 @@ from kfp_gpuquota.scheduler.model import (
     NOTHING,
     UNLIMITED,
     Amount,
+    Group,
     Host,
     Job,
     Queue,
@@ -26,8 +28,9 @@ from kfp_gpuquota.scheduler.model import (
     Rules,
     Status,
     Task,
+    Topology,
 )
-from kfp_gpuquota.scheduler.order import job_key, next_tasks, shape_of
+from kfp_gpuquota.scheduler.order import job_key, shape_of
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import JobSpec, Project
@@ -227,13 +230,13 @@ class State:
             _file(job, tasks)
         _request(job, self.ledger, considered=considered)
         self._note(self.growable, job, considered and job.wanted <= job.active < job.most)
-        below = considered and 0 < job.active < job.gang
-        self._note(self.below, job, below)
-        if not below:
+        short = considered and job.active > 0 and below(job)
+        self._note(self.below, job, short)
+        if not short:
             job.below_since = None
         self._note(self.sheltered, job, job.min_run_time_s > 0 and job.active > 0)
         self._note(self.suspended, job, job.suspended and not job.removed)
-        self._note(self.emptying, job, considered and not tasks and job.active < job.gang)
+        self._note(self.emptying, job, considered and not tasks and below(job))
 
     @staticmethod
     def _note(index: dict[str, Job], job: Job, belongs: bool) -> None:  # noqa: FBT001 - a predicate's value
@@ -254,6 +257,8 @@ def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
         wanted=spec.gpus // size,
         most=spec.largest // size,
         request=request_of(spec),
+        groups=_topology_of(spec),
+        spread=spec.spread,
         priority=spec.effective_priority,
         preemptible=spec.may_be_preempted,
         submitted_at=at,
@@ -276,6 +281,16 @@ def request_of(spec: JobSpec) -> Request:
         nodes=None if spec.node is None else frozenset({spec.node}),
         rules=NO_RULES if rules == NO_RULES else rules,
     )
+
+
+def _topology_of(spec: JobSpec) -> Group | None:
+    """One set of workers within a topology, where the job asks for one."""
+    levels = tuple(key for key in (spec.required_topology, spec.preferred_topology) if key is not None)
+    if not levels:
+        return None
+    required = None if spec.required_topology is None else 0
+    preferred = None if spec.preferred_topology is None else len(levels) - 1
+    return Group("", gang=spec.smallest // spec.worker_gpus, topology=Topology(levels, required, preferred))
 
 
 def _set_quota(queue: Queue, project: Project) -> None:

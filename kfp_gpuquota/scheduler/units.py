@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota.scheduler import placement, quota
+from kfp_gpuquota.scheduler.groups import loose
 from kfp_gpuquota.scheduler.model import NOTHING, Amount, Host, Job, Queue, Status, Task
 from kfp_gpuquota.scheduler.order import dominant_share
 
@@ -130,15 +131,22 @@ def _units(attempt: Attempt, grouped: dict[Job, list[Task]]) -> list[Unit]:
     for job, tasks in grouped.items():
         if job is attempt.job:
             continue
-        surplus = job.active - job.gang
-        if surplus > 0:
+        single: list[Task] = []
+        if job.active > job.gang:
             tasks.sort(key=lambda t: (t.priority, -t.index))
-            _add_single(attempt, job, tasks[:surplus], units)
-        if len(tasks) > surplus and attempt.mode is not Mode.LENT and may_be_victim(attempt, job):
-            everything = tasks if job.active == 1 else [t for t in job.tasks.values() if t.status is Status.HELD]
+            single = loose(job, tasks)
+            _add_single(attempt, job, single, units)
+        if len(tasks) > len(single) and attempt.mode is not Mode.LENT and may_be_victim(attempt, job):
+            everything = tasks if job.active == 1 else _all_of(job)
             if len(everything) == job.active and job not in attempt.sheltered:
                 units.append(_unit(attempt, Stage.WHOLE, job, tuple(everything)))
     return units
+
+
+def _all_of(job: Job) -> list[Task]:
+    """Its workers, those that hold their devices first, and those that this plan would start."""
+    held = [t for t in job.tasks.values() if t.status is Status.HELD]
+    return held + [t for t in job.pending if t.status is Status.BOUND] if len(held) < job.active else held
 
 
 def _add_single(attempt: Attempt, job: Job, tasks: list[Task], units: list[Unit]) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler import placement, quota
+from kfp_gpuquota.scheduler import domains, placement, quota
 from kfp_gpuquota.scheduler.consolidation import resettle
+from kfp_gpuquota.scheduler.groups import below
 from kfp_gpuquota.scheduler.model import Status, Task
 from kfp_gpuquota.scheduler.units import Attempt, Mode, Unit, cheapest_below
 
@@ -25,6 +26,10 @@ _SPARE_AT_MOST: Final = 32
 
 def make_room(attempt: Attempt, finders: Finders) -> bool:
     """Evict victims and nominate all tasks in their places, or change nothing."""
+    return domains.within_required(attempt.ledger, attempt.job, attempt.tasks, lambda: _make_room(attempt, finders))
+
+
+def _make_room(attempt: Attempt, finders: Finders) -> bool:
     mark = attempt.ledger.mark()
     units = _find(attempt, mark, finders)
     if units is None:
@@ -43,6 +48,7 @@ def _resettle(attempt: Attempt, mark: int) -> None:
     """Victims that find an idle place elsewhere move there; the most valuable are asked first."""
     gone = [t for t, before, _, _ in attempt.ledger.since(mark) if before is Status.HELD and t.job.preemptible]
     gone = [t for t in gone if t.status is Status.LEAVING and t.job.active < t.job.wanted]
+    gone = [t for t in gone if not domains.bound_to_domain(t.job)]
     gone.sort(key=lambda t: (-t.job.priority, t.job.submitted_at, t.job.uid, t.index))
     resettle(attempt.ledger, gone)
 
@@ -79,7 +85,10 @@ def _room_for(attempt: Attempt, task: Task, more: int, units: list[Unit], finder
 
 def _evict(ledger: Ledger, unit: Unit) -> None:
     for task in unit.tasks:
-        ledger.set(task, Status.LEAVING, task.node, task.devices)
+        if task.status is Status.BOUND:  # given a place by this very plan
+            ledger.set(task, Status.PENDING, None)
+        else:
+            ledger.set(task, Status.LEAVING, task.node, task.devices)
 
 
 def _meet_limits(attempt: Attempt, units: list[Unit]) -> bool:
@@ -110,7 +119,7 @@ def _spare(attempt: Attempt, units: list[Unit], mark: int) -> bool:
 def _works(attempt: Attempt, units: Sequence[Unit]) -> bool:
     for unit in units:
         _evict(attempt.ledger, unit)
-    if any(0 < unit.job.active < unit.job.gang for unit in units):
+    if any(unit.job.active and below(unit.job) for unit in units):
         return False
     if not placement.place_all(attempt.ledger, attempt.tasks, future=True):
         return False
