@@ -57,6 +57,8 @@ def init(
     global_batch_size: int | None = None,
     max_batch_per_gpu: int | None = None,
     seed: int = 0,
+    reduction: str = "fast",
+    shards: int = 8,
     checkpoint_every_s: float = 300.0,
     keep_checkpoints: int = 2,
 ) -> Job:
@@ -65,6 +67,8 @@ def init(
     `global_batch_size`: samples of a step, over all workers, whatever their number; default: the loader's batch_size.
     `max_batch_per_gpu`: the most samples of one iteration; larger shares are cut, and their gradients added up.
     `seed`: of the order of the samples.
+    `reduction`: "fast", or "exact": the same parameters to the bit whatever sizes the job had; each step is then
+    computed as `shards` parts of a fixed shape.
     `checkpoint_every_s`: how much a lost node may cost, where ELASTIC_CHECKPOINT_DIR is set; `keep_checkpoints`: how
     many are kept.
 
@@ -73,12 +77,15 @@ def init(
     """
     from elastic_runtime.environment import Environment  # noqa: PLC0415  (torch.distributed is loaded when it is used)
     from elastic_runtime.job import Job  # noqa: PLC0415
+    from elastic_runtime.options import Options  # noqa: PLC0415
 
-    return Job(
-        Environment.read(),
+    options = Options(
         global_batch_size=global_batch_size,
         max_batch_per_gpu=max_batch_per_gpu,
         seed=seed,
+        reduction=reduction,
+        shards=shards,
         checkpoint_every_s=checkpoint_every_s,
         keep_checkpoints=keep_checkpoints,
     )
+    return Job(Environment.read(), options)

@@ -22,6 +22,8 @@ class MicroBatch:
     stop: int
     step_samples: int
     last: bool
+    shard: int = 0  # where shards are fixed: which one of the step's this is
+    step_shards: int = 1
 
     @property
     def size(self) -> int:
@@ -54,6 +56,35 @@ def micro_batches(samples: int, rank: int, world_size: int, max_batch: int | Non
     count = -(-(stop - start) // (max_batch or stop - start))
     cuts = split(stop - start, count)
     return [MicroBatch(start + a, start + b, samples, last=b == stop - start) for a, b in cuts]
+
+
+def shard_batches(samples: int, rank: int, world_size: int, shards: int) -> list[MicroBatch]:
+    """What `rank` iterates over where a step is computed in `shards` parts, whatever the number of workers.
+
+    Shards are contiguous and as even as possible; a step of fewer samples has fewer of them. A rank has a contiguous
+    range of shards; more ranks than shards leave the last ones without.
+    """
+    cuts = split(samples, min(shards, samples))
+    first, last = split(len(cuts), world_size)[rank]
+    if first == last:
+        return [MicroBatch(0, 0, samples, last=True, step_shards=len(cuts))]
+    return [
+        MicroBatch(*cuts[shard], samples, last=shard == last - 1, shard=shard, step_shards=len(cuts))
+        for shard in range(first, last)
+    ]
+
+
+def check_shards(global_batch_size: int, shards: int, max_batch_per_gpu: int | None) -> None:
+    """BatchPlanError where shards of a fixed shape cannot be had."""
+    if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
+        raise BatchPlanError(f"shards is {shards!r}, but it must be a whole number from 1 up")
+    size = -(-global_batch_size // shards)
+    if max_batch_per_gpu is not None and size > max_batch_per_gpu:
+        raise BatchPlanError(
+            f"reduction='exact' computes a step of {global_batch_size} samples as {shards} shards of {size}, which is "
+            f"above max_batch_per_gpu={max_batch_per_gpu}; a shard is never cut: use at least "
+            f"shards={-(-global_batch_size // max_batch_per_gpu)}"
+        )
 
 
 def check_batch(global_batch_size: int, max_batch_per_gpu: int | None) -> None:

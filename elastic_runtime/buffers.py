@@ -36,6 +36,7 @@ class FollowedBuffers:
             ]
         self._floats = [b for b in every if b.dtype in {torch.float16, torch.bfloat16, torch.float32}]
         self._integers = [b for b in every if b.dtype in {torch.int32, torch.int64}]
+        self._kept: list[torch.Tensor] = []
         self._saved = [b.detach().clone() for b in self._floats + self._integers]
         self.size = sum(b.numel() for b in self._floats) + 2 * sum(b.numel() for b in self._integers)
 
@@ -49,12 +50,21 @@ class FollowedBuffers:
         for saved, buffer in zip(self._saved, self._floats + self._integers, strict=True):
             buffer.detach().copy_(saved)
 
+    def keep(self) -> None:
+        """Remember the values apart from those of the step's beginning."""
+        self._kept = [b.detach().clone() for b in self._floats + self._integers]
+
+    def restore_kept(self) -> None:
+        """Go back to the values of `keep`."""
+        for kept, buffer in zip(self._kept, self._floats + self._integers, strict=True):
+            buffer.detach().copy_(kept)
+
     def fill(self, section: torch.Tensor, *, leader: bool) -> None:
         """Put the leader's values, or zeros, into `section`, of shape (size,)."""
         if not self.size:
             return
         if not leader:
-            section.zero_()
+            section.fill_(-0.0)  # which changes no number it is added to
             return
         parts = [b.detach().reshape(-1).to(section.dtype) for b in self._floats]
         for b in self._integers:

@@ -24,10 +24,11 @@ def exchange(group: Group, state: TrainingState, *, holds_state: bool) -> bool:
     Raises CollectiveError where a member was lost or does not fit; ModelMismatchError in the one that does not fit.
     """
     step = state.position.step if holds_state else -1
-    rows = group.all_gather(torch.tensor([step, state.fingerprint()], dtype=torch.int64))
-    steps, fingerprints = rows[:, 0].tolist(), rows[:, 1].tolist()
+    mine = [step, state.fingerprint(), state.numerics_fingerprint()]
+    steps, models, numerics = group.all_gather(torch.tensor(mine, dtype=torch.int64)).T.tolist()
     source = steps.index(max(steps))
-    _check_models(group, source, fingerprints)
+    _check_same(group, source, models, _OTHER_MODEL)
+    _check_same(group, source, numerics, f"{_OTHER_NUMERICS} ({state.reduction}; {state.numerics or 'any machine'})")
     behind = [rank for rank, known in enumerate(steps) if rank != source and (known < steps[source] or known < 0)]
     if group.rank == source:
         for rank in behind:
@@ -49,12 +50,19 @@ def _received(group: Group, source: int, state: TrainingState, *, holds_state: b
     return received
 
 
-def _check_models(group: Group, source: int, fingerprints: list[int]) -> None:
+_OTHER_MODEL = (
+    "parameters must have the same names, shapes and types, and optimizers the same number, on every worker; do not "
+    "build them from the rank"
+)
+_OTHER_NUMERICS = (
+    "every worker must ask for the same reduction and, for reduction='exact', have the same torch, number of threads "
+    "and kind of device"
+)
+
+
+def _check_same(group: Group, source: int, fingerprints: list[int], remedy: str) -> None:
     different = [rank for rank, known in enumerate(fingerprints) if known != fingerprints[source]]
     if group.rank in different:
-        raise ModelMismatchError(
-            f"the model of rank {group.rank} differs from that of rank {source}: parameters must have the same names, "
-            "shapes and types, and optimizers the same number, on every worker; do not build them from the rank"
-        )
+        raise ModelMismatchError(f"the model of rank {group.rank} differs from that of rank {source}: {remedy}")
     if different:
         raise CollectiveError(f"the models of ranks {different} differ from that of rank {source}")

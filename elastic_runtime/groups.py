@@ -77,6 +77,22 @@ class Group:
         with _lost_peers_reported():
             return self._group.allreduce([tensor])
 
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_parts: list[int], sent_parts: list[int]
+    ) -> Pending:
+        """Start to send part r of `sent` to rank r, and to receive its part for this rank; lengths in elements."""
+        with _lost_peers_reported():
+            return self._group.alltoall_base(received, sent, received_parts, sent_parts)
+
+    def gather_parts(self, whole: torch.Tensor) -> list[Pending]:
+        """Start to gather equal parts in place: part r of `whole` is rank r's.
+
+        By one broadcast for each rank: gloo's all-gather collects into fresh memory and copies from there.
+        """
+        parts = whole.view(self.size, -1)
+        with _lost_peers_reported():
+            return [self._group.broadcast(parts[rank], rank) for rank in range(self.size)]
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """One row for each rank."""
         rows = [torch.empty_like(tensor) for _ in range(self.size)]

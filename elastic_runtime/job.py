@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.batches import check_batch
+from elastic_runtime.batches import micro_batches, shard_batches
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.guards import guard_class, guard_method
 from elastic_runtime.loader import ElasticLoader
 from elastic_runtime.member import Member
+from elastic_runtime.modes import numerics
 from elastic_runtime.session import Session
 from elastic_runtime.state import Stateful, TrainingState
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from elastic_runtime.environment import Environment
+    from elastic_runtime.loader import Plan
+    from elastic_runtime.options import Options
 
 
 class Job:
@@ -28,18 +32,14 @@ class Job:
     def __init__(
         self,
         environment: Environment,
-        *,
-        global_batch_size: int | None,
-        max_batch_per_gpu: int | None,
-        seed: int,
-        checkpoint_every_s: float,
-        keep_checkpoints: int,
+        options: Options,
     ) -> None:
-        if global_batch_size is not None:
-            check_batch(global_batch_size, max_batch_per_gpu)
-        self._global_batch, self._max_batch, self._seed = global_batch_size, max_batch_per_gpu, seed
+        self._options = options
         self._member = Member(
-            environment, seed, checkpoint_every_s=checkpoint_every_s, keep_checkpoints=keep_checkpoints
+            environment,
+            options.seed,
+            checkpoint_every_s=options.checkpoint_every_s,
+            keep_checkpoints=options.keep_checkpoints,
         )
         self._session: Session | None = None
 
@@ -84,15 +84,21 @@ class Job:
             raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
         given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         parts = [(name, part) for name, part in given.items() if part is not None]
-        state = TrainingState(model, parts)
-        session = Session(state, self._member, scaler)
+        options = self._options
+        batch = options.global_batch_size or getattr(loader, "batch_size", None) or 1
+        options.check(batch)
+        state = TrainingState(model, parts, reduction=options.reduction_text)
+        session = Session(state, self._member, scaler, options.seed if options.exact else None)
         guard_method(optimizer, "step", session.may_act)
         for part in (scheduler, scaler):
             if part is not None:
                 guard_class(part, ("step", "update", "unscale_"), session.may_act)
-        batch = self._global_batch or getattr(loader, "batch_size", None) or 1
-        check_batch(batch, self._max_batch)
-        elastic_loader = ElasticLoader(loader, session, self._seed, batch, self._max_batch)
+        if options.exact:
+            state.numerics = numerics()
+            plan: Plan = partial(shard_batches, shards=options.shards)
+        else:
+            plan = partial(micro_batches, max_batch=options.max_batch_per_gpu)
+        elastic_loader = ElasticLoader(loader, session, options.seed, batch, plan, seeded=options.exact)
         session.steps_in_epoch = elastic_loader.steps
         self._session = session
         found = (model, optimizer, elastic_loader)

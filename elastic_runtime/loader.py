@@ -10,16 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from elastic_runtime.batches import MicroBatch, micro_batches
 from elastic_runtime.errors import UsageError
 from elastic_runtime.order import epoch_order, mix_seed, steps_in_epoch
+from elastic_runtime.streams import RandomStreams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from elastic_runtime.batches import MicroBatch
     from elastic_runtime.position import Position
 
 
@@ -44,16 +45,23 @@ class Loop(Protocol):
         """The loop is done with it; False where what follows is to be planned anew."""
 
 
+class Plan(Protocol):
+    """How a step is split."""
+
+    def __call__(self, samples: int, rank: int, world_size: int) -> list[MicroBatch]:
+        """What `rank` iterates over in a step of `samples`."""
+
+
 class ElasticLoader:
     """Iterates over this worker's micro-batches of the current epoch, from where the training stands."""
 
     def __init__(
-        self, loader: DataLoader[Any], loop: Loop, seed: int, global_batch: int, max_batch: int | None
+        self, loader: DataLoader[Any], loop: Loop, seed: int, global_batch: int, plan: Plan, *, seeded: bool = False
     ) -> None:
         _check(loader)
         self.dataset = loader.dataset
-        self.global_batch, self.max_batch = global_batch, max_batch
-        self._loop, self._seed = loop, seed
+        self.global_batch = global_batch
+        self._loop, self._seed, self._split, self._seeded = loop, seed, plan, seeded
         self._shuffle = isinstance(loader.sampler, RandomSampler)
         self._sampler = loader.sampler
         self._samples = len(loader.sampler)  # type: ignore[arg-type]
@@ -63,7 +71,7 @@ class ElasticLoader:
                 f"the dataset has {self._samples} samples and drop_last is set, so that no global batch of "
                 f"{global_batch} is ever full; lower global_batch_size, or leave drop_last out"
             )
-        self._plan: list[Sequence[int]] | Iterator[Sequence[int]] = []
+        self._batches: list[Sequence[int]] | Iterator[Sequence[int]] = []
         self._generator = torch.Generator()
         self._inner = _like(loader, self, self._generator)
 
@@ -95,19 +103,55 @@ class ElasticLoader:
         position, (rank, world_size) = self._loop.position, self._loop.place
         indices = range(position.index, self.steps)
         self._generator.manual_seed(mix_seed(self._seed, position.step, rank))
-        self._plan = (self._indices(order, k, m) for k in indices for m in self._micro_batches(k, rank, world_size))
+        first_step = position.step - position.index  # of the epoch
+        self._batches = (
+            self._indices(order, k, m, first_step + k)
+            for k in indices
+            for m in self._micro_batches(k, rank, world_size)
+        )
         micros = (m for k in indices for m in self._micro_batches(k, rank, world_size))
         yield from zip(micros, self._inner, strict=False)
 
     def _micro_batches(self, index: int, rank: int, world_size: int) -> list[MicroBatch]:
         samples = min(self.global_batch, self._samples - index * self.global_batch)
-        return micro_batches(samples, rank, world_size, self.max_batch)
+        return self._split(samples, rank, world_size)
 
-    def _indices(self, order: Sequence[int], index: int, micro: MicroBatch) -> Sequence[int]:
+    def _indices(self, order: Sequence[int], index: int, micro: MicroBatch, step: int) -> Sequence[int]:
         start = index * self.global_batch
         if micro.ghost:  # two samples: normalisation layers refuse to train on one
             return [order[start], order[start + 1 if micro.step_samples > 1 else start]]
-        return list(order[start + micro.start : start + micro.stop])
+        found = list(order[start + micro.start : start + micro.stop])
+        return SeededIndices(found, mix_seed(self._seed, step, micro.shard, 1)) if self._seeded else found
+
+
+class SeededIndices(list[int]):
+    """A batch's indices, and the seed of the random numbers that are drawn while it is fetched."""
+
+    def __init__(self, indices: Sequence[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[type[SeededIndices], tuple[list[int], int]]:
+        return SeededIndices, (list(self), self.seed)
+
+
+class SeededDataset(Dataset[Any]):
+    """The user's dataset; what it draws at random depends on the batch alone, whichever process fetches it."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+        self._streams = RandomStreams()
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        if isinstance(indices, SeededIndices):
+            self._streams.reseed(indices.seed)
+        together = getattr(self._dataset, "__getitems__", None)
+        return together(list(indices)) if together else [self._dataset[i] for i in indices]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
 
 class _Batches:
@@ -117,7 +161,7 @@ class _Batches:
         self._owner = owner
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        return iter(self._owner._plan)  # noqa: SLF001  (two halves of one thing)
+        return iter(self._owner._batches)  # noqa: SLF001  (two halves of one thing)
 
 
 def _like(loader: DataLoader[Any], owner: ElasticLoader, generator: torch.Generator) -> DataLoader[Any]:
@@ -133,7 +177,8 @@ def _like(loader: DataLoader[Any], owner: ElasticLoader, generator: torch.Genera
         options["persistent_workers"] = True
         options["prefetch_factor"] = loader.prefetch_factor
         options["multiprocessing_context"] = loader.multiprocessing_context
-    return DataLoader(loader.dataset, batch_sampler=_Batches(owner), generator=generator, **options)  # type: ignore[arg-type]
+    dataset = SeededDataset(loader.dataset) if owner._seeded else loader.dataset  # noqa: SLF001
+    return DataLoader(dataset, batch_sampler=_Batches(owner), generator=generator, **options)  # type: ignore[arg-type]
 
 
 def _check(loader: DataLoader[Any]) -> None:

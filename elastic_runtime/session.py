@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from elastic_runtime.buffers import FollowedBuffers
 from elastic_runtime.errors import CollectiveError, LoopError
-from elastic_runtime.gradients import Reducer
-from elastic_runtime.tail import Tail
+from elastic_runtime.modes import ExactMode, FastMode
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.generations import Generation
     from elastic_runtime.member import Member
+    from elastic_runtime.modes import Mode
     from elastic_runtime.position import Position
     from elastic_runtime.state import TrainingState
 
@@ -27,13 +27,18 @@ if TYPE_CHECKING:
 class Session:
     """The loop of one training: counts micro-batches into steps, repeats a failed step, switches between steps."""
 
-    def __init__(self, state: TrainingState, member: Member, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(
+        self, state: TrainingState, member: Member, scaler: torch.amp.GradScaler | None, exact_seed: int | None
+    ) -> None:
         self._state, self._member, self._scaler = state, member, scaler
         self.steps_in_epoch = 0
         self._total_epochs: int | None = None
-        self._buffers = FollowedBuffers([state.model])
-        self._tail = Tail(self._buffers)
-        self._reducer = Reducer(state.parameters(), self._tail.size)
+        buffers = FollowedBuffers([state.model])
+        self._mode: Mode = (
+            FastMode(state, buffers, member.streams)
+            if exact_seed is None
+            else ExactMode(state, buffers, member.streams, exact_seed)
+        )
         self._micro: MicroBatch | None = None
         self._samples = 0
         self._first = True  # the next iteration begins a step
@@ -89,9 +94,8 @@ class Session:
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """The loop gets this micro-batch next."""
+        self._mode.begin(micro_batch, self.position.step, first=self._first)
         if self._first:
-            self._buffers.save()
-            self._member.streams.save()
             self._samples = 0
         self._micro, self._backward_done, self._complete = micro_batch, False, False
 
@@ -104,11 +108,12 @@ class Session:
             raise LoopError("job.backward was called twice in one iteration; add the losses up and call it once")
         self._backward_done = True
         self._samples += micro.size
-        self._reducer.begin(self._member.group, first=self._first, last=micro.last, ghost=micro.ghost)
+        self._mode.reducer.begin(self._member.group, micro, first=self._first)
         self._first = False
         try:
             scaled = loss * micro.weight
             (self._scaler.scale(scaled) if self._scaler else scaled).backward()  # type: ignore[no-untyped-call]
+            self._mode.end(micro)
             if micro.last:
                 self._complete_step(micro)
         except CollectiveError as error:
@@ -137,10 +142,11 @@ class Session:
         vote = self._member.vote()
         leader = self.place[0] == 0
         distance = vote.number - self._member.generation if vote else 0
-        self._tail.fill(self._reducer.tail, leader=leader, samples=self._samples, vote=distance)
+        self._mode.fill_tail(leader=leader, samples=self._samples, vote=distance)
         self._member.check()
-        self._reducer.reduce()
-        agreed = self._tail.take(self._reducer.tail, leader=leader, samples=micro.step_samples, workers=self.place[1])
+        self._mode.reducer.reduce()
+        agreed = self._mode.take_tail(micro, leader=leader, workers=self.place[1])
+        self._mode.completed(self.position.step)
         self._complete = True
         self._member.reporter.note_step(micro.step_samples, self.place[1])
         if agreed:
@@ -148,9 +154,8 @@ class Session:
 
     def _repeat_step(self, error: CollectiveError) -> None:
         """Back to the step's beginning, and on with whoever is left."""
-        self._reducer.abandon()
-        self._buffers.restore()
-        self._member.streams.restore()
+        self._mode.reducer.abandon()
+        self._mode.restore()
         self._repeat, self._agreed = True, None
         self._recover(error)
 

@@ -33,6 +33,8 @@ class TrainingState:
     model: torch.nn.Module
     parts: list[tuple[str, Stateful]] = field(default_factory=list)
     position: Position = field(default_factory=Position)
+    reduction: str = "reduction='fast'"
+    numerics: str = ""  # what all workers must have in common for results that are the same to the bit
     _rehearsed: bool = False
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -43,6 +45,7 @@ class TrainingState:
         """The whole state; its tensors are the live ones, not copies."""
         return {
             "fingerprint": self.fingerprint(),
+            "reduction": self.reduction,
             "position": (self.position.epoch, self.position.index, self.position.step),
             "model": dict(self.model.state_dict()),
             "parts": {name: part.state_dict() for name, part in self.parts},
@@ -50,6 +53,11 @@ class TrainingState:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a captured state over. StateError where it is another model's."""
+        if state.get("reduction", self.reduction) != self.reduction:
+            raise StateError(
+                f"the saved state was trained with {state['reduction']}, this script asks for {self.reduction}; what "
+                "follows would be neither: ask for the same, or remove the checkpoints to begin anew"
+            )
         if state["fingerprint"] != self.fingerprint():
             raise StateError(
                 "the saved state belongs to another model: its parameters have other names, shapes or types; "
@@ -102,8 +110,15 @@ class TrainingState:
         """A number that differs between models whose parameters differ in name, shape or type."""
         text = [f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}" for name, p in self.parameters()]
         text += [name for name, _ in self.parts]
-        digest = hashlib.sha256("\n".join(text).encode()).digest()
-        return mix_seed(int.from_bytes(digest[:8], "big"))
+        return _hash("\n".join(text))
+
+    def numerics_fingerprint(self) -> int:
+        """A number that differs between workers that would not compute the same bits, where that matters."""
+        return _hash(f"{self.reduction}, {self.numerics}")
+
+
+def _hash(text: str) -> int:
+    return mix_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big"))
 
 
 def _same_memory(received: object, own: object) -> bool:

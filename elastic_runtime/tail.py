@@ -32,8 +32,8 @@ class Tail:
         section[:_HEAD].copy_(torch.tensor([samples, vote, vote * vote]))
         self._buffers.fill(section[_HEAD:], leader=leader)
 
-    def take(self, section: torch.Tensor, *, leader: bool, samples: int, workers: int) -> bool:
-        """Everybody's sums; whether all voted as this worker did, for a generation.
+    def take(self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int) -> bool:
+        """Everybody's sums; whether all voted as this worker did, for a generation. `keeps`: the buffers are its own.
 
         LoopError where the workers' samples do not add up to the step's: their loops iterate differently.
         """
@@ -43,6 +43,6 @@ class Tail:
                 f"the workers counted {counted} samples in a step of {samples}; every worker must run the same loop "
                 "over a dataset of the same length"
             )
-        if not leader:
+        if not keeps:
             self._buffers.take(section[_HEAD:])
         return self._vote > 0 and votes == workers * self._vote and squares == workers * self._vote**2

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_runtime.batches import MicroBatch
 from elastic_runtime.buffers import FollowedBuffers
-from elastic_runtime.gradients import Reducer
+from elastic_runtime.gradients import FastReducer
 from elastic_runtime.packing import describe, holes, pack
 from elastic_runtime.state import TrainingState
 from elastic_runtime.streams import RandomStreams
@@ -115,15 +116,15 @@ def test_only_a_unanimous_vote_is_an_agreement(votes: list[int], agreed: bool) -
     for tail, section, vote in zip(tails, sections, votes, strict=True):
         tail.fill(section, leader=False, samples=5, vote=vote)
     total = torch.stack(sections).sum(0)
-    answers = {tail.take(total, leader=False, samples=15, workers=len(votes)) for tail in tails}
+    answers = {tail.take(total, keeps=False, samples=15, workers=len(votes)) for tail in tails}
     assert answers == {agreed}
 
 
 def test_half_precision_gradients_are_added_up_in_single_precision() -> None:
     model = nn.Linear(4, 1, bias=False).to(torch.bfloat16)
-    reducer = Reducer(model.named_parameters(), 1)
+    reducer = FastReducer(model.named_parameters(), 1)
     for k, value in enumerate((256.0, 1.0, 1.0)):
-        reducer.begin(None, first=k == 0, last=k == 2, ghost=False)
+        reducer.begin(None, MicroBatch(k, k + 1, 3, last=k == 2), first=k == 0)
         model(torch.full((1, 4), value, dtype=torch.bfloat16)).sum().backward()
     reducer.reduce()
     assert model.weight.grad is not None
@@ -133,10 +134,10 @@ def test_half_precision_gradients_are_added_up_in_single_precision() -> None:
 
 def test_channels_last_parameters_get_gradients_of_their_own_layout() -> None:
     model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
-    reducer = Reducer(model.named_parameters(), 1)
-    reducer.begin(None, first=True, last=False, ghost=False)
+    reducer = FastReducer(model.named_parameters(), 1)
+    reducer.begin(None, MicroBatch(0, 2, 4, last=False), first=True)
     model(torch.randn(2, 3, 8, 8)).sum().backward()
-    reducer.begin(None, first=False, last=True, ghost=False)
+    reducer.begin(None, MicroBatch(2, 4, 4, last=True), first=False)
     model(torch.randn(2, 3, 8, 8)).sum().backward()
     reducer.reduce()
     assert model.weight.grad is not None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import hashlib
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -19,13 +21,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_runtime
+from elastic_runtime.packing import pack
 from tests.elastic_runtime.delays import delay_meetings
 
 SAMPLES, FEATURES = 203, 12
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, *, noisy: bool = False) -> None:
+        self.noisy = noisy
         generator = torch.Generator().manual_seed(5)
         self.x = torch.randn(samples, FEATURES, generator=generator)
         self.y = torch.randint(0, 3, (samples,), generator=generator)
@@ -34,7 +38,8 @@ class Points(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        return self.x[index], self.y[index], index
+        noise = 0.1 * torch.randn(FEATURES) + 0.1 * random.random() if self.noisy else 0.0
+        return self.x[index] + noise, self.y[index], index
 
 
 @dataclass
@@ -47,16 +52,27 @@ class Plan:
     max_batch: int | None = 5
     loader_workers: int = 0
     normalise: bool = False
+    mixed: bool = False  # dropout, bfloat16, noise in the dataset and in the loop
     options: dict[str, Any] = field(default_factory=dict)
     delays: int | None = None  # seed of delays.delay_meetings; None: none
+    threads: int = 1
 
 
 def build(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     torch.manual_seed(1)
     norm: list[nn.Module] = [nn.BatchNorm1d(24)] if plan.normalise else []
+    norm += [nn.Dropout(0.3)] if plan.mixed else []
     model = nn.Sequential(nn.Linear(FEATURES, 24), *norm, nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of every bit of the model's and the optimizer's tensors."""
+    found = hashlib.sha256()
+    for tensor in pack([model.state_dict(), optimizer.state_dict()])[1]:
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 class Gate:
@@ -73,11 +89,13 @@ class Gate:
 
 
 def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(plan.threads)
     log = (directory / f"consumed-{index}.jsonl").open("a", buffering=1)
     job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **plan.options)
     model, optimizer, scheduler = build(plan)
-    loader = DataLoader(Points(plan.samples), batch_size=4, shuffle=True, num_workers=plan.loader_workers)
+    loader = DataLoader(
+        Points(plan.samples, noisy=plan.mixed), batch_size=4, shuffle=True, num_workers=plan.loader_workers
+    )
     model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler)
     consumed: list[int] = []
 
@@ -99,7 +117,10 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
                 consumed += indices.tolist()
             if session._micro.last:
                 note("computed")
-            loss = nn.functional.cross_entropy(model(x), y)
+            if plan.mixed:
+                x.add_(torch.randn_like(x), alpha=0.1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=plan.mixed):
+                loss = nn.functional.cross_entropy(model(x).float(), y)
             job.backward(loss)
             nn.utils.clip_grad_norm_(model.parameters(), 5.0)
             optimizer.step()
@@ -109,7 +130,13 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
                 assert torch.distributed.get_rank() == job.rank
                 assert torch.distributed.get_world_size() == job.world_size
     torch.save(
-        {"model": model.state_dict(), "lr": scheduler.get_last_lr(), "step": job.step, "rank": job.rank},
+        {
+            "model": model.state_dict(),
+            "sha256": digest(model, optimizer),
+            "lr": scheduler.get_last_lr(),
+            "step": job.step,
+            "rank": job.rank,
+        },
         directory / f"final-{index}.pt",
     )
 

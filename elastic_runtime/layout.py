@@ -1,0 +1,170 @@
+"""Where each parameter's gradient lies: flat buckets of a fixed layout, a function of the parameters alone.
+
+Buckets of about 25 MB in reverse order of definition, which is about the order of the backward pass. The last one ends
+with a tail of small numbers which would otherwise cost a collective of their own: the samples that were counted, the
+votes for the next generation, rank 0's buffers, and which parameters were used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_runtime.errors import LoopError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+BUCKET_BYTES = 25 << 20
+PADDING = 1024
+"""Elements beyond a bucket's end, so that up to so many ranks may have equal parts of it."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter's place: bucket and element range, and whether this step has put anything there."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    bucket: int
+    start: int
+    view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    touched: bool = False
+    fired: bool = False
+
+
+@dataclass
+class Bucket:
+    """One flat buffer; `waiting` counts the parameters whose last gradient of the step is still to come."""
+
+    dtype: torch.dtype
+    device: torch.device
+    size: int = 0
+    slots: list[Slot] = field(default_factory=list)
+    whole: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    waiting: int = 0
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Without the padding. Shape: (size,)."""
+        return self.whole[: self.size]
+
+    def memory(self) -> torch.Tensor:
+        """A new buffer of zeros, padding included."""
+        return torch.zeros(self.size + PADDING, dtype=self.dtype, device=self.device)
+
+
+class Layout:
+    """The buckets, their slots in order of definition, and the tail of `tail_size` numbers for the caller."""
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
+        self.slots = [Slot(name, p, 0, 0) for name, p in parameters if p.requires_grad]
+        if not self.slots:
+            raise UsageError("the model has no parameter that requires a gradient; there is nothing to train")
+        self._tail_size = tail_size + len(self.slots)
+        self.buckets = _lay_out(self.slots, self._tail_size)
+        self._by_parameter = {slot.parameter: slot for slot in self.slots}
+        self.allocate()
+
+    def allocate(self) -> None:
+        """New memory everywhere: what is in flight keeps the old one."""
+        for bucket in self.buckets:
+            bucket.whole = bucket.memory()
+            for slot in bucket.slots:
+                slot.view = view_of(bucket.whole, slot)
+
+    def tail_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The caller's numbers, then one for each slot, at the end of the last bucket's buffer."""
+        size = self.buckets[-1].size
+        return whole[size - self._tail_size : size]
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """The caller's numbers. Shape: (tail_size,)."""
+        return self.tail_of(self.buckets[-1].whole)[: self._tail_size - len(self.slots)]
+
+    @property
+    def used(self) -> torch.Tensor:
+        """How often each slot's parameter had a gradient in this step. Shape: (slots,)."""
+        return self.tail_of(self.buckets[-1].whole)[-len(self.slots) :]
+
+    def hook(self, on_gradient: Callable[[Slot, torch.Tensor], None]) -> list[RemovableHandle]:
+        """Call `on_gradient` with each gradient as it is complete. LoopError for two of one parameter in an iteration.
+
+        The parameter's own `grad` is None afterwards.
+        """
+
+        def fire(parameter: torch.nn.Parameter) -> None:
+            if parameter.grad is None:
+                return
+            slot = self._by_parameter[parameter]
+            if slot.fired:
+                raise LoopError(
+                    f"parameter {slot.name!r} got two gradients in one iteration; call job.backward once per "
+                    "iteration, and use torch.utils.checkpoint with use_reentrant=False"
+                )
+            on_gradient(slot, parameter.grad)
+
+        return [_register(slot.parameter, fire) for slot in self.slots]
+
+    def hand_out(self) -> None:
+        """Each parameter's `grad` is its view, or None where nobody used it."""
+        used = self.used
+        counts: Sequence[float] = [1.0] * len(self.slots) if bool(used.min() > 0) else used.tolist()
+        for slot, count in zip(self.slots, counts, strict=True):
+            if count <= 0:
+                slot.parameter.grad = None
+            elif slot.view.dtype == slot.parameter.dtype:
+                slot.parameter.grad = slot.view
+            else:
+                slot.parameter.grad = slot.view.to(slot.parameter.dtype)
+
+    def forget(self) -> None:
+        """No gradients, and new memory."""
+        self.allocate()
+        for slot in self.slots:
+            slot.touched = False
+            slot.parameter.grad = None
+
+
+def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.nn.Parameter], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what gradients of `dtype` are summed: half precision is too coarse to add up in."""
+    return torch.float32 if dtype in {torch.float16, torch.bfloat16} else dtype
+
+
+def _lay_out(slots: list[Slot], tail_size: int) -> list[Bucket]:
+    """Buckets in launching order: reverse order of definition, by dtype and device; the tail ends the last one."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], Bucket] = {}
+    buckets: list[Bucket] = []
+    for slot in reversed(slots):
+        kind = (sum_dtype(slot.parameter.dtype), slot.parameter.device)
+        bucket = open_buckets.get(kind)
+        if bucket is None or bucket.size * kind[0].itemsize >= BUCKET_BYTES:
+            bucket = open_buckets[kind] = Bucket(*kind)
+            buckets.append(bucket)
+        slot.start = bucket.size
+        bucket.slots.append(slot)
+        bucket.size += slot.parameter.numel()
+    for index, bucket in enumerate(buckets):
+        for slot in bucket.slots:
+            slot.bucket = index
+    buckets[-1].size += tail_size
+    return buckets
+
+
+def view_of(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The slot's elements in the parameter's own memory layout, so that optimizers take their fast paths."""
+    parameter = slot.parameter
+    part = flat[slot.start : slot.start + parameter.numel()]
+    if parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
+        return part.as_strided(parameter.size(), parameter.stride())
+    return part.view(parameter.shape)
