@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError
+from kfp_gpuquota.cluster.kubernetes.listening import listen
 
 if TYPE_CHECKING:
     import ssl
@@ -58,7 +59,7 @@ async def serving(service: MembershipService, port: int, tls: ssl.SSLContext | N
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, port=port, ssl_context=tls).start()
+        await web.SockSite(runner, listen(port), ssl_context=tls).start()
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kfp_gpuquota.cluster.kubernetes.listening import listen
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
@@ -72,7 +74,7 @@ async def serving(
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, port=port).start()
+        await web.SockSite(runner, listen(port)).start()
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()

@@ -1,0 +1,12 @@
+"""One socket for both families, so that a port of 0 is one port and not two."""
+
+from __future__ import annotations
+
+import socket
+
+
+def listen(port: int) -> socket.socket:
+    """Listen on all addresses of this machine; 0 is any free port."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)

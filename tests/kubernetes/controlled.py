@@ -1,0 +1,276 @@
+"""A controller as a process of its own on a test's cluster, and the teams, pods and jobs that tests make for it."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kfp_gpuquota.cluster.kubernetes import labels
+from tests.kubernetes.conftest import QUOTAS, jobs_of
+from tools.devcluster import ApiError, DevCluster, fake_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+REPOSITORY = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+Object = dict[str, Any]
+
+
+@dataclass
+class Controlled:
+    """A cluster, its controller, and what the test made; `close` takes everything away and checks it first."""
+
+    cluster: DevCluster
+    folder: Path
+    address: str = "127.0.0.1"
+    arguments: list[str] = field(default_factory=list)
+    kubeconfig: Path | None = None
+    teams: list[str] = field(default_factory=list)
+    nodes: list[str] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    # The controller
+
+    def start(self, *more: str) -> subprocess.Popen[bytes]:
+        """Start a controller; returns when it leads, or stands by."""
+        log = self.folder / f"controller-{len(self.processes)}.log"
+        port = _free_port()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes"),
+                    f"--kubeconfig={self.kubeconfig or self.cluster.kubeconfig}",
+                    f"--membership-port={port}",
+                    f"--advertise=https://{self.address}:{port}",
+                    *self.arguments,
+                    *more,
+                ],
+                cwd=REPOSITORY,
+                stderr=output,
+            )
+        self.processes.append(process)
+        self.wait(lambda: _is_ready(process, log), log.read_text)
+        return process
+
+    def kill(self) -> None:
+        """SIGKILL the newest controller."""
+        self.processes[-1].kill()
+        self.processes[-1].wait()
+
+    def log(self) -> str:
+        """What the controllers said."""
+        return "\n".join(log.read_text() for log in sorted(self.folder.glob("controller-*.log")))
+
+    # What a test makes
+
+    def add_nodes(self, count: int, gpus: int = 8) -> list[str]:
+        """Fake nodes of this test's own."""
+        taken = [n["metadata"]["name"] for n in self.cluster.api.items("/api/v1/nodes")]
+        first = max((int(n.removeprefix("fake-")) + 1 for n in taken if n.startswith("fake-")), default=0)
+        fake_nodes.add(self.cluster.api, count, gpus, first)
+        made = [f"fake-{n}" for n in range(first, first + count)]
+        for name in made:
+            self.cluster.api.until(f"/api/v1/nodes/{name}", lambda node: not node["spec"].get("taints"))
+        self.nodes += made
+        return made
+
+    def team(self, prefix: str = "team", **quota: object) -> str:
+        """A namespace with a quota."""
+        name = self.cluster.make_namespace(f"{prefix}-{uuid.uuid4().hex[:6]}")
+        self.cluster.api.create(
+            QUOTAS, {"apiVersion": labels.API_VERSION, "kind": "GpuQuota", "metadata": {"name": name}, "spec": quota}
+        )
+        self.teams.append(name)
+        return name
+
+    def pod(self, team: str, name: str, gpus: int = 1, **more: Any) -> str:
+        """Create a pod, gated as the webhook would gate it; its path."""
+        body = pod_body(name, gpus, **more)
+        self.cluster.api.create(f"/api/v1/namespaces/{team}/pods", body)
+        return f"/api/v1/namespaces/{team}/pods/{name}"
+
+    def job(self, team: str, name: str, template: Object | None = None, **spec: object) -> str:
+        """Create an ElasticJob; its path."""
+        body = {
+            "apiVersion": labels.API_VERSION,
+            "kind": "ElasticJob",
+            "metadata": {"name": name, "namespace": team},
+            "spec": {"template": template or {"spec": {"containers": [{"name": "main", "image": "none"}]}}, **spec},
+        }
+        self.cluster.api.create(jobs_of(team), body)
+        return f"{jobs_of(team)}/{name}"
+
+    # What a test sees
+
+    def pods(self, team: str) -> dict[str, Object]:
+        """A team's pods by name."""
+        return {p["metadata"]["name"]: p for p in self.cluster.api.items(f"/api/v1/namespaces/{team}/pods")}
+
+    def bound(self, team: str) -> set[str]:
+        """Names of its pods that have a node and are not ending."""
+        return {name for name, pod in self.pods(team).items() if holds(pod) and not is_leaving(pod)}
+
+    def waiting(self, team: str) -> set[str]:
+        """Names of its pods that are gated."""
+        return {name for name, pod in self.pods(team).items() if pod["spec"].get("schedulingGates")}
+
+    def wait(self, condition: Callable[[], object], what: object = "", seconds: float = DEADLINE_S) -> None:
+        """Return when it holds; fails the test when it does not in time."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {seconds:g} s: {what() if callable(what) else what}"
+            time.sleep(0.05)
+
+    def until(self, path: str, condition: Callable[[Object], object], seconds: float = DEADLINE_S) -> Object:
+        """The object, as soon as it is so."""
+        try:
+            return self.cluster.api.until(path, condition, seconds)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.log()[-6000:]}") from None
+
+    def until_bound(self, path: str) -> Object:
+        """The pod, once it has a node."""
+        return self.until(path, holds)
+
+    def until_phase(self, path: str, phase: str, seconds: float = DEADLINE_S) -> Object:
+        """The ElasticJob, once it is there."""
+        return self.until(path, lambda job: job.get("status", {}).get("phase") == phase, seconds)
+
+    def finish(self, path: str, exit_code: int = 0) -> None:
+        """Let a pod of a fake node end."""
+        pod = self.cluster.api.get(path)
+        ended = {"terminated": {"exitCode": exit_code, "reason": "Completed" if exit_code == 0 else "Error"}}
+        statuses = [{**s, "ready": False, "state": ended} for s in pod["status"]["containerStatuses"]]
+        status = {"phase": "Failed" if exit_code else "Succeeded", "containerStatuses": statuses}
+        self.cluster.api.patch(f"{path}/status", {"status": status})
+
+    # The end
+
+    def check(self) -> None:
+        """What holds at all times: no node holds more than it has, no team more than its limit."""
+        pods = self.cluster.api.items("/api/v1/pods")
+        for node in self.cluster.api.items("/api/v1/nodes"):
+            here = [p for p in pods if p["spec"].get("nodeName") == node["metadata"]["name"] and not is_over(p)]
+            devices = [d for p in here for d in _devices(p)]
+            assert len(devices) == len(set(devices)), (node["metadata"]["name"], devices)
+            assert sum(map(gpus_of, here)) <= int(node["status"]["allocatable"].get(labels.GPU_RESOURCE, "0"))
+        for quota in self.cluster.api.items(QUOTAS):
+            team = quota["metadata"]["name"]
+            held = sum(gpus_of(p) for p in pods if p["metadata"]["namespace"] == team and holds(p) and not is_over(p))
+            assert held <= quota["spec"].get("limit", held), (team, held)
+
+    def close(self) -> None:
+        """End the controllers, and take away what was made."""
+        try:
+            self.check()
+        finally:
+            for process in self.processes:
+                process.terminate()
+            for process in self.processes:
+                process.wait(30)
+            for team in self.teams:
+                self._drop_team(team)
+            for node in self.nodes:
+                _forgiving(self.cluster, f"/api/v1/nodes/{node}")
+
+    def _drop_team(self, team: str) -> None:
+        for job in self.cluster.api.items(jobs_of(team)):
+            _forgiving(self.cluster, f"{jobs_of(team)}/{job['metadata']['name']}")
+        for name in self.pods(team):
+            _forgiving(self.cluster, f"/api/v1/namespaces/{team}/pods/{name}", 0)
+        _forgiving(self.cluster, f"{QUOTAS}/{team}")
+        _forgiving(self.cluster, f"/api/v1/namespaces/{team}")
+
+
+def pod_body(
+    name: str,
+    gpus: int = 1,
+    *,
+    gated: bool = True,
+    labels_: Object | None = None,
+    annotations: Object | None = None,
+    owner: Object | None = None,
+    **spec: Any,
+) -> Object:
+    """A pod that asks for GPUs."""
+    return {
+        "metadata": {
+            "name": name,
+            "labels": labels_ or {},
+            **({"annotations": annotations} if annotations else {}),
+            **({"ownerReferences": [owner]} if owner else {}),
+        },
+        "spec": {
+            **({"schedulingGates": [{"name": labels.QUOTA_GATE}]} if gated else {}),
+            "terminationGracePeriodSeconds": 1,
+            "containers": [
+                {"name": "main", "image": "none", "resources": {"limits": {labels.GPU_RESOURCE: str(gpus)}}}
+            ],
+            **spec,
+        },
+    }
+
+
+def holds(pod: Object) -> bool:
+    """kube-scheduler has bound it."""
+    return bool(pod["spec"].get("nodeName"))
+
+
+def is_leaving(pod: Object) -> bool:
+    """It is being deleted."""
+    return "deletionTimestamp" in pod["metadata"]
+
+
+def is_over(pod: Object) -> bool:
+    """It has ended."""
+    return pod["status"].get("phase") in {"Succeeded", "Failed"}
+
+
+def gpus_of(pod: Object) -> int:
+    """GPUs that it asks for."""
+    limits = (c.get("resources", {}).get("limits", {}) for c in pod["spec"]["containers"])
+    return sum(int(one.get(labels.GPU_RESOURCE, "0")) for one in limits)
+
+
+def _devices(pod: Object) -> list[str]:
+    noted = pod["metadata"].get("annotations", {}).get(labels.DEVICES, "")
+    return noted.split(",") if noted else []
+
+
+def _is_ready(process: subprocess.Popen[bytes], log: Path) -> bool:
+    text = log.read_text()
+    assert process.poll() is None, text
+    found = re.search(r"metrics and probes on port (\d+)", text)
+    if found is None:
+        return False
+    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=5)
+    try:
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("0.0.0.0", 0))
+        return int(probe.getsockname()[1])
+
+
+def _forgiving(cluster: DevCluster, path: str, grace_s: int | None = None) -> None:
+    try:
+        cluster.api.delete(path, grace_s)
+    except ApiError as error:
+        if error.status != 404:
+            raise

@@ -1,0 +1,228 @@
+"""Pods that others make, through the real API server, kube-scheduler and controller; nodes are KWOK's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kfp_gpuquota.cluster.kubernetes import labels
+from tests.kubernetes.conftest import QUOTAS
+from tests.kubernetes.controlled import Controlled, holds, is_leaving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tools.devcluster import DevCluster
+
+
+@pytest.fixture
+def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
+    """Without nodes and without a controller yet; checked and taken away when the test ends."""
+    running = Controlled(system_cluster, tmp_path)
+    yield running
+    running.close()
+
+
+def test_a_pod_waits_at_its_gate_until_its_turn_and_then_runs_where_it_was_sent(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    path = controlled.pod(team, "first", gpus=2)
+    controlled.start()
+    pod = controlled.until_bound(path)
+    assert pod["metadata"]["annotations"][labels.DEVICES] == "0,1"
+    second = controlled.pod(team, "second")
+    controlled.pod(team, "third", gpus=1)
+    assert controlled.cluster.api.get(second)["spec"]["schedulingGates"]
+    controlled.cluster.api.delete(path)
+    controlled.wait(lambda: controlled.bound(team) == {"second", "third"})
+
+
+def test_a_team_takes_back_what_it_lent_and_no_more_than_its_guarantee(controlled: Controlled) -> None:
+    controlled.add_nodes(2, gpus=4)
+    lender, borrower = controlled.team("lender", guaranteed=3), controlled.team("borrower", guaranteed=5)
+    controlled.start()
+    for i in range(8):
+        controlled.pod(borrower, f"b{i}")
+    controlled.wait(lambda: len(controlled.bound(borrower)) == 8)
+    for i in range(5):
+        controlled.pod(lender, f"a{i}")
+    controlled.wait(lambda: len(controlled.bound(lender)) == 3, lambda: controlled.log()[-3000:])
+    controlled.wait(lambda: len(controlled.pods(borrower)) == 5)
+    assert len(controlled.waiting(lender)) == 2
+
+
+def test_a_limit_holds_although_gpus_are_idle(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=8)
+    team, other = controlled.team(guaranteed=1, limit=3), controlled.team(guaranteed=1)
+    controlled.start()
+    for i in range(6):
+        controlled.pod(team, f"p{i}")
+    controlled.until_bound(controlled.pod(other, "proof"))
+    controlled.wait(lambda: len(controlled.bound(team)) == 3)
+    assert len(controlled.waiting(team)) == 3
+
+
+def test_the_pods_of_a_group_start_together_or_not_at_all(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=4)
+    team = controlled.team(guaranteed=4)
+    blocker = controlled.pod(team, "blocker", gpus=1)
+    controlled.start()
+    controlled.until_bound(blocker)
+    group: dict[str, Any] = {"labels_": {labels.POD_GROUP: "gang"}, "annotations": {labels.POD_GROUP_SIZE: "4"}}
+    for i in range(4):
+        controlled.pod(team, f"g{i}", **group)
+    controlled.until_bound(controlled.pod(team, "small"))  # it was planned with the gang waiting beside it
+    assert controlled.waiting(team) == {"g0", "g1", "g2", "g3"}
+    for name in ("blocker", "small"):
+        controlled.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/{name}")
+    controlled.wait(lambda: controlled.bound(team) == {"g0", "g1", "g2", "g3"})
+
+
+def test_a_group_is_not_started_before_all_of_it_is_there(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=4)
+    team = controlled.team(guaranteed=4)
+    controlled.start()
+    group: dict[str, Any] = {"labels_": {labels.POD_GROUP: "gang"}, "annotations": {labels.POD_GROUP_SIZE: "3"}}
+    for i in range(2):
+        controlled.pod(team, f"g{i}", **group)
+    controlled.until_bound(controlled.pod(team, "proof"))
+    assert controlled.waiting(team) == {"g0", "g1"}
+    controlled.pod(team, "g2", **group)
+    controlled.wait(lambda: len(controlled.bound(team)) == 4)
+
+
+def test_a_session_within_quota_is_never_taken_and_none_starts_beyond_it(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=4)
+    team, other = controlled.team(guaranteed=2), controlled.team(guaranteed=2)
+    controlled.start()
+    notebook: dict[str, Any] = {"labels_": {labels.NOTEBOOK: "nb"}}
+    for i in range(3):
+        controlled.pod(team, f"nb{i}", **notebook)
+    controlled.wait(lambda: len(controlled.bound(team)) == 2)
+    for i in range(4):
+        controlled.pod(other, f"t{i}")
+    controlled.wait(lambda: len(controlled.bound(other)) == 2)
+    assert len(controlled.bound(team)) == 2
+    assert len(controlled.waiting(team)) == 1
+
+
+def test_what_pods_outside_the_quota_hold_is_not_given_to_anybody(controlled: Controlled) -> None:
+    (node,) = controlled.add_nodes(1, gpus=4)
+    team = controlled.team(guaranteed=4)
+    elsewhere = controlled.cluster.make_namespace("elsewhere-a")
+    foreign = controlled.pod(elsewhere, "foreign", gpus=3, gated=False, nodeName=node)
+    controlled.start()
+    controlled.pod(team, "large", gpus=2)
+    controlled.until_bound(controlled.pod(team, "small"))
+    assert controlled.waiting(team) == {"large"}
+    controlled.cluster.api.delete(foreign)
+    controlled.wait(lambda: controlled.bound(team) == {"large", "small"})
+
+
+def test_nothing_is_sent_to_a_cordoned_node(controlled: Controlled) -> None:
+    first, second = controlled.add_nodes(2, gpus=2)
+    controlled.cluster.api.patch(f"/api/v1/nodes/{first}", {"spec": {"unschedulable": True}})
+    team = controlled.team(guaranteed=4)
+    controlled.start()
+    for i in range(3):
+        controlled.pod(team, f"p{i}")
+    controlled.wait(lambda: len(controlled.bound(team)) == 2)
+    assert {controlled.pods(team)[p]["spec"]["nodeName"] for p in controlled.bound(team)} == {second}
+    controlled.cluster.api.patch(f"/api/v1/nodes/{first}", {"spec": {"unschedulable": None}})
+    controlled.wait(lambda: len(controlled.bound(team)) == 3)
+
+
+def test_a_pod_that_is_stuck_ending_keeps_its_gpus_taken(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1)
+    controlled.start()
+    path = controlled.pod(team, "stuck")
+    controlled.cluster.api.patch(path, {"metadata": {"finalizers": ["example.com/stuck"]}})
+    controlled.until_bound(path)
+    controlled.cluster.api.delete(path)
+    controlled.until(path, is_leaving)
+    second = controlled.pod(team, "second")
+    other = controlled.team(guaranteed=0)
+    controlled.pod(other, "third")
+    quota = controlled.until(f"{QUOTAS}/{other}", lambda q: q.get("status", {}).get("waiting") == 1)
+    assert quota["status"]["gpus"] == 0
+    assert not holds(controlled.cluster.api.get(second))
+    controlled.cluster.api.patch(path, {"metadata": {"finalizers": None}})
+    controlled.until_bound(second)
+
+
+def test_the_places_a_pod_asks_for_itself_stay_and_ours_is_added_to_each(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    terms = [
+        {"matchExpressions": [{"key": "kubernetes.io/os", "operator": "In", "values": ["linux"]}]},
+        {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["nowhere"]}]},
+    ]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    plain = controlled.until_bound(controlled.pod(team, "terms", affinity={"nodeAffinity": required}))
+    written = plain["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    ours = {"key": "metadata.name", "operator": "In", "values": [plain["spec"]["nodeName"]]}
+    assert [ours in term["matchFields"] for term in written["nodeSelectorTerms"]] == [True, True]
+    assert written["nodeSelectorTerms"][0]["matchExpressions"] == terms[0]["matchExpressions"]
+    apart: dict[str, Any] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    controlled.until_bound(controlled.pod(team, "apart", affinity=apart))
+
+
+def test_a_restarted_controller_knows_from_the_api_alone_who_holds_what(controlled: Controlled) -> None:
+    controlled.add_nodes(2, gpus=4)
+    team, other = controlled.team(guaranteed=4, limit=4), controlled.team(guaranteed=4)
+    controlled.start()
+    for i in range(5):
+        controlled.pod(team, f"p{i}")
+    controlled.wait(lambda: len(controlled.bound(team)) == 4)
+    controlled.kill()
+    for i in range(5):
+        controlled.pod(other, f"o{i}")
+    controlled.start()
+    controlled.wait(lambda: len(controlled.bound(other)) == 4, lambda: controlled.log()[-3000:])
+    assert len(controlled.bound(team)) == 4
+    assert len(controlled.waiting(other)) == 1
+
+
+def test_a_disruption_budget_delays_a_reclaim_and_no_longer_than_it_forbids(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    borrower, lender = controlled.team(guaranteed=0), controlled.team(guaranteed=1)
+    controlled.start()
+    path = controlled.pod(borrower, "kept", labels_={"app": "kept"})
+    controlled.until(path, lambda p: p["status"].get("phase") == "Running")
+    budgets = f"/apis/policy/v1/namespaces/{borrower}/poddisruptionbudgets"
+    selector = {"matchLabels": {"app": "kept"}}
+    budget = {"metadata": {"name": "kept"}, "spec": {"minAvailable": 1, "selector": selector}}
+    controlled.cluster.api.create(budgets, budget)
+    controlled.until(f"{budgets}/kept", lambda b: b.get("status", {}).get("currentHealthy") == 1)
+    mine = controlled.pod(lender, "mine")
+    controlled.wait(lambda: "EvictionBlocked" in controlled.log())
+    assert holds(controlled.cluster.api.get(path))
+    controlled.cluster.api.delete(f"{budgets}/kept")
+    controlled.until_bound(mine)
+
+
+def test_a_malformed_quota_says_so_and_leaves_the_last_good_one_in_force(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=1, limit=1)
+    parent = controlled.team(guaranteed=1, parent=team)
+    controlled.start()
+    path = f"{QUOTAS}/{team}"
+    controlled.until(path, lambda q: _accepted(q) == "True")
+    controlled.cluster.api.patch(path, {"spec": {"parent": parent}})  # each other's parent: no schema can tell
+    told = controlled.until(path, lambda q: _accepted(q) == "False")
+    assert "itself below" in told["status"]["conditions"][0]["message"]
+    for i in range(2):
+        controlled.pod(team, f"p{i}")
+    controlled.wait(lambda: len(controlled.bound(team)) == 1)
+    controlled.cluster.api.patch(path, {"spec": {"parent": None, "limit": 2}})
+    controlled.wait(lambda: len(controlled.bound(team)) == 2)
+    controlled.until(path, lambda q: _accepted(q) == "True")
+
+
+def _accepted(quota: dict[str, Any]) -> str:
+    conditions = quota.get("status", {}).get("conditions", [])
+    return next((str(c["status"]) for c in conditions if c["type"] == "Accepted"), "")
