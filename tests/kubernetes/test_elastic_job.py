@@ -1,0 +1,300 @@
+"""ElasticJobs through the real API server and controller: their life on KWOK's nodes, real training on a real one."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kfp_gpuquota.cluster.kubernetes import labels
+from tests.kubernetes.conftest import install_crds, jobs_of
+from tests.kubernetes.controlled import Controlled, is_leaving, is_over
+from tools.devcluster.node import host_python
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tools.devcluster import DevCluster
+
+REPOSITORY = Path(__file__).parents[2]
+EPOCHS = 120
+STEPS = EPOCHS * 15  # 1,797 digits in batches of 128
+
+
+@pytest.fixture
+def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
+    """Without nodes and without a controller yet; checked and taken away when the test ends."""
+    running = Controlled(system_cluster, tmp_path)
+    yield running
+    running.close()
+
+
+def alive(controlled: Controlled, team: str) -> dict[str, dict[str, Any]]:
+    """Pods that have not ended and are not being deleted."""
+    return {n: p for n, p in controlled.pods(team).items() if not is_over(p) and not is_leaving(p)}
+
+
+def path_of(team: str, pod: str) -> str:
+    return f"/api/v1/namespaces/{team}/pods/{pod}"
+
+
+def test_a_job_has_no_pods_while_it_waits_and_its_gang_when_it_starts(controlled: Controlled) -> None:
+    controlled.add_nodes(2, gpus=2)
+    team = controlled.team(guaranteed=4)
+    blocker = controlled.pod(team, "blocker", gpus=1)
+    controlled.start()
+    controlled.until_bound(blocker)
+    job = controlled.job(team, "gang", gpus=4, gpusPerWorker=1)
+    waits = controlled.until(job, lambda j: "needs 4" in j.get("status", {}).get("message", ""))
+    assert waits["status"]["phase"] == "Pending"
+    assert set(controlled.pods(team)) == {"blocker"}
+    controlled.cluster.api.delete(blocker)
+    controlled.until_phase(job, "Running")
+    controlled.wait(lambda: len(controlled.bound(team)) == 4)
+    pods = controlled.pods(team)
+    assert set(pods) == {f"gang-{i}" for i in range(4)}
+    assert {p["metadata"]["annotations"][labels.DEVICES] for p in pods.values()} == {"0", "1"}
+
+
+def test_a_worker_is_told_who_it_is_and_restarts_nowhere(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    template = {"spec": {"containers": [{"name": "main", "image": "none", "env": [{"name": "MINE", "value": "1"}]}]}}
+    controlled.until_phase(controlled.job(team, "one", template, gpus=2, gracePeriodSeconds=7), "Running")
+    pod = controlled.pods(team)["one-0"]
+    values = {v["name"]: v["value"] for v in pod["spec"]["containers"][0]["env"]}
+    assert values["MINE"] == "1"
+    assert (values["JOB_NAME"], values["POD_INDEX"], values["RUNAI_NUM_OF_GPUS"]) == ("one", "0", "2")
+    assert values["ELASTIC_COORDINATOR"].startswith("https://127.0.0.1:")
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 7
+    assert pod["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
+    secret = next(v["secret"]["secretName"] for v in pod["spec"]["volumes"] if v["name"] == "gpuquota-membership")
+    assert set(controlled.cluster.api.get(f"/api/v1/namespaces/{team}/secrets/{secret}")["data"]) == {"token", "ca.crt"}
+
+
+def test_a_job_grows_with_what_is_idle_and_gives_single_workers_back(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=4)
+    team, other = controlled.team(guaranteed=0), controlled.team(guaranteed=2)
+    controlled.start()
+    job = controlled.job(team, "elastic", gpus=1, minGpus=1, maxGpus=4, coolDownSeconds=0, gracePeriodSeconds=1)
+    controlled.until(job, lambda j: j.get("status", {}).get("gpus") == 4)
+    first = controlled.pod(other, "first")
+    controlled.until_bound(first)
+    controlled.until(job, lambda j: j["status"]["gpus"] == 3)
+    assert "takes back" in controlled.cluster.api.get(job)["status"]["message"]
+    controlled.until_bound(controlled.pod(other, "second"))
+    controlled.until(job, lambda j: j["status"]["gpus"] == 2)
+    assert "elastic-0" in alive(controlled, team)
+    controlled.cluster.api.delete(first)
+    controlled.until(job, lambda j: j["status"]["gpus"] == 3)
+    assert "elastic-4" in alive(controlled, team)  # an index is used once
+
+
+def test_a_job_succeeds_with_its_workers_and_names_the_one_with_the_result(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    job = controlled.job(team, "two", gpus=2, gpusPerWorker=1)
+    controlled.until_phase(job, "Running")
+    controlled.wait(lambda: all(p["status"].get("phase") == "Running" for p in controlled.pods(team).values()))
+    controlled.finish(path_of(team, "two-1"))
+    controlled.finish(path_of(team, "two-0"))
+    status = controlled.until_phase(job, "Succeeded")["status"]
+    assert (status["exitCode"], status["resultWorker"], status["gpus"]) == (0, "two-0", 0)
+    assert {c["type"]: c["status"] for c in status["conditions"]}["Complete"] == "True"
+    controlled.kill()
+    controlled.start()
+    assert controlled.cluster.api.get(job)["status"] == status
+
+
+def test_a_failed_worker_fails_the_job_and_ends_the_others(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    job = controlled.job(team, "two", gpus=2, gpusPerWorker=1, gracePeriodSeconds=1)
+    controlled.until_phase(job, "Running")
+    controlled.until(path_of(team, "two-1"), lambda p: p["status"].get("phase") == "Running")
+    controlled.finish(path_of(team, "two-1"), exit_code=3)
+    status = controlled.until_phase(job, "Failed")["status"]
+    assert status["exitCode"] == 3
+    assert "worker 1 ended with exit code 3" in status["message"]
+    assert set(controlled.pods(team)) == {"two-1"}  # its log can still be read
+
+
+def test_a_suspended_job_gives_everything_back_and_resumes(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    job = controlled.job(team, "paused", gpus=2, gracePeriodSeconds=1)
+    controlled.until_phase(job, "Running")
+    controlled.cluster.api.patch(job, {"spec": {"suspend": True}})
+    controlled.until_phase(job, "Suspended")
+    controlled.wait(lambda: not controlled.pods(team))
+    controlled.until_bound(controlled.pod(team, "meanwhile", gpus=2))
+    controlled.cluster.api.delete(path_of(team, "meanwhile"))
+    controlled.cluster.api.patch(job, {"spec": {"suspend": False}})
+    controlled.until_phase(job, "Running")
+    assert set(controlled.pods(team)) == {"paused-1"}
+
+
+def test_a_job_ends_when_it_has_run_for_its_longest_time_and_goes_when_its_time_is_over(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1)
+    controlled.start()
+    job = controlled.job(team, "short", maxRuntimeSeconds=2, ttlSecondsAfterFinished=1, gracePeriodSeconds=1)
+    status = controlled.until_phase(job, "Failed")["status"]
+    assert "maxRuntimeSeconds" in status["message"]
+    controlled.cluster.api.until_gone(job)
+
+
+def test_a_job_whose_launcher_is_gone_is_cancelled(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1)
+    controlled.start()
+    job = controlled.job(team, "held", gracePeriodSeconds=1, lease={"holder": "step", "durationSeconds": 3})
+    controlled.until_phase(job, "Running")
+    status = controlled.until_phase(job, "Cancelled")["status"]
+    assert "launcher has ended" in status["message"]
+
+
+def test_pods_that_are_refused_end_in_a_condition_and_are_tried_again(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1)
+    quotas = f"/api/v1/namespaces/{team}/resourcequotas"
+    controlled.cluster.api.create(quotas, {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}})
+    controlled.until(f"{quotas}/none", lambda q: "hard" in q.get("status", {}))
+    controlled.start()
+    job = controlled.job(team, "refused")
+    told = controlled.until(job, lambda j: _condition(j, "WorkersReady").get("reason") == "PodRefused")
+    assert "exceeded quota" in _condition(told, "WorkersReady")["message"]
+    controlled.cluster.api.delete(f"{quotas}/none")
+    controlled.until_phase(job, "Running")
+
+
+def test_an_image_that_cannot_be_pulled_ends_in_a_condition(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1)
+    controlled.start()
+    job = controlled.job(team, "typo")
+    controlled.until_phase(job, "Running")
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+    pod = path_of(team, "typo-0")
+    statuses = [{**s, "state": waiting} for s in controlled.cluster.api.get(pod)["status"]["containerStatuses"]]
+    controlled.cluster.api.patch(f"{pod}/status", {"status": {"containerStatuses": statuses}})
+    told = controlled.until(job, lambda j: _condition(j, "WorkersReady").get("reason") == "ImagePullBackOff")
+    assert "no such image" in _condition(told, "WorkersReady")["message"]
+
+
+def test_a_deleted_job_takes_its_pods_along(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1)
+    controlled.start()
+    job = controlled.job(team, "gone", gracePeriodSeconds=1)
+    controlled.until_phase(job, "Running")
+    controlled.cluster.api.delete(job)
+    controlled.wait(lambda: not controlled.pods(team))
+    controlled.until_phase(controlled.job(team, "gone", gracePeriodSeconds=1), "Running")
+
+
+def test_a_restarted_controller_carries_on_with_running_jobs(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    job = controlled.job(team, "long", gpus=2, gpusPerWorker=1, gracePeriodSeconds=1)
+    controlled.until_phase(job, "Running")
+    before = {n: p["metadata"]["uid"] for n, p in controlled.pods(team).items()}
+    controlled.kill()
+    controlled.start()
+    waiting = controlled.job(team, "next")
+    controlled.until(waiting, lambda j: j.get("status", {}).get("message"))
+    assert {n: p["metadata"]["uid"] for n, p in controlled.pods(team).items()} == before
+    for name in before:
+        controlled.finish(path_of(team, name))
+    controlled.until_phase(job, "Succeeded")
+    controlled.until_phase(waiting, "Running")
+
+
+def _condition(job: dict[str, Any], kind: str) -> dict[str, Any]:
+    found = (c for c in job.get("status", {}).get("conditions", []) if c["type"] == kind)
+    return next(found, {})
+
+
+def test_real_training_shrinks_and_grows_for_another_team_and_loses_no_step(
+    kubelet_cluster: DevCluster, tmp_path: Path
+) -> None:
+    install_crds(kubelet_cluster)
+    kubelet_cluster.make_namespace("gpuquota-system")
+    node = kubelet_cluster.api.get("/api/v1/nodes/real-0")
+    address = next(a["address"] for a in node["status"]["addresses"] if a["type"] == "InternalIP")
+    controlled = Controlled(kubelet_cluster, tmp_path, address=address)
+    try:
+        _shrink_and_grow(controlled)
+    finally:
+        controlled.close()
+
+
+def _shrink_and_grow(controlled: Controlled) -> None:
+    team, other = controlled.team(guaranteed=0), controlled.team(guaranteed=1)
+    controlled.start()
+    job = controlled.job(
+        team, "digits", training(), gpus=1, minGpus=1, maxGpus=2, coolDownSeconds=1, gracePeriodSeconds=20
+    )
+    controlled.until(job, lambda j: _steps(j) > 20 and j["status"]["gpus"] == 2)
+    sleeper = {"image": "localhost/base:1", "imagePullPolicy": "Never", "command": ["sleep", "300"]}
+    limits = {"limits": {labels.GPU_RESOURCE: "1"}}
+    path = controlled.pod(other, "urgent", containers=[{"name": "main", **sleeper, "resources": limits}])
+    controlled.until(path, lambda p: p["status"].get("phase") == "Running")
+    shrunk = controlled.until(job, lambda j: j["status"]["gpus"] == 1 and j["status"]["generation"] >= 2)
+    controlled.kill()  # the training goes on without it, and the next one learns its size from the workers
+    controlled.cluster.api.delete(path)
+    controlled.start()
+    grown = controlled.until(job, lambda j: j["status"]["gpus"] == 2 and _steps(j) > _steps(shrunk))
+    assert grown["status"]["restarts"] == 0
+    done = controlled.until_phase(job, "Succeeded", seconds=150)
+    assert _steps(done) == STEPS
+    assert done["status"]["restarts"] == done["status"]["evictions"] == 0
+    assert re.findall(r"(\d+) steps lost", controlled.log()).count("0") == controlled.log().count("steps lost")
+    log = controlled.cluster.container_log(team, done["status"]["resultWorker"], "main")
+    assert f"step {STEPS}" in log, json.dumps(done["status"])
+
+
+def training() -> dict[str, Any]:
+    """The example script in a pod, with this machine's Python and torch."""
+    volumes, mounts = host_python()
+    container = {
+        "name": "main",
+        "image": "localhost/base:1",
+        "imagePullPolicy": "Never",
+        "command": [sys.executable, "-u", str(REPOSITORY / "examples" / "train_digits.py"), f"--epochs={EPOCHS}"],
+        "env": [
+            {"name": "PYTHONPATH", "value": str(REPOSITORY)},
+            {"name": "OMP_NUM_THREADS", "value": "1"},
+            {"name": "PATH", "value": "/usr/bin:/bin"},
+        ],
+        "volumeMounts": mounts,
+    }
+    return {"spec": {"containers": [container], "volumes": volumes}}
+
+
+def _steps(job: dict[str, Any]) -> int:
+    return int((job.get("status", {}).get("progress") or {}).get("step", 0))
+
+
+def test_a_job_that_can_never_be_is_told_so_by_the_api_server(controlled: Controlled) -> None:
+    team = controlled.team(guaranteed=1)
+    with pytest.raises(Exception, match="minGpus is 3"):
+        controlled.cluster.api.create(
+            jobs_of(team),
+            {
+                "apiVersion": labels.API_VERSION,
+                "kind": "ElasticJob",
+                "metadata": {"name": "x"},
+                "spec": {"gpus": 1, "minGpus": 3, "template": {"spec": {"containers": [{"name": "m"}]}}},
+            },
+        )
