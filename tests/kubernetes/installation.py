@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kfp_gpuquota.cluster.kubernetes import webhook
 from kfp_gpuquota.cluster.kubernetes.connection import Connection
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
-from tools.devcluster.client import JSON_PATCH
+from tools.devcluster.client import JSON_PATCH, ApiError
 from tools.devcluster.layout import free_ports
 
 if TYPE_CHECKING:
@@ -93,6 +93,25 @@ def install(cluster: DevCluster, overlay: str) -> None:
     roles = [*STOCK_ROLES, *(KUBEFLOW_ROLES if overlay == "kubeflow" else ())]
     for role in roles:
         cluster.api.until(f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{role}", _names_our_kinds)
+
+    _await_policies(cluster)
+
+
+def _await_policies(cluster: DevCluster) -> None:
+    """The API server reads its policies about once a second: return when it goes by ours."""
+    worker = {
+        "metadata": {"name": "worker", "labels": {"gpuquota.dev/job": "none"}},
+        "spec": {"containers": [{"name": "main", "image": "none"}]},
+    }
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        try:
+            cluster.api.create("/api/v1/namespaces/default/pods", worker, dryRun="All")
+        except ApiError as error:
+            if "gpuquota-pods" in error.message:
+                return
+        time.sleep(0.05)
+    raise TimeoutError("the policies are not gone by")
 
 
 def _names_our_kinds(role: dict[str, Any]) -> bool:

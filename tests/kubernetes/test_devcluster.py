@@ -6,12 +6,13 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kubernetes.conftest import start_or_skip
+from tests.kubernetes.conftest import REQUIRED, start_or_skip
 from tools.devcluster import Api, ApiError, DevCluster, Options, binaries, fake_nodes, image, processes
 from tools.devcluster.__main__ import main
 from tools.devcluster.layout import SUPERVISOR, Layout, free_ports
@@ -19,6 +20,7 @@ from tools.devcluster.layout import SUPERVISOR, Layout, free_ports
 REPOSITORY = Path(__file__).parents[2]
 STARTER = """
 import sys
+import time
 from pathlib import Path
 from tools.devcluster import DevCluster, Options
 DevCluster.start(Path(sys.argv[1]), Options(kwok_nodes=0))
@@ -159,7 +161,10 @@ def test_a_container_runs_on_the_real_node_and_its_log_is_read(kubelet_cluster: 
     kubelet_cluster.api.create(pods, pod("a"))
     found = kubelet_cluster.api.until(f"{pods}/a", running)
     assert found["spec"]["nodeName"] == "real-0"
-    assert kubelet_cluster.container_log(namespace, "a", "main") == "it runs\n"
+    deadline = time.monotonic() + 30.0
+    while not (log := kubelet_cluster.container_log(namespace, "a", "main")) and time.monotonic() < deadline:
+        time.sleep(0.05)  # it runs before it speaks
+    assert log == "it runs\n"
     kubelet_cluster.api.delete(f"{pods}/a")
     kubelet_cluster.api.until_gone(f"{pods}/a")
 
@@ -188,6 +193,20 @@ def test_what_a_machine_lacks_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / program).touch()
     assert binaries.missing({**nothing, "KUBEBUILDER_ASSETS": str(tmp_path)}) == ""
     assert "apt-get install" in binaries.missing({**nothing, "KUBEBUILDER_ASSETS": str(tmp_path)}, kubelet=True)
+
+
+def test_a_machine_that_cannot_skips_or_fails_where_it_must_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("GPUQUOTA_CACHE", str(tmp_path))
+    monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
+    monkeypatch.delenv(REQUIRED, raising=False)
+    with pytest.raises(pytest.skip.Exception, match="install Go"):
+        start_or_skip(tmp_path / "cluster", Options())
+    monkeypatch.setenv(REQUIRED, "1")
+    with pytest.raises(pytest.fail.Exception, match=f"{REQUIRED}=1, but .*install Go"):
+        start_or_skip(tmp_path / "cluster", Options())
 
 
 def test_a_pid_file_is_not_believed_about_another_process(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,8 @@ from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
 from tests.kubernetes.conftest import start_or_skip
 from tests.kubernetes.installation import CONTROLLER, MANIFESTS, NAMESPACE, install
 from tests.kubernetes.test_crds import job
-from tools.devcluster import DevCluster, Options
+from tests.kubernetes.test_webhook import pod
+from tools.devcluster import ApiError, DevCluster, Options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,22 +75,10 @@ def test_every_expression_of_the_policies_is_well_typed(kubeflow_cluster: DevClu
 
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_a_component_can_be_added_to_an_overlay(standalone: DevCluster, tmp_path: Path, component: str) -> None:
-    text = yaml.safe_dump(
-        {
-            "apiVersion": "kustomize.config.k8s.io/v1beta1",
-            "kind": "Kustomization",
-            "resources": [_relative(tmp_path, MANIFESTS / "overlays" / "standalone")],
-            "components": [_relative(tmp_path, MANIFESTS / "components" / component)],
-        }
-    )
-    (tmp_path / "kustomization.yaml").write_text(text)
-    objects = rendered(standalone, tmp_path)
+    objects = rendered(standalone, with_component(tmp_path, component))
     if component == "fail-open":
         (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")
         assert {one["failurePolicy"] for one in configuration["webhooks"]} == {"Ignore"}
-        names = {one["metadata"]["name"] for one in of_kind(objects, "ValidatingAdmissionPolicyBinding")}
-        assert not {name for name in names if "ungated" in name}
-        assert "gpuquota-managed-pods" in names
     if component == "monitoring":
         (monitor,) = of_kind(objects, "ServiceMonitor")
         services = of_kind(objects, "Service")
@@ -109,6 +99,45 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     known = {f"{name}{suffix}" for name in given for suffix in ("", "_total", "_bucket")}
     assert asked <= known
     assert len(asked) > 5
+
+
+def with_component(folder: Path, component: str) -> Path:
+    """A kustomization of the user's own: the standalone overlay and one component."""
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [_relative(folder, MANIFESTS / "overlays" / "standalone")],
+        "components": [_relative(folder, MANIFESTS / "components" / component)],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+def test_closed_or_open_as_configured(standalone: DevCluster, tmp_path: Path) -> None:
+    # nobody serves the webhook here
+    namespace = standalone.make_namespace("open-or-closed", {labels.MANAGED: "true"})
+    path = f"/api/v1/namespaces/{namespace}/pods"
+    with pytest.raises(ApiError, match="failed calling webhook"):
+        standalone.api.create(path, pod())
+    standalone.kubectl("apply", "-k", str(with_component(tmp_path, "fail-open")))
+    try:
+        assert "schedulingGates" not in created_in_the_end(standalone, path, pod())["spec"]
+        with pytest.raises(ApiError, match=r"spec.nodeName out"):  # what needs no controller stands
+            standalone.api.create(path, pod(name="b", spec={"nodeName": "fake-0"}))
+    finally:
+        standalone.kubectl("apply", "-k", str(MANIFESTS / "overlays" / "standalone"))
+
+
+def created_in_the_end(cluster: DevCluster, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The pod; the API server takes a second or two to follow its own admission configuration."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        try:
+            return cluster.api.create(path, body)
+        except ApiError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _relative(start: Path, target: Path) -> str:
@@ -147,9 +176,9 @@ def test_the_controllers_pods_are_accepted_as_restricted(standalone: DevCluster)
         f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/gpuquota-controller",
         lambda one: one.get("status", {}).get("replicas") == 2,
     )
-    for pod in standalone.api.items(path, labelSelector="app.kubernetes.io/name=gpuquota-controller"):
-        assert pod["spec"]["priority"] == 1_000_000_000
-        assert pod["spec"]["containers"][0]["image"] != "controller"
+    for replica in standalone.api.items(path, labelSelector="app.kubernetes.io/name=gpuquota-controller"):
+        assert replica["spec"]["priority"] == 1_000_000_000
+        assert replica["spec"]["containers"][0]["image"] != "controller"
 
 
 def test_the_controller_starts_with_what_its_image_has() -> None:
@@ -187,11 +216,11 @@ def test_removal_leaves_what_runs(tmp_path: Path) -> None:
             cluster.api.create(path, {"metadata": {"name": name, "ownerReferences": owners}, "spec": spec})
             cluster.api.until(f"{path}/{name}", lambda one: one["status"].get("phase") == "Running")
         cluster.kubectl("delete", "--wait=false", "-k", str(MANIFESTS / "base"))
-        left = {pod["metadata"]["name"]: pod["status"]["phase"] for pod in cluster.api.items(path)}
+        left = {one["metadata"]["name"]: one["status"]["phase"] for one in cluster.api.items(path)}
         assert left == {"plain": "Running", "worker": "Running"}
         # nothing of ours is asked any more: pods of managed namespaces start by themselves
         cluster.api.patch(f"/api/v1/namespaces/{namespace}", {"metadata": {"labels": {labels.MANAGED: "true"}}})
-        cluster.api.create(path, {"metadata": {"name": "new"}, "spec": spec})
+        created_in_the_end(cluster, path, {"metadata": {"name": "new"}, "spec": spec})
         cluster.api.until(f"{path}/new", lambda one: one["status"].get("phase") == "Running")
     finally:
         cluster.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import urllib.request
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes import labels
 from tests.kubernetes.conftest import QUOTAS, jobs_of
+from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import ACCOUNT, CONTROLLER, NAMESPACE, PROFILES
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.test_webhook import GATE, MANAGED, pod
@@ -16,6 +19,8 @@ from tools.devcluster import Api, ApiError
 from tools.devcluster.client import JSON_PATCH
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tools.devcluster import DevCluster
 
 ROLES = "/apis/rbac.authorization.k8s.io/v1"
@@ -316,3 +321,37 @@ def test_the_controller_writes_its_own_webhook_and_no_other(kubeflow_cluster: De
     assert not may(kubeflow_cluster, "patch", "validatingadmissionpolicies", name="gpuquota-pods", group=group)
     assert not may(kubeflow_cluster, "patch", "profiles", group="kubeflow.org")
     assert not may(kubeflow_cluster, "create", "clusterroles", group="rbac.authorization.k8s.io")
+
+
+def test_these_rights_are_enough(kubeflow_cluster: DevCluster, tmp_path: Path) -> None:
+    kubeconfig = kubeflow_cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
+    world = Controlled(kubeflow_cluster, tmp_path, arguments=["--leader-elect"], kubeconfig=kubeconfig)
+    try:
+        world.add_nodes(1, gpus=4)
+        world.start()
+        team = world.team(guaranteed=3)
+        kubeflow_cluster.api.patch(f"/api/v1/namespaces/{team}", {"metadata": {"labels": MANAGED}})
+        somebody = user(kubeflow_cluster, "edit", team)
+        somebody.create(f"/api/v1/namespaces/{team}/pods", pod())
+        somebody.create(jobs_of(team), job("train", gpus=2, minGpus=1, maxGpus=4, ttlSecondsAfterFinished=0))
+        world.until_bound(f"/api/v1/namespaces/{team}/pods/a")
+        world.until_phase(f"{jobs_of(team)}/train", "Running")
+        # somebody else's guaranteed GPUs: one worker goes
+        lender = world.team(guaranteed=1)
+        kubeflow_cluster.api.create(f"/api/v1/namespaces/{lender}/pods", pod(labels=MANAGED))
+        world.until_bound(f"/api/v1/namespaces/{lender}/pods/a")
+        somebody.patch(f"{jobs_of(team)}/train", {"spec": {"suspend": True}})
+        world.until_phase(f"{jobs_of(team)}/train", "Suspended")
+        assert "forbidden" not in world.log().lower(), world.log()
+        assert not refused_calls(world.log())
+    finally:
+        world.close()
+
+
+def refused_calls(log: str) -> list[str]:
+    """The controller's own count of the calls that it had no right to, read from its metrics."""
+    port = re.findall(r"metrics and probes on port (\d+)", log)[-1]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    assert any(line.startswith("gpuquota_api_calls_total") for line in lines)
+    return [line for line in lines if line.startswith("gpuquota_api_calls_total") and 'status="403"' in line]

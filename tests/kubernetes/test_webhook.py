@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import http.client
+import ssl
+import urllib.parse
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -113,3 +117,28 @@ def test_another_replica_serves_with_the_same_certificate(kubeflow_cluster: DevC
         assert now["caBundle"] == before["caBundle"]
         assert kubeflow_cluster.api.create(managed, pod())["spec"]["schedulingGates"] == GATE
     point_to(kubeflow_cluster, before["url"])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "", b"", 400),
+        ("POST", "", b'{"request": {}}', 400),
+        ("POST", "", bytes(range(256)), 400),
+        ("POST", "", b" " * (9 << 20), 413),
+        ("GET", "", b"", 405),
+        ("POST", "/else", b"", 404),
+    ],
+    ids=["empty", "no uid", "no text", "too much", "GET", "elsewhere"],
+)
+def test_a_call_that_is_no_review_is_refused_and_the_next_one_answered(
+    kubeflow_cluster: DevCluster, managed: str, method: str, path: str, body: bytes, status: int
+) -> None:
+    client = kubeflow_cluster.api.get(CONFIGURATION)["webhooks"][0]["clientConfig"]
+    context = ssl.create_default_context(cadata=base64.b64decode(client["caBundle"]).decode())
+    url = urllib.parse.urlsplit(client["url"])
+    connection = http.client.HTTPSConnection(url.netloc, context=context, timeout=30)
+    connection.request(method, url.path + path, body)
+    assert connection.getresponse().status == status
+    connection.close()
+    assert kubeflow_cluster.api.create(managed, pod())["spec"]["schedulingGates"] == GATE

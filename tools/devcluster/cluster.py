@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 STOP_S: Final = 60.0
+START_ATTEMPTS: Final = 3
 
 
 class ClusterError(Exception):
@@ -53,13 +54,18 @@ class DevCluster:
         _clean(layout)
         layout.forget()
         layout.options.write_bytes(msgspec.json.encode(options))
-        supervisor = _launch(layout, attached=options.attached)
-        assert supervisor.stdout is not None
-        answer = json.loads(supervisor.stdout.readline() or '{"error": "the supervisor died"}')
-        if "error" in answer:
-            supervisor.wait(STOP_S)
-            raise ClusterError(f"{answer['error']}\n{layout.log(SUPERVISOR).read_text()}")
-        return cls(layout, supervisor)
+        for attempt in range(START_ATTEMPTS):
+            supervisor = _launch(layout, attached=options.attached)
+            assert supervisor.stdout is not None
+            answer = json.loads(supervisor.stdout.readline() or '{"error": "the supervisor died"}')
+            if "error" not in answer:
+                return cls(layout, supervisor)
+            _close(supervisor)
+            # ports are free when they are chosen, and may not be any more when they are opened
+            if "address already in use" not in answer["error"] or attempt == START_ATTEMPTS - 1:
+                raise ClusterError(f"{answer['error']}\n{layout.log(SUPERVISOR).read_text()}")
+            layout.forget()
+        raise AssertionError("the last attempt raises")
 
     @classmethod
     def of(cls, directory: Path) -> DevCluster:
@@ -80,10 +86,7 @@ class DevCluster:
         """End everything and return when it is gone."""
         stop(self.layout.root)
         if self._supervisor is not None:
-            self._supervisor.wait()
-            for pipe in (self._supervisor.stdin, self._supervisor.stdout):
-                if pipe is not None:
-                    pipe.close()
+            _close(self._supervisor)
 
     def kubectl(self, *arguments: str, stdin: str = "", user: str = "") -> str:
         """Standard output of one kubectl command, optionally as another user; raises ClusterError with its message."""
@@ -177,6 +180,13 @@ def stop(directory: Path) -> None:
         if not processes.await_end(pid, STOP_S):
             raise ClusterError(f"the supervisor {pid} does not end; {layout.log(SUPERVISOR)} may say why")
     _clean(layout)
+
+
+def _close(supervisor: subprocess.Popen[bytes]) -> None:
+    supervisor.wait(STOP_S)
+    for pipe in (supervisor.stdin, supervisor.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def _clean(layout: Layout) -> None:
