@@ -106,8 +106,8 @@ def with_component(folder: Path, component: str) -> Path:
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "resources": [_relative(folder, MANIFESTS / "overlays" / "standalone")],
-        "components": [_relative(folder, MANIFESTS / "components" / component)],
+        "resources": [relative(folder, MANIFESTS / "overlays" / "standalone")],
+        "components": [relative(folder, MANIFESTS / "components" / component)],
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
     return folder
@@ -140,7 +140,7 @@ def created_in_the_end(cluster: DevCluster, path: str, body: dict[str, Any]) -> 
             time.sleep(0.05)
 
 
-def _relative(start: Path, target: Path) -> str:
+def relative(start: Path, target: Path) -> str:
     ups = "/".join([".."] * len(start.resolve().parts[1:]))
     return f"{ups}{target.resolve()}"
 
