@@ -122,6 +122,43 @@ class EventList(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[Event, ...]
 
 
+class JobName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job by its names."""
+
+    project: str
+    name: str
+
+
+class Supposition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/what-if: these jobs are submitted, projects are as given, jobs deleted and nodes lost."""
+
+    submit: tuple[JobSpec, ...] = ()
+    projects: tuple[Project, ...] = ()
+    delete: tuple[JobName, ...] = ()
+    without_nodes: tuple[str, ...] = ()
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """What would become of one job, and why."""
+
+    project: str
+    job: str
+    reason: Reason | None = None
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What the next plan would do that it will not do as things are. `waits`: jobs of the supposition that would not
+    start; `starts` and `grows` count those that would as soon as others have left.
+    """
+
+    starts: tuple[Effect, ...] = ()
+    waits: tuple[Effect, ...] = ()
+    no_longer_starts: tuple[Effect, ...] = ()
+    grows: tuple[Effect, ...] = ()
+    shrinks: tuple[Effect, ...] = ()
+    stops: tuple[Effect, ...] = ()
+
+
 class LogChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a worker's log as bytes, the offset behind it, and whether more may come."""
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kfp_gpuquota.cli import cluster, jobs, pipeline, projects, show, simulate, submit
+from kfp_gpuquota.cli import cluster, jobs, pipeline, projects, show, simulate, submit, whatif
 from kfp_gpuquota.errors import GpuQuotaError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ submit.register(app)
 show.register(app)
 jobs.register(app)
 simulate.register(app)
+whatif.register(app)
 
 
 @app.callback()

@@ -12,6 +12,7 @@ from kfp_gpuquota.scheduler.decisions import Plan
 from kfp_gpuquota.scheduler.planner import plan
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.api import Reason
     from kfp_gpuquota.scheduler.events import Event
     from kfp_gpuquota.scheduler.state import State
 
@@ -31,6 +32,13 @@ class WhatIf(msgspec.Struct, frozen=True):
     grows: tuple[str, ...]
     shrinks: tuple[str, ...]
     stops: tuple[str, ...]
+
+    def why(self, uid: str) -> Reason | None:
+        """What the plan with the change says of the job; None where it says nothing."""
+        after = self.after
+        decided = [*after.evict, *after.bind, *(r for r in after.resize if r.remove), *after.nominate, *after.resize]
+        reasons = (decision.reason for decision in decided if decision.job == uid)
+        return next(reasons, after.waiting.get(uid))
 
 
 def what_if(state: State, change: Event | Sequence[Event], now: float) -> WhatIf:

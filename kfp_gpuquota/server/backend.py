@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Project
-    from kfp_gpuquota.api.wire import EventList, JobList, Lease, LogChunk, NodeView, ProjectView, SubmitJob
+    from kfp_gpuquota.api.wire import (
+        EventList,
+        JobList,
+        Lease,
+        LogChunk,
+        NodeView,
+        Outlook,
+        ProjectView,
+        SubmitJob,
+        Supposition,
+    )
 
 
 class Backend(Protocol):
@@ -53,6 +63,9 @@ class Backend(Protocol):
 
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
         """Keep it alive."""
+
+    def what_if(self, supposed: Supposition) -> Outlook:
+        """What would happen, without doing it."""
 
     async def events(self, after: int, timeout_s: float) -> EventList:
         """The history after a revision."""

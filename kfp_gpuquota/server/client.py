@@ -25,8 +25,10 @@ from kfp_gpuquota.api.wire import (
     Lease,
     LogChunk,
     NodeView,
+    Outlook,
     ProjectView,
     SubmitJob,
+    Supposition,
 )
 
 if TYPE_CHECKING:
@@ -133,6 +135,10 @@ class Client:
             if listed.revision != after:
                 after = listed.revision
                 yield listed
+
+    def what_if(self, supposed: Supposition) -> Outlook:
+        """What would happen, without doing it; NotFoundError for a job or a node that is not there."""
+        return self._call("POST", "/v1/what-if", Outlook, supposed)
 
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
         """The cluster's history after a revision; waits up to `timeout_s` for at least one entry."""

@@ -10,7 +10,17 @@ import msgspec
 
 from kfp_gpuquota.api import Job, Project
 from kfp_gpuquota.api.validation import check_range
-from kfp_gpuquota.api.wire import EventList, JobList, Lease, LogChunk, NodeView, ProjectView, SubmitJob
+from kfp_gpuquota.api.wire import (
+    EventList,
+    JobList,
+    Lease,
+    LogChunk,
+    NodeView,
+    Outlook,
+    ProjectView,
+    SubmitJob,
+    Supposition,
+)
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -143,6 +153,10 @@ async def _read_log(backend: Backend, request: Request) -> object:
     )
 
 
+async def _what_if(backend: Backend, request: Request) -> object:
+    return backend.what_if(request.body)
+
+
 async def _events(backend: Backend, request: Request) -> object:
     return await backend.events(request.integer("after") or 0, request.timeout_s)
 
@@ -175,6 +189,7 @@ ROUTES: Final = (
         answer=LogChunk,
         query={"worker": "its id or index", "offset": "from this byte on", "timeout_s": _TIMEOUT},
     ),
+    Route("POST", "/v1/what-if", "What would happen, without doing it", _what_if, Supposition, Outlook),
     Route("GET", "/v1/events", "The cluster's history", _events, answer=EventList, query=_WAIT),
 )
 

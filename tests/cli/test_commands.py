@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Cli
 
 COMMANDS = [
-    "submit", "list", "describe", "explain", "logs", "top", "suspend", "resume", "wait", "delete", "exec",
+    "submit", "what-if", "list", "describe", "explain", "logs", "top", "suspend", "resume", "wait", "delete", "exec",
     "cluster start", "cluster stop", "cluster status",
     "project create", "project set", "project list", "project delete", "config project",
 ]  # fmt: skip

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kfp_gpuquota.api import Device, JobSpec, Kind, Node, Project
+from kfp_gpuquota.api import (
+    Device,
+    JobSpec,
+    Kind,
+    Node,
+    Project,
+    Taint,
+    TaintEffect,
+    Toleration,
+    TolerationOperator,
+)
 from kfp_gpuquota.scheduler import (
     Event,
     JobSubmitted,
@@ -28,6 +38,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PROJECTS = ["a", "b", "c"]
+TAINT = Taint("team", TaintEffect.NO_SCHEDULE)
+MACHINES = st.fixed_dictionaries(
+    {},
+    optional={
+        "cpu": st.sampled_from([2.0, 4.0]),
+        "max_workers": st.integers(1, 4),
+        "taints": st.just((TAINT,)),
+    },
+)
+SHARES = st.one_of(
+    st.fixed_dictionaries({"gpu_fraction": st.sampled_from([0.1, 0.25, 0.3, 0.5, 0.55, 0.9])}),
+    st.fixed_dictionaries({"gpu_fraction": st.sampled_from([0.25, 0.5]), "gpu_devices": st.integers(1, 3)}),
+)
+NEEDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "cpu": st.sampled_from([0.5, 1.0, 3.0]),
+        "node_selector": st.sampled_from([{"rack": "a"}, {"rack": "b"}]),
+        "tolerations": st.just((Toleration("team", TolerationOperator.EXISTS),)),
+        "priority": st.sampled_from([10, 60, 90]),
+        "spread": st.booleans(),
+    },
+)
 EXAMPLES = 40
 
 
@@ -47,8 +80,10 @@ class History(RuleBasedStateMachine):
 
     @initialize(sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4), data=st.data())
     def build(self, sizes: list[int], data: st.DataObject) -> None:
+        scarce = data.draw(st.booleans())
         for i, size in enumerate(sizes):
-            self.world.node(f"n{i}", size)
+            more = data.draw(MACHINES) if scarce else {}
+            self.world.node(f"n{i}", size, labels={"rack": "ab"[i % 2]}, **more)
         for name in PROJECTS:
             self.set_quota(name, data.draw(st.integers(0, 6)), data.draw(st.none() | st.integers(6, 12)), 1.0)
         if data.draw(st.booleans()):
@@ -82,6 +117,23 @@ class History(RuleBasedStateMachine):
         self.count += 1
         self.world.submit(f"j{self.count:03}", project, size * workers, gpus_per_worker=size, min_run_time_s=least)
 
+    @rule(project=st.sampled_from(PROJECTS), share=SHARES, needs=NEEDS, build=st.booleans())
+    def submit_share(self, project: str, share: dict[str, Any], needs: dict[str, Any], *, build: bool) -> None:
+        self._submit(project, {**share, **needs, "kind": Kind.BUILD if build else Kind.TRAIN})
+
+    @rule(project=st.sampled_from(PROJECTS), workers=st.integers(1, 3), more=st.integers(0, 3), needs=NEEDS)
+    def submit_with_needs(self, project: str, workers: int, more: int, needs: dict[str, Any]) -> None:
+        self._submit(project, {"gpus": workers, "min_gpus": 1, "max_gpus": workers + more, **needs})
+
+    @rule(project=st.sampled_from(PROJECTS), workers=st.integers(1, 4), required=st.booleans())
+    def submit_near_each_other(self, project: str, workers: int, *, required: bool) -> None:
+        key = "required_topology" if required else "preferred_topology"
+        self._submit(project, {"gpus": workers, "gpus_per_worker": 1, key: "rack"})
+
+    def _submit(self, project: str, fields: dict[str, Any]) -> None:
+        self.count += 1
+        self.world.submit_spec(JobSpec(name=f"j{self.count:03}", project=project, command=("true",), **fields))
+
     @precondition(lambda self: self.world.specs)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
@@ -101,8 +153,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.world.nodes)
     @rule(data=st.data(), ready=st.booleans())
     def a_node_changes(self, data: st.DataObject, *, ready: bool) -> None:
-        name = data.draw(st.sampled_from(sorted(self.world.nodes)))
-        self.world.node(name, self.world.nodes[name], ready=ready)
+        self.world.set_ready(data.draw(st.sampled_from(sorted(self.world.nodes))), ready=ready)
 
     @precondition(lambda self: self.world.specs)
     @rule(data=st.data(), suspend=st.booleans())
@@ -171,6 +222,11 @@ TestHistory.settings = settings(
 )
 
 
+resources = st.dictionaries(
+    st.integers(0, 7), st.tuples(SHARES, NEEDS), max_size=4
+)  # some of the jobs ask for shares and other resources instead
+
+
 specs = st.builds(
     lambda project, gpus, low, more, kind: (project, gpus, min(low, gpus), gpus + more, kind),
     st.sampled_from(PROJECTS),
@@ -198,19 +254,33 @@ def make_spec(index: int, drawn: tuple[str, int, int, int, Kind]) -> JobSpec:
 @given(
     nodes=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     drawn=st.lists(specs, max_size=8),
+    richer=resources,
     seed=st.randoms(use_true_random=False),
 )
 @settings(max_examples=60, deadline=None, report_multiple_bugs=False)
 def test_the_plan_does_not_depend_on_the_order_of_the_input(
-    nodes: list[int], drawn: list[tuple[str, int, int, int, Kind]], seed: random.Random
+    nodes: list[int],
+    drawn: list[tuple[str, int, int, int, Kind]],
+    richer: dict[int, tuple[dict[str, Any], dict[str, Any]]],
+    seed: random.Random,
 ) -> None:
+    jobs = [make_spec(i, d) for i, d in enumerate(drawn)]
+    for i, (share, needs) in richer.items():
+        jobs.append(JobSpec(name=f"r{i}", project=PROJECTS[i % 3], command=("true",), **share, **needs))
     groups: list[list[Event]] = [
         [QuotaChanged(Project(name=name, guaranteed=2)) for name in PROJECTS],
         [
-            NodeChanged(Node(name=f"n{i}", devices=tuple(Device(index=d) for d in range(n))))
+            NodeChanged(
+                Node(
+                    name=f"n{i}",
+                    devices=tuple(Device(index=d) for d in range(n)),
+                    cpu=4.0 * i + 2,
+                    labels={"rack": "ab"[i % 2]},
+                )
+            )
             for i, n in enumerate(nodes)
         ],
-        [JobSubmitted(f"j{i}", make_spec(i, d), float(i)) for i, d in enumerate(drawn)],
+        [JobSubmitted(spec.name, spec, float(i)) for i, spec in enumerate(jobs)],
     ]
     events = [e for group in groups for e in group]
     plans = []

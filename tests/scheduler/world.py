@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kfp_gpuquota.api import Device, JobSpec, Kind, Node, Project
+from kfp_gpuquota.api.affinity import keeps_off
 from kfp_gpuquota.scheduler import (
     JobRemoved,
     JobResumed,
@@ -20,7 +23,7 @@ from kfp_gpuquota.scheduler import (
     WorkerStarted,
     plan,
 )
-from kfp_gpuquota.scheduler.model import GPU
+from kfp_gpuquota.scheduler.model import GPU, MILLI
 
 
 @dataclass
@@ -30,7 +33,13 @@ class Running:
     job: str
     node: str
     devices: tuple[int, ...]
+    share: float = 1.0
+    cpu: float = 0.0
     leaving: bool = False
+
+    @property
+    def gpus(self) -> float:
+        return len(self.devices) * self.share
 
 
 @dataclass
@@ -41,15 +50,23 @@ class World:
     now: float = 0.0
     specs: dict[str, JobSpec] = field(default_factory=dict)
     nodes: dict[str, int] = field(default_factory=dict)
+    machines: dict[str, Node] = field(default_factory=dict)
     projects: dict[str, Project] = field(default_factory=dict)
     workers: dict[str, Running] = field(default_factory=dict)
     serial: int = 0
     crashed: bool = False
 
-    def node(self, name: str, gpus: int, *, ready: bool = True) -> None:
+    def node(self, name: str, gpus: int, *, ready: bool = True, **more: object) -> None:
         self.nodes[name] = gpus
         devices = tuple(Device(index=i) for i in range(gpus))
-        self.state.apply(NodeChanged(Node(name=name, devices=devices, ready=ready)))
+        node = Node(name=name, devices=devices, ready=ready, **more)  # type: ignore[arg-type]
+        self.machines[name] = node
+        self.state.apply(NodeChanged(node))
+
+    def set_ready(self, name: str, *, ready: bool) -> None:
+        """The node is cordoned, or no longer; otherwise it is as it was."""
+        self.machines[name] = msgspec.structs.replace(self.machines[name], ready=ready)
+        self.state.apply(NodeChanged(self.machines[name]))
 
     def project(self, name: str, guaranteed: int = 0, limit: int | None = None, **more: object) -> None:
         self.projects[name] = Project(name=name, guaranteed=guaranteed, limit=limit, **more)  # type: ignore[arg-type]
@@ -59,10 +76,13 @@ class World:
         self, name: str, project: str, gpus: int = 1, low: int | None = None, high: int | None = None, **more: object
     ) -> str:
         spec = JobSpec(name=name, project=project, command=("true",), gpus=gpus, min_gpus=low, max_gpus=high, **more)  # type: ignore[arg-type]
+        return self.submit_spec(spec)
+
+    def submit_spec(self, spec: JobSpec) -> str:
         self.now += 1
-        self.specs[name] = spec
-        self.state.apply(JobSubmitted(name, spec, self.now))
-        return name
+        self.specs[spec.name] = spec
+        self.state.apply(JobSubmitted(spec.name, spec, self.now))
+        return spec.name
 
     def session(self, name: str, project: str, gpus: int = 1) -> str:
         return self.submit(name, project, gpus, kind=Kind.BUILD)
@@ -80,8 +100,8 @@ class World:
         """GPUs that the job holds and was not told to give back."""
         return sum(len(r.devices) for r in self.workers.values() if r.job == job and not r.leaving)
 
-    def held(self, project: str) -> int:
-        return sum(len(r.devices) for r in self.workers.values() if self._project_of(r) == project)
+    def held(self, project: str) -> float:
+        return sum(r.gpus for r in self.workers.values() if self._project_of(r) == project)
 
     def nodes_of(self, job: str) -> set[str]:
         return {r.node for r in self.workers.values() if r.job == job}
@@ -89,7 +109,8 @@ class World:
     def start(self, job: str, placement: Placement) -> None:
         self.serial += 1
         worker = f"w{self.serial:05}"
-        self.workers[worker] = Running(job, placement.node, placement.devices)
+        spec = self.specs[job]
+        self.workers[worker] = Running(job, placement.node, placement.devices, spec.share_of(0), spec.cpu or 0.0)
         self.state.apply(WorkerStarted(worker, job, placement.node, placement.devices, self.now))
 
     def leave(self, worker: str) -> None:
@@ -164,30 +185,49 @@ class World:
 
     def check(self) -> None:
         """What must hold at every moment."""
-        taken: set[tuple[str, int]] = set()
+        taken: dict[tuple[str, int], float] = {}
         for worker in self.workers.values():
             for device in worker.devices:
-                assert (worker.node, device) not in taken, f"{worker.node}/{device} is held twice"
+                taken[worker.node, device] = taken.get((worker.node, device), 0.0) + worker.share
+                assert taken[worker.node, device] <= 1 + 1e-9, f"more than all of {worker.node}/{device} is held"
                 assert device < self.nodes[worker.node], f"{worker.node} has no device {device}"
-                taken.add((worker.node, device))
         for name, project in self.projects.items():
-            assert project.limit is None or self.held(name) <= project.limit, f"{name} is above its limit"
+            assert project.limit is None or self.held(name) <= project.limit + 1e-9, f"{name} is above its limit"
+            cores = sum(r.cpu for r in self.workers.values() if self._project_of(r) == name)
+            assert project.limit_cpu is None or cores <= project.limit_cpu + 1e-9, f"{name} is above its limit of CPUs"
+        for node in self.machines.values():
+            self._check_node(node)
         for name, spec in self.specs.items():
             whole = self.crashed or self.size(name) == 0 or self.size(name) >= spec.smallest
             assert whole, f"{name} runs below its gang"
             assert self.size(name) <= spec.largest
+            self._check_places(name, spec)
+
+    def _check_node(self, node: Node) -> None:
+        mine = [r for r in self.workers.values() if r.node == node.name]
+        assert node.cpu is None or sum(r.cpu for r in mine) <= node.cpu + 1e-9, f"{node.name} has too few CPUs"
+        assert node.max_workers is None or len(mine) <= node.max_workers, f"{node.name} has too many workers"
+
+    def _check_places(self, name: str, spec: JobSpec) -> None:
+        where = [self.machines[node] for node in self.nodes_of(name)]
+        for node in where:
+            assert spec.node_selector.items() <= node.labels.items(), f"{name} may not run on {node.name}"
+            assert keeps_off(node.taints, spec.tolerations) is None, f"{name} does not tolerate {node.name}"
+        if spec.required_topology is not None:
+            assert len({node.labels.get(spec.required_topology) for node in where}) <= 1, f"{name} is torn apart"
 
     def check_indexes(self) -> None:
         """What the state counts as it goes is what a fresh count finds."""
         for host in self.state.ledger.hosts.values():
             mine = [r for r in self.workers.values() if r.node == host.name]
             free = set(host.devices) - {d for r in mine for d in r.devices}
-            coming = free | {d for r in mine if r.leaving for d in r.devices} & set(host.devices)
+            coming = set(host.devices) - {d for r in mine if not r.leaving for d in r.devices}
             assert (host.idle_whole, host.future_whole) == (len(free), len(coming)), host.name
         for queue in self.state.ledger.queues.values():
             mine = [r for r in self.workers.values() if queue in self.state.jobs[r.job].queue.path]
-            assert queue.leaving[0] == GPU * sum(len(r.devices) for r in mine if r.leaving)
-            assert queue.held[0] == GPU * sum(len(r.devices) for r in mine if not r.leaving)
+            assert queue.leaving[0] == round(GPU * sum(r.gpus for r in mine if r.leaving))
+            assert queue.held[0] == round(GPU * sum(r.gpus for r in mine if not r.leaving))
+            assert queue.held[1] == round(MILLI * sum(r.cpu for r in mine if not r.leaving))
 
     def _project_of(self, running: Running) -> str:
         job = self.state.jobs[running.job]

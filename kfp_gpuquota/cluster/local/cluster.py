@@ -19,11 +19,14 @@ from kfp_gpuquota.api.wire import (
     Lease,
     LogChunk,
     NodeView,
+    Outlook,
     ProjectView,
     SubmitJob,
+    Supposition,
 )
 from kfp_gpuquota.cluster.admission import check_fits
 from kfp_gpuquota.cluster.records import Intent, JobRecord, with_status
+from kfp_gpuquota.cluster.supposing import suppose
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError
 
 if TYPE_CHECKING:
@@ -187,6 +190,10 @@ class LocalCluster:
             with self._state.change() as change:
                 change.jobs[job.uid] = job
         self._watch_lease(job)
+
+    def what_if(self, supposed: Supposition) -> Outlook:
+        """What the next plan would do. Raises NotFoundError for a job or a node that is not there."""
+        return suppose(self._state.scheduler, supposed, time.time())
 
     # History and logs
 
