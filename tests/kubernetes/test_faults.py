@@ -1,0 +1,127 @@
+"""Whatever goes wrong around the controller, or with it: no quota is violated, nothing doubled, nothing stuck."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.kubernetes.controlled import Controlled, is_leaving, is_over
+from tests.kubernetes.faulty_proxy import FaultyProxy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tools.devcluster import DevCluster
+
+KILLS = 12
+
+
+@pytest.fixture
+def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
+    """Without nodes and without a controller yet; checked and taken away when the test ends."""
+    running = Controlled(system_cluster, tmp_path)
+    yield running
+    running.close()
+
+
+def active(controlled: Controlled, team: str) -> int:
+    """Pods that are there, and neither ending nor over."""
+    return sum(not is_leaving(p) and not is_over(p) for p in controlled.pods(team).values())
+
+
+def settles(controlled: Controlled, team: str, pods: int) -> None:
+    """Exactly so many of its pods hold GPUs in the end."""
+    controlled.wait(
+        lambda: len(controlled.bound(team)) == pods,
+        lambda: f"{controlled.bound(team)} {controlled.waiting(team)}\n{controlled.log()[-8000:]}",
+        seconds=90,
+    )
+    controlled.check()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_call_may_fail_and_the_cluster_comes_out_right(controlled: Controlled, tmp_path: Path, seed: int) -> None:
+    controlled.add_nodes(3, gpus=4)
+    borrower, owner = controlled.team("borrower", guaranteed=2), controlled.team("owner", guaranteed=6)
+    jobs = controlled.team("jobs", guaranteed=4)
+    with FaultyProxy(controlled.cluster, tmp_path, 0.0, seed) as proxy:
+        controlled.kubeconfig = proxy.kubeconfig
+        controlled.start()
+        proxy.rate = 0.4
+        for i in range(12):
+            controlled.pod(borrower, f"b{i}")
+        settles(controlled, borrower, 12)
+        job = controlled.job(jobs, "elastic", gpus=2, minGpus=2, maxGpus=4, gpusPerWorker=1, gracePeriodSeconds=1)
+        for i in range(6):
+            controlled.pod(owner, f"o{i}")
+        settles(controlled, owner, 6)
+        controlled.until(job, lambda j: j.get("status", {}).get("gpus", 0) >= 2, seconds=90)
+        controlled.wait(lambda: len(controlled.bound(jobs)) == active(controlled, jobs))
+        controlled.cluster.api.delete(job)
+        controlled.wait(lambda: not controlled.pods(jobs), controlled.log, seconds=90)
+        for name in list(controlled.pods(owner)):
+            controlled.cluster.api.delete(f"/api/v1/namespaces/{owner}/pods/{name}")
+        controlled.pod(borrower, "last")
+        controlled.wait(lambda: "last" in controlled.bound(borrower), controlled.log, seconds=90)
+        assert {fault for _, fault in proxy.injected} >= {"429", "500", "503", "reset", "lost answer", "409"}
+        for process in controlled.processes:
+            process.terminate()
+            process.wait(30)
+
+
+def test_a_controller_that_is_killed_at_any_moment_leaves_nothing_wrong_behind(controlled: Controlled) -> None:
+    draw = random.Random(7)
+    controlled.add_nodes(3, gpus=4)
+    first, second, third = controlled.team(guaranteed=4), controlled.team(guaranteed=4), controlled.team(guaranteed=4)
+    jobs = [controlled.job(third, f"job{i}", gpus=2, gpusPerWorker=1, gracePeriodSeconds=1) for i in range(3)]
+    for round_ in range(KILLS):
+        for team in (first, second):
+            for i in range(draw.randint(0, 3)):
+                controlled.pod(team, f"p{round_}-{i}")
+            for name in draw.sample(sorted(controlled.pods(team)), k=min(2, len(controlled.pods(team)))):
+                controlled.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/{name}")
+        controlled.start()
+        time.sleep(draw.random() * 0.4)  # a random moment is what is tested
+        controlled.kill()
+        controlled.check()
+    for team in (first, second):
+        for i in range(12):
+            controlled.pod(team, f"final-{i}")
+    controlled.start()
+    controlled.wait(
+        lambda: sum(len(controlled.bound(team)) for team in (first, second, third)) == 12,
+        lambda: controlled.log()[-8000:],
+    )
+    assert len(controlled.bound(third)) in {4, 6}
+    assert len(controlled.bound(first)) >= 3
+    assert len(controlled.bound(second)) >= 3
+    statuses = [controlled.cluster.api.get(job)["status"] for job in jobs]
+    assert sum(status["workers"] for status in statuses) == len(controlled.bound(third))
+
+
+def test_an_api_server_that_is_away_delays_and_loses_nothing(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=4)
+    team = controlled.team(guaranteed=4)
+    process = controlled.start()
+    controlled.until_bound(controlled.pod(team, "before"))
+    with controlled.cluster.away("kube-apiserver"):
+        time.sleep(8)  # how long it is away is what is tested
+        assert process.poll() is None
+    controlled.cluster.await_healthy()
+    controlled.until_bound(controlled.pod(team, "after"))
+
+
+def test_a_store_that_stands_still_delays_and_loses_nothing(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=4)
+    team = controlled.team(guaranteed=4)
+    process = controlled.start()
+    controlled.until_bound(controlled.pod(team, "before"))
+    with controlled.cluster.frozen("etcd"):
+        time.sleep(4)  # how long it stands still is what is tested
+    controlled.cluster.await_healthy()
+    controlled.until_bound(controlled.pod(team, "after"))
+    assert process.poll() is None
