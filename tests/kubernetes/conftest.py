@@ -107,3 +107,17 @@ def system_cluster(crds_cluster: DevCluster) -> DevCluster:
     """The control plane with our kinds and the controller's namespace."""
     crds_cluster.make_namespace("gpuquota-system")
     return crds_cluster
+
+
+@pytest.fixture(scope="session")
+def kubelet_system(kubelet_cluster: DevCluster) -> DevCluster:
+    """The cluster with a real node, our kinds and the controller's namespace."""
+    install_crds(kubelet_cluster)
+    kubelet_cluster.make_namespace("gpuquota-system")
+    return kubelet_cluster
+
+
+def address_of(cluster: DevCluster) -> str:
+    """Where the pods of its real node reach this machine."""
+    node = cluster.api.get("/api/v1/nodes/real-0")
+    return str(next(a["address"] for a in node["status"]["addresses"] if a["type"] == "InternalIP"))

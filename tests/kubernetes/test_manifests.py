@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from kfp_gpuquota.api import annotations as asked
 from kfp_gpuquota.cluster.kubernetes import labels, webhook
 from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
 from tests.kubernetes.conftest import start_or_skip
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+SHARES = (
+    asked.FRACTION,
+    asked.FRACTION_LIMIT,
+    asked.MEMORY,
+    asked.MEMORY_LIMIT,
+    asked.DEVICES,
+)
 COMPONENTS = sorted(path.name for path in (MANIFESTS / "components").iterdir())
 
 
@@ -167,6 +175,20 @@ def test_what_refers_to_each_other_fits(standalone: DevCluster) -> None:
     assert f"--webhook-port={ports['webhook']}" in arguments
     assert f"--membership-port={ports['membership']}" in arguments
     assert f"--metrics-port={ports['metrics']}" in arguments
+
+
+def test_the_expressions_name_the_annotations_that_admission_reads(standalone: DevCluster) -> None:
+    objects = rendered(standalone, MANIFESTS / "overlays" / "standalone")
+    (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")
+    texts = [yaml.safe_dump(configuration)]
+    texts += [
+        yaml.safe_dump(one)
+        for one in of_kind(objects, "ValidatingAdmissionPolicy")
+        if "pods" in one["metadata"]["name"]
+    ]
+    assert len(texts) == 3
+    for text in texts:
+        assert set(re.findall(r"'(gpu-[a-z-]+)'", text.replace("''", "'"))) == set(SHARES)
 
 
 def test_the_controllers_pods_are_accepted_as_restricted(standalone: DevCluster) -> None:

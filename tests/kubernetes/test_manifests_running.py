@@ -1,8 +1,8 @@
 """manifests/ on a real node: both replicas run as they are described, and pods wait and start through them.
 
 Two things differ from a cluster of people's own. No image can be pulled, so that the containers run this machine's
-Python and repository, mounted by hostPath, which pod-security `restricted` would forbid: it only warns here. And there is
-no kube-proxy, so that the API server is given by its address; it calls the webhook through the Service all the same.
+Python and repository, mounted by hostPath, which pod-security `restricted` would forbid: it only warns here. And there
+is no kube-proxy, so that the API server is given by its address; it calls the webhook through the Service all the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.kubernetes.conftest import QUOTAS, start_or_skip
 from tests.kubernetes.installation import MANIFESTS, NAMESPACE
 from tests.kubernetes.test_crds import quota
 from tests.kubernetes.test_manifests import created_in_the_end, relative
-from tools.devcluster import DevCluster, Options, image, node
+from tools.devcluster import DevCluster, Options, control_plane, image, node
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ SELECTOR = "app.kubernetes.io/name=gpuquota-controller"
 
 def kustomization(folder: Path, cluster: DevCluster) -> Path:
     """The standalone overlay, with what this machine needs patched."""
-    address = cluster.api.get(f"/api/v1/nodes/{node.NODE}")["status"]["addresses"][0]["address"]
+    address = cluster.api.get(f"/api/v1/nodes/{control_plane.NODE}")["status"]["addresses"][0]["address"]
     volumes, mounts = node.host_python()
     container = {
         "name": "controller",

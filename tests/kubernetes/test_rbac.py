@@ -138,6 +138,12 @@ def test_what_a_pod_has_asked_for_cannot_be_changed_afterwards(
     owner.patch(f"{pods}/a", {"metadata": {"labels": {"mine": "x"}, "annotations": {"mine": "y"}}})
 
 
+def test_what_only_looks_like_ours_is_nobodys_business(owner: Api, pods: str) -> None:
+    notes = {"gpu-memory-seen": "1", "gpu-fractions": "x", "my.gpuquota.dev/kind": "y"}
+    assert "schedulingGates" not in owner.create(pods, pod("", annotations=notes, labels={"gpuquota": "z"}))["spec"]
+    owner.patch(f"{pods}/a", {"metadata": {"annotations": dict.fromkeys(notes, "2")}})
+
+
 def test_a_pod_that_has_opted_in_elsewhere_cannot_opt_out(kubeflow_cluster: DevCluster) -> None:
     namespace = kubeflow_cluster.make_namespace(f"u-{uuid.uuid4().hex[:8]}")
     somebody, path = user(kubeflow_cluster, "edit", namespace), f"/api/v1/namespaces/{namespace}/pods"
