@@ -71,8 +71,8 @@ def test_a_change_that_cannot_be_is_refused_and_nothing_is_changed(world: World)
 def test_nothing_that_happens_to_a_copy_reaches_the_original(world: World) -> None:
     before = world.plan()
     workers = {name: replace(running) for name, running in world.workers.items()}
-    copy = World(copied(world.state), world.now, dict(world.specs), dict(world.nodes), {}, workers)
-    copy.serial = world.serial
+    copy = World(copied(world.state), world.now, dict(world.specs), dict(world.nodes), dict(world.machines))
+    copy.workers, copy.serial = workers, world.serial
     copy.project("b", 1)
     copy.remove("train")
     copy.node("n1", 4)
