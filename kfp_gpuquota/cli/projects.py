@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from kfp_gpuquota.api import Project
+from kfp_gpuquota.api.quantity import parse_cores, parse_mib, show_mib
 from kfp_gpuquota.cli.options import OutputOption, client
 from kfp_gpuquota.cli.output import Format, show, table
 from kfp_gpuquota.errors import InvalidFieldError
@@ -29,6 +30,19 @@ PriorityOption = Annotated[int | None, typer.Option("--priority", help="Who borr
 WeightOption = Annotated[
     float | None, typer.Option("--weight", help="Its share of what is idle, within one priority (default 1).")
 ]
+CpuOption = Annotated[
+    str | None,
+    typer.Option("--cpu", metavar="CORES", help="CPU cores guaranteed, for jobs that ask for some; or 'all'."),
+]
+CpuLimitOption = Annotated[
+    str | None, typer.Option("--cpu-limit", metavar="CORES", help="The most CPU cores, or 'none'.")
+]
+MemoryOption = Annotated[
+    str | None, typer.Option("--memory", metavar="SIZE", help="Main memory guaranteed, as 64Gi; or 'all'.")
+]
+MemoryLimitOption = Annotated[
+    str | None, typer.Option("--memory-limit", metavar="SIZE", help="The most main memory, or 'none'.")
+]
 ParentOption = Annotated[str | None, typer.Option("--parent", help="The department it belongs to.")]
 
 
@@ -40,6 +54,10 @@ def create(
     priority: PriorityOption = None,
     weight: WeightOption = None,
     parent: ParentOption = None,
+    cpu: CpuOption = None,
+    cpu_limit: CpuLimitOption = None,
+    memory: MemoryOption = None,
+    memory_limit: MemoryLimitOption = None,
 ) -> None:
     """Create a project with its quota.
 
@@ -49,8 +67,10 @@ def create(
       gpuquota project create team-a --guaranteed 2
       gpuquota project create team-b --guaranteed 20 --limit 30
       gpuquota project create static --guaranteed 4 --limit 4
+      gpuquota project create team-c --guaranteed 8 --cpu 64 --memory-limit 512Gi
     """
-    project = Project(name=name, **_given(guaranteed, limit, priority, weight, parent))
+    others = _amounts(cpu, cpu_limit, memory, memory_limit)
+    project = Project(name=name, **_given(guaranteed, limit, priority, weight, parent), **others)
     view = client().create_project(project)
     typer.echo(f"project {name} created: {_quota(view)}")
 
@@ -63,6 +83,10 @@ def set_quota(
     priority: PriorityOption = None,
     weight: WeightOption = None,
     parent: ParentOption = None,
+    cpu: CpuOption = None,
+    cpu_limit: CpuLimitOption = None,
+    memory: MemoryOption = None,
+    memory_limit: MemoryLimitOption = None,
 ) -> None:
     """Change what is given; the rest stays as it is.
 
@@ -71,7 +95,7 @@ def set_quota(
       gpuquota project set team-a --limit none
     """
     reached = client()
-    changed = _given(guaranteed, limit, priority, weight, parent)
+    changed = _given(guaranteed, limit, priority, weight, parent) | _amounts(cpu, cpu_limit, memory, memory_limit)
     view = reached.set_project(msgspec.structs.replace(reached.get_project(name).project, **changed))
     typer.echo(f"project {name} changed: {_quota(view)}")
 
@@ -143,7 +167,7 @@ def config_context(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") 
 def project_table(views: tuple[ProjectView, ...], *, wide: bool = False) -> str:
     """Quotas and what is held."""
     columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "REQUESTED"]
-    more = ["PRIORITY", "WEIGHT", "PARENT"] if wide else []
+    more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY"] if wide else []
     return table(columns + more, ([*_row(view), *(_wide_row(view) if wide else [])] for view in views))
 
 
@@ -154,7 +178,19 @@ def _row(view: ProjectView) -> list[object]:
 
 
 def _wide_row(view: ProjectView) -> list[object]:
-    return [view.project.priority, view.project.over_quota_weight, view.project.parent]
+    project = view.project
+    cores = [None if value is None else f"{value:g}" for value in (project.guaranteed_cpu, project.limit_cpu)]
+    sizes = (project.guaranteed_memory_mib, project.limit_memory_mib)
+    shown = [None if mib is None else show_mib(mib) for mib in sizes]
+    return [project.priority, project.over_quota_weight, project.parent, _both(cores), _both(shown)]
+
+
+def _both(amounts: list[str | None]) -> str:
+    """Guaranteed and limit: "4 of at most 8"; nothing where there is no quota."""
+    guaranteed, limit = amounts
+    if limit is None:
+        return guaranteed or ""
+    return f"at most {limit}" if guaranteed is None else f"{guaranteed} of at most {limit}"
 
 
 def _quota(view: ProjectView) -> str:
@@ -175,6 +211,20 @@ def _given(
     given = {name: value for name, value in fields.items() if value is not None}
     if limit is not None:
         given["limit"] = None if limit == "none" else _number("limit", limit)
+    return given
+
+
+def _amounts(cpu: str | None, cpu_limit: str | None, memory: str | None, memory_limit: str | None) -> dict[str, Any]:
+    """Quotas of CPU and memory; 'all' and 'none' take them away."""
+    given: dict[str, Any] = {}
+    for field, text, parse in (
+        ("guaranteed_cpu", cpu, parse_cores),
+        ("limit_cpu", cpu_limit, parse_cores),
+        ("guaranteed_memory_mib", memory, parse_mib),
+        ("limit_memory_mib", memory_limit, parse_mib),
+    ):
+        if text is not None:
+            given[field] = None if text in {"all", "none"} else parse(field, text)
     return given
 
 

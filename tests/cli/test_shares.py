@@ -144,6 +144,21 @@ def test_shares_are_shown_as_they_were_asked_for(team: Cli) -> None:
     assert "Running with 1 GPU\n" in described
 
 
+def test_a_quota_of_cpu_and_memory_holds(team: Cli) -> None:
+    team("project", "set", "team-a", "--cpu", "1", "--cpu-limit", "1500m", "--memory-limit", "4Gi")
+    assert "1 of at most 1.5" in team("project list -o wide")
+    team("submit", "first", "-g", "0.1", "--cpu", "1", *SLEEP)
+    running(team, "first")
+    team("submit", "second", "-g", "0.1", "--cpu", "1", *SLEEP)
+    waiting = team.cluster.wait_for("second", lambda job: job.status.reason is not None)
+    assert waiting.status.reason is not None
+    assert "project team-a holds 1 CPU of its limit of 1.5 CPUs" in waiting.status.reason.message
+    answer = team.run("submit", "huge", "-g", "0.1", "--memory", "5Gi", "--", "true")
+    assert "project 'team-a' may hold at most 4096 MiB of memory" in answer.err
+    team("project set team-a --cpu-limit none")
+    running(team, "second")
+
+
 MISTAKES = [
     ("-g 1.5", "gpus is '1.5', but it must be a whole number of GPUs, or a part of one, such as 0.25"),
     ("-g 0.5 --gpu-limit 0.4", "gpu_fraction_limit is 0.4, but it must be between gpu_fraction, which is 0.5, and 1"),
