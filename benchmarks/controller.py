@@ -227,6 +227,7 @@ async def run_case(bench: Bench, options: argparse.Namespace, log: Path) -> dict
         lambda i: bench.api.call("POST", "/api/v1/nodes", fake_node(f"fake-{i}", options.gpus)), range(options.nodes)
     )
     await until_settled(bench)
+    await bench.api.call("POST", "/api/v1/namespaces", {"metadata": {"name": "gpuquota-system"}})
     await make_team(bench, "team-a", gpus // 2)
     await make_team(bench, "team-b", gpus // 2)
     if options.case == "start":
