@@ -112,11 +112,21 @@ def test_the_quota_of_a_department_gets_its_defaults(crds_cluster: DevCluster, m
         {"gpuMemory": "4Gi", "gpuMemoryLimit": "4G", "gpuDevices": 2} | {"gpuMemoryLimit": "5G"},
         {"maxRuntimeSeconds": 3600, "ttlSecondsAfterFinished": 0, "checkpoint": {"claimName": "team-a-checkpoints"}},
         {"lease": {"holder": "a", "durationSeconds": 60, "renewTime": "2026-11-21T14:00:00.5Z"}},
+        {"template": {"spec": {"containers": [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]}}},
+        {"template": {"spec": {"containers": [{"name": "main"}, {"name": "b", "resources": {"limits": {"cpu": 1}}}]}}},
     ],
     ids=str,
 )
 def test_a_good_job_is_taken(crds_cluster: DevCluster, jobs: str, spec: dict[str, Any]) -> None:
     crds_cluster.api.create(jobs, job(**spec), dryRun="All", fieldValidation="Strict")
+
+
+def asking(name: str, kind: str = "limits") -> dict[str, Any]:
+    return {"name": name, "image": "x", "resources": {kind: {"nvidia.com/gpu": 1, "cpu": "1"}, "claims": []}}
+
+
+def template(*containers: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    return {"template": {"spec": {"containers": list(containers) or [{"name": "main"}], **spec}}}
 
 
 BAD_JOBS = [
@@ -153,6 +163,10 @@ BAD_JOBS = [
     ({"template": {}}, "spec.template.spec"),
     ({"template": {"spec": {"containers": []}}}, "spec.template.spec.containers"),
     ({"template": {"spec": {"containers": [{"image": "x"}]}}}, "spec.template.spec.containers[0].name"),
+    (template(nodeName="n"), "nodeName is 'n', but workers go where the plan sends them"),
+    (template(asking("main"), asking("b")), "the first container holds the worker's GPUs"),
+    (template(asking("main"), asking("b", "requests")), "the first container holds the worker's GPUs"),
+    (template(initContainers=[asking("b")]), "the first container holds the worker's GPUs"),
 ]
 
 

@@ -48,6 +48,7 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]
     running = start_or_skip(tmp_path_factory.mktemp("standalone"), Options(kwok_nodes=1))
     try:
         install(running, "standalone")
+        running.make_namespace("kubeflow")
         yield running
     finally:
         running.stop()

@@ -222,6 +222,14 @@ def test_who_may_edit_a_namespace_runs_jobs_in_it(
     somebody.delete(f"{path}/a")
 
 
+def test_a_pipelines_step_runs_jobs_without_multi_user_mode_too(kubeflow_cluster: DevCluster) -> None:
+    runner = kubeflow_cluster.api.as_user("system:serviceaccount:kubeflow:pipeline-runner", "system:authenticated")
+    runner.create(jobs_of("kubeflow"), job("step"))
+    runner.get(f"{jobs_of('kubeflow')}/step")
+    runner.delete(f"{jobs_of('kubeflow')}/step")
+    denied(runner.create, jobs_of("default"), job("step"))
+
+
 def profile(name: str, **spec: Any) -> dict[str, Any]:
     owner = {"kind": "User", "name": f"{name}@example.com"}
     return {

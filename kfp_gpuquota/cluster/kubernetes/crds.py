@@ -23,6 +23,7 @@ from kfp_gpuquota.cluster.kubernetes import labels, objects
 Schema = dict[str, Any]
 
 YEAR_S: Final = 31_536_000
+MAX_CONTAINERS: Final = 64
 _DNS_LABEL: Final = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 
 # name on the wire: (the field of JobSpec that it is, what it means)
@@ -331,18 +332,36 @@ def _lease() -> Schema:
 
 
 def _template() -> Schema:
-    """A pod template, open: the API server checks the pods themselves, and knows fields that we do not."""
-    container = {
-        "type": "object",
-        "required": ["name"],
-        "properties": {"name": {"type": "string"}},
-        "x-kubernetes-preserve-unknown-fields": True,
-    }
+    """A pod template, open: the API server checks the pods themselves, and knows fields that we do not.
+
+    Closed is what would go around the plan: the controller creates the pods, so the policies on pods do not see these.
+    """
+    holds = f"has(c.resources) && has(c.resources.%s) && '{labels.GPU_RESOURCE}' in c.resources.%s"
+    asks = f"(({holds % ('limits', 'limits')}) || ({holds % ('requests', 'requests')}))"
+    only_first = f"self.containers.all(c, c.name == self.containers[0].name || !{asks})"
+    none = f"(!has(self.initContainers) || self.initContainers.all(c, !{asks}))"
     pod = {
         "type": "object",
         "required": ["containers"],
-        "properties": {"containers": {"type": "array", "minItems": 1, "items": container}},
+        "properties": {
+            "containers": {"type": "array", "minItems": 1, "maxItems": MAX_CONTAINERS, "items": _container()},
+            "initContainers": {"type": "array", "maxItems": MAX_CONTAINERS, "items": _container()},
+            "nodeName": {"type": "string", "maxLength": 253},
+        },
         "x-kubernetes-preserve-unknown-fields": True,
+        "x-kubernetes-validations": [
+            _rule(
+                "!has(self.nodeName) || self.nodeName == ''",
+                "nodeName is '%s', but workers go where the plan sends them; leave it out, and name the node in"
+                " nodeSelector (kubernetes.io/hostname)",
+                "self.nodeName",
+            ),
+            _rule(
+                f"{only_first} && {none}",
+                f"the first container holds the worker's GPUs (gpus, gpusPerWorker); leave {labels.GPU_RESOURCE} out of"
+                " the others",
+            ),
+        ],
     }
     return {
         "type": "object",
@@ -353,6 +372,25 @@ def _template() -> Schema:
             "spec": pod,
         },
     }
+
+
+def _container() -> Schema:
+    resources = {
+        "type": "object",
+        "properties": {"limits": _quantities(), "requests": _quantities()},
+        "x-kubernetes-preserve-unknown-fields": True,
+    }
+    return {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"name": {"type": "string", "maxLength": 253}, "resources": resources},
+        "x-kubernetes-preserve-unknown-fields": True,
+    }
+
+
+def _quantities() -> Schema:
+    quantity = {"x-kubernetes-int-or-string": True}
+    return {"type": "object", "maxProperties": MAX_CONTAINERS, "additionalProperties": quantity}
 
 
 def _status(struct: type) -> Schema:
