@@ -27,6 +27,12 @@ MemoryOption = Annotated[
     str | None,
     typer.Option("--memory-per-node", metavar="SIZE", help="Memory that jobs may ask for; else the machine's."),
 ]
+HalfLifeOption = Annotated[
+    float | None,
+    typer.Option(
+        "--usage-half-life", metavar="HOURS", help="Who borrowed borrows less; half of it is forgotten in this time."
+    ),
+]
 KillerOption = Annotated[
     bool,
     typer.Option(
@@ -45,6 +51,7 @@ def start(
     gpu_memory: GpuMemoryOption = None,
     cpus_per_node: CpusOption = None,
     memory_per_node: MemoryOption = None,
+    usage_half_life: HalfLifeOption = None,
     *,
     gpu_memory_killer: KillerOption = False,
     lend_silent: LendOption = False,
@@ -65,8 +72,8 @@ def start(
     from kfp_gpuquota.fractions import Policy  # noqa: PLC0415
 
     home = embedded_home()
-    shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, gpu_memory_killer, lend_silent)
-    if all(given in (None, False) for given in shape):
+    amounts = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, usage_half_life)
+    if all(given is None for given in amounts) and not gpu_memory_killer and not lend_silent:
         ensure_running(home)
     elif home.is_locked():
         raise ConflictError("the cluster already runs; stop it first to give it another shape: gpuquota cluster stop")
@@ -77,6 +84,7 @@ def start(
             gpu_memory_mib=None if gpu_memory is None else parse_mib("gpu_memory", gpu_memory),
             cpus_per_node=cpus_per_node,
             memory_per_node_mib=None if memory_per_node is None else parse_mib("memory_per_node", memory_per_node),
+            usage_half_life_s=None if usage_half_life is None else usage_half_life * 3600,
             memory_policy=Policy(killer=gpu_memory_killer, lend_silent=lend_silent),
         )
         start_with(home, config)

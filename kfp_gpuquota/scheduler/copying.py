@@ -73,6 +73,7 @@ class _Copier:
 
     def _fill(self, original: State) -> None:
         self._fill_ledger(original.ledger)
+        self.state.last_at = original.last_at
         self.state.workers = {name: self.tasks[task] for name, task in original.workers.items()}
         for name in ("jobs", "growable", "below", "sheltered", "suspended", "emptying"):
             setattr(self.state, name, {uid: self.jobs[job] for uid, job in getattr(original, name).items()})
@@ -85,6 +86,6 @@ class _Copier:
         ledger.by_future = {count: list(names) for count, names in original.by_future.items()}
         ledger.totals, ledger.boundless = list(original.totals), list(original.boundless)
         ledger.by_size, ledger.special = dict(original.by_size), original.special
-        ledger.gpu_memory_mib = original.gpu_memory_mib
+        ledger.gpu_memory_mib, ledger.half_life_s = original.gpu_memory_mib, original.half_life_s
         ledger.shared_hosts = {self.hosts[host]: None for host in original.shared_hosts}
         ledger.leaving = {self.tasks[task]: None for task in original.leaving}

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler import placement, quota
+from kfp_gpuquota.scheduler import placement, quota, usage
 from kfp_gpuquota.scheduler.agenda import Agenda
 from kfp_gpuquota.scheduler.consolidation import Known, consolidate
 from kfp_gpuquota.scheduler.fairshare import assign_shares
@@ -76,7 +76,16 @@ class Cycle:
         self.held_off: dict[tuple[Queue, Shape], float] = {}
         self.unsheltered = Finders(ledger)
         self.again_at: float | None = None
-        assign_shares([q for q in ledger.queues.values() if q.parent is None], ledger.capacity)
+        assign_shares([q for q in ledger.queues.values() if q.parent is None], ledger.capacity, self._used())
+
+    def _used(self) -> Callable[[Queue], float] | None:
+        """What a queue borrowed lately, where that counts; then shares change while nothing happens."""
+        half_life_s = self.ledger.half_life_s
+        if half_life_s is None:
+            return None
+        if any(queue.waiting for queue in self.ledger.queues.values()):
+            self._too_early(self.now + half_life_s / usage.LOOKS_PER_HALF_LIFE)
+        return lambda queue: usage.used_by(queue, self.now, half_life_s)
 
     def run(self, actions: Sequence[str] = ACTIONS) -> None:
         """Carry out the actions in order, on the ledger."""

@@ -98,6 +98,14 @@ class WorkerGone(Event, frozen=True, tag=True):
     at: float | None = None
 
 
+class UsageRecalled(Event, frozen=True, tag=True):
+    """The project has borrowed so much until `at`, as much as is not forgotten; instead of what was known of it."""
+
+    project: str
+    gpu_seconds: float
+    at: float
+
+
 class ProgressReported(Event, frozen=True, tag=True):
     """What a training said about itself.
 

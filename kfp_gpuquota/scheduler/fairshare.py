@@ -11,25 +11,28 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.scheduler import usage
 from kfp_gpuquota.scheduler.model import GPU, UNLIMITED, Amount, Queue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    Used = Callable[[Queue], float]
 
 _UNITS: Final = (GPU, 1, 1)
 
 
-def assign_shares(roots: Iterable[Queue], capacity: Sequence[float]) -> None:
-    """Set `share` of every queue of the trees, from what they request now."""
+def assign_shares(roots: Iterable[Queue], capacity: Sequence[float], used: Used | None = None) -> None:
+    """Set `share` of every queue of the trees, from what they request now, and what they `used` of GPUs before."""
     level = sorted(roots, key=lambda q: (q.created, q.name))
-    divided = [divide(level, r, capacity[r]) for r in range(3)]
+    divided = [divide(level, r, capacity[r], used if r == 0 else None) for r in range(3)]
     for i, queue in enumerate(level):
         queue.set_share(Amount(*(shares[i] for shares in divided)))
         if queue.children:
-            assign_shares(queue.children.values(), queue.share)
+            assign_shares(queue.children.values(), queue.share, used)
 
 
-def divide(queues: Sequence[Queue], r: int, total: float) -> list[float]:
+def divide(queues: Sequence[Queue], r: int, total: float, used: Used | None = None) -> list[float]:
     """The share of resource `r` of each of the siblings, oldest first, when there is `total` for all of them."""
     caps = [min(q.requested[r], q.limit[r]) for q in queues]
     # Unlimited guarantees are worth the whole; finite ones count in full even where they exceed it together.
@@ -39,16 +42,23 @@ def divide(queues: Sequence[Queue], r: int, total: float) -> list[float]:
     if total == UNLIMITED:  # nobody counts what there is of it
         return caps
     left = total - sum(shares)
+    amounts = None if used is None else [used(queue) for queue in queues]
     order = sorted(range(len(queues)), key=lambda i: -queues[i].priority)
     for _, group in groupby(order, key=lambda i: queues[i].priority):
         if left <= 0:
             break
-        left = _give(list(group), queues, caps, shares, left, r)
+        left = _give(list(group), queues, caps, shares, left, r, amounts)
     return shares
 
 
 def _give(
-    group: list[int], queues: Sequence[Queue], caps: list[float], shares: list[float], left: float, r: int
+    group: list[int],
+    queues: Sequence[Queue],
+    caps: list[float],
+    shares: list[float],
+    left: float,
+    r: int,
+    used: list[float] | None,
 ) -> float:
     """Share `left` within one priority; returns what nobody wants."""
     unit = _UNITS[r]
@@ -58,6 +68,9 @@ def _give(
             break
         # Weight 0 borrows nothing while others of the priority want to; when none does, all are equal.
         weights = {i: queues[i].weights[r] for i in hungry if queues[i].weights[r] > 0} or dict.fromkeys(hungry, 1.0)
+        if used is not None:
+            lighter = usage.adjusted(weights, dict(enumerate(used)))
+            weights = {i: weight for i, weight in lighter.items() if weight > 0} or weights
         total = sum(weights.values())
         parts = {i: left * weight / total for i, weight in weights.items()}
         left -= _serve(parts, caps, shares, unit)

@@ -23,6 +23,7 @@ _COLUMN = {Status.HELD: _USED, Status.BOUND: _USED, Status.NOMINATED: _NOMINATED
 class Ledger:
     """Hosts, queues and what tasks take of them. `by_idle[n]` and `by_future[n]`: names of hosts with n whole GPUs.
 
+    `half_life_s`: after which what queues borrowed counts half in their shares; None: it does not count.
     `one_by_one`: each task of a gang is packed by itself, as KAI-Scheduler does, instead of next to the others.
     """
 
@@ -35,6 +36,7 @@ class Ledger:
         self.boundless: list[int] = [0, 0, 0]
         self.special = 0
         self.one_by_one = False
+        self.half_life_s: float | None = None
         self.gpu_memory_mib = 0
         self.by_size: dict[int, int] = {}
         self.leaving: dict[Task, None] = {}

@@ -111,7 +111,7 @@ class Queue:
 
     `held` is what will be held when what leaves is gone: running, bound and nominated. `leaving` still occupies
     devices and counts against the limit for whatever would start now. `lent` is the part of `held` above the
-    requests of elastic jobs, `fixed` the part that cannot be preempted.
+    requests of elastic jobs, `fixed` the part that cannot be preempted. `used` is what it borrowed until `used_until`.
     """
 
     name: str
@@ -128,6 +128,8 @@ class Queue:
     lent: list[float] = field(default_factory=lambda: [0, 0, 0])
     fixed: list[float] = field(default_factory=lambda: [0, 0, 0])
     requested: list[float] = field(default_factory=lambda: [0, 0, 0])
+    used: float = 0.0
+    used_until: float = 0.0
     share: Amount = NOTHING
     keeps: Amount = NOTHING
     path: tuple[Queue, ...] = ()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
-from kfp_gpuquota.scheduler import events, progress
+from kfp_gpuquota.scheduler import events, progress, usage
 from kfp_gpuquota.scheduler.groups import below, next_tasks
 from kfp_gpuquota.scheduler.ledger import Ledger
 from kfp_gpuquota.scheduler.model import (
@@ -41,10 +41,14 @@ class State:
 
     `apply` raises `NotFoundError` for an event about a job or worker that was never announced, `AlreadyExistsError` for
     a job announced twice, and `InvalidFieldError` for departments that contain each other; the state is as it was.
+
+    With `usage_half_life_s` what a queue borrowed counts in its fair share of what may be borrowed, half as much after
+    that time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, usage_half_life_s: float | None = None) -> None:
         self.ledger = Ledger()
+        self.ledger.half_life_s = usage_half_life_s
         self.jobs: dict[str, Job] = {}
         self.workers: dict[str, Task] = {}
         self.growable: dict[str, Job] = {}
@@ -52,6 +56,7 @@ class State:
         self.sheltered: dict[str, Job] = {}
         self.suspended: dict[str, Job] = {}
         self.emptying: dict[str, Job] = {}
+        self.last_at = 0.0
 
     def apply(self, event: events.Event) -> None:
         """Take note of what happened."""
@@ -146,6 +151,7 @@ class State:
         if host is None:
             host = Host(name=event.node, devices=(), ready=False)
             self.ledger.put_host(host)
+        self._note_usage(job, event.at)
         task = job.pending.pop(0) if job.pending else Task(job=job, request=job.request, index=0)
         progress.note_started(job, event.at)
         task.id, task.started_at, task.index = event.worker, event.at, job.next_index
@@ -158,6 +164,7 @@ class State:
     @_apply.register
     def _(self, event: events.WorkerLeaving) -> None:
         task = self._worker(event.worker)
+        self._note_usage(task.job, event.at)
         self.ledger.set(task, Status.LEAVING, task.node, task.devices)
         progress.note_shrunk(task.job, event.at)
         self._changed(task.job)
@@ -168,6 +175,7 @@ class State:
         job, host = task.job, task.node
         if task.status is Status.LEAVING:  # a crash is no decision: what it took may be replaced at once
             progress.note_shrunk(job, event.at)
+        self._note_usage(job, event.at)
         self.ledger.set(task, Status.PENDING, None)
         del job.tasks[event.worker], self.workers[event.worker]
         if not job.removed and job.active + len(job.pending) < job.wanted:
@@ -190,6 +198,17 @@ class State:
         """Take up a queue made by hand, below `parent`."""
         self.ledger.queues[queue.name] = queue
         _graft(queue, parent)
+
+    @_apply.register
+    def _(self, event: events.UsageRecalled) -> None:
+        queue = self._queue(event.project)
+        queue.used, queue.used_until = event.gpu_seconds, event.at
+
+    def _note_usage(self, job: Job, at: float | None) -> None:
+        """What its queues hold changes, at that time; where nobody says when, at the last one that was said."""
+        self.last_at = max(self.last_at, at or 0.0)
+        if self.ledger.half_life_s is not None:
+            usage.note(job.queue.path, self.last_at, self.ledger.half_life_s)
 
     def _job(self, uid: str) -> Job:
         if uid not in self.jobs:

@@ -36,8 +36,9 @@ class WhatIf(msgspec.Struct, frozen=True):
     def why(self, uid: str) -> Reason | None:
         """What the plan with the change says of the job; None where it says nothing."""
         after = self.after
-        decided = [*after.evict, *after.bind, *(r for r in after.resize if r.remove), *after.nominate, *after.resize]
-        reasons = (decision.reason for decision in decided if decision.job == uid)
+        shrinking = (r for r in after.resize if r.remove)
+        decided = (after.evict, after.bind, shrinking, after.nominate, after.resize)
+        reasons = (decision.reason for group in decided for decision in group if decision.job == uid)
         return next(reasons, after.waiting.get(uid))
 
 

@@ -73,7 +73,7 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int) -> None:
         listener = _listen(home)
         stack.callback(listener.close)
         url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
-        state = ClusterState(store, nodes)
+        state = ClusterState(store, nodes, shape.usage_half_life_s)
         driver = Driver(home, state, url, shape.memory_policy)
         stack.callback(driver.close)
         app = build_app(

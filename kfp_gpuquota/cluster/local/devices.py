@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CPU_SLOTS = 2
 CPU_SLOT = "cpu-slot"
+MAX_HALF_LIFE_S = 365 * 86_400.0
 _MIB = 1 << 20
 
 
@@ -26,6 +27,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     With `gpu_memory_mib` its GPUs are simulated, and have that much memory each. `cpus_per_node` (cores) and
     `memory_per_node_mib` are what jobs that ask for CPU and main memory share; by default the machine's, divided among
     the nodes. `memory_policy` is what the agent may do about the memory of GPUs that several share.
+    With `usage_half_life_s` what a project borrowed counts in its share of what is idle, half as much after that time.
     """
 
     nodes: int = 1
@@ -34,6 +36,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cpus_per_node: float | None = None
     memory_per_node_mib: int | None = None
     memory_policy: Policy = Policy()
+    usage_half_life_s: float | None = None
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes, 1, "nodes")
@@ -42,6 +45,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field, mib in (("gpu_memory_mib", self.gpu_memory_mib), ("memory_per_node_mib", self.memory_per_node_mib)):
             if mib is not None:
                 check_count(field, mib, 1, "MiB", MAX_MIB)
+        if self.usage_half_life_s is not None:
+            check_range("usage_half_life_s", self.usage_half_life_s, 1, MAX_HALF_LIFE_S, "s")
         if self.cpus_per_node is not None:
             check_range("cpus_per_node", self.cpus_per_node, 0, MAX_COUNT, "cores")
 

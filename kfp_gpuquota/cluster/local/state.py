@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import Event, JobList, NodeView, ProjectView
+from kfp_gpuquota.cluster.local.store import KEPT_EVENTS
 from kfp_gpuquota.cluster.records import JobRecord, WorkerRecord, view, with_status
 from kfp_gpuquota.cluster.scheduling import job_announced, job_changed, worker_changed
+from kfp_gpuquota.cluster.usage import recalled
 from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -40,19 +42,21 @@ class Change:
 class ClusterState:
     """Projects, nodes, jobs and workers, each by its key, and the scheduler's state."""
 
-    def __init__(self, store: Store, nodes: Iterable[Node]) -> None:
+    def __init__(self, store: Store, nodes: Iterable[Node], usage_half_life_s: float | None = None) -> None:
         self._store = store
         self.nodes: dict[str, Node] = {node.name: node for node in nodes}
         self.projects: dict[str, Project] = {}
         self.jobs: dict[str, JobRecord] = {}
         self.workers: dict[str, WorkerRecord] = {}
-        self.scheduler = scheduler.State()
+        self.scheduler = scheduler.State(usage_half_life_s=usage_half_life_s)
         self._uids: dict[tuple[str, str], str] = {}
         self._workers_of: dict[str, list[str]] = {}
         self._by_request: dict[str, str] = {}
         self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
         self._waiters: set[asyncio.Future[None]] = set()
         self._load()
+        if usage_half_life_s is not None:
+            self._recall_usage(usage_half_life_s)
 
     # Reading
 
@@ -267,3 +271,8 @@ class ClusterState:
         for event in list(self._news(stored)):
             self.scheduler.apply(event)
         self._remember(stored)
+
+    def _recall_usage(self, half_life_s: float) -> None:
+        """What projects borrowed before this daemon."""
+        for event in recalled(self._store.load_events(0, KEPT_EVENTS), self.projects, time.time(), half_life_s):
+            self.scheduler.apply(event)

@@ -1,0 +1,72 @@
+"""What projects borrowed, read off the history."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kfp_gpuquota.api import Project
+from kfp_gpuquota.api.wire import Event, EventKind
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.usage import recalled
+from tests.conftest import EmbeddedCluster, running_cluster
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROJECTS = {
+    "department": Project(name="department", guaranteed=2),
+    "a": Project(name="a", guaranteed=1, parent="department"),
+    "b": Project(name="b"),
+}
+LONG = 1e12
+
+
+def change(at: float, gpus: float, project: str = "a") -> Event:
+    kind = EventKind.WORKER_STARTED if gpus > 0 else EventKind.WORKER_GONE
+    return Event(revision=0, at=at, kind=kind, project=project, gpus=gpus)
+
+
+def borrowed(*history: Event, now: float, half_life_s: float = LONG) -> dict[str, float]:
+    events = recalled(history, PROJECTS, now, half_life_s)
+    return {event.project: round(event.gpu_seconds, 3) for event in events}
+
+
+def test_only_what_is_above_the_guarantee_is_borrowed_at_every_level() -> None:
+    history = [change(0.0, 4), change(100.0, -4), change(0.0, 0.5, "b"), change(10.0, -0.5, "b")]
+    assert borrowed(*history, now=1000.0) == pytest.approx({"department": 200.0, "a": 300.0, "b": 5.0}, rel=1e-3)
+
+
+def test_what_still_runs_counts_until_now_and_old_usage_fades() -> None:
+    assert borrowed(change(0.0, 2, "b"), now=50.0)["b"] == pytest.approx(100.0, rel=1e-3)
+    faded = borrowed(change(0.0, 2, "b"), change(1.0, -2, "b"), now=1001.0, half_life_s=1000.0)
+    assert faded["b"] == pytest.approx(1.0, rel=1e-2)
+
+
+def test_a_project_that_is_gone_is_left_out() -> None:
+    assert set(borrowed(change(0.0, 2, "gone"), now=1.0)) == set(PROJECTS)
+
+
+def sizes(cluster: EmbeddedCluster) -> tuple[float, float]:
+    allocated = {view.project.name: view.allocated for view in cluster.client.list_projects()}
+    return allocated["team-a"], allocated["team-b"]
+
+
+def test_who_borrowed_yields_to_who_did_not_also_after_the_daemon_was_killed(tmp_path: Path) -> None:
+    """A borrowed both GPUs for a while; B, which never did, then has both, and not one of them."""
+    config = ClusterConfig(gpus_per_node=2, usage_half_life_s=3600.0)
+    with running_cluster(tmp_path / "home", config) as cluster:
+        for team in ("team-a", "team-b"):
+            cluster.project(team, 0)
+        for name in ("a1", "a2"):
+            cluster.submit(name, project="team-a")
+            cluster.wait_for_phase(name, "Running", "team-a")
+        cluster.kill_daemon()
+        for name in ("b1", "b2"):
+            cluster.submit(name, project="team-b")
+        deadline = time.monotonic() + 60
+        while sizes(cluster) != (0, 2) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert sizes(cluster) == (0, 2)
