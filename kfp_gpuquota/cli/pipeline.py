@@ -39,6 +39,12 @@ def route(
     out: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; else it is printed.")
     ] = None,
+    launcher_image: Annotated[
+        str,
+        typer.Option(
+            "--launcher-image", envvar="GPUQUOTA_LAUNCHER_IMAGE", help="For a KFP backend: the image with this package."
+        ),
+    ] = "",
 ) -> None:
     """Write the pipeline with every step that asks for GPUs routed through the quota; all else stays as it is.
 
@@ -49,7 +55,7 @@ def route(
       gpuquota pipeline route pipeline.yaml --project team-a -o routed.yaml
       gpuquota pipeline route pipeline.yaml | diff pipeline.yaml -
     """
-    routed = _loaded(file, pipeline).routed(project or None)
+    routed = _loaded(file, pipeline).routed(project or None, launcher_image or None)
     if out is None:
         typer.echo(routed.text(), nl=False)
         return

@@ -21,6 +21,7 @@ from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.dsl.lease import AFTER_STOP_S, RENEWALS, LeaseKeeper
 from kfp_gpuquota.dsl.logs import LogFollower, tail
 from kfp_gpuquota.dsl.narration import Narrator, conclusion
+from kfp_gpuquota.dsl.place import place_of
 from kfp_gpuquota.dsl.step import Step, step_from
 from kfp_gpuquota.dsl.submission import claim
 from kfp_gpuquota.errors import ClusterUnavailableError, GpuQuotaError, JobFailedError
@@ -82,7 +83,8 @@ def say(text: str) -> None:
 def _run(step: Step) -> int:
     client = connect()
     lease = Lease(holder=os.environ.get("KFP_POD_UID") or uuid.uuid4().hex, duration_s=step.lease_s)
-    job, staging = claim(client, step, lease, say)
+    place = place_of(client)
+    job, staging = claim(client, place, step, lease, say)
     keeper = LeaseKeeper(connect, lease, job.spec, say)
     keeper.start()
     try:
@@ -90,11 +92,14 @@ def _run(step: Step) -> int:
     except _StoppedError as stopped:
         # Ctrl-C is a person who wants it to end. A pod that is told to stop may come back, and take the job over.
         keeper.leave(0.0 if stopped.number == signal.SIGINT else AFTER_STOP_S)
+        if place.run_was_ended():
+            keeper.leave(0.0)
         raise
     except JobFailedError:
         staging.discard()
         raise
     keeper.stop()
+    place.close()
     if job.status.result_worker:
         staging.bring_home(job.status.result_worker)
     else:
@@ -181,6 +186,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stands-in-for", help="KFP's executor, which kfp.local wants to see named")
     parser.add_argument("--task", required=True, help="RUN/ID/NAME")
     parser.add_argument("--gpus", help="the GPUs asked for, where only the run knows them")
+    parser.add_argument("--image", default="", help="the step's own image, where the launcher runs in another")
     parser.add_argument("--executor-input", required=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
     separator = given.index("--")  # by hand: argparse's own handling of -- changes with Python's version

@@ -27,9 +27,9 @@ class Package:
         """The pipeline's."""
         return str(self.spec["pipelineInfo"]["name"])
 
-    def routed(self, project: str | None) -> Package:
+    def routed(self, project: str | None, launcher_image: str | None = None) -> Package:
         """See `route_pipeline`."""
-        return replace(self, spec=route_pipeline(self.spec, project))
+        return replace(self, spec=route_pipeline(self.spec, project, launcher_image))
 
     def text(self) -> str:
         """As KFP's compiler writes it, byte for byte: so a diff shows what routing did, and nothing else."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from google.protobuf import json_format  # type: ignore[import-untyped]
 from kfp.dsl import base_component
 from kfp.pipeline_spec import pipeline_spec_pb2
 
-from kfp_gpuquota.dsl.route import route_pipeline
+from kfp_gpuquota.dsl.route import LAUNCHER_IMAGE, route_pipeline
 from kfp_gpuquota.errors import DefinitionError
 
 if TYPE_CHECKING:
@@ -26,18 +27,24 @@ def _pipeline_spec(self: Pipeline) -> pipeline_spec_pb2.PipelineSpec:
 @overload
 def pipeline(target: Pipeline) -> Pipeline: ...
 @overload
-def pipeline(target: None = None, *, project: str | None = None) -> Callable[[Pipeline], Pipeline]: ...
+def pipeline(
+    target: None = None, *, project: str | None = None, launcher_image: str | None = None
+) -> Callable[[Pipeline], Pipeline]: ...
 
 
 def pipeline(
-    target: Pipeline | None = None, *, project: str | None = None
+    target: Pipeline | None = None, *, project: str | None = None, launcher_image: str | None = None
 ) -> Pipeline | Callable[[Pipeline], Pipeline]:
     """Send every step of a pipeline that uses GPUs through the quota of `project`.
 
     Put it above `@dsl.pipeline`, or apply it to a pipeline loaded from YAML. Decorated steps and those that ask for
     GPUs by `set_accelerator_limit` are routed, in nested pipelines, conditions, loops and exit handlers too. Without
-    `project` the step takes $GPUQUOTA_PROJECT or the configured default where it runs. The given pipeline is not
-    changed. Raises DefinitionError.
+    `project` the step takes $GPUQUOTA_PROJECT or the configured default where it runs (on Kubernetes its namespace).
+    The given pipeline is not changed. Raises DefinitionError.
+
+    `launcher_image` (else $GPUQUOTA_LAUNCHER_IMAGE where the pipeline is defined) is for a KFP backend: the image with
+    this package, in which the steps' pods wait for their workers. Those run in the steps' own images, which need
+    nothing of ours. On one machine it has no effect.
     """
 
     def decorate(target: Pipeline) -> Pipeline:
@@ -45,16 +52,19 @@ def pipeline(
         routed = copy.deepcopy(target)
         routed.__class__ = type(type(target).__name__, (type(target),), {"pipeline_spec": property(_pipeline_spec)})
         graph = routed.component_spec.implementation.graph
-        graph.deployment_spec.CopyFrom(_routed(graph, project).deployment_spec)
+        graph.deployment_spec.CopyFrom(_routed(graph, project, launcher_image).deployment_spec)
         return routed
 
     return decorate if target is None else decorate(target)
 
 
-def _routed(graph: pipeline_spec_pb2.PipelineSpec, project: str | None) -> pipeline_spec_pb2.PipelineSpec:
+def _routed(
+    graph: pipeline_spec_pb2.PipelineSpec, project: str | None, launcher_image: str | None
+) -> pipeline_spec_pb2.PipelineSpec:
     """Only the deployment part makes the way through JSON: of a large pipeline it is what changes."""
     deployment = json_format.MessageToDict(graph.deployment_spec)
-    edited = route_pipeline({"deploymentSpec": deployment}, project)
+    launcher_image = launcher_image or os.environ.get(LAUNCHER_IMAGE)
+    edited = route_pipeline({"deploymentSpec": deployment}, project, launcher_image)
     return json_format.ParseDict({"deploymentSpec": edited["deploymentSpec"]}, pipeline_spec_pb2.PipelineSpec())
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from kfp_gpuquota.dsl.worker import POD_NAME
+
 Json = dict[str, Any]
 
 MAIN: Final = "main"
@@ -61,7 +63,10 @@ def worker_template(own_pod: Json, image: str, secret: str, argv: list[str]) -> 
         "name": MAIN,
         "image": image or own.get("image", ""),
         "command": ["sh", "-c", _SHELL, BOOTSTRAP, MOUNT, *argv],
-        "env": [entry for entry in own.get("env", []) if not entry["name"].startswith(_NOT_PASSED_ON)],
+        "env": [
+            *(entry for entry in own.get("env", []) if not entry["name"].startswith(_NOT_PASSED_ON)),
+            {"name": POD_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        ],
         "volumeMounts": [*mounts, {"name": VOLUME, "mountPath": MOUNT, "readOnly": True}],
         **{field: own[field] for field in _KEPT_OF_CONTAINER if own.get(field)},
     }

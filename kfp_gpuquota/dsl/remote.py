@@ -107,7 +107,7 @@ def main(directory: str) -> int:
     try:
         step = json.loads(relay.read("/step"))
         fetch_inputs(relay, step["executor_input"])
-        mine = worker.redirected(step["executor_input"], f"{step['tag']}/{os.environ['ELASTIC_WORKER_ID']}")
+        mine = worker.redirected(step["executor_input"], f"{step['tag']}/{os.environ[worker.POD_NAME]}")
         code = run(step, mine)
         if code == 0:
             send_outputs(relay, mine)

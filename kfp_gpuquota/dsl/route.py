@@ -27,6 +27,8 @@ EXECUTOR: Final = "kfp.dsl.executor_main"
 # One element, for the sake of large pipelines: KFP takes its time over every line of YAML.
 TASK: Final = "--task={{$.pipeline_job_uuid}}/{{$.pipeline_task_uuid}}/{{$.pipeline_task_name}}"
 GPUS_ARGUMENT: Final = "--gpus="
+IMAGE_ARGUMENT: Final = "--image="
+LAUNCHER_IMAGE: Final = "GPUQUOTA_LAUNCHER_IMAGE"
 GPU_RESOURCE_SUFFIX: Final = "/gpu"
 _OUTSIDE_THE_QUOTA: Final = "tpu"
 
@@ -52,12 +54,15 @@ def check_command(component: str, command: Sequence[object] | None) -> None:
         )
 
 
-def route_pipeline(spec: Json, project: str | None = None) -> Json:
+def route_pipeline(spec: Json, project: str | None = None, launcher_image: str | None = None) -> Json:
     """A compiled pipeline (KFP's PipelineSpec as JSON, `yaml.safe_load` of its file) with its GPU steps routed.
 
     Every step that is decorated, or asks for GPUs with `set_accelerator_type` and `set_accelerator_limit`, runs
     through the quota of `project`; a step that names a project already keeps it. All others stay as they are, and
     routing twice changes nothing. The given spec is not touched. Raises DefinitionError.
+
+    With `launcher_image` the launcher of every routed step runs in that image, and the step's own image is that of its
+    workers: so it needs nothing of ours. Without, the launcher runs in the step's image, which must have this package.
     """
     _check_project(project)
     routed = copy.deepcopy(spec)
@@ -65,6 +70,8 @@ def route_pipeline(spec: Json, project: str | None = None) -> Json:
     for label, executor in executors.items():
         if "container" in executor:
             _route_container(label.removeprefix("exec-"), executor["container"], project)
+            if launcher_image and is_routed(executor["container"].get("command")):
+                _swap_image(executor["container"], launcher_image)
     return routed
 
 
@@ -79,6 +86,14 @@ def _route_container(step: str, container: Json, project: str | None) -> None:
     _drop_accelerator(container)
     if project and all(entry["name"] != PROJECT for entry in container["env"]):
         container["env"].append({"name": PROJECT, "value": project})
+
+
+def _swap_image(container: Json, launcher_image: str) -> None:
+    """As an argument the step's own image stays a part of KFP's cache key."""
+    arguments = container["args"]
+    if not any(str(argument).startswith(IMAGE_ARGUMENT) for argument in arguments[: arguments.index("--")]):
+        arguments.insert(0, f"{IMAGE_ARGUMENT}{container['image']}")
+    container["image"] = launcher_image
 
 
 def _wrap(step: str, container: Json, count: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
-from kfp_gpuquota.cluster.connect import load_settings
+from kfp_gpuquota.cluster.connect import current_project
 from kfp_gpuquota.dsl.lease import DURATION_S, DURATION_VARIABLE
 from kfp_gpuquota.dsl.naming import job_name
 from kfp_gpuquota.dsl.options import PREFIX, PROJECT, Options, from_environment
@@ -40,6 +40,7 @@ class Step:
     environment: dict[str, str]
     labels: dict[str, str]
     lease_s: float
+    image: str = ""
 
 
 def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Step:
@@ -61,6 +62,7 @@ def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         environment=passed_on(environment),
         labels={"pipeline-run": run_id, "pipeline-task": task_name},
         lease_s=_lease_s(environment),
+        image=arguments.image,
     )
 
 
@@ -74,13 +76,13 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _project(environment: Mapping[str, str]) -> str:
-    found = environment.get(PROJECT) or load_settings(environment).project
-    if not found:
+    try:
+        return current_project(environment=environment)
+    except UsageError:
         raise UsageError(
             "this step names no project, so nobody's quota is there to use; write @gpuquota.pipeline(project=...) "
             f"above @dsl.pipeline, set {PROJECT}, or set a default once: gpuquota config project PROJECT"
-        )
-    return found
+        ) from None
 
 
 def _lease_s(environment: Mapping[str, str]) -> float:

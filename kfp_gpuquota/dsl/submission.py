@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.dsl import worker
 from kfp_gpuquota.dsl.naming import numbered
 from kfp_gpuquota.dsl.staging import Staging
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, UsageError
@@ -20,11 +17,14 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import Lease
+    from kfp_gpuquota.dsl.place import Place
     from kfp_gpuquota.dsl.step import Step
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 
-def claim(client: ClusterClient, step: Step, lease: Lease, say: Callable[[str], None]) -> tuple[Job, Staging]:
+def claim(
+    client: ClusterClient, place: Place, step: Step, lease: Lease, say: Callable[[str], None]
+) -> tuple[Job, Staging]:
     """The step's job, held by the lease's holder from now on, and where its outputs are staged.
 
     A job of this step that still runs is taken over, one that succeeded is taken as it is if its outputs have not been
@@ -36,11 +36,13 @@ def claim(client: ClusterClient, step: Step, lease: Lease, say: Callable[[str], 
         staging = Staging(step.executor_input, name)
         job = (
             _existing(client, step.project, name)
-            or _submitted(client, step, name, staging, lease)
+            or _submitted(place, step, name, staging, lease)
             or _existing(client, step.project, name)
         )
         if job is not None and _usable(job, staging) and _taken_over(client, job, lease):
             say(f"job {name} in project {step.project}")
+            if not job.status.phase.final:
+                place.serve(step, job, staging)
             return job, staging
     raise AssertionError
 
@@ -69,19 +71,10 @@ def _existing(client: ClusterClient, project: str, name: str) -> Job | None:
         return None
 
 
-def _submitted(client: ClusterClient, step: Step, name: str, staging: Staging, lease: Lease) -> Job | None:
+def _submitted(place: Place, step: Step, name: str, staging: Staging, lease: Lease) -> Job | None:
     """The new job; None where another attempt was faster."""
-    staging.create(step.argv, step.environment)
-    command = (sys.executable, "-I", "-S", worker.__file__, str(staging.step_file))
-    spec = step.options.job_spec(
-        name=name,
-        project=step.project,
-        command=command,
-        working_directory=str(Path.cwd()),
-        labels=step.labels,
-    )
     try:
-        return client.submit(spec, lease=lease)
+        return place.submit(step, name, staging, lease)
     except AlreadyExistsError:
         return None
     except UsageError as error:  # no attempt of this step can run; after any other failure one may

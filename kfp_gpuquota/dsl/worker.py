@@ -20,6 +20,7 @@ Json = dict[str, Any]
 
 STAGING = ".gpuquota"
 EXIT_NOT_FOUND = 127
+POD_NAME = "GPUQUOTA_POD_NAME"
 _MOUNTS = {"gs://": "/gcs/", "minio://": "/minio/", "s3://": "/s3/"}
 _PLACEHOLDER = re.compile(r"\{\{gpuquota([^}]*)\}\}")
 _OUTPUT = re.compile(r"\.outputs\.(parameters|artifacts)\['([^']+)'\]\.(\w+)")

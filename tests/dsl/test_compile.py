@@ -120,3 +120,19 @@ def test_a_component_that_lists_what_reaches_it_gets_its_options_too(tmp_path: P
 
     executors = yaml.safe_load(compiled(listing, tmp_path))["deploymentSpec"]["executors"]
     assert {"name": "GPUQUOTA_GPUS", "value": "1"} in executors["exec-say"]["container"]["env"]
+
+
+def test_a_launcher_image_takes_the_place_of_the_steps_own_which_its_workers_get(tmp_path: Path) -> None:
+    spec = yaml.safe_load(compiled(pipelines._somebody_elses, tmp_path))
+    before = {
+        label: e["container"]["image"] for label, e in spec["deploymentSpec"]["executors"].items() if "container" in e
+    }
+    routed = gpuquota.route_pipeline(spec, project="team-a", launcher_image="launcher:1")
+    for label, executor in routed["deploymentSpec"]["executors"].items():
+        container = executor.get("container", {})
+        if container.get("command", [])[: len(COMMAND)] == list(COMMAND):
+            assert container["image"] == "launcher:1"
+            assert container["args"][0] == f"--image={before[label]}"
+        elif container:
+            assert container["image"] == before[label]
+    assert gpuquota.route_pipeline(routed, project="team-a", launcher_image="launcher:1") == routed

@@ -84,7 +84,7 @@ def worker(step: Step, worker_id: str = "w0", **environment: str) -> subprocess.
     return subprocess.run(
         [sys.executable, "-I", "-S", "-c", BOOTSTRAP, str(step.mount)],
         cwd=step.root,
-        env={"PATH": os.environ["PATH"], "ELASTIC_WORKER_ID": worker_id, **environment},
+        env={"PATH": os.environ["PATH"], "GPUQUOTA_POD_NAME": worker_id, **environment},
         capture_output=True,
         text=True,
         timeout=60,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes import labels
-from tests.kubernetes.conftest import install_crds, jobs_of
+from tests.kubernetes.conftest import address_of, jobs_of
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over
 from tools.devcluster.node import host_python
 
@@ -226,13 +226,9 @@ def _condition(job: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def test_real_training_shrinks_and_grows_for_another_team_and_loses_no_step(
-    kubelet_cluster: DevCluster, tmp_path: Path
+    kubelet_system: DevCluster, tmp_path: Path
 ) -> None:
-    install_crds(kubelet_cluster)
-    kubelet_cluster.make_namespace("gpuquota-system")
-    node = kubelet_cluster.api.get("/api/v1/nodes/real-0")
-    address = next(a["address"] for a in node["status"]["addresses"] if a["type"] == "InternalIP")
-    controlled = Controlled(kubelet_cluster, tmp_path, address=address)
+    controlled = Controlled(kubelet_system, tmp_path, address=address_of(kubelet_system))
     try:
         _shrink_and_grow(controlled)
     finally:

@@ -5,6 +5,7 @@ Nothing stands between a user and the API server: what this client may do is wha
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import time
@@ -50,18 +51,18 @@ class KubernetesClient:
     """The jobs and quotas of one API server. A project is a namespace. Raises the errors of `kfp_gpuquota.errors`."""
 
     def __init__(self, credentials: Credentials, *, image: str = "", retry_for_s: float = RETRY_FOR_S) -> None:
-        self._calls = Calls(credentials, retry_for_s=retry_for_s)
+        self.calls = Calls(credentials, retry_for_s=retry_for_s)
         self._image = image
         self._logs: dict[tuple[str, str], _Log] = {}
 
     @property
     def namespace(self) -> str:
         """The namespace that the credentials are for: the project where none is named."""
-        return self._calls.credentials.namespace
+        return self.calls.credentials.namespace
 
     def health(self) -> Health:
         """Who answers."""
-        return Health(version=__version__, pid=0, home=self._calls.credentials.server, started_at=0.0)
+        return Health(version=__version__, pid=0, home=self.calls.credentials.server, started_at=0.0)
 
     # Projects and nodes
 
@@ -76,7 +77,7 @@ class KubernetesClient:
     def get_project(self, name: str) -> ProjectView:
         """One project; NotFoundError."""
         try:
-            found = _decode(self._calls.get(f"{QUOTAS}/{quote(name)}"), objects.GpuQuota)
+            found = _decode(self.calls.get(f"{QUOTAS}/{quote(name)}"), objects.GpuQuota)
         except NotFoundError:
             raise NotFoundError(
                 f"project {name!r} has no GPU quota; an admin sets it in its Profile, or with: "
@@ -87,7 +88,7 @@ class KubernetesClient:
     def create_project(self, project: Project) -> ProjectView:
         """Make it; AlreadyExistsError."""
         try:
-            self._calls.create(QUOTAS, views.gpu_quota(project))
+            self.calls.create(QUOTAS, views.gpu_quota(project))
         except AlreadyExistsError:
             raise AlreadyExistsError(
                 f"project {project.name!r} already exists; change it with: gpuquota project set {project.name}"
@@ -98,7 +99,7 @@ class KubernetesClient:
         """Make it, or change its quota to what is given; ConflictError where a Profile says it."""
         path, wanted = f"{QUOTAS}/{quote(project.name)}", views.gpu_quota(project)
         try:
-            before = _decode(self._calls.get(path), objects.GpuQuota)
+            before = _decode(self.calls.get(path), objects.GpuQuota)
         except NotFoundError:
             return self.create_project(project)
         if before.metadata.labels.get(labels.SOURCE) == "profile":
@@ -107,14 +108,14 @@ class KubernetesClient:
                 f"{project.name} (spec.plugins, kind GpuQuota)"
             )
         cleared = dict.fromkeys(("limit", "parent"))
-        self._calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
+        self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
         return self.get_project(project.name)
 
     def delete_project(self, name: str) -> None:
         """Remove its quota; its namespace stays. ConflictError while it has jobs."""
         if jobs := [job.metadata.name for job in self._items(_jobs(name), objects.ElasticJob)]:
             raise ConflictError(f"project {name!r} still has {len(jobs)} jobs; delete them first: {' '.join(jobs[:5])}")
-        self._calls.delete(f"{QUOTAS}/{quote(name)}")
+        self.calls.delete(f"{QUOTAS}/{quote(name)}")
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes with GPUs, and which pods hold their devices."""
@@ -144,9 +145,9 @@ class KubernetesClient:
             now=time.time(),
         )
         try:
-            made = self._calls.create(_jobs(spec.project), wanted)
+            made = self.calls.create(_jobs(spec.project), wanted)
         except AlreadyExistsError:
-            made = self._calls.get(_job(spec.project, spec.name))
+            made = self.calls.get(_job(spec.project, spec.name))
             if (made["metadata"].get("annotations") or {}).get(views.REQUEST_ID) != request_id:
                 raise AlreadyExistsError(
                     f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it "
@@ -158,7 +159,7 @@ class KubernetesClient:
         """All jobs, or a project's. With `after`: once one has changed since that revision, or `timeout_s` is over."""
         if after is not None and timeout_s > 0:
             self._await_change(project, after, timeout_s)
-        listed = self._calls.get(_jobs(project))
+        listed = self.calls.get(_jobs(project))
         found = [_decode(item, objects.ElasticJob) for item in listed.get("items", [])]
         pods = self._pods(project) if found else {}
         jobs = []
@@ -175,13 +176,13 @@ class KubernetesClient:
     def delete_job(self, project: str, name: str) -> None:
         """Stop it where it runs, then forget it."""
         self._found(project, name)
-        self._calls.delete(_job(project, name))
+        self.calls.delete(_job(project, name))
 
     def cancel_job(self, project: str, name: str) -> Job:
         """Stop it; it stays listed as Cancelled."""
         lease = views.job_lease(Lease(holder=_CANCELLED, duration_s=0.0), time.time())
         self._found(project, name)
-        self._calls.patch(_job(project, name), {"spec": {"lease": lease}})
+        self.calls.patch(_job(project, name), {"spec": {"lease": lease}})
         return self.get_job(project, name)
 
     def suspend_job(self, project: str, name: str) -> Job:
@@ -200,10 +201,10 @@ class KubernetesClient:
             held = self._found(project, name)["spec"].get("lease") or {}
             if job.status.phase.final or held.get("holder") == _CANCELLED:
                 raise ConflictError(f"job {name!r} is being stopped, and cannot be taken over; submit it again instead")
-            self._calls.patch(_job(project, name), {"spec": {"lease": renewed}})
+            self.calls.patch(_job(project, name), {"spec": {"lease": renewed}})
             return
         try:
-            self._calls.patch(
+            self.calls.patch(
                 _job(project, name),
                 [
                     {"op": "test", "path": "/spec/lease/holder", "value": lease.holder},
@@ -228,6 +229,14 @@ class KubernetesClient:
         del after, timeout_s
         raise UsageError("on Kubernetes the history is that of the objects; see: kubectl get events -n NAMESPACE")
 
+    def secret_value(self, project: str, name: str, key: str) -> str:
+        """A value of a Secret; "" where there is none."""
+        try:
+            found = self.calls.get(f"/api/v1/namespaces/{quote(project)}/secrets/{quote(name)}")
+        except NotFoundError:
+            return ""
+        return base64.b64decode(found.get("data", {}).get(key, "")).decode()
+
     # Logs
 
     def read_log(
@@ -243,7 +252,7 @@ class KubernetesClient:
         if log is None or log.offset != offset:
             if log is not None:
                 log.close()
-            log = self._logs[project, pod] = _Log(self._calls, project, pod, offset)
+            log = self._logs[project, pod] = _Log(self.calls, project, pod, offset)
         text, more = log.read(timeout_s)
         if not more:
             del self._logs[project, pod]
@@ -266,7 +275,7 @@ class KubernetesClient:
 
     def _found(self, project: str, name: str) -> Json:
         try:
-            return self._calls.get(_job(project, name))
+            return self.calls.get(_job(project, name))
         except NotFoundError:
             raise NotFoundError(f"project {project!r} has no job {name!r}; see: gpuquota list -p {project}") from None
 
@@ -274,11 +283,11 @@ class KubernetesClient:
         phase = self.get_job(project, name).status.phase
         if phase.final:
             raise ConflictError(f"job {name!r} has ended ({phase.value}); submit it again instead")
-        self._calls.patch(_job(project, name), {"spec": {"suspend": suspended}})
+        self.calls.patch(_job(project, name), {"spec": {"suspend": suspended}})
         return self.get_job(project, name)
 
     def _items(self, path: str, kind: type[T], **query: object) -> list[T]:
-        return [_decode(item, kind) for item in self._calls.get(path, **query).get("items", [])]
+        return [_decode(item, kind) for item in self.calls.get(path, **query).get("items", [])]
 
     def _pods(self, project: str, name: str = "") -> dict[tuple[str, str], list[objects.Pod]]:
         path = f"/api/v1/namespaces/{quote(project)}/pods" if project else "/api/v1/pods"
@@ -294,7 +303,7 @@ class KubernetesClient:
     def _await_change(self, project: str, after: int, timeout_s: float) -> None:
         """Until one of the jobs has changed. A revision that is too old counts as a change."""
         with suppress(RunError, UsageError, OSError, http.client.HTTPException):
-            stream = self._calls.open(
+            stream = self.calls.open(
                 _jobs(project), timeout_s + 5, watch="true", resourceVersion=after, timeoutSeconds=int(timeout_s) or 1
             )
             with stream:

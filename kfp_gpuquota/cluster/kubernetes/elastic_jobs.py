@@ -137,6 +137,7 @@ class ElasticJobs:
             return
         if job.spec != before.spec:
             self._follow_spec(uid)
+            self._set_clock(uid)
         if job.metadata.deletion_timestamp is not None:
             self.drop_job(uid)
 
@@ -498,6 +499,10 @@ class ElasticJobs:
     def _after_change(self, uid: str) -> None:
         """Write its status, and set the clock for what waits for time."""
         self._changed(uid)
+        self._set_clock(uid)
+
+    def _set_clock(self, uid: str) -> None:
+        """By its lease, its longest run and when it is to be forgotten."""
         facts, job = self.facts[uid], self.book.jobs[uid]
         if facts.timer:
             facts.timer.cancel()

@@ -12,6 +12,7 @@ import msgspec
 
 from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_RESTARTS
+from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes import labels, translate
 
@@ -136,7 +137,7 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
         status=JobStatus(
             phase=Phase(status.phase or Phase.PENDING),
             reason=_reason(status.reason, status.message),
-            gpus=status.gpus,
+            gpus=as_number(status.gpus),
             generation=status.generation,
             restarts=status.restarts,
             evictions=status.evictions,
@@ -176,9 +177,9 @@ def project_view(quota: GpuQuota) -> ProjectView:
     """A quota and what its team holds. Raises InvalidFieldError for a malformed one."""
     return ProjectView(
         project=translate.project_of(quota),
-        allocated=quota.status.gpus,
-        over_quota=quota.status.borrowed,
-        requested=quota.status.gpus,
+        allocated=as_number(quota.status.gpus),
+        over_quota=as_number(quota.status.borrowed),
+        requested=as_number(quota.status.gpus),
     )
 
 
