@@ -12,7 +12,7 @@ from kfp.dsl.component_task_config import TaskConfigField, TaskConfigPassthrough
 from kfp.dsl.pipeline_task import PipelineTask, TaskState
 
 from kfp_gpuquota.dsl import route
-from kfp_gpuquota.dsl.options import NOT_YET, Options, checked, from_environment, to_environment
+from kfp_gpuquota.dsl.options import Options, checked, from_environment, to_environment
 from kfp_gpuquota.errors import DefinitionError
 
 if TYPE_CHECKING:
@@ -51,10 +51,17 @@ def component(
     min_gpus: int | None = None,
     max_gpus: int | None = None,
     gpus_per_worker: int | None = None,
+    fraction: float | None = None,
+    fraction_limit: float | None = None,
+    memory: str | None = None,
+    memory_limit: str | None = None,
+    devices: int | None = None,
+    gpu_type: str | None = None,
     interactive: bool = False,
     preemptible: bool | None = None,
     priority: int | None = None,
     max_runtime: str | float | None = None,
+    checkpoint: str | None = None,
     name: str | None = None,
     **kfp_keywords: Any,
 ) -> Callable[[Callable[..., Any] | Component], Component]: ...
@@ -67,10 +74,17 @@ def component(
     min_gpus: int | None = None,
     max_gpus: int | None = None,
     gpus_per_worker: int | None = None,
+    fraction: float | None = None,
+    fraction_limit: float | None = None,
+    memory: str | None = None,
+    memory_limit: str | None = None,
+    devices: int | None = None,
+    gpu_type: str | None = None,
     interactive: bool = False,
     preemptible: bool | None = None,
     priority: int | None = None,
     max_runtime: str | float | None = None,
+    checkpoint: str | None = None,
     name: str | None = None,
     **kfp_keywords: Any,
 ) -> Component | Callable[[Callable[..., Any] | Component], Component]:
@@ -79,9 +93,12 @@ def component(
     Put it above `@dsl.component` or `@dsl.container_component`, apply it to a component loaded from YAML, or decorate
     a plain function: then other keywords go to `dsl.component`. The given component is not changed.
 
-    `gpus` is what the step asks for; with `min_gpus` or `max_gpus` the job is elastic. `interactive` stays inside the
-    guaranteed quota and is never preempted. `max_runtime` is in seconds or such as '2h', and counts from the last
-    start. `name` begins the job's name (the step's, if not given).
+    `gpus` is what the step asks for; with `min_gpus` or `max_gpus` the job is elastic. Instead of whole GPUs it may ask
+    for a share of each of `devices` (default 1): `fraction`, up to `fraction_limit` while nobody else needs it, or
+    `memory` ('4Gi') up to `memory_limit`. `gpu_type` is a product as nodes are labelled with it. `interactive` stays
+    inside the guaranteed quota and is never preempted. `max_runtime` is in seconds or such as '2h', and counts from the
+    last start. `checkpoint` names a PersistentVolumeClaim for checkpoints on Kubernetes. `name` begins the job's name
+    (the step's, if not given).
 
     Raises DefinitionError, which names the component and the argument.
     """
@@ -90,17 +107,23 @@ def component(
         "min_gpus": min_gpus,
         "max_gpus": max_gpus,
         "gpus_per_worker": gpus_per_worker,
+        "fraction": fraction,
+        "fraction_limit": fraction_limit,
+        "memory": memory,
+        "memory_limit": memory_limit,
+        "devices": devices,
+        "gpu_type": gpu_type,
         "interactive": interactive,
         "preemptible": preemptible,
         "priority": priority,
         "max_runtime": max_runtime,
+        "checkpoint": checkpoint,
         "name": name,
     }
 
     def decorate(target: Callable[..., Any] | Component) -> Component:
         label = str(getattr(target, "name", None) or getattr(target, "__name__", target))
-        unsupported = {key: value for key, value in kfp_keywords.items() if key in NOT_YET}
-        options = checked(label, {**given, **unsupported})
+        options = checked(label, given)
         return _decorated(_as_component(label, target, kfp_keywords), options)
 
     return decorate if target is None else decorate(target)

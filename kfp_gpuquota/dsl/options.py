@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.validation import check_name, check_range
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "GPUQUOTA_"
 PROJECT: Final = "GPUQUOTA_PROJECT"
-NOT_YET: Final = frozenset({"fraction", "memory", "memory_limit", "gpu_type", "checkpoint"})
+GPU_PRODUCT: Final = "nvidia.com/gpu.product"
+# What the vocabulary calls it, and what an author writes.
+_WORDS: Final = {
+    "gpu_fraction_limit": "fraction_limit",
+    "gpu_fraction": "fraction",
+    "gpu_memory_limit_mib": "memory_limit",
+    "gpu_memory_mib": "memory",
+    "gpu_devices": "devices",
+    "kind is 'build'": "interactive is True",
+}
 MAX_RUNTIME_S: Final = 365 * 86_400.0
 
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -30,18 +40,27 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step's job, less what only a run can know. GPU counts are of the whole job.
 
-    `max_runtime_s` counts from the last start, not from when the job began to wait. `name` is the beginning of the
-    job's name ("": the step's own).
+    `fraction`, or `memory_mib`, is a share of each of `devices` GPUs of one node, with the limit up to which it may use
+    what is idle. `gpu_type` is the product's name on the node's label. `max_runtime_s` counts from the last start, not
+    from when the job began to wait. `checkpoint` names a PersistentVolumeClaim (the embedded cluster keeps checkpoints
+    anyway). `name` is the beginning of the job's name ("": the step's own).
     """
 
     gpus: int = 1
     min_gpus: int | None = None
     max_gpus: int | None = None
     gpus_per_worker: int | None = None
+    fraction: float | None = None
+    fraction_limit: float | None = None
+    memory_mib: int | None = None
+    memory_limit_mib: int | None = None
+    devices: int | None = None
+    gpu_type: str = ""
     interactive: bool = False
     preemptible: bool | None = None
     priority: int | None = None
     max_runtime_s: float | None = None
+    checkpoint: str = ""
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -49,6 +68,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             check_name("name", self.name)
         if self.max_runtime_s is not None:
             check_range("max_runtime", self.max_runtime_s, 1, MAX_RUNTIME_S, "s")
+        if self.checkpoint:
+            check_name("checkpoint", self.checkpoint)
         for field in ("interactive", "preemptible"):
             if not isinstance(getattr(self, field), bool | None):
                 raise InvalidFieldError(field, getattr(self, field), "it must be True or False")
@@ -58,15 +79,25 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The job that a run submits; `more` are JobSpec's other fields. Raises InvalidFieldError."""
         kind = Kind.BUILD if self.interactive else Kind.TRAIN
         shared = ("gpus", "min_gpus", "max_gpus", "gpus_per_worker", "preemptible", "priority")
-        sizes = {field: getattr(self, field) for field in shared}
-        return JobSpec(name=name, project=project, command=command, kind=kind, **sizes, **more)
+        return JobSpec(
+            name=name,
+            project=project,
+            command=command,
+            kind=kind,
+            gpu_fraction=self.fraction,
+            gpu_fraction_limit=self.fraction_limit,
+            gpu_memory_mib=self.memory_mib,
+            gpu_memory_limit_mib=self.memory_limit_mib,
+            gpu_devices=self.devices,
+            node_selector={GPU_PRODUCT: self.gpu_type} if self.gpu_type else {},
+            **{field: getattr(self, field) for field in shared},
+            **more,
+        )
 
 
 def checked(component: str, given: Mapping[str, object]) -> Options:
     """Options from what an author wrote; each DefinitionError names the component and the argument."""
     for argument, value in given.items():
-        if argument in NOT_YET:
-            raise DefinitionError(f"component {component!r}: {argument} is not supported yet; leave it out")
         if _is_channel(value):
             raise DefinitionError(
                 f"component {component!r}: {argument} is {_channel(value)}, which is only known when the pipeline "
@@ -77,9 +108,14 @@ def checked(component: str, given: Mapping[str, object]) -> Options:
     if "max_runtime" in fields:
         fields["max_runtime_s"] = _seconds(component, fields.pop("max_runtime"))
     try:
+        for argument in ("memory", "memory_limit"):
+            if argument in fields:
+                fields[f"{argument}_mib"] = _mebibytes(argument, fields.pop(argument))
         return Options(**fields)  # type: ignore[arg-type]  # the structs check types themselves
     except InvalidFieldError as error:
-        message = error.message.replace("kind is 'build'", "interactive is True")  # the author's word for it
+        message = error.message
+        for word, authors in _WORDS.items():
+            message = message.replace(word, authors)
         raise DefinitionError(f"component {component!r}: {message}") from None
 
 
@@ -120,6 +156,12 @@ def _seconds(component: str, value: object) -> float:
     raise DefinitionError(
         f"component {component!r}: max_runtime is {value!r}, but it must be seconds or a time such as '90m', '2h', '1d'"
     )
+
+
+def _mebibytes(argument: str, value: object) -> int:
+    if not isinstance(value, str):
+        raise InvalidFieldError(argument, value, "it must be an amount with a unit", hint="for example '4Gi' or '4G'")
+    return parse_mib(argument, value)
 
 
 def _shown(value: object) -> str:

@@ -92,7 +92,7 @@ class InPods:
         untouched = [worker.revealed(element, step.executor_input) for element in step.argv]
         template = worker_template(self._own, step.image, secret_name(name), untouched)
         spec = step.options.job_spec(name=name, project=step.project, command=("step",), labels=step.labels)
-        return self._client.submit(spec, lease=lease, template=template)
+        return self._client.submit(spec, lease=lease, template=template, checkpoint=step.options.checkpoint)
 
     def serve(self, step: Step, job: Job, staging: Staging) -> None:
         """Open the relay, and tell the workers where it is; after a take-over, where it is now."""

@@ -64,11 +64,10 @@ def test_an_argument_that_nobody_knows() -> None:
     )
 
 
-def test_an_argument_that_is_not_supported_yet_is_not_taken_silently() -> None:
-    assert _message(lambda: gpuquota.component(fraction=0.5)(pipelines.plain_train)) == (
-        "component 'train': fraction is not supported yet; leave it out"
+def test_a_share_that_cannot_be_is_told_in_the_authors_words() -> None:
+    assert _message(lambda: gpuquota.component(fraction=1.5)(pipelines.plain_train)) == (
+        "component 'train': fraction is 1.5, but it must be more than 0 and less than 1; ask for whole GPUs with gpus"
     )
-    assert "gpu_type is not supported yet" in _message(lambda: gpuquota.component(pipelines.say, gpu_type="H100"))
 
 
 def test_an_image_that_starts_something_by_itself() -> None:

@@ -46,6 +46,18 @@ def test_a_job_is_what_the_options_say() -> None:
     assert (spec.gpus, spec.kind, spec.effective_priority, spec.may_be_preempted) == (2, Kind.BUILD, 7, False)
 
 
+def test_a_share_of_a_gpu_and_its_type_reach_the_job() -> None:
+    options = checked("train", {"memory": "4Gi", "memory_limit": "8G", "devices": 2, "gpu_type": "NVIDIA-L4"})
+    spec = from_environment(to_environment(options)).job_spec(name="n", project="p", command=("sh",))
+    assert (spec.gpu_memory_mib, spec.gpu_memory_limit_mib, spec.gpu_devices, spec.gpus) == (4096, 7630, 2, 2)
+    assert spec.node_selector == {"nvidia.com/gpu.product": "NVIDIA-L4"}
+    assert (
+        checked("train", {"fraction": 0.25, "fraction_limit": 0.8})
+        .job_spec(name="n", project="p", command=("sh",))
+        .shared
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [(90, 90.0), (1.5, 1.5), ("90m", 5400.0), ("2h", 7200.0), ("1.5 d", 129600.0)]
 )
@@ -69,8 +81,33 @@ def test_a_time_limit_is_seconds_or_a_number_with_a_unit(text: object, seconds: 
             "interactive is True, but an interactive session has one size; leave out min_gpus and max_gpus",
         ),
         ({"max_runtime": "2w"}, "max_runtime is '2w', but it must be seconds or a time such as '90m', '2h', '1d'"),
-        ({"fraction": 0.5}, "fraction is not supported yet; leave it out"),
-        ({"gpu_type": "H100"}, "gpu_type is not supported yet; leave it out"),
+        (
+            {"fraction": 1.5},
+            "fraction is 1.5, but it must be more than 0 and less than 1; ask for whole GPUs with gpus",
+        ),
+        (
+            {"fraction": 0.5, "fraction_limit": 0.2},
+            "fraction_limit is 0.2, but it must be between fraction, which is 0.5, and 1",
+        ),
+        ({"memory": 4096}, "memory is 4096, but it must be an amount with a unit; for example '4Gi' or '4G'"),
+        (
+            {"memory": "4Gi", "memory_limit": "2Gi"},
+            "memory_limit is 2048, but it must be at least memory, which is 4096 (4Gi)",
+        ),
+        (
+            {"fraction": 0.5, "memory": "4Gi"},
+            "memory is 4096, but the job already asks for fraction 0.5; ask for a fraction or for memory",
+        ),
+        (
+            {"fraction": 0.5, "gpus": 2},
+            "gpus is 2, but it counts whole GPUs, and the job asks for a share of them (fraction); leave it out; for "
+            "the same share of several GPUs of a node give devices",
+        ),
+        (
+            {"checkpoint": "My Claim"},
+            "checkpoint is 'My Claim', but a name is 1 to 63 lower-case letters, digits and '-', and starts and ends "
+            "with one of the first two; for example 'train-digits-2'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_where_it_is_written(given: dict[str, object], message: str) -> None:

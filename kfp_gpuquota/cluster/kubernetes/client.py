@@ -127,9 +127,15 @@ class KubernetesClient:
     # Jobs
 
     def submit(
-        self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "", template: Json | None = None
+        self,
+        spec: JobSpec,
+        *,
+        lease: Lease | None = None,
+        request_id: str = "",
+        template: Json | None = None,
+        checkpoint: str = "",
     ) -> Job:
-        """Create an ElasticJob. Safe to repeat: the object carries the request's id.
+        """Create an ElasticJob. Safe to repeat: the object carries the request's id. `checkpoint` names a volume claim.
 
         Raises UsageError where neither a pod template nor an image is given, NotFoundError for the namespace,
         AlreadyExistsError for a name in use.
@@ -144,6 +150,8 @@ class KubernetesClient:
             lease=lease,
             now=time.time(),
         )
+        if checkpoint:
+            wanted["spec"]["checkpoint"] = {"claimName": checkpoint}
         try:
             made = self.calls.create(_jobs(spec.project), wanted)
         except AlreadyExistsError:

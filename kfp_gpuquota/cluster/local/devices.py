@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Device, Node
-from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB, check_count, check_range
+from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB, check_count, check_name, check_range
+from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.fractions import Policy
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CPU_SLOTS = 2
 CPU_SLOT = "cpu-slot"
+GPU_PRODUCT = "nvidia.com/gpu.product"
 MAX_HALF_LIFE_S = 365 * 86_400.0
 _MIB = 1 << 20
 
@@ -28,6 +30,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `memory_per_node_mib` are what jobs that ask for CPU and main memory share; by default the machine's, divided among
     the nodes. `memory_policy` is what the agent may do about the memory of GPUs that several share.
     With `usage_half_life_s` what a project borrowed counts in its share of what is idle, half as much after that time.
+    `pools` says how many of the nodes, the first ones first, are in which node pool.
     """
 
     nodes: int = 1
@@ -37,6 +40,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     memory_per_node_mib: int | None = None
     memory_policy: Policy = Policy()
     usage_half_life_s: float | None = None
+    pools: dict[str, int] = {}
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes, 1, "nodes")
@@ -45,6 +49,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field, mib in (("gpu_memory_mib", self.gpu_memory_mib), ("memory_per_node_mib", self.memory_per_node_mib)):
             if mib is not None:
                 check_count(field, mib, 1, "MiB", MAX_MIB)
+        for pool, count in self.pools.items():
+            check_name("pools", pool)
+            check_count("pools", count, 1, "nodes")
+        if sum(self.pools.values()) > self.nodes:
+            rule = f"there are {self.nodes} nodes, and they name {sum(self.pools.values())}"
+            raise InvalidFieldError("pools", self.pools, rule)
         if self.usage_half_life_s is not None:
             check_range("usage_half_life_s", self.usage_half_life_s, 1, MAX_HALF_LIFE_S, "s")
         if self.cpus_per_node is not None:
@@ -61,17 +71,25 @@ def lay_out(
 ) -> tuple[Node, ...]:
     """The machine's `gpus` dealt out to the nodes in their order; CPU slots where they are too few for all."""
     count = config.gpus_per_node or len(gpus) // config.nodes or DEFAULT_CPU_SLOTS
+    pools = [pool for pool, size in config.pools.items() for _ in range(size)]
     slots = tuple(_slots(config.nodes * count, config.gpu_memory_mib or 0))
     devices = gpus if config.nodes * count <= len(gpus) else slots
     return tuple(
         Node(
             name=f"node-{number}",
             devices=_renumbered(devices[number * count : (number + 1) * count]),
+            labels=_labels(devices[number * count]),
             cpu=round(cores / config.nodes, 3) if config.cpus_per_node is None else config.cpus_per_node,
             memory_mib=config.memory_per_node_mib or memory_mib // config.nodes,
+            pool=pools[number] if number < len(pools) else "",
         )
         for number in range(config.nodes)
     )
+
+
+def _labels(device: Device) -> dict[str, str]:
+    """As NVIDIA's GPU feature discovery labels a node of Kubernetes, so that `gpu_type` means the same here."""
+    return {GPU_PRODUCT: device.model.replace(" ", "-")} if device.uuid else {}
 
 
 def _memory_mib() -> int:
