@@ -15,7 +15,7 @@ from kfp_gpuquota.api.affinity import (
 )
 from kfp_gpuquota.api.job import Eviction, Job, JobSpec, JobStatus, Kind, Phase, Progress, Resize
 from kfp_gpuquota.api.node import Device, Node
-from kfp_gpuquota.api.project import Project
+from kfp_gpuquota.api.project import PoolQuota, Project
 from kfp_gpuquota.api.reason import Reason, ReasonCode
 from kfp_gpuquota.api.worker import Worker, WorkerPhase
 
@@ -30,6 +30,7 @@ __all__ = [
     "NodeTerm",
     "Operator",
     "Phase",
+    "PoolQuota",
     "Progress",
     "Project",
     "Reason",

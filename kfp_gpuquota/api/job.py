@@ -77,7 +77,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mix. `gpus` is then `gpu_devices`, and need not be given.
 
     `cpu` (cores) and `memory_mib` (main memory) are per worker, as are `node_selector` (labels that a node must have),
-    `node_affinity` (one of the terms must admit the node) and `tolerations`. All workers run on nodes with the same
+    `node_affinity` (one of the terms must admit the node) and `tolerations`. It runs on nodes of `node_pool`, within
+    its project's quota there; without one on nodes of no pool. All workers run on nodes with the same
     value of the label `required_topology` (a rack, a zone), and of `preferred_topology` where that is possible. With
     `spread` they run on as many nodes as possible instead of as few.
 
@@ -106,6 +107,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     node_selector: dict[str, str] = {}
     node_affinity: tuple[NodeTerm, ...] = ()
     tolerations: tuple[Toleration, ...] = ()
+    node_pool: str = ""
     required_topology: str | None = None
     preferred_topology: str | None = None
     spread: bool = False
@@ -214,6 +216,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             check_range("cpu", self.cpu, MIN_CORES, MAX_COUNT, "cores")
         if self.memory_mib is not None:
             check_count("memory_mib", self.memory_mib, 1, "MiB", MAX_MIB)
+        if self.node_pool:
+            check_name("node_pool", self.node_pool)
         check_labels("node_selector", self.node_selector)
         for field in ("required_topology", "preferred_topology"):
             if getattr(self, field) is not None:

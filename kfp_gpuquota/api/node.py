@@ -12,7 +12,7 @@ from kfp_gpuquota.api.validation import (
     Count,
     Mebibytes,
     check_count,
-    check_name,
+    check_node_name,
     check_range,
 )
 from kfp_gpuquota.errors import InvalidFieldError
@@ -38,7 +38,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A machine, or a part of one, on which workers run. Not `ready`: nothing new is placed there.
 
-    `cpu` (cores), `memory_mib` and `max_workers` are what its workers may hold together; None where nobody counts.
+    `cpu` (cores), `memory_mib` and `max_workers` are what its workers may hold together; None where nobody counts. A
+    node of a `pool` runs only what asks for that pool.
     """
 
     name: str
@@ -49,9 +50,12 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     memory_mib: Mebibytes | None = None
     max_workers: Count | None = None
     taints: tuple[Taint, ...] = ()
+    pool: str = ""
 
     def __post_init__(self) -> None:
-        check_name("name", self.name)
+        check_node_name("name", self.name)
+        if self.pool:
+            check_name("pool", self.pool)
         if self.cpu is not None:
             check_range("cpu", self.cpu, 0, MAX_COUNT, "cores")
         if self.memory_mib is not None:

@@ -24,6 +24,16 @@ from kfp_gpuquota.errors import InvalidFieldError
 DEFAULT_PROJECT_PRIORITY = 100
 
 
+class PoolQuota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A project's quota in one node pool, in whole GPUs; as a project's own is in nodes of no pool."""
+
+    guaranteed: Count = 0
+    limit: Count | None = None
+
+    def __post_init__(self) -> None:
+        _check_gpus("pools.", self.guaranteed, self.limit)
+
+
 class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A team's quota, in whole GPUs.
 
@@ -32,7 +42,8 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     priority by `over_quota_weight` (0 borrows nothing while others want to). `parent` names a department.
 
     The same of CPU (cores) and main memory, for jobs that say what they need of them: None guarantees all that is
-    asked for, and limits nothing.
+    asked for, and limits nothing. `pools` has quotas in node pools (a GPU model, say), each shared by itself: what is
+    idle in one pool is borrowed by those who ask for that pool.
     """
 
     name: Name
@@ -45,24 +56,29 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     priority: Priority = DEFAULT_PROJECT_PRIORITY
     over_quota_weight: Weight = 1.0
     parent: Name | None = None
+    pools: dict[str, PoolQuota] = {}
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        check_count("guaranteed", self.guaranteed)
+        _check_gpus("", self.guaranteed, self.limit)
         check_range("priority", self.priority, 0, MAX_PRIORITY)
         check_range("over_quota_weight", self.over_quota_weight, 0, MAX_WEIGHT)
-        if self.limit is not None:
-            check_count("limit", self.limit)
-            if self.limit < self.guaranteed:
-                raise InvalidFieldError(
-                    "limit", self.limit, f"it must be at least the guaranteed {self.guaranteed} GPUs"
-                )
+        for pool in self.pools:
+            check_name("pools", pool)
         _check_amounts("cpu", self.guaranteed_cpu, self.limit_cpu, MAX_COUNT, "cores")
         _check_amounts("memory_mib", self.guaranteed_memory_mib, self.limit_memory_mib, MAX_MIB, "MiB")
         if self.parent is not None:
             check_name("parent", self.parent)
             if self.parent == self.name:
                 raise InvalidFieldError("parent", self.parent, "a project cannot be its own parent")
+
+
+def _check_gpus(prefix: str, guaranteed: int, limit: int | None) -> None:
+    check_count(f"{prefix}guaranteed", guaranteed)
+    if limit is not None:
+        check_count(f"{prefix}limit", limit)
+        if limit < guaranteed:
+            raise InvalidFieldError(f"{prefix}limit", limit, f"it must be at least the guaranteed {guaranteed} GPUs")
 
 
 def _check_amounts(of: str, guaranteed: float | None, limit: float | None, most: int, unit: str) -> None:

@@ -10,6 +10,7 @@ from msgspec import Meta
 from kfp_gpuquota.errors import InvalidFieldError
 
 MAX_NAME_LENGTH: Final = 63
+MAX_NODE_NAME_LENGTH: Final = 253
 MAX_COUNT: Final = 1_000_000
 MAX_MIB: Final = 1 << 40
 MIN_CORES: Final = 0.001
@@ -45,6 +46,14 @@ def check_name(field: str, value: str) -> None:
         "of the first two",
         hint="for example 'train-digits-2'",
     )
+
+
+def check_node_name(field: str, value: str) -> None:
+    """Labels joined by dots (RFC 1123): machines are often called by their whole DNS name."""
+    if len(value) <= MAX_NODE_NAME_LENGTH and all(_LABEL.fullmatch(part) for part in value.split(".")):
+        return
+    rule = f"a node's name is 1 to {MAX_NODE_NAME_LENGTH} lower-case letters, digits, '-' and '.'"
+    raise InvalidFieldError(field, value, rule, hint="for example 'node-1.example.com'")
 
 
 def check_range(field: str, value: float, low: float, high: float, unit: str = "") -> None:

@@ -26,12 +26,12 @@ def gpus_or_fraction(text: str | None, *, memory: str | None) -> tuple[int, floa
     return whole_number("gpus", text.removesuffix(".0")), None
 
 
-def whole_number(field: str, text: str) -> int:
+def whole_number(field: str, text: str, unit: str = "GPUs") -> int:
     """The number. Raises InvalidFieldError."""
     try:
         return int(text)
     except ValueError:
-        raise InvalidFieldError(field, text, "it must be a whole number of GPUs") from None
+        raise InvalidFieldError(field, text, f"it must be a whole number of {unit}") from None
 
 
 def pairs(field: str, given: list[str], rule: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kfp_gpuquota.api.quantity import as_number, parse_mib
+from kfp_gpuquota.cli.amounts import pairs, whole_number
 from kfp_gpuquota.cli.options import OutputOption, client
 from kfp_gpuquota.cli.output import Format, age, show, table
 
@@ -26,6 +27,10 @@ CpusOption = Annotated[
 MemoryOption = Annotated[
     str | None,
     typer.Option("--memory-per-node", metavar="SIZE", help="Memory that jobs may ask for; else the machine's."),
+]
+PoolOption = Annotated[
+    list[str] | None,
+    typer.Option("--pool", metavar="POOL=NODES", help="Put so many of the nodes into a node pool; may be repeated."),
 ]
 HalfLifeOption = Annotated[
     float | None,
@@ -52,6 +57,7 @@ def start(
     cpus_per_node: CpusOption = None,
     memory_per_node: MemoryOption = None,
     usage_half_life: HalfLifeOption = None,
+    pool: PoolOption = None,
     *,
     gpu_memory_killer: KillerOption = False,
     lend_silent: LendOption = False,
@@ -72,18 +78,21 @@ def start(
     from kfp_gpuquota.fractions import Policy  # noqa: PLC0415
 
     home = embedded_home()
-    amounts = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, usage_half_life)
+    amounts = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, usage_half_life, pool)
     if all(given is None for given in amounts) and not gpu_memory_killer and not lend_silent:
         ensure_running(home)
     elif home.is_locked():
         raise ConflictError("the cluster already runs; stop it first to give it another shape: gpuquota cluster stop")
     else:
+        sizes = pairs("pool", pool or [], "a node pool is given as POOL=NODES")
+        pools = {name: whole_number("pool", count, "nodes") for name, count in sizes.items()}
         config = ClusterConfig(
             nodes=nodes or 1,
             gpus_per_node=gpus_per_node,
             gpu_memory_mib=None if gpu_memory is None else parse_mib("gpu_memory", gpu_memory),
             cpus_per_node=cpus_per_node,
             memory_per_node_mib=None if memory_per_node is None else parse_mib("memory_per_node", memory_per_node),
+            pools=pools,
             usage_half_life_s=None if usage_half_life is None else usage_half_life * 3600,
             memory_policy=Policy(killer=gpu_memory_killer, lend_silent=lend_silent),
         )

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from kfp_gpuquota.api import Project
+from kfp_gpuquota.api import PoolQuota, Project
 from kfp_gpuquota.api.quantity import parse_cores, parse_mib, show_mib
+from kfp_gpuquota.cli.amounts import pairs, whole_number
 from kfp_gpuquota.cli.options import OutputOption, client
 from kfp_gpuquota.cli.output import Format, show, table
 from kfp_gpuquota.errors import InvalidFieldError
@@ -43,6 +44,10 @@ MemoryOption = Annotated[
 MemoryLimitOption = Annotated[
     str | None, typer.Option("--memory-limit", metavar="SIZE", help="The most main memory, or 'none'.")
 ]
+PoolOption = Annotated[
+    list[str] | None,
+    typer.Option("--pool", metavar="POOL=N[:LIMIT]", help="The quota in a node pool; may be repeated."),
+]
 ParentOption = Annotated[str | None, typer.Option("--parent", help="The department it belongs to.")]
 
 
@@ -58,6 +63,7 @@ def create(
     cpu_limit: CpuLimitOption = None,
     memory: MemoryOption = None,
     memory_limit: MemoryLimitOption = None,
+    pool: PoolOption = None,
 ) -> None:
     """Create a project with its quota.
 
@@ -68,9 +74,11 @@ def create(
       gpuquota project create team-b --guaranteed 20 --limit 30
       gpuquota project create static --guaranteed 4 --limit 4
       gpuquota project create team-c --guaranteed 8 --cpu 64 --memory-limit 512Gi
+      gpuquota project create team-d --pool h100=8:16 --pool t4=4
     """
     others = _amounts(cpu, cpu_limit, memory, memory_limit)
-    project = Project(name=name, **_given(guaranteed, limit, priority, weight, parent), **others)
+    given = _given(guaranteed, limit, priority, weight, parent)
+    project = Project(name=name, **given, **others, pools=_pools(pool or []))
     view = client().create_project(project)
     typer.echo(f"project {name} created: {_quota(view)}")
 
@@ -87,6 +95,7 @@ def set_quota(
     cpu_limit: CpuLimitOption = None,
     memory: MemoryOption = None,
     memory_limit: MemoryLimitOption = None,
+    pool: PoolOption = None,
 ) -> None:
     """Change what is given; the rest stays as it is.
 
@@ -95,8 +104,9 @@ def set_quota(
       gpuquota project set team-a --limit none
     """
     reached = client()
+    before = reached.get_project(name).project
     changed = _given(guaranteed, limit, priority, weight, parent) | _amounts(cpu, cpu_limit, memory, memory_limit)
-    view = reached.set_project(msgspec.structs.replace(reached.get_project(name).project, **changed))
+    view = reached.set_project(msgspec.structs.replace(before, **changed, pools={**before.pools, **_pools(pool or [])}))
     typer.echo(f"project {name} changed: {_quota(view)}")
 
 
@@ -167,7 +177,7 @@ def config_context(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") 
 def project_table(views: tuple[ProjectView, ...], *, wide: bool = False) -> str:
     """Quotas and what is held."""
     columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "REQUESTED"]
-    more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY"] if wide else []
+    more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY", "NODE POOLS"] if wide else []
     return table(columns + more, ([*_row(view), *(_wide_row(view) if wide else [])] for view in views))
 
 
@@ -182,7 +192,22 @@ def _wide_row(view: ProjectView) -> list[object]:
     cores = [None if value is None else f"{value:g}" for value in (project.guaranteed_cpu, project.limit_cpu)]
     sizes = (project.guaranteed_memory_mib, project.limit_memory_mib)
     shown = [None if mib is None else show_mib(mib) for mib in sizes]
-    return [project.priority, project.over_quota_weight, project.parent, _both(cores), _both(shown)]
+    return [
+        project.priority,
+        project.over_quota_weight,
+        project.parent,
+        _both(cores),
+        _both(shown),
+        _shown_pools(project),
+    ]
+
+
+def _shown_pools(project: Project) -> str:
+    """ "h100: 8 of at most 16, t4: 4"."""
+    pools = project.pools.items()
+    return ", ".join(
+        f"{name}: {_both([str(q.guaranteed), None if q.limit is None else str(q.limit)])}" for name, q in pools
+    )
 
 
 def _both(amounts: list[str | None]) -> str:
@@ -226,6 +251,18 @@ def _amounts(cpu: str | None, cpu_limit: str | None, memory: str | None, memory_
         if text is not None:
             given[field] = None if text in {"all", "none"} else parse(field, text)
     return given
+
+
+def _pools(given: list[str]) -> dict[str, PoolQuota]:
+    """POOL=N, or POOL=N:LIMIT."""
+    quotas = {}
+    for name, text in pairs(
+        "pool", given, "a node pool's quota is given as POOL=GUARANTEED or POOL=GUARANTEED:LIMIT"
+    ).items():
+        guaranteed, _, limit = text.partition(":")
+        most = None if limit in {"", "none"} else whole_number("pool", limit)
+        quotas[name] = PoolQuota(guaranteed=whole_number("pool", guaranteed), limit=most)
+    return quotas
 
 
 def _number(field: str, text: str) -> int:

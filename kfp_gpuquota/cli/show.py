@@ -291,6 +291,7 @@ def _resize_rows(job: Job) -> Iterator[list[object]]:
 
 
 def _node_table(nodes: Sequence[NodeView]) -> str:
+    pooled = any(view.node.pool for view in nodes)
     rows = (
         [
             view.node.name,
@@ -299,10 +300,11 @@ def _node_table(nodes: Sequence[NodeView]) -> str:
             as_number(sum(view.used.values())),
             len(view.node.devices) - len(view.held),
             ", ".join(sorted({device.model for device in view.node.devices})),
+            *([view.node.pool] if pooled else []),
         ]
         for view in nodes
     )
-    return table(("NODE", "STATUS", "GPUS", "IN USE", "IDLE", "MODEL"), rows)
+    return table(("NODE", "STATUS", "GPUS", "IN USE", "IDLE", "MODEL", *(["POOL"] if pooled else [])), rows)
 
 
 def _overview(reached: ClusterClient) -> str:

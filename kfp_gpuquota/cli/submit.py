@@ -82,6 +82,7 @@ TolerationOption = Annotated[
     list[str] | None,
     typer.Option("--toleration", metavar="K[=V][:EFFECT]", help="A taint it puts up with; may be repeated."),
 ]
+PoolOption = Annotated[str, typer.Option("--node-pool", metavar="POOL", help="Run on nodes of this pool.")]
 RequiredTopologyOption = Annotated[
     str | None,
     typer.Option("--required-topology", metavar="LABEL", help="All workers on nodes with one value of this label."),
@@ -135,6 +136,7 @@ def submit(
     memory: MemoryOption = None,
     node_selector: SelectorOption = None,
     toleration: TolerationOption = None,
+    node_pool: PoolOption = "",
     required_topology: RequiredTopologyOption = None,
     preferred_topology: PreferredTopologyOption = None,
     spread: SpreadOption = False,
@@ -189,6 +191,7 @@ def submit(
         cpu=None if cpu is None else parse_cores("cpu", cpu),
         memory_mib=None if memory is None else parse_mib("memory", memory),
         node_selector=pairs("node_selector", node_selector or [], "a label is given as KEY=VALUE"),
+        node_pool=node_pool,
         required_topology=required_topology,
         preferred_topology=preferred_topology,
         spread=spread,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api import PoolQuota
 from kfp_gpuquota.api.affinity import keeps_off
 from kfp_gpuquota.api.quantity import as_number, show_mib
 from kfp_gpuquota.errors import InvalidFieldError
@@ -28,12 +29,15 @@ def check_fits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
 def _check_limits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
     share = spec.share_of(max((node.gpu_memory_mib for node in nodes), default=0))
     gpus = as_number(spec.smallest * min(share, 1.0))
-    if project.limit is not None and gpus > project.limit:
+    most = project.pools.get(spec.node_pool, PoolQuota()).limit if spec.node_pool else project.limit
+    if most is not None and gpus > most:
+        where = f" of node pool {spec.node_pool}" if spec.node_pool else ""
+        option = f"--pool {spec.node_pool}=GUARANTEED:LIMIT" if spec.node_pool else f"--limit {spec.smallest}"
         raise InvalidFieldError(
             "gpus",
             gpus,
-            f"project {project.name!r} may hold at most {project.limit} GPUs",
-            hint=f"ask for less, or raise its limit: gpuquota project set {project.name} --limit {spec.smallest}",
+            f"project {project.name!r} may hold at most {most} GPUs{where}",
+            hint=f"ask for less, or raise its limit: gpuquota project set {project.name} {option}",
         )
     workers = spec.smallest // spec.worker_gpus
     amounts = (
@@ -51,7 +55,13 @@ def _allowed(spec: JobSpec, nodes: Sequence[Node]) -> list[Node]:
     if spec.node is not None and all(node.name != spec.node for node in nodes):
         names = ", ".join(node.name for node in nodes)
         raise InvalidFieldError("node", spec.node, f"the cluster's nodes are {names}")
-    allowed = [node for node in nodes if spec.node in (None, node.name)]
+    pooled = [node for node in nodes if node.pool == spec.node_pool]
+    if not pooled:
+        pools = ", ".join(sorted({node.pool for node in nodes if node.pool})) or "none"
+        raise InvalidFieldError("node_pool", spec.node_pool, f"no node is in it; the cluster's node pools: {pools}")
+    allowed = [node for node in pooled if spec.node in (None, node.name)]
+    if not allowed:
+        raise InvalidFieldError("node", spec.node, f"it is not in node pool {spec.node_pool!r}")
     selected = [node for node in allowed if spec.node_selector.items() <= node.labels.items()]
     if allowed and not selected:
         raise InvalidFieldError("node_selector", spec.node_selector, "no node has these labels")

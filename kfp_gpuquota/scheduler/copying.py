@@ -73,7 +73,7 @@ class _Copier:
 
     def _fill(self, original: State) -> None:
         self._fill_ledger(original.ledger)
-        self.state.last_at = original.last_at
+        self.state.last_at, self.state.projects = original.last_at, dict(original.projects)
         self.state.workers = {name: self.tasks[task] for name, task in original.workers.items()}
         for name in ("jobs", "growable", "below", "sheltered", "suspended", "emptying"):
             setattr(self.state, name, {uid: self.jobs[job] for uid, job in getattr(original, name).items()})
@@ -84,7 +84,8 @@ class _Copier:
         ledger.queues = {name: self.queues[queue] for name, queue in original.queues.items()}
         ledger.by_idle = {count: list(names) for count, names in original.by_idle.items()}
         ledger.by_future = {count: list(names) for count, names in original.by_future.items()}
-        ledger.totals, ledger.boundless = list(original.totals), list(original.boundless)
+        ledger.totals = {pool: list(totals) for pool, totals in original.totals.items()}
+        ledger.boundless = {pool: list(counts) for pool, counts in original.boundless.items()}
         ledger.by_size, ledger.special = dict(original.by_size), original.special
         ledger.gpu_memory_mib, ledger.half_life_s = original.gpu_memory_mib, original.half_life_s
         ledger.shared_hosts = {self.hosts[host]: None for host in original.shared_hosts}

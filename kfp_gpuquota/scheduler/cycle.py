@@ -76,7 +76,8 @@ class Cycle:
         self.held_off: dict[tuple[Queue, Shape], float] = {}
         self.unsheltered = Finders(ledger)
         self.again_at: float | None = None
-        assign_shares([q for q in ledger.queues.values() if q.parent is None], ledger.capacity, self._used())
+        for pool in ledger.pools:
+            assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
 
     def _used(self) -> Callable[[Queue], float] | None:
         """What a queue borrowed lately, where that counts; then shares change while nothing happens."""

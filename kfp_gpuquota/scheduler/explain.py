@@ -103,7 +103,7 @@ def _taken(victim: Job, what: str, cause: tuple[Job, str]) -> Reason:
     code, why = _CAUSES[action]
     if action in ("allocate", "reclaim") and victim.queue is not beneficiary.queue and _guaranteed(beneficiary):
         why = "project {project} takes back its guaranteed {gpus} for {job}"
-    words = {"project": beneficiary.queue.name, "job": beneficiary.name, "gpus": _own(size_needed(beneficiary))}
+    words = {"project": beneficiary.queue.label, "job": beneficiary.name, "gpus": _own(size_needed(beneficiary))}
     message = f"{what}: {why.format(**words)}"
     return Reason(code=code, message=message, beneficiary=beneficiary.uid, project=beneficiary.queue.name)
 

@@ -32,8 +32,8 @@ class Ledger:
         self.queues: dict[str, Queue] = {}
         self.by_idle: dict[int, list[str]] = {}
         self.by_future: dict[int, list[str]] = {}
-        self.totals: list[float] = [0, 0, 0]
-        self.boundless: list[int] = [0, 0, 0]
+        self.totals: dict[str, list[float]] = {}
+        self.boundless: dict[str, list[int]] = {}
         self.special = 0
         self.one_by_one = False
         self.half_life_s: float | None = None
@@ -71,10 +71,19 @@ class Ledger:
         self._count_capacity(host, -1)
         del self.hosts[host.name]
 
+    def capacity(self, pool: str = "") -> Amount:
+        """What the ready hosts of a node pool have together; no bound where one of them says none."""
+        totals, boundless = self.totals.get(pool, [0.0] * 3), self.boundless.get(pool, [0] * 3)
+        return Amount(*(UNLIMITED if n else total for n, total in zip(boundless, totals, strict=True)))
+
+    def roots(self, pool: str) -> list[Queue]:
+        """The queues of a node pool that have no parent."""
+        return [queue for queue in self.queues.values() if queue.parent is None and queue.pool == pool]
+
     @property
-    def capacity(self) -> Amount:
-        """What ready hosts have together; no bound where one of them says none."""
-        return Amount(*(UNLIMITED if n else total for n, total in zip(self.boundless, self.totals, strict=True)))
+    def pools(self) -> list[str]:
+        """The node pools in which there are queues."""
+        return sorted({queue.pool for queue in self.queues.values()})
 
     @property
     def any_idle(self) -> bool:
@@ -211,11 +220,13 @@ class Ledger:
             size = len(host.devices)
             self.by_size[size] = self.by_size.get(size, 0) + sign
             self.special += sign * host.special
+            totals = self.totals.setdefault(host.pool, [0.0] * 3)
+            boundless = self.boundless.setdefault(host.pool, [0] * 3)
             for r, value in enumerate((GPU * size, host.cpu, host.memory)):
                 if value < UNLIMITED:
-                    self.totals[r] += sign * value
+                    totals[r] += sign * value
                 else:
-                    self.boundless[r] += sign
+                    boundless[r] += sign
 
 
 def _note_present(task: Task, host: Host, sign: int) -> None:

@@ -107,7 +107,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """A project or department. Amounts are of the whole subtree.
+    """A project or department, in one node pool. Amounts are of the whole subtree.
 
     `held` is what will be held when what leaves is gone: running, bound and nominated. `leaving` still occupies
     devices and counts against the limit for whatever would start now. `lent` is the part of `held` above the
@@ -115,6 +115,7 @@ class Queue:
     """
 
     name: str
+    pool: str = ""
     parent: Queue | None = None
     deserved: Amount = NOTHING
     limit: Amount = BOUNDLESS
@@ -137,6 +138,11 @@ class Queue:
     waiting: dict[Shape, list[tuple[OrderKey, Job]]] = field(default_factory=dict)
     running: dict[Job, None] = field(default_factory=dict)
     priorities: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Its name, for people."""
+        return f"{self.name} (node pool {self.pool})" if self.pool else self.name
 
     def claim(self, r: int) -> float:
         """What it holds of resource `r` in its own right: without what is lent to it."""
@@ -291,6 +297,7 @@ class Host:
     max_tasks: float = UNLIMITED
     labels: dict[str, str] = field(default_factory=dict)
     taints: tuple[Taint, ...] = ()
+    pool: str = ""
     used: dict[int, int] = field(default_factory=dict)
     leaving: dict[int, int] = field(default_factory=dict)
     nominated: dict[int, int] = field(default_factory=dict)
@@ -317,7 +324,7 @@ class Host:
     @property
     def special(self) -> bool:
         """A free device is not all that it takes to run on it."""
-        return bool(self.taints) or self.max_tasks < UNLIMITED
+        return bool(self.taints) or bool(self.pool) or self.max_tasks < UNLIMITED
 
     @property
     def countable(self) -> bool:

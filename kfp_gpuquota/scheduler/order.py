@@ -20,7 +20,7 @@ class Entitlement(IntEnum):
     BEYOND = 2
 
 
-QueueKey = tuple[bool, Entitlement, int, float, float, float, str]
+QueueKey = tuple[bool, Entitlement, int, float, float, float, str, str]
 
 
 def entitlement(queue: Queue, amount: Amount) -> Entitlement:
@@ -68,6 +68,7 @@ def queue_key(queue: Queue, amount: Amount) -> QueueKey:
         dominant_share(queue, [queue.claim(r) for r in range(3)]),
         queue.created,
         queue.name,
+        queue.pool,
     )
 
 

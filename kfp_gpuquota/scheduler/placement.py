@@ -104,9 +104,10 @@ class Room:
 
 
 def room_elsewhere(ledger: Ledger, task: Task) -> bool:
-    """A quick no: less will be free in the whole cluster than the task needs, wherever the others go."""
-    held = sum(queue.held[0] for queue in ledger.queues.values() if queue.parent is None)
-    return held + ledger.amount(task).gpu <= ledger.capacity[0]
+    """A quick no: less will be free in the whole node pool than the task needs, wherever the others go."""
+    pool = task.job.queue.pool
+    held = sum(queue.held[0] for queue in ledger.roots(pool))
+    return held + ledger.amount(task).gpu <= ledger.capacity(pool)[0]
 
 
 def may_use(host: Host, task: Task, *, anywhere: bool = False) -> bool:
@@ -117,7 +118,9 @@ def may_use(host: Host, task: Task, *, anywhere: bool = False) -> bool:
     request = task.request
     if task.within is not None and not anywhere and host not in task.within:
         return False
-    return (request.nodes is None or host.name in request.nodes) and host.admits(request.rules)
+    if host.pool != task.job.queue.pool or (request.nodes is not None and host.name not in request.nodes):
+        return False
+    return host.admits(request.rules)
 
 
 def pick_devices(host: Host, task: Task, *, future: bool) -> tuple[int, ...] | None:

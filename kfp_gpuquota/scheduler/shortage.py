@@ -44,7 +44,7 @@ def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
         return _too_large_for(ledger.by_size, task.request.devices, len(tasks))
     hosts = _usable(ledger, task)
     if not hosts:
-        return _nowhere(task.request)
+        return _nowhere(task.request, task.job.queue.pool)
     room = [_places(host, task.request) for host in hosts]
     if not any(room):
         return _too_large(hosts, task.request)
@@ -101,10 +101,12 @@ def _places(host: Host, request: Request) -> float:
     return min(room)
 
 
-def _nowhere(request: Request) -> Cause:
+def _nowhere(request: Request, pool: str) -> Cause:
     if request.nodes is not None:
         names = ", ".join(sorted(request.nodes))
         return Cause(ReasonCode.NO_SUCH_NODE, f"node {names} does not exist, is not ready, or keeps it off")
+    if pool:
+        return Cause(ReasonCode.NODE_AFFINITY, f"node pool {pool} has no ready node that it may use")
     why = "no node that is ready has the labels it asks for, or none whose taints it tolerates"
     return Cause(ReasonCode.NODE_AFFINITY, why)
 

@@ -7,6 +7,7 @@ from functools import singledispatchmethod
 from math import ceil
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.api import PoolQuota
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
 from kfp_gpuquota.scheduler import events, progress, usage
@@ -56,6 +57,7 @@ class State:
         self.sheltered: dict[str, Job] = {}
         self.suspended: dict[str, Job] = {}
         self.emptying: dict[str, Job] = {}
+        self.projects: dict[str, Project] = {}
         self.last_at = 0.0
 
     def apply(self, event: events.Event) -> None:
@@ -80,6 +82,7 @@ class State:
                 max_tasks=UNLIMITED if node.max_workers is None else node.max_workers,
                 labels=node.labels,
                 taints=node.taints,
+                pool=node.pool,
             )
         )
 
@@ -93,28 +96,30 @@ class State:
 
     @_apply.register
     def _(self, event: events.QuotaChanged) -> None:
-        project = event.project
-        queue = self._queue(project.name)
-        parent = None if project.parent is None else self._parent(project.parent)
-        if parent is not queue.parent:
-            _graft(queue, parent)
-        _set_quota(queue, project)
+        project = self.projects[event.project.name] = event.project
+        known = (queue.pool for queue in self.ledger.queues.values() if queue.name == project.name)
+        for pool in sorted({"", *project.pools, *known}):
+            self._configure(project, pool)
 
     @_apply.register
     def _(self, event: events.QuotaRemoved) -> None:
-        queue = self.ledger.queues.get(event.name)
-        if queue is None:
-            return
-        queue.deserved, queue.limit, queue.known = NOTHING, NOTHING, False
-        if not queue.children and not any(job.queue is queue for job in self.jobs.values()):
-            _graft(queue, None)
-            del self.ledger.queues[event.name]
+        self.projects.pop(event.name, None)
+        for key, queue in list(self.ledger.queues.items()):
+            if queue.name != event.name:
+                continue
+            queue.deserved, queue.limit, queue.known = NOTHING, NOTHING, False
+            if not queue.children and not any(job.queue is queue for job in self.jobs.values()):
+                _graft(queue, None)
+                del self.ledger.queues[key]
 
     @_apply.register
     def _(self, event: events.JobSubmitted) -> None:
         if event.uid in self.jobs:
             raise AlreadyExistsError(f"job {event.uid!r} was submitted already")
-        job = new_job(event.uid, event.spec, self._queue(event.spec.project), event.at)
+        spec = event.spec
+        if spec.project in self.projects and _key(spec.project, spec.node_pool) not in self.ledger.queues:
+            self._configure(self.projects[spec.project], spec.node_pool)
+        job = new_job(event.uid, spec, self._queue(spec.project, spec.node_pool), event.at)
         self.add_job(job)
 
     @_apply.register
@@ -196,7 +201,7 @@ class State:
 
     def add_queue(self, queue: Queue, parent: Queue | None = None) -> None:
         """Take up a queue made by hand, below `parent`."""
-        self.ledger.queues[queue.name] = queue
+        self.ledger.queues[_key(queue.name, queue.pool)] = queue
         _graft(queue, parent)
 
     @_apply.register
@@ -220,16 +225,28 @@ class State:
             raise NotFoundError(f"worker {worker!r} is not known to the scheduler")
         return self.workers[worker]
 
-    def _queue(self, name: str) -> Queue:
-        if name not in self.ledger.queues:
-            self.add_queue(Queue(name=name, limit=NOTHING, known=False))
-        return self.ledger.queues[name]
+    def _configure(self, project: Project, pool: str) -> None:
+        """Give the project's queue in the node pool its place and quota."""
+        queue = self._queue(project.name, pool)
+        parent = None if project.parent is None else self._parent(project.parent, pool)
+        if parent is not queue.parent:
+            _graft(queue, parent)
+        _set_quota(queue, project)
 
-    def _parent(self, name: str) -> Queue:
+    def _queue(self, name: str, pool: str = "") -> Queue:
+        key = _key(name, pool)
+        if key not in self.ledger.queues:
+            self.add_queue(Queue(name=name, pool=pool, limit=NOTHING, known=False))
+        return self.ledger.queues[key]
+
+    def _parent(self, name: str, pool: str) -> Queue:
         """A department; one that nobody has described yet stands in nobody's way."""
-        if name not in self.ledger.queues:
-            self.add_queue(Queue(name=name, deserved=BOUNDLESS))
-        return self.ledger.queues[name]
+        key = _key(name, pool)
+        if key not in self.ledger.queues:
+            self.add_queue(Queue(name=name, pool=pool, deserved=BOUNDLESS))
+            if name in self.projects:
+                self._configure(self.projects[name], pool)
+        return self.ledger.queues[key]
 
     def _forget_empty(self, name: str) -> None:
         host = self.ledger.hosts[name]
@@ -263,6 +280,11 @@ class State:
             index[job.uid] = job
         else:
             index.pop(job.uid, None)
+
+
+def _key(name: str, pool: str) -> str:
+    """A queue among the ledger's; a name has no '@'."""
+    return f"{name}@{pool}" if pool else name
 
 
 def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
@@ -313,8 +335,12 @@ def _topology_of(spec: JobSpec) -> Group | None:
 
 
 def _set_quota(queue: Queue, project: Project) -> None:
-    queue.deserved = _amount(project.guaranteed, project.guaranteed_cpu, project.guaranteed_memory_mib)
-    queue.limit = _amount(project.limit, project.limit_cpu, project.limit_memory_mib)
+    if queue.pool:
+        quota = project.pools.get(queue.pool, PoolQuota())
+        queue.deserved, queue.limit = _amount(quota.guaranteed, None, None), _amount(quota.limit, None, None)
+    else:
+        queue.deserved = _amount(project.guaranteed, project.guaranteed_cpu, project.guaranteed_memory_mib)
+        queue.limit = _amount(project.limit, project.limit_cpu, project.limit_memory_mib)
     queue.priority, queue.weights, queue.known = project.priority, (project.over_quota_weight,) * 3, True
 
 

@@ -49,7 +49,7 @@ def _forbidden(job: Job, amount: Amount) -> Cause | None:
         short = queue.fixed[r] + amount[r] - queue.deserved[r]
         return Cause(
             ReasonCode.OVER_QUOTA_BUILD,
-            f"project {queue.name} uses {_SHOW[r](queue.fixed[r])} of its guaranteed {_SHOW[r](queue.deserved[r])} "
+            f"project {queue.label} uses {_SHOW[r](queue.fixed[r])} of its guaranteed {_SHOW[r](queue.deserved[r])} "
             "for jobs that cannot be preempted, and such jobs do not borrow",
             f"those release {_SHOW[r](short)} or the guaranteed quota grows by as much",
             (("queue", queue.name), ("short", short / _UNITS[r]), ("resource", _NAMES[r])),
@@ -60,7 +60,7 @@ def _forbidden(job: Job, amount: Amount) -> Cause | None:
         short = queue.held[r] + amount[r] - queue.limit[r]
         return Cause(
             ReasonCode.OVER_LIMIT,
-            f"project {queue.name} holds {_number(queue.held[r], r)} of its limit of {_number(queue.limit[r], r)}",
+            f"project {queue.label} holds {_number(queue.held[r], r)} of its limit of {_number(queue.limit[r], r)}",
             f"it releases {_SHOW[r](short)} or its limit grows by as much",
             (("queue", queue.name), ("short", short / _UNITS[r]), ("resource", _NAMES[r])),
         )
@@ -82,7 +82,7 @@ def _no_room(ledger: Ledger, job: Job, tasks: Sequence[Task], sheltered_s: float
         return missing._replace(why=f"{missing.why}, and nothing that runs may be taken for it")
     queue, _, r = barred
     held, share = _number(queue.claim(r), r), _number(queue.share[r], r)
-    why = f"{missing.why}, and project {queue.name} holds {held} of its fair share of {share}"
+    why = f"{missing.why}, and project {queue.label} holds {held} of its fair share of {share}"
     return missing._replace(code=ReasonCode.OVER_FAIR_SHARE, why=why)
 
 
