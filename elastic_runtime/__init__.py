@@ -17,7 +17,7 @@ cluster's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from elastic_runtime.errors import (
     BatchPlanError,
@@ -55,17 +55,22 @@ __all__ = [
 def init(
     *,
     global_batch_size: int | None = None,
-    max_batch_per_gpu: int | None = None,
+    max_batch_per_gpu: int | Literal["auto"] | None = None,
     seed: int = 0,
-    reduction: str = "fast",
+    reduction: Literal["fast", "exact"] = "fast",
     shards: int = 8,
+    scale_batch: tuple[int, int] | None = None,
+    scale_lr: Literal["linear", "sqrt"] = "linear",
     checkpoint_every_s: float = 300.0,
     keep_checkpoints: int = 2,
 ) -> Job:
     """Become a worker of the job that the environment names; alone, a job of one.
 
     `global_batch_size`: samples of a step, over all workers, whatever their number; default: the loader's batch_size.
-    `max_batch_per_gpu`: the most samples of one iteration; larger shares are cut, and their gradients added up.
+    `max_batch_per_gpu`: the most samples of one iteration; larger shares are cut, and their gradients added up. "auto":
+    as many as fit into memory.
+    `scale_batch`: (least, most) samples of a step, which then has the loader's batch_size for each worker; the learning
+    rate, chosen for `global_batch_size`, is scaled by `scale_lr`.
     `seed`: of the order of the samples.
     `reduction`: "fast", or "exact": the same parameters to the bit whatever sizes the job had; each step is then
     computed as `shards` parts of a fixed shape.
@@ -85,6 +90,8 @@ def init(
         seed=seed,
         reduction=reduction,
         shards=shards,
+        scale_batch=scale_batch,
+        scale_lr=scale_lr,
         checkpoint_every_s=checkpoint_every_s,
         keep_checkpoints=keep_checkpoints,
     )

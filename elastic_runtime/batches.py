@@ -87,14 +87,14 @@ def check_shards(global_batch_size: int, shards: int, max_batch_per_gpu: int | N
         )
 
 
-def check_batch(global_batch_size: int, max_batch_per_gpu: int | None) -> None:
+def check_batch(global_batch_size: int, max_batch_per_gpu: int | str | None) -> None:
     """BatchPlanError where no split exists."""
     if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
         raise BatchPlanError(f"global_batch_size is {global_batch_size!r}, but it must be a whole number from 1 up")
-    if max_batch_per_gpu is None:
+    if max_batch_per_gpu is None or max_batch_per_gpu == "auto":
         return
     if isinstance(max_batch_per_gpu, bool) or not isinstance(max_batch_per_gpu, int) or max_batch_per_gpu < 1:
         raise BatchPlanError(
             f"max_batch_per_gpu is {max_batch_per_gpu!r}, but it must be a whole number from 1 up; "
-            "leave it out to take each worker's share at once"
+            "leave it out to take each worker's share at once, or use 'auto' to find it"
         )

@@ -26,6 +26,7 @@ class Environment:
     checkpoint_dir: str = ""
     report_file: str = ""
     ca_file: str = ""
+    memory_dir: str = ""
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -39,6 +40,7 @@ class Environment:
             checkpoint_dir=given.get("ELASTIC_CHECKPOINT_DIR", ""),
             report_file=given.get("ELASTIC_REPORT_FILE", ""),
             ca_file=given.get("ELASTIC_CA_FILE", ""),
+            memory_dir=given.get("ELASTIC_MEMORY_DIR", ""),
         )
         if environment.coordinator and "ELASTIC_WORKER_ID" not in given:
             raise SettingsError("ELASTIC_COORDINATOR is set, but ELASTIC_WORKER_ID is not; set both, or neither")

@@ -59,12 +59,12 @@ class ExactReducer:
         if first:
             self._group = group if group is not None and group.size > 1 else None
             self._plan_step(micro.step_shards)
+            self._launched = 0
         self._push, self._ghost, self._last = next(self._pushes), micro.ghost, micro.last
         for slot in self._layout.slots:
             slot.fired = False
             slot.touched = slot.touched and not first
         if micro.last:
-            self._launched = 0
             for bucket in self._layout.buckets:
                 bucket.waiting = len(bucket.slots)
 
@@ -86,7 +86,20 @@ class ExactReducer:
         self._fill_tails()
         if self._group is not None:
             self._reduce_over(self._group)
-        self._layout.hand_out()
+
+    def hand_out(self, factor: float) -> None:
+        """See GradientReducer."""
+        self._layout.hand_out(factor)
+
+    @property
+    def in_flight(self) -> bool:
+        """See GradientReducer."""
+        return self._launched > 0
+
+    @property
+    def passive(self) -> bool:
+        """See GradientReducer."""
+        return False
 
     def abandon(self) -> None:
         """See GradientReducer."""

@@ -30,6 +30,10 @@ class GradientReducer(Protocol):
     def tail(self) -> torch.Tensor:
         """The caller's numbers, to be filled in before `reduce` and read after it. Shape: (tail_size,)."""
 
+    @property
+    def passive(self) -> bool:
+        """Whether nothing is done to this step's gradients: `factor` is 1 then."""
+
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
         """The next backward pass is this micro-batch's, and the `first` of its step."""
 
@@ -37,10 +41,17 @@ class GradientReducer(Protocol):
         """The backward pass of the micro-batch is over."""
 
     def reduce(self) -> None:
-        """After the last micro-batch of a step: every `grad` is the sum over all workers, or None if nobody has one.
+        """After the last micro-batch of a step: sum up over all workers, the tail with the gradients.
 
         Raises CollectiveError where a peer was lost; the gradients are then gone, the buffers replaced.
         """
+
+    def hand_out(self, factor: float) -> None:
+        """After `reduce`: every `grad` is `factor` times the sum over all workers, or None if nobody has one."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether something of this step was sent already, so that it cannot be computed again alone."""
 
     def abandon(self) -> None:
         """Forget the step's gradients; what is in flight keeps the old buffers."""
@@ -91,7 +102,21 @@ class FastReducer:
             used.copy_(torch.tensor([slot.touched for slot in self._layout.slots]))
         if self._group is not None:
             self._reduce_over(self._group)
-        self._layout.hand_out()
+
+    def hand_out(self, factor: float) -> None:
+        """See GradientReducer."""
+        if not self._passive:
+            self._layout.hand_out(factor)
+
+    @property
+    def in_flight(self) -> bool:
+        """See GradientReducer."""
+        return bool(self._works)
+
+    @property
+    def passive(self) -> bool:
+        """See GradientReducer. Alone, with one micro-batch a step."""
+        return self._passive
 
     def abandon(self) -> None:
         """See GradientReducer."""

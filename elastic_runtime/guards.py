@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 
-def guard_method(target: object, method: str, may_act: Callable[[], bool]) -> None:
-    """`target.method(...)` does nothing, and returns None, unless `may_act()`.
+def guard_method(
+    target: object, method: str, may_act: Callable[[], bool], around: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """`target.method(...)` does nothing, and returns None, unless `may_act()`; it acts within `around()`.
 
     For optimizers: the replacement is a bound method of the instance like the one that LRScheduler puts there, which
     looks at `optimizer.step.__func__` and at its own mark on it.
@@ -24,7 +27,10 @@ def guard_method(target: object, method: str, may_act: Callable[[], bool]) -> No
 
     @functools.wraps(original)
     def guarded(_self: object, *args: object, **kwargs: object) -> Any:
-        return original(*args, **kwargs) if may_act() else None
+        if not may_act():
+            return None
+        with around():
+            return original(*args, **kwargs)
 
     setattr(target, method, types.MethodType(guarded, target))
 

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.batches import micro_batches, shard_batches
+from elastic_runtime.batches import shard_batches
+from elastic_runtime.buffers import FollowedBuffers
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.guards import guard_class, guard_method
 from elastic_runtime.loader import ElasticLoader
 from elastic_runtime.member import Member
-from elastic_runtime.modes import numerics
+from elastic_runtime.memory import MemoryFollower
+from elastic_runtime.modes import ExactMode, FastMode, Mode, numerics
 from elastic_runtime.session import Session
+from elastic_runtime.sizes import GlobalBatch, MicroBatchLimit
 from elastic_runtime.state import Stateful, TrainingState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
 
     from torch.utils.data import DataLoader
 
     from elastic_runtime.environment import Environment
     from elastic_runtime.loader import Plan
     from elastic_runtime.options import Options
+
+    Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    Schedulers = Stateful | Sequence[Stateful] | None
 
 
 class Job:
@@ -34,7 +44,7 @@ class Job:
         environment: Environment,
         options: Options,
     ) -> None:
-        self._options = options
+        self._environment, self._options = environment, options
         self._member = Member(
             environment,
             options.seed,
@@ -42,6 +52,7 @@ class Job:
             keep_checkpoints=options.keep_checkpoints,
         )
         self._session: Session | None = None
+        self._state: TrainingState | None = None
 
     @property
     def rank(self) -> int:
@@ -63,72 +74,192 @@ class Job:
         """Global steps applied so far, over all epochs and all sizes."""
         return self._prepared.position.step
 
+    @property
+    def applied(self) -> bool:
+        """Whether this iteration completes a global step, so that the optimizer acts in it."""
+        return self._prepared.applied
+
     def prepare(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         loader: DataLoader[Any],
-        scheduler: Stateful | None = None,
+        scheduler: Schedulers = None,
         *,
         scaler: torch.amp.GradScaler | None = None,
     ) -> tuple[Any, ...]:
         """Make the objects elastic, and return them in the same order: (model, optimizer, loader[, scheduler]).
 
-        Model, optimizer and scheduler are returned as they are, the optimizer's and scheduler's methods guarded; the
-        loader is a new one over the same dataset. A `scaler` is given the loss by `backward` itself. UsageError where
-        one of them cannot be used.
+        Model, optimizers and schedulers are returned as they are, the optimizers' and schedulers' methods guarded; the
+        loader is a new one over the same dataset. There may be several optimizers and schedulers, as lists. A `scaler`
+        is given the loss by `backward` itself. UsageError where one of them cannot be used.
         """
         if self._session is not None:
             raise LoopError("prepare was called twice; make one job for each training")
-        if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        optimizers, schedulers = _several(optimizer), _several(scheduler)
+        if not isinstance(model, torch.nn.Module) or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
             raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
-        given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-        parts = [(name, part) for name, part in given.items() if part is not None]
-        options = self._options
-        batch = options.global_batch_size or getattr(loader, "batch_size", None) or 1
-        options.check(batch)
-        state = TrainingState(model, parts, reduction=options.reduction_text)
-        session = Session(state, self._member, scaler, options.seed if options.exact else None)
-        guard_method(optimizer, "step", session.may_act)
-        for part in (scheduler, scaler):
+        batch = self._batch(loader)
+        parts = [*_named("optimizer", optimizers), *_named("scheduler", schedulers)]
+        parts += [("scaler", scaler)] if scaler is not None else []
+        state = TrainingState(model, parts, reduction=self._options.reduction_text)
+        session, plan = self._make_session(state, scaler)
+        session.loader = ElasticLoader(loader, session, self._options.seed, batch, plan, seeded=self._options.exact)
+        for each in optimizers:
+            guard_method(each, "step", session.may_act, partial(self._at_lr, each, batch))
+        for part in (*schedulers, scaler):
             if part is not None:
                 guard_class(part, ("step", "update", "unscale_"), session.may_act)
-        if options.exact:
-            state.numerics = numerics()
-            plan: Plan = partial(shard_batches, shards=options.shards)
-        else:
-            plan = partial(micro_batches, max_batch=options.max_batch_per_gpu)
-        elastic_loader = ElasticLoader(loader, session, options.seed, batch, plan, seeded=options.exact)
-        session.steps_in_epoch = elastic_loader.steps
-        self._session = session
-        found = (model, optimizer, elastic_loader)
+        self._session, self._state = session, state
+        found = (model, optimizer, session.loader)
         return found if scheduler is None else (*found, scheduler)
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """The epochs from where the training stands up to `count`; a joiner begins in the middle of one."""
+    def track(self, **objects: Stateful) -> None:
+        """Carry more objects with a `state_dict` along (averaged weights, counters): to joiners, in checkpoints.
+
+        Their `update_parameters`, if they have one, acts only where a global step is complete. Before the loop.
+        """
         session = self._prepared
-        session.start(count)
+        assert self._state is not None
+        if session.started:
+            raise LoopError("job.track comes before job.epochs")
+        for name, each in objects.items():
+            self._state.parts.append((f"track:{name}", each))
+            if hasattr(each, "update_parameters"):
+                guard_class(each, ("update_parameters",), session.may_act)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs from where the training stands up to `count`; a joiner begins in the middle of one.
+
+        Left by `break`, at the same place on every worker, the training has finished when the process ends well.
+        """
+        session = self._prepared
+        self._start(total_steps=count * session.loader.steps)
         while session.position.epoch < count:
             epoch = session.position.epoch
             yield epoch
             session.leave_epoch(epoch)
         session.finish()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def steps(self, count: int) -> Iterator[Any]:
+        """The loader's batches, epoch after epoch, until `count` global steps are applied: in place of both loops."""
+        session = self._prepared
+        self._start(total_steps=count, last_step=count)
+        while session.position.step < count:
+            epoch = session.position.epoch
+            yield from session.loader
+            if session.position.step < count:
+                session.leave_epoch(epoch)
+        session.finish()
+
+    def backward(self, loss: torch.Tensor, *, weight: float | None = None, reduction: str = "mean") -> None:
         """Backpropagate this micro-batch's share of the global batch, in place of `loss.backward()`.
 
-        `loss` is the mean over the micro-batch, a scalar. After the last micro-batch of a step the gradients are those
-        of the whole global batch; or the step is going to be repeated, and they are None. LoopError where it is not
-        called exactly once in an iteration.
+        `loss` is a scalar: the mean over the micro-batch's samples; or with `weight=n` the mean over n units of this
+        micro-batch (tokens, pixels that count), to become the mean over all units of the global batch; or with
+        `reduction="sum"` a sum, to become the sum over the global batch.
+
+        After the last micro-batch of a step the gradients are those of the whole global batch; or the step is going to
+        be repeated, and they are None. LoopError where it is not called exactly once in an iteration.
         """
-        self._prepared.backward(loss)
+        self._prepared.backward(loss, weight, reduction)
+
+    def retrying(self) -> Retrying:
+        """`with job.retrying():` around an iteration's body: what does not fit into memory is repeated in halves.
+
+        `job.backward` sees to it by itself; this adds the forward pass.
+        """
+        return Retrying(self._prepared)
 
     def report(self, **metrics: float) -> None:
         """Figures of the script's own (loss, accuracy): to the report file, and with the next progress."""
         self._member.reporter.metrics(self.step, {name: float(value) for name, value in metrics.items()})
+
+    def on_resize(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+        """Call it in the loop after each change of the membership; the report file's line for it is its argument."""
+        return self._member.reporter.listen("resize", callback)
+
+    def on_preempt(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+        """Call it in the loop when this worker is told to go, before it ends."""
+        return self._member.reporter.listen("left", callback)
+
+    def on_checkpoint(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+        """Call it, in the thread that wrote it, when a checkpoint of this worker's is durable."""
+        return self._member.reporter.listen("checkpoint", callback)
 
     @property
     def _prepared(self) -> Session:
         if self._session is None:
             raise LoopError("job.prepare(model, optimizer, loader) comes before this")
         return self._session
+
+    def _start(self, *, total_steps: int, last_step: int | None = None) -> None:
+        atexit.register(_finish_early, self._prepared)
+        self._prepared.start(total_steps=total_steps, last_step=last_step)
+
+    def _batch(self, loader: DataLoader[Any]) -> GlobalBatch:
+        per_worker = getattr(loader, "batch_size", None) or 1
+        samples = self._options.global_batch_size or per_worker
+        self._options.check(samples)
+        return self._options.batch(samples, per_worker)
+
+    def _make_session(self, state: TrainingState, scaler: torch.amp.GradScaler | None) -> tuple[Session, Plan]:
+        options, streams = self._options, self._member.streams
+        buffers = FollowedBuffers([state.model])
+        directory = self._environment.memory_dir
+        if options.exact:
+            state.numerics = numerics()
+            mode: Mode = ExactMode(state, buffers, streams, options.seed)
+            session = Session(state, self._member, mode, scaler, None, MemoryFollower(directory, None))
+            return session, partial(shard_batches, shards=options.shards)
+        allowed = options.max_batch_per_gpu
+        limit = MicroBatchLimit(allowed if isinstance(allowed, int) else None)
+        mode = FastMode(state, buffers, streams)
+        return Session(state, self._member, mode, scaler, limit, MemoryFollower(directory, limit)), limit.plan
+
+    @contextmanager
+    def _at_lr(self, optimizer: torch.optim.Optimizer, batch: GlobalBatch) -> Iterator[None]:
+        """The learning rates that suit the size, while the optimizer steps; schedulers see those of the script."""
+        factor = batch.lr_factor(self.world_size) if batch.bounds else 1.0
+        if factor == 1.0:
+            yield
+            return
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+class Retrying:
+    """See `Job.retrying`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return self._session.out_of_memory(error)
+
+
+def _several(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _named(name: str, parts: list[Any]) -> list[tuple[str, Stateful]]:
+    return [(name if number == 0 else f"{name}{number + 1}", part) for number, part in enumerate(parts)]
+
+
+def _finish_early(session: Session) -> None:
+    """At the process's end: one that was left by an exception is not over."""
+    if not hasattr(sys, "last_type") and not session.leaving:
+        session.finish_early()

@@ -111,9 +111,11 @@ class Layout:
 
         return [_register(slot.parameter, fire) for slot in self.slots]
 
-    def hand_out(self) -> None:
-        """Each parameter's `grad` is its view, or None where nobody used it."""
+    def hand_out(self, factor: float = 1.0) -> None:
+        """Each parameter's `grad` is `factor` times its view, or None where nobody used it."""
         used = self.used
+        if factor != 1.0:
+            torch._foreach_mul_([slot.view for slot in self.slots], factor)
         counts: Sequence[float] = [1.0] * len(self.slots) if bool(used.min() > 0) else used.tolist()
         for slot, count in zip(self.slots, counts, strict=True):
             if count <= 0:

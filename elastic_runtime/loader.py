@@ -7,21 +7,23 @@ resizes; what they had fetched ahead for the old generation is dropped.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.order import epoch_order, mix_seed, steps_in_epoch
-from elastic_runtime.streams import RandomStreams
+from elastic_runtime.order import mix_seed
+from elastic_runtime.sources import SeededDataset, SeededIndices, Source, has_own_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.position import Position
+    from elastic_runtime.sizes import GlobalBatch
 
 
 class Loop(Protocol):
@@ -34,6 +36,10 @@ class Loop(Protocol):
     @property
     def place(self) -> tuple[int, int]:
         """(rank, world size)."""
+
+    @property
+    def last_step(self) -> int | None:
+        """The training ends after so many steps, wherever in an epoch that is."""
 
     def enter_epoch(self) -> None:
         """The loop begins to iterate, perhaps in the middle of an epoch."""
@@ -52,106 +58,85 @@ class Plan(Protocol):
         """What `rank` iterates over in a step of `samples`."""
 
 
+@dataclass(frozen=True)
+class Step:
+    """One global step: `size` samples of the epoch's order from `start` on."""
+
+    number: int
+    start: int
+    size: int
+
+
 class ElasticLoader:
     """Iterates over this worker's micro-batches of the current epoch, from where the training stands."""
 
     def __init__(
-        self, loader: DataLoader[Any], loop: Loop, seed: int, global_batch: int, plan: Plan, *, seeded: bool = False
+        self, loader: DataLoader[Any], loop: Loop, seed: int, batch: GlobalBatch, plan: Plan, *, seeded: bool = False
     ) -> None:
         _check(loader)
         self.dataset = loader.dataset
-        self.global_batch = global_batch
+        self.batch = batch
         self._loop, self._seed, self._split, self._seeded = loop, seed, plan, seeded
-        self._shuffle = isinstance(loader.sampler, RandomSampler)
-        self._sampler = loader.sampler
-        self._samples = len(loader.sampler)  # type: ignore[arg-type]
-        self.steps = steps_in_epoch(self._samples, global_batch, drop_last=bool(loader.drop_last))
+        self._source = Source(loader, seed)
+        self.steps = self._source.steps(batch.samples)
         if self.steps == 0:
             raise UsageError(
-                f"the dataset has {self._samples} samples and drop_last is set, so that no global batch of "
-                f"{global_batch} is ever full; lower global_batch_size, or leave drop_last out"
+                f"the dataset has {self._source.length} samples and drop_last is set, so that no global batch of "
+                f"{batch.samples} is ever full; lower global_batch_size, or leave drop_last out"
             )
-        self._batches: list[Sequence[int]] | Iterator[Sequence[int]] = []
+        self._batches: Iterator[Sequence[int]] = iter(())
         self._generator = torch.Generator()
         self._inner = _like(loader, self, self._generator)
 
     def __len__(self) -> int:
-        """Global steps of an epoch. Iterations are more where a share is cut into micro-batches."""
+        """Global steps of an epoch (of `global_batch_size` samples). Iterations are more where a share is cut."""
         return self.steps
 
     def __iter__(self) -> Iterator[Any]:
         loop = self._loop
         loop.enter_epoch()
         epoch = loop.position.epoch
-        order = self._order(epoch)
-        while loop.position.epoch == epoch and loop.position.index < self.steps:
+        order = self._source.epoch(epoch)
+        while loop.position.epoch == epoch and self.has_more(loop.position):
             for micro_batch, batch in self._span(order):
                 loop.begin(micro_batch)
                 yield batch
                 if not loop.end():
                     break
 
-    def _order(self, epoch: int) -> Sequence[int]:
-        if self._shuffle or isinstance(self._sampler, SequentialSampler):
-            return epoch_order(self._seed, epoch, self._samples, shuffle=self._shuffle)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(mix_seed(self._seed, epoch))
-            return list(self._sampler)
+    def has_more(self, position: Position) -> bool:
+        """Whether the epoch has another step."""
+        return next(self._steps(position), None) is not None
+
+    def _steps(self, position: Position) -> Iterator[Step]:
+        """What is left of the epoch, at this size."""
+        size = self.batch.at(self._loop.place[1])
+        number, last = position.step, self._loop.last_step
+        for start, samples in self._source.cuts(position.index, position.samples, size):
+            if last is not None and number >= last:
+                return
+            yield Step(number, start, samples)
+            number += 1
 
     def _span(self, order: Sequence[int]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Micro-batches and batches from here to the end of the epoch, as long as the membership stays."""
+        """Micro-batches and batches from here to the end of the epoch, as long as nothing changes."""
         position, (rank, world_size) = self._loop.position, self._loop.place
-        indices = range(position.index, self.steps)
         self._generator.manual_seed(mix_seed(self._seed, position.step, rank))
-        first_step = position.step - position.index  # of the epoch
-        self._batches = (
-            self._indices(order, k, m, first_step + k)
-            for k in indices
-            for m in self._micro_batches(k, rank, world_size)
-        )
-        micros = (m for k in indices for m in self._micro_batches(k, rank, world_size))
-        yield from zip(micros, self._inner, strict=False)
 
-    def _micro_batches(self, index: int, rank: int, world_size: int) -> list[MicroBatch]:
-        samples = min(self.global_batch, self._samples - index * self.global_batch)
-        return self._split(samples, rank, world_size)
+        def micros() -> Iterator[tuple[Step, MicroBatch]]:
+            for step in self._steps(position):
+                for micro in self._split(step.size, rank, world_size):
+                    yield step, micro
 
-    def _indices(self, order: Sequence[int], index: int, micro: MicroBatch, step: int) -> Sequence[int]:
-        start = index * self.global_batch
+        self._batches = (self._indices(order, step, micro) for step, micro in micros())
+        yield from zip((micro for _, micro in micros()), self._inner, strict=False)
+
+    def _indices(self, order: Sequence[int], step: Step, micro: MicroBatch) -> Sequence[int]:
+        start = step.start
         if micro.ghost:  # two samples: normalisation layers refuse to train on one
-            return [order[start], order[start + 1 if micro.step_samples > 1 else start]]
+            return [order[start], order[start + 1 if step.size > 1 else start]]
         found = list(order[start + micro.start : start + micro.stop])
-        return SeededIndices(found, mix_seed(self._seed, step, micro.shard, 1)) if self._seeded else found
-
-
-class SeededIndices(list[int]):
-    """A batch's indices, and the seed of the random numbers that are drawn while it is fetched."""
-
-    def __init__(self, indices: Sequence[int], seed: int) -> None:
-        super().__init__(indices)
-        self.seed = seed
-
-    def __reduce__(self) -> tuple[type[SeededIndices], tuple[list[int], int]]:
-        return SeededIndices, (list(self), self.seed)
-
-
-class SeededDataset(Dataset[Any]):
-    """The user's dataset; what it draws at random depends on the batch alone, whichever process fetches it."""
-
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
-        self._streams = RandomStreams()
-
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        if isinstance(indices, SeededIndices):
-            self._streams.reseed(indices.seed)
-        together = getattr(self._dataset, "__getitems__", None)
-        return together(list(indices)) if together else [self._dataset[i] for i in indices]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
+        return SeededIndices(found, mix_seed(self._seed, step.number, micro.shard, 1)) if self._seeded else found
 
 
 class _Batches:
@@ -191,9 +176,9 @@ def _check(loader: DataLoader[Any]) -> None:
         )
     if isinstance(loader.sampler, DistributedSampler):
         raise UsageError("the loader has a DistributedSampler; leave it out: elastic_runtime shares the samples out")
-    if loader.batch_size is None:
+    if loader.batch_size is None and not has_own_batches(loader):
         raise UsageError("the loader has no batch_size; give it one, or use batch_size=1 with the same collate_fn")
     try:
-        len(loader.sampler)  # type: ignore[arg-type]
+        len(loader.batch_sampler if has_own_batches(loader) else loader.sampler)  # type: ignore[arg-type]
     except TypeError as error:
         raise UsageError(f"the loader has no length ({error}); a sampler needs __len__") from error

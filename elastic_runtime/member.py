@@ -49,7 +49,7 @@ class Member:
         self._environment, self._seed = environment, seed
         self.streams = RandomStreams()
         self._events: dict[str, dict[str, Any]] = {}  # what has to be said again to a coordinator that connects
-        self._holds_state = self._stopping = False
+        self._holds_state = self._stopping = self.leaving = False
         self._generations = Generations(environment.worker_id, self._store, self._say, _backend)
         self.reporter = Reporter(environment.report_file, environment.worker_id, self._send_progress)
         self._keeper = Keeper(
@@ -107,6 +107,11 @@ class Member:
         if self.place[0] == 0:
             self.reporter.progress(position.step, position.epoch, total_steps, force=force)
 
+    def tell_halved(self, failed: int, now: int | None) -> None:
+        """An iteration of `failed` samples was out of memory; from now on they have at most `now`."""
+        _log.warning("an iteration of %d samples does not fit into memory; going on with at most %s", failed, now)
+        self.reporter.line("out_of_memory", samples=failed, max_batch=now)
+
     # Joining, switching, leaving
 
     def join(self, state: TrainingState) -> None:
@@ -154,7 +159,9 @@ class Member:
     def leave_if_told(self, state: TrainingState) -> None:
         """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""
         if self._stopping and self._coordinator is None:
+            self.leaving = True
             self._save_checkpoint(state)
+            self.reporter.line("left", generation=0, step=state.position.step)
             raise SystemExit(TERMINATED)
 
     def _settle(self, state: TrainingState, generation: Generation | None, cause: str) -> None:
@@ -216,6 +223,7 @@ class Member:
             )
 
     def _leave(self, state: TrainingState, generation: Generation | None) -> NoReturn:
+        self.leaving = True
         if generation is not None:
             if not generation.members and self.place[0] == 0:
                 self._save_checkpoint(state)

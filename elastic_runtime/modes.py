@@ -41,7 +41,7 @@ class Mode(Protocol):
     def end(self, micro: MicroBatch) -> None:
         """Its backward pass is over."""
 
-    def fill_tail(self, *, leader: bool, samples: int, vote: int) -> None:
+    def fill_tail(self, *, leader: bool, samples: int, vote: int, weight: float) -> None:
         """This worker's numbers, for the sum over all workers."""
 
     def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
@@ -74,9 +74,9 @@ class FastMode:
         """See Mode."""
         self.reducer.end()
 
-    def fill_tail(self, *, leader: bool, samples: int, vote: int) -> None:
+    def fill_tail(self, *, leader: bool, samples: int, vote: int, weight: float) -> None:
         """See Mode."""
-        self.tail.fill(self.reducer.tail, leader=leader, samples=samples, vote=vote)
+        self.tail.fill(self.reducer.tail, leader=leader, samples=samples, vote=vote, weight=weight)
 
     def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
         """See Mode."""
@@ -116,11 +116,11 @@ class ExactMode:
         if micro.shard == 0 and not micro.ghost:
             self._buffers.keep()
 
-    def fill_tail(self, *, leader: bool, samples: int, vote: int) -> None:
+    def fill_tail(self, *, leader: bool, samples: int, vote: int, weight: float) -> None:
         """See Mode. Rank 0 has the first shard."""
         if leader:
             self._buffers.restore_kept()
-        self.tail.fill(self.reducer.tail, leader=leader, samples=samples, vote=vote)
+        self.tail.fill(self.reducer.tail, leader=leader, samples=samples, vote=vote, weight=weight)
 
     def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
         """See Mode."""

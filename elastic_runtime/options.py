@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from elastic_runtime.batches import check_batch, check_shards
 from elastic_runtime.errors import BatchPlanError, SettingsError
+from elastic_runtime.sizes import LR_RULES, GlobalBatch
 
 REDUCTIONS = ("fast", "exact")
 
@@ -15,16 +16,22 @@ class Options:
     """See `elastic_runtime.init`. BatchPlanError and SettingsError for values that cannot be."""
 
     global_batch_size: int | None = None
-    max_batch_per_gpu: int | None = None
+    max_batch_per_gpu: int | str | None = None
     seed: int = 0
     reduction: str = "fast"
     shards: int = 8
+    scale_batch: tuple[int, int] | None = None
+    scale_lr: str = "linear"
     checkpoint_every_s: float = 300.0
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise SettingsError(f"reduction is {self.reduction!r}, but it must be 'fast' or 'exact'")
+        if self.scale_lr not in LR_RULES:
+            raise SettingsError(f"scale_lr is {self.scale_lr!r}, but it must be 'linear' or 'sqrt'")
+        if self.scale_batch is not None:
+            self._check_scale(*self.scale_batch)
         if self.global_batch_size is not None:
             self.check(self.global_batch_size)
 
@@ -43,6 +50,20 @@ class Options:
         check_batch(global_batch, self.max_batch_per_gpu)
         if not self.exact:
             return
-        if self.max_batch_per_gpu is not None and not isinstance(self.max_batch_per_gpu, int):
-            raise BatchPlanError("reduction='exact' fixes the shape of a shard; give max_batch_per_gpu as a number")
+        if isinstance(self.max_batch_per_gpu, str):
+            raise BatchPlanError(
+                "reduction='exact' fixes the shape of a shard, so max_batch_per_gpu cannot be 'auto'; give a number"
+            )
         check_shards(global_batch, self.shards, self.max_batch_per_gpu)
+
+    def batch(self, global_batch: int, per_worker: int) -> GlobalBatch:
+        """The samples of a step at each size."""
+        return GlobalBatch(global_batch, per_worker, self.scale_batch, self.scale_lr)
+
+    def _check_scale(self, least: int, most: int) -> None:
+        if self.exact:
+            raise BatchPlanError(
+                "reduction='exact' and scale_batch exclude each other: what a step is made of would depend on the size"
+            )
+        if not 1 <= least <= most:
+            raise BatchPlanError(f"scale_batch is ({least}, {most}), but it must be (least, most) samples, from 1 up")

@@ -21,6 +21,7 @@ class Reporter:
         self._worker, self._send = worker, send_progress
         self._sent_at = float("-inf")
         self._metrics: dict[str, float] = {}
+        self._listeners: dict[str, list[Callable[[dict[str, Any]], None]]] = {}
         self._workers, self._samples, self._since = 0, 0, 0.0  # since the last change of the size
         self.checkpoint_at: float | None = None
 
@@ -29,6 +30,13 @@ class Reporter:
         if self._file:
             row = {"event": event, "at": time.time(), "worker": self._worker, **fields}
             self._file.write(json.dumps(row) + "\n")
+        for callback in self._listeners.get(event, []):
+            callback({"event": event, **fields})
+
+    def listen(self, event: str, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+        """Call it with each line of this event, where and when it is written; returned, to be used as a decorator."""
+        self._listeners.setdefault(event, []).append(callback)
+        return callback
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append the script's own figures; the newest go with the next progress."""

@@ -9,38 +9,45 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastic_runtime.buffers import FollowedBuffers
-from elastic_runtime.errors import CollectiveError, LoopError
-from elastic_runtime.modes import ExactMode, FastMode
+from elastic_runtime.errors import CollectiveError, LoopError, UsageError
+from elastic_runtime.memory import free_cache, is_out_of_memory
 
 if TYPE_CHECKING:
     import torch
 
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.generations import Generation
+    from elastic_runtime.loader import ElasticLoader
     from elastic_runtime.member import Member
+    from elastic_runtime.memory import MemoryFollower
     from elastic_runtime.modes import Mode
     from elastic_runtime.position import Position
+    from elastic_runtime.sizes import MicroBatchLimit
     from elastic_runtime.state import TrainingState
 
 
 class Session:
     """The loop of one training: counts micro-batches into steps, repeats a failed step, switches between steps."""
 
+    loader: ElasticLoader  # set once it is made: the two need each other
+
     def __init__(
-        self, state: TrainingState, member: Member, scaler: torch.amp.GradScaler | None, exact_seed: int | None
+        self,
+        state: TrainingState,
+        member: Member,
+        mode: Mode,
+        scaler: torch.amp.GradScaler | None,
+        limit: MicroBatchLimit | None,
+        memory: MemoryFollower,
     ) -> None:
-        self._state, self._member, self._scaler = state, member, scaler
-        self.steps_in_epoch = 0
-        self._total_epochs: int | None = None
-        buffers = FollowedBuffers([state.model])
-        self._mode: Mode = (
-            FastMode(state, buffers, member.streams)
-            if exact_seed is None
-            else ExactMode(state, buffers, member.streams, exact_seed)
-        )
+        self._state, self._member, self._mode, self._scaler = state, member, mode, scaler
+        self._limit, self._memory = limit, memory
+        self._total_steps: int | None = None
+        self.last_step: int | None = None
+        self.started = self.finished = False
         self._micro: MicroBatch | None = None
         self._samples = 0
+        self._weight, self._weighted = 0.0, False
         self._first = True  # the next iteration begins a step
         self._backward_done = self._complete = self._repeat = False
         self._catching_up = False  # another's state is ahead of this worker's place in the loop
@@ -56,20 +63,32 @@ class Session:
         """(rank, world size)."""
         return self._member.place
 
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker was told to go."""
+        return self._member.leaving
+
+    @property
+    def applied(self) -> bool:
+        """Whether this iteration completes a global step."""
+        return self._complete
+
     def may_act(self) -> bool:
         """Whether optimizer, scheduler and scaler act now: outside an iteration, and where a step is complete."""
         return not self._catching_up and (self._micro is None or self._complete)
 
     # Epochs
 
-    def start(self, total_epochs: int) -> None:
+    def start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
         """The training begins, here or where others are."""
-        self._total_epochs = total_epochs
+        self._total_steps, self.last_step = total_steps, last_step
+        self.started = True
         self._member.join(self._state)
+        self._memory.follow()
 
     def enter_epoch(self) -> None:
         """The loop begins to iterate, perhaps in the middle of an epoch. LoopError outside `job.epochs`."""
-        if self._total_epochs is None:
+        if not self.started:
             raise LoopError(
                 "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
             )
@@ -88,6 +107,15 @@ class Session:
         while not self._member.all_here(self.position.step):
             self._member.recover(self._state, None)
         self._tell_progress(force=True)
+        self._end()
+
+    def finish_early(self) -> None:
+        """The process ends well after the loop was left by `break`: the training is over where it stands."""
+        if self.started and not self.finished:
+            self._end()
+
+    def _end(self) -> None:
+        self.finished = True
         self._member.finish(self.position.step)
 
     # Iterations
@@ -96,56 +124,117 @@ class Session:
         """The loop gets this micro-batch next."""
         self._mode.begin(micro_batch, self.position.step, first=self._first)
         if self._first:
-            self._samples = 0
+            self._samples, self._weight, self._weighted = 0, 0.0, False
+        if self._limit is not None:
+            self._limit.note(micro_batch.size)
         self._micro, self._backward_done, self._complete = micro_batch, False, False
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | None, reduction: str) -> None:
         """See `Job.backward`."""
         micro = self._micro
         if micro is None:
             raise LoopError("job.backward was called outside the prepared loader's loop; call it once per iteration")
         if self._backward_done:
             raise LoopError("job.backward was called twice in one iteration; add the losses up and call it once")
+        self._check_weight(weight, reduction)
         self._backward_done = True
         self._samples += micro.size
         self._mode.reducer.begin(self._member.group, micro, first=self._first)
+        factor = self._factor(micro, weight, reduction)
         self._first = False
         try:
-            scaled = loss * micro.weight
+            scaled = loss * factor
             (self._scaler.scale(scaled) if self._scaler else scaled).backward()  # type: ignore[no-untyped-call]
             self._mode.end(micro)
             if micro.last:
                 self._complete_step(micro)
         except CollectiveError as error:
             self._repeat_step(error)
+        except (RuntimeError, MemoryError) as error:
+            if not self.out_of_memory(error):
+                raise
 
     def end(self) -> bool:
         """The loop is done with an iteration; False where what follows is to be planned anew."""
         micro, self._micro = self._micro, None
-        if not self._backward_done:
-            raise LoopError("an iteration ended without job.backward(loss); every iteration needs it, exactly once")
         if self._repeat:
             self._repeat, self._first = False, True
             return False
+        if not self._backward_done:
+            raise LoopError("an iteration ended without job.backward(loss); every iteration needs it, exactly once")
         if micro is None or not micro.last:
             return True
         self._first, self._complete = True, False
-        self._state.position = self.position.after_step()
+        self._state.position = self.position.after_step(micro.step_samples)
         self._tell_progress()
         self._member.save_if_due(self._state)
-        if self.position.index >= self.steps_in_epoch:
+        if not self.loader.has_more(self.position):
             return True  # a joiner should begin with a whole epoch: the switch waits for it
-        return not self._change_membership()
+        changed = self._memory.follow()
+        return not self._change_membership() and not changed
+
+    def out_of_memory(self, error: BaseException | None) -> bool:
+        """Take an iteration that did not fit back, to be repeated in halves; False where it is not that, or cannot be.
+
+        Where gradients of it are under way already, the others have to repeat the step as well.
+        """
+        micro = self._micro
+        if micro is None or self._complete or error is None or not is_out_of_memory(error):
+            return False
+        if self._limit is None:
+            error.add_note(
+                "reduction='exact' fixes the shape of a shard: use more shards, so that one fits into memory"
+            )
+            return False
+        if not self._limit.halve(micro.size):
+            error.add_note("an iteration of one sample does not fit into memory")
+            return False
+        self._member.tell_halved(micro.size, self._limit.now)
+        self._backward_done = True
+        if self._mode.reducer.in_flight and self._member.group is not None:
+            self._repeat_step(CollectiveError("out of memory in the middle of a reduction"))
+        else:
+            self._forget_step()
+        free_cache()
+        return True
+
+    def _check_weight(self, weight: float | None, reduction: str) -> None:
+        if reduction not in {"mean", "sum"}:
+            raise UsageError(f"job.backward got reduction={reduction!r}, but it must be 'mean' or 'sum'")
+        if weight is not None and (reduction == "sum" or not weight >= 0):
+            raise UsageError(
+                f"job.backward got weight={weight!r} with reduction={reduction!r}; a weight is a number from 0 up and "
+                "says over how many units (tokens, pixels) the loss is the mean"
+            )
+        if weight is not None and self._mode.name == "exact" and weight != int(weight):
+            raise UsageError(f"job.backward got weight={weight!r}; with reduction='exact' weights are whole numbers")
+        if not self._first and self._weighted != (weight is not None):
+            raise LoopError("job.backward got a weight in one iteration of a step and none in another")
+
+    def _factor(self, micro: MicroBatch, weight: float | None, reduction: str) -> float:
+        """What this micro-batch's loss is multiplied by, so that the sum over the step is what was asked for."""
+        self._weighted = weight is not None
+        if reduction == "sum":
+            return 1.0
+        if weight is None:
+            return micro.weight
+        if self._mode.reducer.passive:
+            return 1.0
+        counted = 0.0 if micro.ghost else float(weight)
+        self._weight += counted
+        return counted / micro.step_samples
 
     def _complete_step(self, micro: MicroBatch) -> None:
         """Sum the gradients; what the tail says is decided by all workers in the same way."""
         vote = self._member.vote()
         leader = self.place[0] == 0
         distance = vote.number - self._member.generation if vote else 0
-        self._mode.fill_tail(leader=leader, samples=self._samples, vote=distance)
+        self._mode.fill_tail(leader=leader, samples=self._samples, vote=distance, weight=self._weight)
         self._member.check()
         self._mode.reducer.reduce()
         agreed = self._mode.take_tail(micro, leader=leader, workers=self.place[1])
+        total = self._mode.tail.weight
+        self._mode.reducer.hand_out(micro.step_samples / total if self._weighted and total else 1.0)
         self._mode.completed(self.position.step)
         self._complete = True
         self._member.reporter.note_step(micro.step_samples, self.place[1])
@@ -154,10 +243,14 @@ class Session:
 
     def _repeat_step(self, error: CollectiveError) -> None:
         """Back to the step's beginning, and on with whoever is left."""
+        self._forget_step()
+        self._agreed = None
+        self._recover(error)
+
+    def _forget_step(self) -> None:
         self._mode.reducer.abandon()
         self._mode.restore()
-        self._repeat, self._agreed = True, None
-        self._recover(error)
+        self._repeat = True
 
     def _recover(self, error: CollectiveError | None) -> None:
         epoch = self.position.epoch
@@ -179,5 +272,4 @@ class Session:
         return False
 
     def _tell_progress(self, *, force: bool = False) -> None:
-        total = None if self._total_epochs is None else self._total_epochs * self.steps_in_epoch
-        self._member.tell_progress(self.position, total, force=force)
+        self._member.tell_progress(self.position, self._total_steps, force=force)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,7 +36,7 @@ class TrainingState:
     position: Position = field(default_factory=Position)
     reduction: str = "reduction='fast'"
     numerics: str = ""  # what all workers must have in common for results that are the same to the bit
-    _rehearsed: bool = False
+    _rehearsed: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Names and parameters, in order of definition, shared ones once."""
@@ -46,7 +47,7 @@ class TrainingState:
         return {
             "fingerprint": self.fingerprint(),
             "reduction": self.reduction,
-            "position": (self.position.epoch, self.position.index, self.position.step),
+            "position": dataclasses.astuple(self.position),
             "model": dict(self.model.state_dict()),
             "parts": {name: part.state_dict() for name, part in self.parts},
         }
@@ -76,11 +77,14 @@ class TrainingState:
         One step without gradients, its effect on the parameters undone. Only for torch's own optimizers, whose state is
         known to be all in `state`; others allocate when they receive.
         """
-        optimizer = dict(self.parts).get("optimizer")
-        if not isinstance(optimizer, torch.optim.Optimizer) or not type(optimizer).__module__.startswith("torch.optim"):
-            return
-        if optimizer.state:
-            return  # the script gave it one
+        for optimizer in self._optimizers():
+            if type(optimizer).__module__.startswith("torch.optim") and not optimizer.state:
+                self._rehearse(optimizer)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [part for _, part in self.parts if isinstance(part, torch.optim.Optimizer)]
+
+    def _rehearse(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         saved = [p.detach().clone() for p in parameters]
         for parameter in parameters:
@@ -91,14 +95,13 @@ class TrainingState:
         for parameter, value in zip(parameters, saved, strict=True):
             parameter.detach().copy_(value)
             parameter.grad = None
-        self._rehearsed = True
+        self._rehearsed.append(optimizer)
 
     def forget_rehearsal(self) -> None:
         """Nobody sends a state after all: begin without one."""
-        optimizer = dict(self.parts).get("optimizer")
-        if self._rehearsed and isinstance(optimizer, torch.optim.Optimizer):
+        for optimizer in self._rehearsed:
             optimizer.state.clear()
-        self._rehearsed = False
+        self._rehearsed.clear()
 
     def leave_memory(self) -> None:
         """Go on in memory of its own: a transfer into the old one failed, and what is in flight may still arrive."""

@@ -11,7 +11,8 @@ from elastic_runtime.errors import LoopError
 if TYPE_CHECKING:
     from elastic_runtime.buffers import FollowedBuffers
 
-_HEAD = 3
+_HEAD = 5
+_BASE = 1 << 20
 
 
 class Tail:
@@ -25,11 +26,13 @@ class Tail:
         self._buffers = buffers
         self.size = _HEAD + buffers.size
         self._vote = 0
+        self.weight = 0.0  # of all workers' losses in the step that was taken last
 
-    def fill(self, section: torch.Tensor, *, leader: bool, samples: int, vote: int) -> None:
-        """This worker's numbers."""
+    def fill(self, section: torch.Tensor, *, leader: bool, samples: int, vote: int, weight: float = 0.0) -> None:
+        """This worker's numbers. `weight`: of its losses, beside their samples; whole ones stay exact up to 2**44."""
         self._vote = vote
-        section[:_HEAD].copy_(torch.tensor([samples, vote, vote * vote]))
+        high, low = divmod(weight, _BASE)
+        section[:_HEAD].copy_(torch.tensor([samples, vote, vote * vote, high, low]))
         self._buffers.fill(section[_HEAD:], leader=leader)
 
     def take(self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int) -> bool:
@@ -37,7 +40,9 @@ class Tail:
 
         LoopError where the workers' samples do not add up to the step's: their loops iterate differently.
         """
-        counted, votes, squares = (round(value) for value in section[:_HEAD].tolist())
+        *whole, high, low = section[:_HEAD].tolist()
+        counted, votes, squares = (round(value) for value in whole)
+        self.weight = high * _BASE + low
         if counted != samples:
             raise LoopError(
                 f"the workers counted {counted} samples in a step of {samples}; every worker must run the same loop "

@@ -5,6 +5,7 @@ The processes come from a fork server that has torch loaded already: importing i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -46,6 +47,15 @@ def until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_
         assert time.monotonic() < end, f"not within {patience_s} s: {what}"
         time.sleep(0.002)
     return found
+
+
+def _newest_rows(path: Path) -> list[dict[str, Any]]:
+    """A worker's rows; of a step that it computed twice in one generation, the second time only."""
+    rows = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        rows["computed" in row, row.get("computed", row.get("applied")), row["generation"]] = row
+    return list(rows.values())
 
 
 def _tell_gone(worker: str, service: MembershipService) -> None:
@@ -107,7 +117,8 @@ class Cluster:
     def kill(self, worker: str, number: int = signal.SIGKILL) -> None:
         pid = self.processes[worker].pid
         if pid and self.processes[worker].is_alive():
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # its end was just noticed by another thread
+                os.kill(pid, number)
 
     def hold_at(self, step: int) -> None:
         """Nobody goes beyond this step until `let_go`."""
@@ -160,9 +171,7 @@ class Cluster:
 
         Who computed a share may have died, or lost its peers, before it applied the step that the others applied.
         """
-        rows = [
-            json.loads(line) for p in self.directory.glob("consumed-*") for line in p.read_text().splitlines() if line
-        ]
+        rows = [row for path in self.directory.glob("consumed-*") for row in _newest_rows(path)]
         newest: dict[int, int] = defaultdict(int)
         for row in rows:
             if "applied" in row:

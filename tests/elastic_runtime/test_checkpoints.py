@@ -150,4 +150,4 @@ def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(tmp_path: Pat
     for name, value in expected["model"].items():
         assert torch.equal(value, got["model"][name])
     events = [json.loads(line)["event"] for line in (disturbed / "report.jsonl").read_text().splitlines()]
-    assert events == ["checkpoint", "restored", "finished"]
+    assert events == ["checkpoint", "left", "restored", "finished"]

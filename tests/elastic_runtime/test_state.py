@@ -127,6 +127,7 @@ def test_half_precision_gradients_are_added_up_in_single_precision() -> None:
         reducer.begin(None, MicroBatch(k, k + 1, 3, last=k == 2), first=k == 0)
         model(torch.full((1, 4), value, dtype=torch.bfloat16)).sum().backward()
     reducer.reduce()
+    reducer.hand_out(1.0)
     assert model.weight.grad is not None
     assert model.weight.grad.dtype == torch.bfloat16
     assert model.weight.grad.flatten().tolist() == [258.0] * 4
@@ -140,5 +141,6 @@ def test_channels_last_parameters_get_gradients_of_their_own_layout() -> None:
     reducer.begin(None, MicroBatch(2, 4, 4, last=True), first=False)
     model(torch.randn(2, 3, 8, 8)).sum().backward()
     reducer.reduce()
+    reducer.hand_out(1.0)
     assert model.weight.grad is not None
     assert model.weight.grad.stride() == model.weight.stride()

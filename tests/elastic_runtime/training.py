@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,9 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
     delays: int | None = None  # seed of delays.delay_meetings; None: none
     threads: int = 1
+    weighting: str = "mean"  # of the loss: mean, sum, tokens
+    rooms: tuple[int, ...] = ()  # by worker: for how many samples its backward pass has memory
+    loader_batch: int = 4
 
 
 def build(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -75,6 +79,16 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
+def tokens_of(indices: torch.Tensor) -> torch.Tensor:
+    """How many tokens each sample has."""
+    return (indices % 7 + 1).float()
+
+
+def check_room(room: int, samples: int, _gradient: torch.Tensor) -> None:
+    if samples > room:
+        raise torch.OutOfMemoryError(f"{samples} samples")
+
+
 class Gate:
     """Shared memory: the step beyond which nobody goes, and the step at which each worker is."""
 
@@ -88,14 +102,31 @@ class Gate:
             time.sleep(0.0005)
 
 
+def backpropagate(
+    job: Any, plan: Plan, index: int, model: nn.Module, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor
+) -> None:
+    """The forward and backward pass that the plan asks for."""
+    if plan.mixed:
+        x.add_(torch.randn_like(x), alpha=0.1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=plan.mixed):
+        output = model(x).float()
+        if plan.rooms:
+            output.register_hook(partial(check_room, plan.rooms[index], len(x)))
+        losses = nn.functional.cross_entropy(output, y, reduction="none")
+    if plan.weighting == "tokens":
+        tokens = tokens_of(indices)
+        job.backward((losses * tokens).sum() / tokens.sum(), weight=float(tokens.sum()))
+    else:
+        job.backward(losses.sum() if plan.weighting == "sum" else losses.mean(), reduction=plan.weighting)
+
+
 def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     torch.set_num_threads(plan.threads)
     log = (directory / f"consumed-{index}.jsonl").open("a", buffering=1)
     job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **plan.options)
     model, optimizer, scheduler = build(plan)
-    loader = DataLoader(
-        Points(plan.samples, noisy=plan.mixed), batch_size=4, shuffle=True, num_workers=plan.loader_workers
-    )
+    data = Points(plan.samples, noisy=plan.mixed)
+    loader = DataLoader(data, batch_size=plan.loader_batch, shuffle=True, num_workers=plan.loader_workers)
     model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler)
     consumed: list[int] = []
 
@@ -117,11 +148,7 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
                 consumed += indices.tolist()
             if session._micro.last:
                 note("computed")
-            if plan.mixed:
-                x.add_(torch.randn_like(x), alpha=0.1)
-            with torch.autocast("cpu", torch.bfloat16, enabled=plan.mixed):
-                loss = nn.functional.cross_entropy(model(x).float(), y)
-            job.backward(loss)
+            backpropagate(job, plan, index, model, x, y, indices)
             nn.utils.clip_grad_norm_(model.parameters(), 5.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -1,0 +1,99 @@
+"""Where an epoch's samples come from: the user's sampler or batch sampler, as an order and its cuts into steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+
+from elastic_runtime.order import epoch_order, mix_seed, steps_in_epoch
+from elastic_runtime.streams import RandomStreams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class Source:
+    """One loader's epochs. A batch sampler of the user's own makes the steps: each of its batches is one."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self._seed = seed
+        self._own_batches = loader.batch_sampler if has_own_batches(loader) else None
+        self._sampler = loader.sampler
+        self._shuffle = isinstance(loader.sampler, RandomSampler)
+        self._drop_last = bool(loader.drop_last)
+        self._sizes: list[int] = []
+        self.length = len(self._own_batches or loader.sampler)  # type: ignore[arg-type]
+
+    def steps(self, batch: int) -> int:
+        """Global steps of one epoch."""
+        if self._own_batches is not None:
+            return self.length
+        return steps_in_epoch(self.length, batch, drop_last=self._drop_last)
+
+    def epoch(self, epoch: int) -> Sequence[int]:
+        """The dataset's indices in the order of this epoch; what a sampler draws depends on (seed, epoch) alone."""
+        if self._own_batches is None and (self._shuffle or isinstance(self._sampler, SequentialSampler)):
+            return epoch_order(self._seed, epoch, self.length, shuffle=self._shuffle)
+        streams = RandomStreams()
+        streams.save()
+        streams.reseed(mix_seed(self._seed, epoch))
+        try:
+            if self._own_batches is None:
+                return list(self._sampler)
+            batches = [list(batch) for batch in self._own_batches]
+        finally:
+            streams.restore()
+        self._sizes = [len(batch) for batch in batches]
+        return [index for batch in batches for index in batch]
+
+    def cuts(self, index: int, start: int, batch: int) -> Iterator[tuple[int, int]]:
+        """(start, size) of each step that is left after `index` steps of `start` samples in this epoch."""
+        if self._own_batches is not None:
+            for size in self._sizes[index:]:
+                yield start, size
+                start += size
+            return
+        while start < self.length and not (self._drop_last and self.length - start < batch):
+            size = min(batch, self.length - start)
+            yield start, size
+            start += size
+
+
+def has_own_batches(loader: DataLoader[Any]) -> bool:
+    """Whether the user gave a batch sampler."""
+    return (
+        loader.batch_size is None
+        and loader.batch_sampler is not None
+        and type(loader.batch_sampler) is not BatchSampler
+    )
+
+
+class SeededIndices(list[int]):
+    """A batch's indices, and the seed of the random numbers that are drawn while it is fetched."""
+
+    def __init__(self, indices: Sequence[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[type[SeededIndices], tuple[list[int], int]]:
+        return SeededIndices, (list(self), self.seed)
+
+
+class SeededDataset(Dataset[Any]):
+    """The user's dataset; what it draws at random depends on the batch alone, whichever process fetches it."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+        self._streams = RandomStreams()
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        if isinstance(indices, SeededIndices):
+            self._streams.reseed(indices.seed)
+        together = getattr(self._dataset, "__getitems__", None)
+        return together(list(indices)) if together else [self._dataset[i] for i in indices]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
