@@ -279,7 +279,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a job.
 
     `gpus` is held now, where a share of a device counts as that; `result_worker` is the worker whose outputs are the
-    job's.
+    job's. `set_by` says which policy has set a field of its spec: {field: policy}.
     """
 
     phase: Phase = Phase.PENDING
@@ -297,6 +297,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress | None = None
     workers: tuple[Worker, ...] = ()
     resizes: tuple[Resize, ...] = ()
+    set_by: dict[str, str] = {}
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kfp_gpuquota.cli import cluster, jobs, pipeline, projects, show, simulate, submit, whatif
+from kfp_gpuquota.cli import cluster, jobs, pipeline, policies, projects, show, simulate, submit, whatif
 from kfp_gpuquota.errors import GpuQuotaError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(projects.app, name="project")
 app.add_typer(pipeline.app, name="pipeline")
+app.add_typer(policies.app, name="policy")
 app.add_typer(projects.config, name="config")
 submit.register(app)
 show.register(app)

@@ -238,6 +238,7 @@ def _facts(job: Job) -> list[tuple[str, object]]:
         ("type", f"{spec.kind.value}, priority {spec.effective_priority}, {_preemptible(job)}"),
         ("command", " ".join(spec.command)),
         ("asks for", _asks(job)),
+        ("policies", ", ".join(f"{field} is set by {policy}" for field, policy in status.set_by.items())),
         ("status", f"{status.phase.value} with {_gpus(status.gpus)}"),
         ("because", status.reason.message if status.reason else ""),
         ("progress", ", ".join(part for part in (_progress(job), metrics) if part)),

@@ -211,6 +211,8 @@ def submit(
     )
     job = reached.submit(spec)
     if output is Format.TABLE:
+        for field, policy in job.status.set_by.items():
+            typer.echo(f"{field} is {getattr(job.spec, field):g}: policy {policy} says so")
         typer.echo(f"job {name} submitted to project {project}; see it with: gpuquota describe {name} -p {project}")
     show(job, output)
 

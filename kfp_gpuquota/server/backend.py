@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Project
+    from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.api.wire import (
         EventList,
         JobList,
@@ -36,6 +37,15 @@ class Backend(Protocol):
 
     def delete_project(self, name: str) -> None:
         """Remove it while it is empty."""
+
+    def list_policies(self) -> tuple[WorkloadPolicy, ...]:
+        """All policies, by name."""
+
+    def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
+        """Make it, or change it to what is given."""
+
+    def delete_policy(self, name: str) -> None:
+        """Remove it."""
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes and who holds their devices."""

@@ -17,6 +17,7 @@ import msgspec
 
 from kfp_gpuquota import errors
 from kfp_gpuquota.api import Job, JobSpec, Project
+from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import (
     ErrorAnswer,
     EventList,
@@ -83,6 +84,18 @@ class Client:
     def delete_project(self, name: str) -> None:
         """Remove an empty project; ConflictError while it has jobs."""
         self._call("DELETE", f"/v1/projects/{quote(name)}", None)
+
+    def list_policies(self) -> tuple[WorkloadPolicy, ...]:
+        """All policies, by name."""
+        return self._call("GET", "/v1/policies", tuple[WorkloadPolicy, ...])
+
+    def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
+        """Make it, or change it; it holds for what is submitted from then on."""
+        return self._call("PUT", f"/v1/policies/{quote(policy.name)}", WorkloadPolicy, policy)
+
+    def delete_policy(self, name: str) -> None:
+        """Remove it; NotFoundError."""
+        self._call("DELETE", f"/v1/policies/{quote(name, safe='')}", None)
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes and who holds their devices."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kfp_gpuquota.api import Job, JobSpec, Project
+    from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
 
 
@@ -34,6 +35,15 @@ class ClusterClient(Protocol):
 
     def delete_project(self, name: str) -> None:
         """Remove an empty project; ConflictError while it has jobs."""
+
+    def list_policies(self) -> tuple[WorkloadPolicy, ...]:
+        """All policies, by name."""
+
+    def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
+        """Make it, or change it."""
+
+    def delete_policy(self, name: str) -> None:
+        """Remove it; NotFoundError."""
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes and who holds their devices."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import Job, Project
+from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.validation import check_range
 from kfp_gpuquota.api.wire import (
     EventList,
@@ -105,6 +106,21 @@ async def _delete_project(backend: Backend, request: Request) -> object:
     return None
 
 
+async def _list_policies(backend: Backend, _request: Request) -> object:
+    return backend.list_policies()
+
+
+async def _set_policy(backend: Backend, request: Request) -> object:
+    if request.body.name != request.path["policy"]:
+        raise InvalidFieldError("name", request.body.name, f"the path names policy {request.path['policy']!r}")
+    return backend.set_policy(request.body)
+
+
+async def _delete_policy(backend: Backend, request: Request) -> object:
+    backend.delete_policy(request.path["policy"])
+    return None
+
+
 async def _list_nodes(backend: Backend, _request: Request) -> object:
     return backend.list_nodes()
 
@@ -172,6 +188,9 @@ ROUTES: Final = (
     Route("GET", "/v1/projects/{project}", "One project", _get_project, answer=ProjectView),
     Route("PUT", "/v1/projects/{project}", "Create or change a project", _set_project, Project, ProjectView),
     Route("DELETE", "/v1/projects/{project}", "Delete an empty project", _delete_project),
+    Route("GET", "/v1/policies", "List policies", _list_policies, answer=tuple[WorkloadPolicy, ...]),
+    Route("PUT", "/v1/policies/{policy}", "Create or change a policy", _set_policy, WorkloadPolicy, WorkloadPolicy),
+    Route("DELETE", "/v1/policies/{policy}", "Delete a policy", _delete_policy),
     Route("GET", "/v1/nodes", "List nodes", _list_nodes, answer=tuple[NodeView, ...]),
     Route("POST", "/v1/jobs", "Submit a job", _submit, SubmitJob, Job, created=True),
     Route("GET", "/v1/jobs", "List jobs", _list_jobs, answer=JobList, query={"project": "only this one's", **_WAIT}),

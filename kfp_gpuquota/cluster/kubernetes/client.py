@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kfp_gpuquota.api import Job, JobSpec, Project
+    from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
 
 Json = dict[str, Any]
@@ -116,6 +117,18 @@ class KubernetesClient:
         if jobs := [job.metadata.name for job in self._items(_jobs(name), objects.ElasticJob)]:
             raise ConflictError(f"project {name!r} still has {len(jobs)} jobs; delete them first: {' '.join(jobs[:5])}")
         self.calls.delete(f"{QUOTAS}/{quote(name)}")
+
+    def list_policies(self) -> tuple[WorkloadPolicy, ...]:
+        """None yet."""
+        return ()
+
+    def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
+        """Not yet: what users may ask for is what their roles and admission policies say."""
+        raise UsageError(f"policy {policy.name!r}: workload policies are for the embedded cluster, so far")
+
+    def delete_policy(self, name: str) -> None:
+        """There are none."""
+        raise NotFoundError(f"there is no policy {name!r}: workload policies are for the embedded cluster, so far")
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes with GPUs, and which pods hold their devices."""

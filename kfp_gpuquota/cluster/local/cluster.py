@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import Job, JobStatus, Phase, Project, Reason, ReasonCode
+from kfp_gpuquota.api.policy import WorkloadPolicy, admit
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import (
     Event,
@@ -100,6 +101,31 @@ class LocalCluster:
             change.projects[name] = None
             change.events.append(Event(revision=0, at=time.time(), kind=EventKind.PROJECT_DELETED, project=name))
 
+    # Policies
+
+    def list_policies(self) -> tuple[WorkloadPolicy, ...]:
+        """All policies, by name."""
+        return tuple(self._store.load_policies())
+
+    def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
+        """Make it, or change it; it holds for what is submitted from then on. Raises NotFoundError for its project."""
+        if policy.project is not None:
+            self._state.project(policy.project)
+        others = [each for each in self._store.load_policies() if each.name != policy.name]
+        with self._store.transaction():
+            self._store.save_policies([*others, policy])
+        return policy
+
+    def delete_policy(self, name: str) -> None:
+        """Remove it. Raises NotFoundError."""
+        policies = self._store.load_policies()
+        if all(policy.name != name for policy in policies):
+            raise NotFoundError(f"there is no policy {name!r}; see: gpuquota policy list")
+        with self._store.transaction():
+            self._store.save_policies(policy for policy in policies if policy.name != name)
+
+    # Nodes
+
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes."""
         nodes = self._state.list_nodes()
@@ -114,14 +140,14 @@ class LocalCluster:
         """
         if made := self._state.job_of_request(request.request_id):
             return self._state.view(made.uid)
-        spec = request.spec
+        spec, set_by = admit(request.spec, self._store.load_policies())
         check_fits(spec, self._state.project(spec.project), tuple(self._state.nodes.values()))
         if self._state.has_name(spec.project, spec.name):
             raise AlreadyExistsError(
                 f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it first: "
                 f"gpuquota delete -p {spec.project} {spec.name}"
             )
-        job = self._new_job(request)
+        job = self._new_job(msgspec.structs.replace(request, spec=spec), set_by)
         with self._driver.decide() as transcript:
             transcript.change.jobs[job.uid] = job
             transcript.note(job, EventKind.JOB_SUBMITTED)
@@ -234,11 +260,11 @@ class LocalCluster:
 
     # Inside
 
-    def _new_job(self, request: SubmitJob) -> JobRecord:
+    def _new_job(self, request: SubmitJob, set_by: dict[str, str]) -> JobRecord:
         return JobRecord(
             uid=uuid.uuid4().hex,
             spec=request.spec,
-            status=JobStatus(submitted_at=time.time()),
+            status=JobStatus(submitted_at=time.time(), set_by=set_by),
             request_id=request.request_id,
             lease_holder=request.lease.holder if request.lease else "",
             lease_s=request.lease.duration_s if request.lease else 0.0,

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import Project
+from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import Event
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.records import JobRecord, WorkerRecord
 from kfp_gpuquota.errors import StateFileError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 SCHEMA_VERSION: Final = 1
@@ -102,7 +103,17 @@ class Store:
         row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
         return int(row[0]) if row else 0
 
+    def load_policies(self) -> list[WorkloadPolicy]:
+        """All policies, by name."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = 'policies'").fetchone()
+        return msgspec.json.decode(row[0], type=list[WorkloadPolicy]) if row else []
+
     # Writing, inside a transaction
+
+    def save_policies(self, policies: Iterable[WorkloadPolicy]) -> None:
+        """Replace all of them."""
+        body = msgspec.json.encode(sorted(policies, key=lambda policy: policy.name)).decode()
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES ('policies', ?)", (body,))
 
     def save_config(self, config: ClusterConfig) -> None:
         """Remember the cluster's shape."""

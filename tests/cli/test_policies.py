@@ -1,0 +1,74 @@
+"""Policies through the real command line: what they give, bound and force, and that people are told."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from tests.cli.conftest import Cli
+from tests.conftest import running_cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SLEEP = ("--", "sleep", "infinity")
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[Cli]:
+    config = ClusterConfig(gpus_per_node=2, gpu_memory_mib=16384)
+    with running_cluster(tmp_path / "home", config) as cluster:
+        cli = Cli(cluster)
+        cli("project create research-vision1 --guaranteed 2")
+        cli("config project research-vision1")
+        yield cli
+
+
+def test_every_session_of_a_project_may_use_the_whole_gpu_and_is_told_by_which_policy(team: Cli) -> None:
+    team("policy set sessions -p research-vision1 --kind build --gpu-limit 1")
+    said = team("submit", "notebook", "-g", "0.25", "--interactive", *SLEEP)
+    assert "gpu_fraction_limit is 1: policy sessions says so" in said
+    assert team.job("notebook", "research-vision1")["spec"]["gpu_fraction_limit"] == 1
+    assert "gpu_fraction_limit is set by sessions" in team("describe", "notebook")
+    team("submit", "training", "-g", "0.25", *SLEEP)
+    assert team.job("training", "research-vision1")["spec"].get("gpu_fraction_limit") is None
+
+
+def test_a_bound_refuses_and_names_the_policy(team: Cli) -> None:
+    team("policy set tight --gpu-memory-limit-most 8Gi")
+    refused = team.run("submit", "big", "--gpu-memory", "4Gi", "--gpu-memory-limit", "12Gi", *SLEEP)
+    assert refused.code == 2
+    assert refused.err == "Error: gpu_memory_limit_mib is 12288, but policy 'tight' allows at most 8Gi\n"
+
+
+def test_policies_are_listed_changed_and_deleted_and_survive_a_restart(team: Cli) -> None:
+    team("policy set a --gpu-limit 0.5")
+    team("policy set a --gpu-limit-forced 0.75")
+    team("cluster stop")
+    assert [line.split()[:3] for line in team("policy list").splitlines()] == [
+        ["POLICY", "PROJECT", "KIND"],
+        ["a", "all", "all"],
+    ]
+    assert json.loads(team("policy list -o json")) == [{"name": "a", "gpu_fraction_limit": {"forced": 0.75}}]
+    team("policy delete a")
+    assert json.loads(team("policy list -o json")) == []
+    assert team.run("policy delete a").err == "Error: there is no policy 'a'; see: gpuquota policy list\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("policy set a", "policy is 'a', but it has no rule; give a limit as default, most or forced"),
+        ("policy set a --gpu-limit 2", "gpu_fraction_limit.default is 2.0, but it must be more than 0 and at most 1"),
+        ("policy set a --gpu-memory-limit 0.5GB", "gpu_memory_limit is '0.5GB', but it must be a number with one of"),
+        ("policy set a -p nobody --gpu-limit 1", "project 'nobody' does not exist"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(team: Cli, command: str, message: str) -> None:
+    refused = team.run(command)
+    assert refused.code == 2
+    assert message in refused.err
