@@ -12,6 +12,7 @@ from kfp_gpuquota.api.validation import (
     Count,
     Mebibytes,
     check_count,
+    check_name,
     check_node_name,
     check_range,
 )

@@ -226,3 +226,20 @@ def test_a_malformed_quota_says_so_and_leaves_the_last_good_one_in_force(control
 def _accepted(quota: dict[str, Any]) -> str:
     conditions = quota.get("status", {}).get("conditions", [])
     return next((str(c["status"]) for c in conditions if c["type"] == "Accepted"), "")
+
+
+def test_a_pod_is_sent_only_where_its_selector_and_the_nodes_taints_let_it_run(controlled: Controlled) -> None:
+    plain, tainted, labelled = controlled.add_nodes(3, gpus=1)
+    taint = {"key": "reserved", "value": "yes", "effect": "NoSchedule"}
+    controlled.cluster.api.patch(f"/api/v1/nodes/{tainted}", {"spec": {"taints": [taint]}})
+    controlled.cluster.api.patch(f"/api/v1/nodes/{labelled}", {"metadata": {"labels": {"disk": "fast"}}})
+    team = controlled.team(guaranteed=3)
+    controlled.start()
+    tolerates = [{"key": "reserved", "operator": "Exists"}]
+    selected = controlled.pod(team, "selected", nodeSelector={"disk": "fast"})
+    assert controlled.until_bound(selected)["spec"]["nodeName"] == labelled
+    assert controlled.until_bound(controlled.pod(team, "plain"))["spec"]["nodeName"] == plain
+    controlled.pod(team, "barred")
+    tolerant = controlled.until_bound(controlled.pod(team, "tolerant", tolerations=tolerates))
+    assert tolerant["spec"]["nodeName"] == tainted
+    assert controlled.waiting(team) == {"barred"}

@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 class ApiError(RunError):
     """The API server refused a call: `status` is the HTTP status, `reason` its word (NotFound, Conflict, ...)."""
 
+    code = "api-server"
+
     def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message or f"{status} {reason}")
         self.status, self.reason, self.retry_after_s = status, reason, retry_after_s

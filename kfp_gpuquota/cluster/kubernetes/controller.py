@@ -27,6 +27,7 @@ from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quo
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, pod_view
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from kfp_gpuquota.cluster.kubernetes.writer import Writer
+from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
     import ssl
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
 
 SOONEST_S: Final = 0.001
-BUSY_S: Final = 0.02
+LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,10 @@ class Controller:
         return Reflector(self._connection, path, kind, changed=changed, gone=gone)
 
     def _pod_changed(self, pod: objects.Pod) -> None:
-        self.snapshot.put_pod(pod_view(pod))
+        try:
+            self.snapshot.put_pod(pod_view(pod))
+        except GpuQuotaError as error:
+            log.error("pod %s/%s is left out: %s", pod.metadata.namespace, pod.metadata.name, error)
 
     def _quota_changed(self, quota: objects.GpuQuota) -> None:
         self.snapshot.put_quota(quota)
@@ -127,8 +131,8 @@ class Controller:
     def wake(self) -> None:
         """Something changed: plan soon."""
         if self._planning is None and self.snapshot.started:
-            since = self._loop.time() - self._planned_at
-            pause = max(SOONEST_S, min(BUSY_S, 2 * self._plan_s) - since) if since < BUSY_S else SOONEST_S
+            rest = min(LONGEST_REST_S, 2 * self._plan_s)  # so that planning takes a third of the time at most
+            pause = max(SOONEST_S, self._planned_at + rest - self._loop.time())
             self._planning = self._loop.call_later(pause, self._plan)
 
     def _plan(self) -> None:

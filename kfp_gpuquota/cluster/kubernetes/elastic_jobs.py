@@ -161,8 +161,8 @@ class ElasticJobs:
         facts.object, facts.refused = job, ""
         try:
             record = record_of(job)
-        except GpuQuotaError as error:
-            facts.refused = error.message
+        except (GpuQuotaError, ValueError) as error:
+            facts.refused = str(error)
             self._changed(uid)
             return
         self.book.commit(Change(jobs={uid: record}))

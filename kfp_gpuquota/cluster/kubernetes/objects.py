@@ -111,18 +111,19 @@ class Container(Struct, frozen=True):
     restart_policy: str = ""
 
 
-class NodeSelectorTerm(Struct, frozen=True):
-    """One alternative of where a pod may run."""
-
-    match_fields: tuple[msgspec.Raw, ...] = ()
-
-
-class FieldMatch(Struct, frozen=True):
-    """One requirement on a node's fields."""
+class NodeMatch(Struct, frozen=True):
+    """One requirement on a node's labels or fields."""
 
     key: str = ""
     operator: str = ""
     values: tuple[str, ...] = ()
+
+
+class NodeSelectorTerm(Struct, frozen=True):
+    """One alternative of where a pod may run."""
+
+    match_fields: tuple[NodeMatch, ...] = ()
+    match_expressions: tuple[NodeMatch, ...] = ()
 
 
 class NodeSelector(Struct, frozen=True):

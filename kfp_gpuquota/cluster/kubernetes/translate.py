@@ -15,8 +15,10 @@ import msgspec
 
 from kfp_gpuquota.api import Device, JobSpec, Kind, Project
 from kfp_gpuquota.api import Node as ApiNode
+from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.objects import FieldMatch
+from kfp_gpuquota.cluster.kubernetes.objects import PodSpec
+from kfp_gpuquota.cluster.kubernetes.places import Place, place_of, taints_of
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ _TROUBLE: Final = frozenset(
         "CrashLoopBackOff",
     }
 )
-_QUOTA: Final = msgspec.json.Decoder(dict[str, object])
 
 
 class Stage(IntEnum):
@@ -90,6 +91,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     attempt: int = 0
     exit_code: int | None = None
     trouble: str = ""
+    place: Place = Place()
 
     @property
     def holds(self) -> bool:
@@ -121,6 +123,7 @@ def pod_view(pod: Pod) -> PodView:
         job_uid=owner.uid if owner is not None and elastic else "",
         exit_code=_exit_code(pod),
         trouble=_trouble(pod),
+        place=place_of(spec) if gate is not None else Place(),
         **_wishes(meta.labels, meta.annotations or {}),
     )
     return view if gpus or elastic else msgspec.structs.replace(view, stage=Stage.OUTSIDE)
@@ -177,8 +180,7 @@ def _sent_to(pod: Pod) -> str:
     terms = _terms(pod)
     if not terms or labels.DEVICES not in (pod.metadata.annotations or {}):
         return ""
-    for raw in terms[0].match_fields:
-        match = msgspec.json.decode(raw, type=FieldMatch)
+    for match in terms[0].match_fields:
         if match.key == NODE_NAME_FIELD and match.operator == "In" and len(match.values) == 1:
             return match.values[0]
     return ""
@@ -244,6 +246,8 @@ def node_of(node: Node, foreign: Iterable[int] = ()) -> ApiNode:
         name=node.metadata.name,
         devices=tuple(device(i) for i in range(count) if i not in taken),
         ready=is_ready(node),
+        labels=node.metadata.labels,
+        taints=taints_of(node.spec.taints),
     )
 
 
@@ -302,7 +306,19 @@ def pod_job(view: PodView, pods: int = 1) -> JobSpec:
         priority=view.priority,
         preemptible=view.preemptible,
         cool_down_s=0.0,
+        **view.place.constraints(),
     )
+
+
+class _Template(msgspec.Struct, frozen=True):
+    spec: PodSpec = PodSpec()
+
+
+def _template_of(job: ElasticJob) -> PodSpec:
+    try:
+        return msgspec.json.decode(job.spec.template, type=_Template).spec
+    except msgspec.DecodeError as error:
+        raise InvalidFieldError("template", "of pods", str(error)) from None
 
 
 def elastic_job(job: ElasticJob) -> JobSpec:
@@ -320,6 +336,14 @@ def elastic_job(job: ElasticJob) -> JobSpec:
         "max_restarts": spec.max_restarts,
         "cool_down_s": spec.cool_down_seconds,
         "min_run_time_s": spec.min_run_time_seconds,
+        "gpu_fraction": spec.gpu_fraction,
+        "gpu_fraction_limit": spec.gpu_fraction_limit,
+        "gpu_memory_mib": None if spec.gpu_memory is None else parse_mib("gpuMemory", spec.gpu_memory),
+        "gpu_memory_limit_mib": None
+        if spec.gpu_memory_limit is None
+        else parse_mib("gpuMemoryLimit", spec.gpu_memory_limit),
+        "gpu_devices": spec.gpu_devices,
+        **place_of(_template_of(job)).constraints(),
     }
     named = {"name": short_name(job.metadata.name), "project": job.metadata.namespace, "command": ("pod",)}
     chosen = {name: value for name, value in given.items() if value is not None}

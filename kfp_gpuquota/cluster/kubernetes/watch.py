@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -72,7 +72,7 @@ class Reflector(Generic[O]):
         self._connection, self._path, self._selector = connection, path, selector
         self._changed, self._gone, self._batch_done = changed, gone, batch_done
         self._not_installed_s = not_installed_s
-        self._page: Any = msgspec.json.Decoder(Page[kind])  # type: ignore[valid-type]
+        self._page = msgspec.json.Decoder(Page[msgspec.Raw])
         self._one = msgspec.json.Decoder(kind)
         self._versions: dict[str, int] = {}  # uid -> newest version seen
         self._buried: deque[str] = deque(maxlen=REMEMBERED_DEAD)
@@ -129,9 +129,10 @@ class Reflector(Generic[O]):
         token = ""
         while True:
             page = self._page.decode(await self._connection.call("GET", self._path, params=self._list_params(token)))
-            for found in page.items or ():
-                seen.add(found.metadata.uid)
-                self._tell(found)
+            for raw in page.items or ():
+                if (found := self._read(raw)) is not None:
+                    seen.add(found.metadata.uid)
+                    self._tell(found)
             token = page.metadata.continue_
             if not token:
                 break
@@ -178,12 +179,22 @@ class Reflector(Generic[O]):
         if line.type == "BOOKMARK":
             self._version = msgspec.json.decode(line.object, type=_Bookmark).metadata.resource_version
             return
-        found = self._one.decode(line.object)
+        found = self._read(line.object)
+        if found is None:
+            return
         self._version = found.metadata.resource_version
         if line.type == "DELETED":
             self._forget(found.metadata.uid)
         else:
             self._tell(found)
+
+    def _read(self, raw: msgspec.Raw) -> O | None:
+        """One object; None for one that cannot be read, which must not keep us from the others."""
+        try:
+            return self._one.decode(raw)
+        except msgspec.DecodeError as error:
+            log.error("%s: an object is left out, for it cannot be read: %s: %s", self._path, error, bytes(raw)[:300])
+            return None
 
     def _tell(self, found: O) -> None:
         uid, version = found.metadata.uid, int(found.metadata.resource_version or 0)

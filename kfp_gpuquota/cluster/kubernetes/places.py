@@ -1,0 +1,79 @@
+"""Which nodes a pod may use, as the scheduler reads it: pure.
+
+What kube-scheduler would refuse must not be planned. What it would only rather not do (preferences) binds nobody; CPU
+and memory are left to it, and a pod that finds none waits there, which is told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kfp_gpuquota.api.affinity import NodeTerm, Operator, Requirement, Taint, TaintEffect, Toleration
+from kfp_gpuquota.api.affinity import TolerationOperator as Tolerates
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfp_gpuquota.cluster.kubernetes import objects
+
+
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """Labels that a node must have, terms of which one must admit it, taints that are put up with."""
+
+    selector: tuple[tuple[str, str], ...] = ()
+    terms: tuple[NodeTerm, ...] = ()
+    tolerations: tuple[Toleration, ...] = ()
+
+    def constraints(self) -> dict[str, Any]:
+        """As fields of a JobSpec."""
+        return {
+            "node_selector": dict(self.selector),
+            "node_affinity": self.terms,
+            "tolerations": self.tolerations,
+        }
+
+
+_KNOWN: dict[Place, Place] = {}
+_MOST_KNOWN = 4096
+
+
+def place_of(spec: objects.PodSpec) -> Place:
+    """The pod's constraints; pods of one template share one object."""
+    terms: tuple[NodeTerm, ...] = ()
+    affinity = spec.affinity.node_affinity if spec.affinity else None
+    if affinity is not None and affinity.required is not None:
+        terms = tuple(map(_term, affinity.required.node_selector_terms))
+    tolerations = tuple(t for t in map(_toleration, spec.tolerations) if t is not None)
+    place = Place(tuple(sorted(spec.node_selector.items())), terms, tolerations)
+    if len(_KNOWN) > _MOST_KNOWN:
+        _KNOWN.clear()
+    return _KNOWN.setdefault(place, place)
+
+
+def taints_of(taints: Iterable[objects.Taint]) -> tuple[Taint, ...]:
+    """Those that keep pods away; preferences do not."""
+    return tuple(
+        Taint(key=taint.key, effect=TaintEffect(taint.effect), value=taint.value)
+        for taint in taints
+        if taint.effect in {TaintEffect.NO_SCHEDULE, TaintEffect.NO_EXECUTE}
+    )
+
+
+def _term(term: objects.NodeSelectorTerm) -> NodeTerm:
+    matches = (*term.match_expressions, *term.match_fields)
+    return NodeTerm(tuple(Requirement(m.key, Operator(m.operator), m.values) for m in matches))
+
+
+def _toleration(given: objects.Toleration) -> Toleration | None:
+    try:
+        return Toleration(
+            key=given.key,
+            operator=Tolerates(given.operator or "Equal"),
+            value=given.value,
+            effect=TaintEffect(given.effect) if given.effect else None,
+        )
+    except (InvalidFieldError, ValueError):
+        return None  # of a kind that this version does not know: it tolerates nothing, which is the safe side
