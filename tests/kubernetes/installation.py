@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.cluster.kubernetes import webhook
+from kfp_gpuquota.cluster.kubernetes import labels, webhook
 from kfp_gpuquota.cluster.kubernetes.connection import Connection
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
 from tools.devcluster.client import JSON_PATCH, ApiError
@@ -120,8 +120,12 @@ def _names_our_kinds(role: dict[str, Any]) -> bool:
 
 @contextmanager
 def live_webhook(cluster: DevCluster) -> Iterator[None]:
-    """Serve reviews with just the rights of the controller's account, and have the API server send them here."""
+    """Serve reviews with just the rights of the controller's account, and have the API server send them here.
+
+    When it ends, they go where they went before.
+    """
     port = free_ports().api
+    before = [one["clientConfig"] for one in cluster.api.get(CONFIGURATION)["webhooks"]]
     point_to(cluster, f"https://127.0.0.1:{port}{webhook.PATH}")
     kubeconfig = cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
     started, loop = threading.Event(), asyncio.new_event_loop()
@@ -139,13 +143,34 @@ def live_webhook(cluster: DevCluster) -> Iterator[None]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()
-    assert started.wait(30.0)
     try:
+        assert started.wait(90.0)
+        await_gate(cluster)
         yield
     finally:
+        if all("url" in one for one in before):
+            point_to(cluster, before[0]["url"])
+            await_gate(cluster)
         loop.call_soon_threadsafe(stop.set)
         thread.join()
         loop.close()
+
+
+def await_gate(cluster: DevCluster) -> None:
+    """The API server takes a moment to follow its own configuration: return when it has GPU pods gated."""
+    container = {"name": "main", "image": "none", "resources": {"limits": {labels.GPU_RESOURCE: "1"}}}
+    pod = {"metadata": {"name": "gate", "labels": {labels.MANAGED: "true"}}, "spec": {"containers": [container]}}
+    deadline = time.monotonic() + 60.0
+    while True:
+        try:
+            made = cluster.api.create("/api/v1/namespaces/default/pods", pod, dryRun="All")
+            assert made["spec"]["schedulingGates"]
+        except ApiError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 def point_to(cluster: DevCluster, url: str) -> None:
@@ -156,3 +181,15 @@ def point_to(cluster: DevCluster, url: str) -> None:
         value = {"url": url, **known}
         operations.append({"op": "replace", "path": f"/webhooks/{index}/clientConfig", "value": value})
     cluster.api.patch(CONFIGURATION, operations, JSON_PATCH)
+
+
+def refused_in_the_end(cluster: DevCluster, path: str, pod: dict[str, Any]) -> str:
+    """The words with which the pod is refused, once the API server follows its configuration; nothing is created."""
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        try:
+            cluster.api.create(path, pod, dryRun="All")
+        except ApiError as error:
+            return error.message
+        time.sleep(0.05)
+    raise TimeoutError("it is taken")

@@ -12,7 +12,7 @@ import pytest
 from kfp_gpuquota.cluster.kubernetes import labels
 from tests.kubernetes.conftest import QUOTAS, jobs_of
 from tests.kubernetes.controlled import Controlled
-from tests.kubernetes.installation import ACCOUNT, CONTROLLER, NAMESPACE, PROFILES
+from tests.kubernetes.installation import ACCOUNT, CONTROLLER, NAMESPACE, PROFILES, await_gate, refused_in_the_end
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.test_webhook import GATE, MANAGED, pod
 from tools.devcluster import Api, ApiError
@@ -170,12 +170,14 @@ def test_where_the_webhook_is_gone_the_policy_still_stands(kubeflow_cluster: Dev
     kept = kubeflow_cluster.api.get(f"{path}/gpuquota")
     kubeflow_cluster.api.delete(f"{path}/gpuquota")
     try:
+        assert "asks for GPUs and was not gated" in refused_in_the_end(kubeflow_cluster, pods, pod())
         assert "asks for GPUs and was not gated" in denied(owner.create, pods, pod())
         assert "asks for GPUs and was not gated" in denied(owner.create, pods, pod("", annotations={"gpu-memory": "1"}))
         assert owner.create(pods, pod(name="b", spec={"schedulingGates": GATE}))
     finally:
         kept["metadata"] = {"name": "gpuquota", "labels": kept["metadata"]["labels"]}
         kubeflow_cluster.api.create(path, kept)
+        await_gate(kubeflow_cluster)
 
 
 # Quotas

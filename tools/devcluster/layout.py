@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import shutil
 import socket
@@ -69,13 +70,18 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return self.root / "certificates" / "ca.crt"
 
     @property
+    def sockets(self) -> Path:
+        """The node's part with sockets in it, whose paths may have 107 characters at most: not below `root`, then."""
+        return Path("/var/lib/devcluster") / hashlib.sha256(bytes(self.root)).hexdigest()[:12]
+
+    @property
     def containerd_socket(self) -> Path:
         """Where the node's container runtime answers."""
-        return self.root / "containerd.sock"
+        return self.sockets / "containerd.sock"
 
     def forget(self) -> None:
         """Remove what a cluster that ran here before has stored: each start is a new cluster."""
-        for name in ("addresses", "certificates", "containerd", "etcd", "kubeconfigs", "kubelet", "logs", "opt", "run"):
+        for name in ("addresses", "certificates", "containerd", "etcd", "kubeconfigs", "logs", "opt", "run"):
             shutil.rmtree(self.root / name, ignore_errors=True)
         for path in (*self.root.glob("*.log"), *self.root.glob("*.hold")):
             path.unlink()

@@ -30,9 +30,9 @@ version = 2
 root = "{root}/containerd"
 state = "{root}/run"
 [grpc]
-  address = "{root}/containerd.sock"
+  address = "{socket}"
 [ttrpc]
-  address = "{root}/containerd.sock.ttrpc"
+  address = "{socket}.ttrpc"
 [plugins."io.containerd.grpc.v1.cri"]
   sandbox_image = "{pause}"
   # where root may not lower a process's out-of-memory score (a container, some virtual machines) runc would fail
@@ -70,7 +70,8 @@ def make_bridge() -> tuple[str, str]:
 def prepare(layout: Layout, ports: Ports, bridge: str, prefix: str) -> None:
     """Write the configuration of containerd, of its network and of the kubelet, and the images."""
     (layout.root / "cni").mkdir(exist_ok=True)
-    text = _CONTAINERD.format(root=layout.root, pause=image.PAUSE, plugins=PLUGINS)
+    layout.sockets.mkdir(parents=True, exist_ok=True)
+    text = _CONTAINERD.format(root=layout.root, socket=layout.containerd_socket, pause=image.PAUSE, plugins=PLUGINS)
     (layout.root / "containerd.toml").write_text(text)
     network = json.dumps(_network(bridge, prefix, layout))
     (layout.root / "cni" / "10-bridge.conflist").write_text(network)
@@ -106,7 +107,7 @@ def kubelet(binaries: Path, layout: Layout, prefix: str, flags: list[str]) -> Pr
             str(binaries / "kubelet"),
             f"--config={layout.root / 'kubelet.yaml'}",
             f"--kubeconfig={layout.kubeconfig_of(f'system:node:{NODE}')}",
-            f"--root-dir={layout.root / 'kubelet'}",
+            f"--root-dir={layout.sockets / 'kubelet'}",
             f"--cert-dir={layout.root / 'kubelet-certificates'}",
             f"--hostname-override={NODE}",
             f"--node-ip={prefix}.1",
@@ -154,6 +155,7 @@ def sweep(layout: Layout, bridge: str) -> None:
         await_end(pid, 5.0)
     for mount in sorted(_mounts(layout), reverse=True):
         subprocess.run(["umount", "--lazy", mount], check=False, capture_output=True)
+    shutil.rmtree(layout.sockets, ignore_errors=True)
     for link in Path("/var/log/containers").glob("*.log"):  # the kubelet's own, which follows no option
         if link.is_symlink() and link.readlink().is_relative_to(layout.root):
             link.unlink()
@@ -245,7 +247,8 @@ def _run(*command: str) -> None:
 def _mounts(layout: Layout) -> list[str]:
     lines = Path("/proc/self/mounts").read_text().splitlines()
     places = (line.split()[1] for line in lines)
-    return [place for place in places if Path(place).is_relative_to(layout.root)]
+    ours = (layout.root, layout.sockets)
+    return [place for place in places if any(Path(place).is_relative_to(one) for one in ours)]
 
 
 def _descendants(pid: int) -> list[int]:
