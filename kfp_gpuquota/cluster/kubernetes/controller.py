@@ -21,7 +21,9 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes import coordination, labels, objects
 from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
 from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
+from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
+from kfp_gpuquota.cluster.kubernetes.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
 from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quota_status
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, pod_view
@@ -66,9 +68,11 @@ class Controller:
         self._again: asyncio.TimerHandle | None = None
         self._quotas_timer: asyncio.TimerHandle | None = None
         self._planned_at = self._plan_s = 0.0
+        self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
         self.pods = self._reflector("/api/v1/pods", objects.Pod, self._pod_changed, snapshot.drop_pod)
         self.reflectors = [self.pods, *self._other_reflectors()]
         self.actions = PodActions(snapshot.plain, self._writer, self.pods.note, self._tell_user)
+        self.events = Recorder(self._writer)
         conditions: dict[str, tuple[objects.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
         self.elastic = snapshot.elastic = ElasticJobs(
@@ -94,6 +98,7 @@ class Controller:
             for reflector in self.reflectors:
                 await reflector.synced.wait()
             self.snapshot.start()
+            self.profiles.start()
             membership = coordination.serving(self.elastic.membership, self._membership_port, self._tls)
             port = await stack.enter_async_context(membership)
             counts = len(self.snapshot.nodes), len(self.snapshot.pods), len(self.snapshot.quotas)
@@ -103,11 +108,20 @@ class Controller:
             await asyncio.Event().wait()
 
     def _other_reflectors(self) -> list[Reflector[Any]]:
-        ours, snapshot = f"/apis/{labels.API_VERSION}", self.snapshot
+        ours, snapshot, profiles = f"/apis/{labels.API_VERSION}", self.snapshot, self.profiles
         return [
             self._reflector("/api/v1/nodes", objects.Node, snapshot.put_node, snapshot.drop_node),
-            self._reflector(f"{ours}/gpuquotas", objects.GpuQuota, self._quota_changed, snapshot.drop_quota),
+            self._reflector(f"{ours}/gpuquotas", objects.GpuQuota, self._quota_changed, self._quota_gone),
             self._reflector(f"{ours}/elasticjobs", objects.ElasticJob, snapshot.put_job, snapshot.drop_job),
+            Reflector(
+                self._connection,
+                "/apis/kubeflow.org/v1/profiles",
+                objects.Profile,
+                changed=profiles.put_profile,
+                gone=profiles.drop_profile,
+                optional=True,
+            ),
+            self._reflector("/api/v1/namespaces", objects.Namespace, profiles.put_namespace, profiles.drop_namespace),
         ]
 
     def _reflector(self, path: str, kind: Any, changed: Any, gone: Any) -> Reflector[Any]:
@@ -121,10 +135,20 @@ class Controller:
 
     def _quota_changed(self, quota: objects.GpuQuota) -> None:
         self.snapshot.put_quota(quota)
+        self.profiles.quota_changed(quota.metadata.name)
+        self.wake()
+
+    def _quota_gone(self, uid: str) -> None:
+        name = next((n for n, q in self.snapshot.quotas.items() if q.metadata.uid == uid), "")
+        self.snapshot.drop_quota(uid)
+        self.profiles.quota_changed(name)
         self.wake()
 
     def _tell_user(self, pod: PodView, reason: str, message: str) -> None:
-        log.info("%s/%s: %s: %s", pod.namespace, pod.name, reason, message)
+        self.events.tell(Subject("Pod", pod.name, pod.namespace, pod.uid), reason, message)
+
+    def _tell_team(self, namespace: str, reason: str, message: str) -> None:
+        self.events.tell(Subject("Namespace", namespace, namespace), reason, message, warning=True)
 
     # Planning
 

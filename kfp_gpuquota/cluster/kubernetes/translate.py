@@ -17,14 +17,14 @@ from kfp_gpuquota.api import Device, JobSpec, Kind, Project
 from kfp_gpuquota.api import Node as ApiNode
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.objects import PodSpec
+from kfp_gpuquota.cluster.kubernetes.objects import GpuQuota, GpuQuotaSpec, Metadata, PodSpec
 from kfp_gpuquota.cluster.kubernetes.places import Place, place_of, taints_of
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects import Container, ElasticJob, GpuQuota, Node, NodeSelectorTerm, Pod
+    from kfp_gpuquota.cluster.kubernetes.objects import Container, ElasticJob, Node, NodeSelectorTerm, Pod
 
 NODE_NAME_FIELD: Final = "metadata.name"
 KILLED: Final = 137  # 128 + SIGKILL: what a shell says of a process that was killed
@@ -277,6 +277,18 @@ def project_of(quota: GpuQuota) -> Project:
     """Raises InvalidFieldError, for the object's condition."""
     given = {name: getattr(quota.spec, name) for name in quota.spec.__struct_fields__}
     return _project(quota.metadata.name, {name: value for name, value in given.items() if value is not None})
+
+
+def project_of_plugin(name: str, spec: bytes) -> Project:
+    """The quota that a Profile's plugin asks for. Raises InvalidFieldError."""
+    try:
+        return project_of(GpuQuota(metadata=Metadata(name=name), spec=msgspec.json.decode(spec, type=_Strict)))
+    except msgspec.DecodeError as error:
+        raise InvalidFieldError("plugins.GpuQuota.spec", spec.decode(errors="replace"), str(error)) from None
+
+
+class _Strict(GpuQuotaSpec, frozen=True, forbid_unknown_fields=True):
+    """A slip in a field's name must not pass for the field's absence: nothing else checks a Profile's plugins."""
 
 
 def _project(name: str, given: dict[str, object]) -> Project:

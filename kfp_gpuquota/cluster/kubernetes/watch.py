@@ -54,7 +54,8 @@ class Reflector(Generic[O]):
     """One kind's objects, told to `changed(object)` and `gone(uid)` as they come.
 
     Neither may await: they run inside the stream's reading; `batch_done` follows what arrived together. What is older
-    than what is known is not told; `note` makes known what a write's answer said.
+    than what is known is not told; `note` makes known what a write's answer said. An `optional` kind that may not be
+    read counts as not installed.
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class Reflector(Generic[O]):
         selector: str = "",
         batch_done: Callable[[], None] = lambda: None,
         not_installed_s: float = NOT_INSTALLED_S,
+        optional: bool = False,
     ) -> None:
         self._connection, self._path, self._selector = connection, path, selector
         self._changed, self._gone, self._batch_done = changed, gone, batch_done
-        self._not_installed_s = not_installed_s
+        self._not_installed_s, self._optional = not_installed_s, optional
         self._page = msgspec.json.Decoder(Page[msgspec.Raw])
         self._one = msgspec.json.Decoder(kind)
         self._versions: dict[str, int] = {}  # uid -> newest version seen
@@ -104,7 +106,7 @@ class Reflector(Generic[O]):
             self._tell(found)
 
     def _after_refusal(self, error: ApiError, pause: float) -> float:
-        if error.status == 404:
+        if error.status == 404 or (error.status == 403 and self._optional):
             self._nothing_installed()
             return self._not_installed_s
         if error.status == 410:

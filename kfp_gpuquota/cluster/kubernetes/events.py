@@ -1,0 +1,94 @@
+"""Events that users see on their objects, few enough for any cluster: repeated ones are counted, all are rationed.
+
+One event per pod in bulk would double what a pod costs the API server, so only what happened to somebody (an eviction,
+a refusal) is told, and beyond the ration it is left to the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.writes import Write
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+
+BURST: Final = 50.0
+PER_SECOND: Final = 5.0
+REPEATED_AFTER_S: Final = 600.0
+REMEMBERED: Final = 4096
+_CORE: Final = "v1"
+
+log = logging.getLogger(__name__)
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """What an event is about."""
+
+    kind: str
+    name: str
+    namespace: str = ""
+    uid: str = ""
+    api_version: str = _CORE
+
+
+class Recorder:
+    """Writes events, at most BURST at once and PER_SECOND for long; the same again only after a while."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._tokens, self._at = BURST, 0.0
+        self._told: dict[tuple[Subject, str, str], float] = {}
+
+    def tell(self, subject: Subject, reason: str, message: str, *, warning: bool = False) -> None:
+        """Tell it, unless the ration is used up or the same was told lately."""
+        log.info("%s %s/%s: %s: %s", subject.kind, subject.namespace, subject.name, reason, message)
+        now = asyncio.get_running_loop().time()
+        key = (subject, reason, message)
+        if now - self._told.get(key, -REPEATED_AFTER_S) < REPEATED_AFTER_S or not self._may(now):
+            return
+        if len(self._told) >= REMEMBERED:
+            self._told.clear()
+        self._told[key] = now
+        write = event(subject, reason, message, warning=warning, at=datetime.now(UTC), suffix=uuid.uuid4().hex[:12])
+        self._writer.submit(write, lambda _: None, lambda _: None)
+
+    def _may(self, now: float) -> bool:
+        self._tokens = min(BURST, self._tokens + (now - self._at) * PER_SECOND)
+        self._at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+def event(subject: Subject, reason: str, message: str, *, warning: bool, at: datetime, suffix: str) -> Write:
+    """The request. Of a cluster-scoped object the event lies in the namespace default, as client-go has it."""
+    namespace = subject.namespace or "default"
+    involved: dict[str, Any] = {
+        "apiVersion": subject.api_version,
+        "kind": subject.kind,
+        "name": subject.name,
+        "uid": subject.uid,
+        **({"namespace": subject.namespace} if subject.namespace else {}),
+    }
+    when = at.strftime("%Y-%m-%dT%H:%M:%SZ")
+    body = {
+        "metadata": {"name": f"{subject.name}.{suffix}", "namespace": namespace},
+        "involvedObject": involved,
+        "reason": reason,
+        "message": message[:1000],
+        "type": "Warning" if warning else "Normal",
+        "source": {"component": "gpuquota-controller"},
+        "firstTimestamp": when,
+        "lastTimestamp": when,
+        "count": 1,
+    }
+    about = f"{namespace}/{subject.name}"
+    return Write(verb="POST", path=f"/api/v1/namespaces/{namespace}/events", about=about, body=body)

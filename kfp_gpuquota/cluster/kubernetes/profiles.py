@@ -1,0 +1,194 @@
+"""Kubeflow's Profiles: the quota that a team's Profile asks for becomes a GpuQuota, and its namespace is managed.
+
+The Profile itself is never written: its own controller rewrites it at each reconcile. What is wrong with it is said
+in the mirrored quota's conditions and as an event on the Profile's namespace.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.connection import APPLY_PATCH, MERGE_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.translate import project_of_plugin
+from kfp_gpuquota.cluster.kubernetes.writes import Write
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import msgspec
+
+    from kfp_gpuquota.api import Project
+    from kfp_gpuquota.cluster.kubernetes.objects import GpuQuota, Namespace, Profile
+    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+
+PLUGIN: Final = "GpuQuota"
+SOURCE: Final = "profile"
+
+log = logging.getLogger(__name__)
+
+
+class Profiles:
+    """Mirrors Profiles into GpuQuotas. `quotas` are those known; `told(namespace, reason, message)` is for events."""
+
+    def __init__(self, writer: Writer, quotas: dict[str, GpuQuota], told: Callable[[str, str, str], None]) -> None:
+        self._writer, self._quotas, self._told = writer, quotas, told
+        self._profiles: dict[str, Profile] = {}
+        self._names: dict[str, str] = {}
+        self._namespaces: dict[str, Namespace] = {}
+        self._namespace_names: dict[str, str] = {}
+        self._said: dict[str, str] = {}
+        self._started = False
+
+    def start(self) -> None:
+        """All is listed: bring quotas and namespaces in line with the Profiles."""
+        self._started = True
+        for name in self._profiles:
+            self._mirror(name)
+        for name, quota in list(self._quotas.items()):
+            if quota.metadata.labels.get(labels.SOURCE) == SOURCE and not self._asks(name):
+                self._drop(name)
+
+    def put_profile(self, profile: Profile) -> None:
+        """A Profile is as given."""
+        name = profile.metadata.name
+        self._profiles[name], self._names[profile.metadata.uid] = profile, name
+        if self._started:
+            self._mirror(name)
+
+    def drop_profile(self, uid: str) -> None:
+        """A Profile is gone; its quota, which it owns, goes with it."""
+        name = self._names.pop(uid, None)
+        if name is not None and self._profiles[name].metadata.uid == uid:
+            del self._profiles[name]
+
+    def put_namespace(self, namespace: Namespace) -> None:
+        """A namespace is as given."""
+        name = namespace.metadata.name
+        self._namespaces[name], self._namespace_names[namespace.metadata.uid] = namespace, name
+        if self._started:
+            self._label(name)
+
+    def drop_namespace(self, uid: str) -> None:
+        """A namespace is gone."""
+        name = self._namespace_names.pop(uid, None)
+        if name is not None and self._namespaces[name].metadata.uid == uid:
+            del self._namespaces[name]
+
+    def quota_changed(self, name: str) -> None:
+        """Somebody changed a mirrored quota by hand, or took it away: the Profile is what counts."""
+        if self._started and name in self._profiles:
+            self._mirror(name)
+
+    def _asks(self, name: str) -> bool:
+        profile = self._profiles.get(name)
+        return profile is not None and plugin_of(profile) is not None
+
+    def _mirror(self, name: str) -> None:
+        profile = self._profiles[name]
+        raw = plugin_of(profile)
+        quota = self._quotas.get(name)
+        if raw is None:
+            if quota is not None and quota.metadata.labels.get(labels.SOURCE) == SOURCE:
+                self._drop(name)
+            return
+        self._warn_of_resource_quota(profile)
+        try:
+            project = project_of_plugin(name, bytes(raw))
+        except InvalidFieldError as error:
+            self._say(name, "InvalidGpuQuota", f"{error.message}; the last good quota stays in force")
+            return
+        wanted = quota_spec(project)
+        if quota is None or not _says(quota, wanted):
+            write = mirrored(profile, wanted)
+            self._writer.submit(write, lambda _: None, partial(_refused, write))
+        self._label(name)
+
+    def _drop(self, name: str) -> None:
+        write = Write(verb="DELETE", path=f"{_quotas_path()}/{name}", about=name)
+        self._writer.submit(write, lambda _: None, partial(_refused, write))
+
+    def _label(self, name: str) -> None:
+        namespace = self._namespaces.get(name)
+        if namespace is None or not self._asks(name) or namespace.metadata.labels.get(labels.MANAGED):
+            return  # "false", set by an admin, stays
+        body = {"metadata": {"labels": {labels.MANAGED: "true"}}}
+        path = f"/api/v1/namespaces/{name}?fieldManager={labels.FIELD_MANAGER}"
+        write = Write(verb="PATCH", path=path, about=name, body=body, content_type=MERGE_PATCH)
+        self._writer.submit(write, lambda _: None, partial(_refused, write))
+
+    def _warn_of_resource_quota(self, profile: Profile) -> None:
+        hard = profile.spec.resource_quota_spec.hard if profile.spec.resource_quota_spec else {}
+        if counted := sorted(name for name in hard if labels.GPU_RESOURCE in name):
+            self._say(
+                profile.metadata.name,
+                "ResourceQuotaCountsGpus",
+                f"the Profile's resourceQuotaSpec counts {', '.join(counted)}, so the team cannot borrow GPUs beyond "
+                "it; leave GPUs to the GpuQuota plugin",
+            )
+
+    def _say(self, name: str, reason: str, message: str) -> None:
+        if self._said.get(f"{name} {reason}") != message:
+            self._said[f"{name} {reason}"] = message
+            self._told(name, reason, message)
+
+
+def plugin_of(profile: Profile) -> msgspec.Raw | None:
+    """The quota that a Profile asks for, as it is written there."""
+    return next((p.spec for p in profile.spec.plugins or () if p.kind == PLUGIN), None)
+
+
+def quota_spec(project: Project) -> dict[str, Any]:
+    """A project as the spec of a GpuQuota."""
+    spec = {
+        "guaranteed": project.guaranteed,
+        "limit": project.limit,
+        "priority": project.priority,
+        "overQuotaWeight": project.over_quota_weight,
+        "parent": project.parent,
+    }
+    return {name: value for name, value in spec.items() if value is not None}
+
+
+def mirrored(profile: Profile, spec: dict[str, Any]) -> Write:
+    """Server-side apply: what others set beside our fields stays, and nothing is replaced."""
+    name = profile.metadata.name
+    owner = {"apiVersion": "kubeflow.org/v1", "kind": "Profile", "name": name, "uid": profile.metadata.uid}
+    body = {
+        "apiVersion": labels.API_VERSION,
+        "kind": "GpuQuota",
+        "metadata": {"name": name, "labels": {labels.SOURCE: SOURCE}, "ownerReferences": [owner]},
+        "spec": spec,
+    }
+    return Write(
+        verb="PATCH",
+        path=f"{_quotas_path()}/{name}?fieldManager={labels.FIELD_MANAGER}-profiles&force=true",
+        about=name,
+        body=body,
+        content_type=APPLY_PATCH,
+    )
+
+
+def _says(quota: GpuQuota, wanted: dict[str, Any]) -> bool:
+    spec = quota.spec
+    found = {
+        "guaranteed": spec.guaranteed,
+        "limit": spec.limit,
+        "priority": spec.priority,
+        "overQuotaWeight": spec.over_quota_weight,
+        "parent": spec.parent,
+    }
+    same = {name: value for name, value in found.items() if value is not None} == wanted
+    return same and quota.metadata.labels.get(labels.SOURCE) == SOURCE
+
+
+def _quotas_path() -> str:
+    return f"/apis/{labels.API_VERSION}/gpuquotas"
+
+
+def _refused(write: Write, error: Exception) -> None:
+    if not (isinstance(error, ApiError) and error.gone):
+        log.warning("%s %s was refused: %s", write.verb, write.about, error)

@@ -1,0 +1,111 @@
+"""Kubeflow's Profiles, with everything of manifests/ installed and the controller under its own shipped rights."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kfp_gpuquota.cluster.kubernetes import labels
+from tests.kubernetes.conftest import QUOTAS
+from tests.kubernetes.controlled import Controlled, pod_body
+from tests.kubernetes.installation import ACCOUNT, NAMESPACE, PROFILES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tools.devcluster import DevCluster
+
+
+@pytest.fixture
+def controlled(kubeflow_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
+    """The controller as its ServiceAccount; nodes and Profiles are the test's."""
+    running = Controlled(kubeflow_cluster, tmp_path)
+    running.kubeconfig = kubeflow_cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
+    yield running
+    running.close()
+
+
+def profile(controlled: Controlled, quota: object, **spec: object) -> str:
+    """A Profile with its namespace, as Kubeflow's own controller would make it; the name."""
+    name = f"profile-{uuid.uuid4().hex[:6]}"
+    controlled.cluster.make_namespace(name)
+    plugins = [{"kind": "WorkloadIdentity", "spec": {}}, {"kind": "GpuQuota", "spec": quota}]
+    body = {"apiVersion": "kubeflow.org/v1", "kind": "Profile", "metadata": {"name": name}}
+    controlled.cluster.api.create(PROFILES, {**body, "spec": {"plugins": plugins, **spec}})
+    controlled.teams.append(name)
+    return name
+
+
+def events_of(controlled: Controlled, namespace: str) -> dict[str, str]:
+    events = controlled.cluster.api.items(f"/api/v1/namespaces/{namespace}/events")
+    return {event["reason"]: event["message"] for event in events}
+
+
+def test_a_profiles_quota_is_mirrored_and_its_pods_wait_for_it(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=4)
+    controlled.start()
+    name = profile(controlled, {"guaranteed": 1, "limit": 2, "priority": 200})
+    quota = controlled.until(f"{QUOTAS}/{name}", lambda q: q["spec"].get("limit") == 2)
+    assert quota["metadata"]["labels"][labels.SOURCE] == "profile"
+    assert quota["metadata"]["ownerReferences"][0]["kind"] == "Profile"
+    controlled.until(f"/api/v1/namespaces/{name}", lambda n: n["metadata"]["labels"].get(labels.MANAGED) == "true")
+    for i in range(3):  # as a user makes them: the webhook gates them
+        controlled.cluster.api.create(f"/api/v1/namespaces/{name}/pods", pod_body(f"p{i}", gated=False))
+    controlled.wait(lambda: len(controlled.bound(name)) == 2, lambda: controlled.log()[-4000:])
+    assert len(controlled.waiting(name)) == 1
+    controlled.cluster.api.patch(
+        f"{PROFILES}/{name}", {"spec": {"plugins": [{"kind": "GpuQuota", "spec": {"guaranteed": 3}}]}}
+    )
+    controlled.wait(lambda: len(controlled.bound(name)) == 3)
+
+
+def test_a_malformed_plugin_is_told_of_and_leaves_the_last_good_quota(controlled: Controlled) -> None:
+    controlled.start()
+    good, bad = profile(controlled, {"guaranteed": 1}), profile(controlled, {"guaranteed": 1})
+    controlled.until(f"{QUOTAS}/{bad}", lambda q: q["spec"]["guaranteed"] == 1)
+    slips: list[Any] = [{"guarantee": 5}, {"guaranteed": "many"}, {"guaranteed": 3, "limit": 2}]
+    for slip in slips:
+        plugins = {"spec": {"plugins": [{"kind": "GpuQuota", "spec": slip}]}}
+        controlled.cluster.api.patch(f"{PROFILES}/{bad}", plugins)
+    controlled.wait(lambda: "InvalidGpuQuota" in events_of(controlled, bad))
+    plugins = {"spec": {"plugins": [{"kind": "GpuQuota", "spec": {"guaranteed": 2}}]}}
+    controlled.cluster.api.patch(f"{PROFILES}/{good}", plugins)
+    controlled.until(f"{QUOTAS}/{good}", lambda q: q["spec"]["guaranteed"] == 2)
+    assert controlled.cluster.api.get(f"{QUOTAS}/{bad}")["spec"]["guaranteed"] == 1
+
+
+def test_a_resource_quota_that_counts_gpus_is_warned_of(controlled: Controlled) -> None:
+    controlled.start()
+    name = profile(controlled, {"guaranteed": 1}, resourceQuotaSpec={"hard": {"requests.nvidia.com/gpu": "1"}})
+    controlled.wait(lambda: "ResourceQuotaCountsGpus" in events_of(controlled, name))
+
+
+def test_a_mirrored_quota_that_is_changed_or_deleted_by_hand_comes_back_and_goes_with_the_plugin(
+    controlled: Controlled,
+) -> None:
+    controlled.start()
+    name = profile(controlled, {"guaranteed": 1})
+    path = f"{QUOTAS}/{name}"
+    controlled.until(path, lambda q: q["spec"]["guaranteed"] == 1)
+    controlled.cluster.api.patch(path, {"spec": {"guaranteed": 9}})
+    controlled.until(path, lambda q: q["spec"]["guaranteed"] == 1)
+    before = controlled.cluster.api.get(path)["metadata"]["uid"]
+    controlled.cluster.api.delete(path)
+    controlled.until(path, lambda q: q["metadata"]["uid"] != before)
+    controlled.cluster.api.patch(f"{PROFILES}/{name}", {"spec": {"plugins": []}})
+    controlled.cluster.api.until_gone(path)
+
+
+def test_an_elastic_job_runs_under_the_shipped_rights_and_policies(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    controlled.start()
+    name = profile(controlled, {"guaranteed": 2})
+    job = controlled.job(name, "train", gpus=2, gpusPerWorker=1, gracePeriodSeconds=1)
+    controlled.until_phase(job, "Running")
+    controlled.wait(lambda: len(controlled.bound(name)) == 2)
+    controlled.cluster.api.patch(job, {"spec": {"suspend": True}})
+    controlled.until_phase(job, "Suspended")
+    assert "Forbidden" not in controlled.log()
