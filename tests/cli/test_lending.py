@@ -13,6 +13,7 @@ import pytest
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.fractions import Policy
 from tests.cli.conftest import Cli
+from tests.cli.test_training import Steps
 from tests.conftest import DEADLINE_S, running_cluster
 
 if TYPE_CHECKING:
@@ -113,3 +114,22 @@ def test_top_draws_the_memory_of_shared_gpus(team: Cli) -> None:
     picture = team("top", "--gpus")
     assert "████████▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒┊·······" in picture
     assert picture.splitlines()[1].split()[:6] == ["node-0", "0", "trainer", "team-a", "11.7Gi", "3.9Gi"]
+
+
+def test_a_training_yields_memory_between_two_steps_and_loses_none(team: Cli) -> None:
+    script = Path(__file__).parents[2] / "examples" / "train_digits.py"
+    command = (sys.executable, str(script), "--epochs", "100000")
+    team("submit", "trainer", "-g", "0.25", "--gpu-limit", "0.8", "--", *command)
+    steps = Steps(team, "trainer")
+    until(team, lambda found: used(found, "trainer") == 0.8 * TOTAL)
+    steps.go_on_with(gpus=1)
+    hold(team, "owner", "0.75", "", "take", str(int(0.75 * TOTAL)))
+    found = until(team, lambda found: used(found, "owner") == 0.75 * TOTAL)
+    assert found["trainer"]["listens"]
+    assert used(found, "trainer") == 0.25 * TOTAL
+    steps.go_on_with(gpus=1)
+    team("delete", "owner")
+    until(team, lambda found: used(found, "trainer") == 0.8 * TOTAL)
+    steps.go_on_with(gpus=1)
+    trainer = team.job("trainer", "team-a")["status"]
+    assert (trainer["restarts"], trainer["evictions"]) == (0, 0)
