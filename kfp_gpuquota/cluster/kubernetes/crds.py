@@ -10,20 +10,19 @@ elastic job's size is the plan's to choose between minGpus and maxGpus, and an a
 from __future__ import annotations
 
 import sys
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.api import JobSpec, Kind, Project
-from kfp_gpuquota.api.schema import schema_of
 from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
 from kfp_gpuquota.cluster.kubernetes import labels, objects
-
-Schema = dict[str, Any]
+from kfp_gpuquota.cluster.kubernetes.structural import Schema, column, definition, described, rule, status
 
 YEAR_S: Final = 31_536_000
 MAX_CONTAINERS: Final = 64
+MAX_POOLS: Final = 64
 _DNS_LABEL: Final = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 
 # name on the wire: (the field of JobSpec that it is, what it means)
@@ -42,6 +41,18 @@ _JOB_FIELDS: Final = {
     "maxRestarts": ("max_restarts", "How often a failed worker is replaced before the job fails."),
     "coolDownSeconds": ("cool_down_s", "After a change of size it is not grown again for so long."),
     "minRunTimeSeconds": ("min_run_time_s", "Before it has run so long it is not stopped for others."),
+    "nodePool": ("node_pool", "The pool whose nodes it runs on, within its project's quota there."),
+    "requiredTopology": ("required_topology", "A node label of which all workers must have the same value."),
+    "preferredTopology": ("preferred_topology", "A node label of which all workers have the same value if possible."),
+    "spread": ("spread", "Workers go to as many nodes as possible, instead of as few."),
+}
+_QUOTA_FIELDS: Final = {
+    "guaranteed": ("guaranteed", "GPUs that the team can always get back."),
+    "limit": ("limit", "The most that it may hold; without one it may borrow all that is idle."),
+    "priority": ("priority", "Idle GPUs are shared by priority, higher first."),
+    "overQuotaWeight": ("over_quota_weight", "The share of idle GPUs among those of one priority."),
+    "parent": ("parent", "The department, a GpuQuota as well."),
+    "pools": ("pools", "Quotas in node pools by their names, each shared by itself."),
 }
 _DEFAULTED: Final = ("kind", "gracePeriodSeconds", "maxRestarts", "coolDownSeconds", "minRunTimeSeconds")
 # What a job is cannot change under its running workers; what others may do with it can.
@@ -56,6 +67,10 @@ _FIXED: Final = (
     "gpuMemory",
     "gpuMemoryLimit",
     "gpuDevices",
+    "nodePool",
+    "requiredTopology",
+    "preferredTopology",
+    "spread",
 )
 
 _GPUS: Final = "(has(self.gpus) ? self.gpus : 1)"
@@ -77,14 +92,14 @@ def render() -> str:
 
 def _elastic_job() -> Schema:
     columns = [
-        _column("Phase", "string", ".status.phase"),
-        _column("GPUs", "number", ".status.gpus", "held now"),
-        _column("Workers", "integer", ".status.workers", "pods now"),
-        _column("Kind", "string", ".spec.kind", wide=True),
-        _column("Requested", "integer", ".spec.gpus", "GPUs asked for", wide=True),
-        _column("Priority", "integer", ".spec.priority", wide=True),
-        _column("Message", "string", ".status.message", "why it stands as it does"),
-        _column("Age", "date", ".metadata.creationTimestamp"),
+        column("Phase", "string", ".status.phase"),
+        column("GPUs", "number", ".status.gpus", "held now"),
+        column("Workers", "integer", ".status.workers", "pods now"),
+        column("Kind", "string", ".spec.kind", wide=True),
+        column("Requested", "integer", ".spec.gpus", "GPUs asked for", wide=True),
+        column("Priority", "integer", ".spec.priority", wide=True),
+        column("Message", "string", ".status.message", "why it stands as it does"),
+        column("Age", "date", ".metadata.creationTimestamp"),
     ]
     body = {
         "description": "One training or session, of one or many workers; the namespace is the project.",
@@ -93,25 +108,25 @@ def _elastic_job() -> Schema:
         "properties": {
             "metadata": _metadata(),
             "spec": _elastic_job_spec(),
-            "status": _status(objects.ElasticJobStatus),
+            "status": status(objects.ElasticJobStatus),
         },
         "x-kubernetes-validations": [_name_rule()],
     }
-    return _definition("ElasticJob", "elasticjobs", "ej", "Namespaced", body, columns)
+    return definition("ElasticJob", "elasticjobs", "ej", "Namespaced", body, columns)
 
 
 def _gpu_quota() -> Schema:
     columns = [
-        _column("Guaranteed", "integer", ".spec.guaranteed"),
-        _column("Limit", "integer", ".spec.limit"),
-        _column("GPUs", "number", ".status.gpus", "held now"),
-        _column("Borrowed", "number", ".status.borrowed", "held above guaranteed"),
-        _column("Waiting", "integer", ".status.waiting", "jobs that wait"),
-        _column("Parent", "string", ".spec.parent"),
-        _column("Source", "string", f".metadata.labels.{labels.SOURCE.replace('.', chr(92) + '.')}", wide=True),
-        _column("Age", "date", ".metadata.creationTimestamp"),
+        column("Guaranteed", "integer", ".spec.guaranteed"),
+        column("Limit", "integer", ".spec.limit"),
+        column("GPUs", "number", ".status.gpus", "held now"),
+        column("Borrowed", "number", ".status.borrowed", "held above guaranteed"),
+        column("Waiting", "integer", ".status.waiting", "jobs that wait"),
+        column("Parent", "string", ".spec.parent"),
+        column("Source", "string", f".metadata.labels.{labels.SOURCE.replace('.', chr(92) + '.')}", wide=True),
+        column("Age", "date", ".metadata.creationTimestamp"),
     ]
-    own_parent = _rule(
+    own_parent = rule(
         "!has(self.spec.parent) || self.spec.parent != self.metadata.name",
         "parent is '%s', but a project cannot be its own parent",
         "self.spec.parent",
@@ -123,37 +138,33 @@ def _gpu_quota() -> Schema:
         "properties": {
             "metadata": _metadata(),
             "spec": _quota_spec(),
-            "status": _status(objects.GpuQuotaStatus),
+            "status": status(objects.GpuQuotaStatus),
         },
         "x-kubernetes-validations": [_name_rule(), own_parent],
     }
-    return _definition("GpuQuota", "gpuquotas", "gq", "Cluster", body, columns)
+    return definition("GpuQuota", "gpuquotas", "gq", "Cluster", body, columns)
 
 
 def _quota_spec() -> Schema:
-    found = _properties(Project)
-    described = {
-        "guaranteed": ("guaranteed", "GPUs that the team can always get back."),
-        "limit": ("limit", "The most that it may hold; without one it may borrow all that is idle."),
-        "priority": ("priority", "Idle GPUs are shared by priority, higher first."),
-        "overQuotaWeight": ("over_quota_weight", "The share of idle GPUs among those of one priority."),
-        "parent": ("parent", "The department, a GpuQuota as well."),
-    }
-    properties = {wire: {**found[source], "description": text} for wire, (source, text) in described.items()}
+    properties = described(_QUOTA_FIELDS, Project, objects.GpuQuotaSpec)
     for wire in ("guaranteed", "priority", "overQuotaWeight"):
-        properties[wire]["default"] = getattr(Project(name="x"), described[wire][0])
-    limit = _rule(
+        properties[wire]["default"] = getattr(Project(name="x"), _QUOTA_FIELDS[wire][0])
+    limit = rule(
         "!has(self.limit) || self.limit >= self.guaranteed",
         "limit is %s, but it must be at least the guaranteed %s GPUs",
         "self.limit",
         "self.guaranteed",
     )
+    if "pools" in properties:
+        pool = properties["pools"]["additionalProperties"]
+        pool["properties"]["guaranteed"]["default"] = 0
+        pool["x-kubernetes-validations"] = [dict(limit)]
+        properties["pools"] |= {"maxProperties": MAX_POOLS}
     return {"type": "object", "properties": properties, "x-kubernetes-validations": [limit]}
 
 
 def _elastic_job_spec() -> Schema:
-    found = _properties(JobSpec)
-    properties = {wire: {**found[source], "description": text} for wire, (source, text) in _JOB_FIELDS.items()}
+    properties = described(_JOB_FIELDS, JobSpec, objects.ElasticJobSpec)
     defaults = JobSpec(name="x", project="x", command=("x",))
     for wire in _DEFAULTED:
         properties[wire]["default"] = msgspec.to_builtins(getattr(defaults, _JOB_FIELDS[wire][0]))
@@ -171,13 +182,17 @@ def _elastic_job_spec() -> Schema:
         "type": "object",
         "required": ["template"],
         "properties": properties,
-        "x-kubernetes-validations": [*_size_rules(), *_share_rules(), *map(_fixed, _FIXED)],
+        "x-kubernetes-validations": [
+            *_size_rules(),
+            *_share_rules(),
+            *(_fixed(field) for field in _FIXED if field in properties),
+        ],
     }
 
 
 def _size_rules() -> list[Schema]:
     multiples = [
-        _rule(
+        rule(
             f"!has(self.{field}) || !has(self.gpusPerWorker) || self.{field} % self.gpusPerWorker == 0",
             f"{field} is %s, but it must be a multiple of gpusPerWorker, which is %s",
             f"self.{field}",
@@ -186,25 +201,25 @@ def _size_rules() -> list[Schema]:
         for field in ("gpus", "minGpus", "maxGpus")
     ]
     return [
-        _rule(
+        rule(
             f"!has(self.minGpus) || self.minGpus <= {_GPUS}",
             "minGpus is %s, but it cannot exceed the requested %s GPUs",
             "self.minGpus",
             _GPUS,
         ),
-        _rule(
+        rule(
             f"!has(self.maxGpus) || self.maxGpus >= {_GPUS}",
             "maxGpus is %s, but it cannot be below the requested %s GPUs",
             "self.maxGpus",
             _GPUS,
         ),
         *multiples,
-        _rule(
+        rule(
             "has(self.gpus) || !has(self.gpusPerWorker) || self.gpusPerWorker == 1",
             "gpus is 1, but it must be a multiple of gpusPerWorker, which is %s",
             "self.gpusPerWorker",
         ),
-        _rule(
+        rule(
             f"self.kind != '{Kind.BUILD}' || {_SMALLEST} == {_LARGEST}",
             "kind is 'build', but an interactive session has one size; leave out minGpus and maxGpus",
         ),
@@ -213,7 +228,7 @@ def _size_rules() -> list[Schema]:
 
 def _share_rules() -> list[Schema]:
     whole = [
-        _rule(
+        rule(
             f"!has(self.{field}) || !{_SHARED}",
             f"{field} is %s, but it counts whole GPUs, and the job asks for a share of them; leave it out; for the same"
             " share of several GPUs of a node give gpuDevices",
@@ -223,34 +238,34 @@ def _share_rules() -> list[Schema]:
     ]
     return [
         *whole,
-        _rule(
+        rule(
             "!has(self.gpuFraction) || self.gpuFraction < 1.0",
             "gpuFraction is %s, but it must be more than 0 and less than 1; ask for whole GPUs with gpus",
             "self.gpuFraction",
         ),
-        _rule(
+        rule(
             "!has(self.gpuFraction) || !has(self.gpuMemory)",
             "gpuMemory is '%s', but the job already asks for gpuFraction %s; ask for a fraction or for memory",
             "self.gpuMemory",
             "self.gpuFraction",
         ),
-        _rule(
+        rule(
             "!has(self.gpuFractionLimit) || has(self.gpuFraction)",
             "gpuFractionLimit is %s, but there is no gpuFraction of which it is the limit",
             "self.gpuFractionLimit",
         ),
-        _rule(
+        rule(
             "!has(self.gpuFractionLimit) || !has(self.gpuFraction) || self.gpuFractionLimit >= self.gpuFraction",
             "gpuFractionLimit is %s, but it must be between gpuFraction, which is %s, and 1",
             "self.gpuFractionLimit",
             "self.gpuFraction",
         ),
-        _rule(
+        rule(
             "!has(self.gpuMemoryLimit) || has(self.gpuMemory)",
             "gpuMemoryLimit is '%s', but there is no gpuMemory of which it is the limit",
             "self.gpuMemoryLimit",
         ),
-        _rule(
+        rule(
             "!has(self.gpuMemoryLimit) || !has(self.gpuMemory) || !isQuantity(self.gpuMemoryLimit)"
             " || !isQuantity(self.gpuMemory)"
             " || quantity(self.gpuMemoryLimit).compareTo(quantity(self.gpuMemory)) >= 0",
@@ -258,7 +273,7 @@ def _share_rules() -> list[Schema]:
             "self.gpuMemoryLimit",
             "self.gpuMemory",
         ),
-        _rule(
+        rule(
             f"!has(self.gpuDevices) || {_SHARED}",
             "gpuDevices is %s, but it says of how many GPUs a job holds a share, and there is none; add gpuFraction or"
             " gpuMemory, or ask for whole GPUs with gpus",
@@ -269,7 +284,7 @@ def _share_rules() -> list[Schema]:
 
 def _fixed(field: str) -> Schema:
     same = f"(has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || self.{field} == oldSelf.{field}))"
-    return _rule(same, f"{field} cannot be changed; create another job")
+    return rule(same, f"{field} cannot be changed; create another job")
 
 
 def _metadata() -> Schema:
@@ -278,7 +293,7 @@ def _metadata() -> Schema:
 
 
 def _name_rule() -> Schema:
-    return _rule(
+    return rule(
         f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && self.metadata.name.matches('{_DNS_LABEL}')",
         f"name is '%s', but a name is 1 to {MAX_NAME_LENGTH} lower-case letters, digits and '-', and starts and ends"
         " with one of the first two",
@@ -286,16 +301,8 @@ def _name_rule() -> Schema:
     )
 
 
-def _rule(rule: str, message: str, *values: str) -> Schema:
-    if not values:
-        return {"rule": rule, "message": message}
-    # not by adding strings up: the server cannot tell how long string(self.gpus) gets, and refuses what may cost much
-    text = message.replace("'", "\\'")
-    return {"rule": rule, "messageExpression": f"'{text}'.format([{', '.join(values)}])"}
-
-
 def _memory(description: str) -> Schema:
-    positive = _rule(
+    positive = rule(
         "isQuantity(self) && quantity(self).isGreaterThan(quantity('0'))",
         "it is '%s', but it must be more than 0, a number with one of the suffixes Ki Mi Gi Ti (of 1024) or k M G T"
         " (of 1000); for example 4Gi",
@@ -350,13 +357,13 @@ def _template() -> Schema:
         },
         "x-kubernetes-preserve-unknown-fields": True,
         "x-kubernetes-validations": [
-            _rule(
+            rule(
                 "!has(self.nodeName) || self.nodeName == ''",
                 "nodeName is '%s', but workers go where the plan sends them; leave it out, and name the node in"
                 " nodeSelector (kubernetes.io/hostname)",
                 "self.nodeName",
             ),
-            _rule(
+            rule(
                 f"{only_first} && {none}",
                 f"the first container holds the worker's GPUs (gpus, gpusPerWorker); leave {labels.GPU_RESOURCE} out of"
                 " the others",
@@ -391,81 +398,6 @@ def _container() -> Schema:
 def _quantities() -> Schema:
     quantity = {"x-kubernetes-int-or-string": True}
     return {"type": "object", "maxProperties": MAX_CONTAINERS, "additionalProperties": quantity}
-
-
-def _status(struct: type) -> Schema:
-    whole = schema_of(struct)
-    found = _structural(whole, whole["$defs"])
-    found["properties"]["conditions"] |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
-    return found
-
-
-def _properties(struct: type) -> dict[str, Schema]:
-    whole = schema_of(struct)
-    found: dict[str, Schema] = _structural(whole, whole["$defs"])["properties"]
-    for schema in found.values():
-        schema.pop("nullable", None)  # a user leaves out what they do not ask for; null is a slip
-    return found
-
-
-def _structural(schema: Schema, definitions: dict[str, Schema]) -> Schema:
-    """JSON Schema as a CRD may hold it: no references, no alternatives, no defaults, bounds in OpenAPI 3.0's way."""
-    if "$ref" in schema:
-        return _structural(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    if "anyOf" in schema:
-        (given,) = (one for one in schema["anyOf"] if one != {"type": "null"})
-        return {**_structural(given, definitions), "nullable": True}
-    kept = {name: value for name, value in schema.items() if name not in {"title", "default", "examples"}}
-    if not kept.get("required", True):
-        del kept["required"]
-    if "exclusiveMinimum" in kept:
-        kept |= {"minimum": kept["exclusiveMinimum"], "exclusiveMinimum": True}
-    if "enum" in kept:
-        kept["type"] = "string"
-    for holder in ("items", "additionalProperties"):
-        if isinstance(kept.get(holder), dict):
-            kept[holder] = _structural(kept[holder], definitions)
-    if "properties" in kept:
-        kept["properties"] = {name: _structural(one, definitions) for name, one in kept["properties"].items()}
-    return kept
-
-
-def _column(name: str, kind: str, path: str, description: str = "", *, wide: bool = False) -> Schema:
-    column: Schema = {"name": name, "type": kind, "jsonPath": path}
-    if description:
-        column["description"] = description
-    return {**column, "priority": 1} if wide else column
-
-
-def _definition(kind: str, plural: str, short: str, scope: str, body: Schema, columns: list[Schema]) -> Schema:
-    """One version, stored and served; a second one needs a conversion webhook here and nothing else."""
-    version = {
-        "name": labels.VERSION,
-        "served": True,
-        "storage": True,
-        "schema": {"openAPIV3Schema": body},
-        "subresources": {"status": {}},
-        "additionalPrinterColumns": columns,
-    }
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{labels.GROUP}"},
-        "spec": {
-            "group": labels.GROUP,
-            "names": {
-                "kind": kind,
-                "listKind": f"{kind}List",
-                "plural": plural,
-                "singular": kind.lower(),
-                "shortNames": [short],
-                "categories": ["gpuquota"],
-            },
-            "scope": scope,
-            "conversion": {"strategy": "None"},
-            "versions": [version],
-        },
-    }
 
 
 if __name__ == "__main__":

@@ -24,5 +24,6 @@ WORKER: Final = f"{GROUP}/worker"
 ATTEMPT: Final = f"{GROUP}/attempt"
 SOURCE: Final = f"{GROUP}/source"
 LEADER: Final = f"{GROUP}/leader"
+POOL: Final = f"{GROUP}/pool"
 
 NOTEBOOK: Final = "notebook-name"
