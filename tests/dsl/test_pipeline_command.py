@@ -151,7 +151,10 @@ def test_a_pipeline_that_fails_ends_with_1_and_a_sentence(cli: Cli, file: Path, 
     )
 
 
-def test_a_person_who_interrupts_a_run_cancels_its_job(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "told to stop"]
+)
+def test_a_run_that_is_interrupted_cancels_its_job(cli: Cli, tmp_path: Path, number: int, code: int) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(TWO_STEPS.replace("if x < 0:", "import time\n    time.sleep(600)\n    if x < 0:"))
     process = subprocess.Popen(
@@ -164,9 +167,12 @@ def test_a_person_who_interrupts_a_run_cancels_its_job(cli: Cli, tmp_path: Path)
     )
     assert process.stdout
     assert any("training with" in line for line in process.stdout)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, "Traceback" in errors) == (130, False), errors
+    assert (process.returncode, "Traceback" in errors) == (code, False), errors
     (job,) = cli.cluster.client.list_jobs("team-a").jobs
     cli.cluster.wait_for_phase(job.spec.name, Phase.CANCELLED)
 
