@@ -11,7 +11,8 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler import placement
-from kfp_gpuquota.scheduler.units import Attempt, Mode, Unit, all_allowed, needed_on
+from kfp_gpuquota.scheduler.model import Status
+from kfp_gpuquota.scheduler.units import Attempt, Mode, Stage, Unit, all_allowed, needed_on, units_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,6 +54,7 @@ class Finder:
         self._heaps: dict[Queue, list[Entry]] = {}
         self._seen: int | None = None
         self._dropped: list[Host] = []
+        self._known: dict[Host, list[Unit]] = {}
         self._serial = 0
 
     def cheapest(self, attempt: Attempt, task: Task) -> tuple[Host, list[Unit]] | None:
@@ -75,7 +77,7 @@ class Finder:
             return host, chosen
         heappop(heap)
         if version == host.version:
-            better = needed_on(attempt, host, task)
+            better = needed_on(attempt, host, task, self._units_on(attempt, host))
             if better is None:
                 self._dropped.append(host)
             else:
@@ -85,9 +87,27 @@ class Finder:
     def look_at(self, attempt: Attempt, task: Task, host: Host) -> None:
         """Take the host up as it is now."""
         if host.ready and host.tasks and placement.may_use(host, task):
-            chosen = needed_on(attempt, host, task)
+            chosen = needed_on(attempt, host, task, self._units_on(attempt, host))
             if chosen is not None:
                 self._push(chosen, host)
+
+    def _units_on(self, attempt: Attempt, host: Host) -> list[Unit]:
+        """The host's units in order; those known from before less the ones that went, where that is all that changed.
+
+        It is where they are whole jobs of one queue that run on this host alone: what others lose does not touch them.
+        """
+        if len(attempt.tasks) > 1:
+            return units_on(attempt, host)
+        held = sum(task.status is Status.HELD for task in host.tasks)
+        left = [unit for unit in self._known.get(host, ()) if unit.tasks[0].status is Status.HELD]
+        if left and sum(len(unit.tasks) for unit in left) == held:
+            self._known[host] = left
+            return left
+        units = units_on(attempt, host)
+        alone = all(u.stage is Stage.WHOLE and all(t.node is host for t in u.tasks) for u in units)
+        if alone and len({u.job.queue for u in units}) == 1 and sum(len(u.tasks) for u in units) == held:
+            self._known[host] = units
+        return units
 
     def _refresh(self, attempt: Attempt, task: Task) -> None:
         log = self._ledger.touched_hosts

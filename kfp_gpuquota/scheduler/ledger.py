@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler.model import GPU, UNLIMITED, Amount, Host, Job, Queue, Status, Task
+from kfp_gpuquota.scheduler.model import GPU, UNLIMITED, Amount, Host, Job, Queue, Request, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -164,12 +164,10 @@ class Ledger:
         host.version += 1
         self.touched_hosts.append(host)
         request = task.request
-        for column, sign in ((old, -1), (new, 1)):
-            if column is not None:
-                other = host.other[column]
-                other[0] += sign * request.cpu
-                other[1] += sign * request.memory
-                other[2] += sign
+        if old is not None:
+            _count_other(host.other[old], request, -1)
+        if new is not None:
+            _count_other(host.other[new], request, 1)
         if (old is None) != (new is None):
             _note_present(task, host, 1 if old is None else -1)
             if not request.whole:
@@ -229,6 +227,13 @@ class Ledger:
                     boundless[r] += sign
 
 
+def _count_other(column: list[float], request: Request, sign: int) -> None:
+    if request.cpu or request.memory:
+        column[0] += sign * request.cpu
+        column[1] += sign * request.memory
+    column[2] += sign
+
+
 def _note_present(task: Task, host: Host, sign: int) -> None:
     """Keep the host's count of shared devices' tasks, and the job's of its hosts."""
     if task.devices and not task.request.whole:
@@ -269,18 +274,17 @@ def _note_running(job: Job, sign: int) -> None:
 
 def count_queues(job: Job, amount: Amount, sign: int, *, leaving: bool, lent: bool) -> None:
     """Add one task's amount (or take it away) to what its queue and all ancestors hold."""
-    resources = [(r, value) for r, value in enumerate(amount) if value]
+    resources = [(r, sign * value) for r, value in enumerate(amount) if value]
     for queue in job.queue.path:
         queue.version += 1
-        for r, value in resources:
-            if leaving:
-                queue.leaving[r] += sign * value
-                continue
-            queue.held[r] += sign * value
-            if lent:
-                queue.lent[r] += sign * value
-            if not job.preemptible:
-                queue.fixed[r] += sign * value
+        columns = [queue.leaving] if leaving else [queue.held]
+        if not leaving and lent:
+            columns.append(queue.lent)
+        if not leaving and not job.preemptible:
+            columns.append(queue.fixed)
+        for column in columns:
+            for r, value in resources:
+                column[r] += value
 
 
 def _shift(index: dict[int, list[str]], name: str, old: int, new: int) -> None:

@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler.groups import below
-from kfp_gpuquota.scheduler.model import Amount, Job, OrderKey, Queue, Shape, Task
+from kfp_gpuquota.scheduler.model import UNLIMITED, Amount, Job, OrderKey, Queue, Shape, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,14 +58,16 @@ def queue_key(queue: Queue, amount: Amount) -> QueueKey:
     Between the second and the third: what stays within the fair share goes before what does not. Without that, a place
     that was reclaimed for a queue within its share could fall back to the queue that it was taken from.
     """
-    over = any(queue.claim(r) > queue.share[r] for r in range(3))
-    with_job = [queue.claim(r) + amount[r] for r in range(3)]
+    held, lent, share = queue.held, queue.lent, queue.share
+    claims = (held[0] - lent[0], held[1] - lent[1], held[2] - lent[2])
+    over = claims[0] > share[0] or claims[1] > share[1] or claims[2] > share[2]
+    with_job = (claims[0] + amount[0], claims[1] + amount[1], claims[2] + amount[2])
     return (
         over,
         entitlement(queue, amount),
         -queue.priority,
         dominant_share(queue, with_job),
-        dominant_share(queue, [queue.claim(r) for r in range(3)]),
+        dominant_share(queue, claims),
         queue.created,
         queue.name,
         queue.pool,
@@ -74,10 +76,8 @@ def queue_key(queue: Queue, amount: Amount) -> QueueKey:
 
 def dominant_share(queue: Queue, amounts: Sequence[float]) -> float:
     """The largest part that the amounts are of what the queue keeps."""
-    return max(_ratio(a, keep) for a, keep in zip(amounts, queue.keeps, strict=True))
-
-
-def _ratio(amount: float, keep: float) -> float:
-    if amount <= 0:
-        return 0.0
-    return amount / keep if keep > 0 else float("inf")
+    largest = 0.0
+    for amount, keep in zip(amounts, queue.keeps, strict=True):
+        if amount > 0:
+            largest = max(largest, amount / keep if keep > 0 else UNLIMITED)
+    return largest

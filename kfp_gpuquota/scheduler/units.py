@@ -72,9 +72,13 @@ class Attempt:
         return self.ratios[queue]
 
 
-def needed_on(attempt: Attempt, host: Host, task: Task) -> list[Unit] | None:
-    """The cheapest units that make the task fit on the host, in order of value; None where all do not suffice."""
-    units = sorted(_units(attempt, _by_job(host.tasks)), key=lambda u: u.key)
+def units_on(attempt: Attempt, host: Host) -> list[Unit]:
+    """What may be taken on the host, the cheapest first."""
+    return sorted(_units(attempt, _by_job(host.tasks)), key=lambda u: u.key)
+
+
+def needed_on(attempt: Attempt, host: Host, task: Task, units: Sequence[Unit]) -> list[Unit] | None:
+    """The cheapest of the host's units that make the task fit there, in order of value; None where all do not."""
     room = placement.Room(host, task)
     chosen: list[Unit] = []
     for unit in units:

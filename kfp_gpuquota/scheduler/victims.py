@@ -26,6 +26,8 @@ _SPARE_AT_MOST: Final = 32
 
 def make_room(attempt: Attempt, finders: Finders) -> bool:
     """Evict victims and nominate all tasks in their places, or change nothing."""
+    if attempt.job.groups is None:
+        return _make_room(attempt, finders)
     return domains.within_required(attempt.ledger, attempt.job, attempt.tasks, lambda: _make_room(attempt, finders))
 
 
