@@ -100,6 +100,9 @@ def run(
     *,
     local: Annotated[bool, typer.Option("--local", help="On this machine, with kfp.local; the default.")] = False,
     host: Annotated[str, typer.Option("--host", metavar="URL", help="On the KFP server at this address.")] = "",
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", metavar="NAME", help="With --host: the Profile in which it runs.")
+    ] = "",
     root: Annotated[
         str, typer.Option("--root", metavar="DIR|URI", help="Where its artifacts go; else where KFP puts them.")
     ] = "",
@@ -121,7 +124,7 @@ def run(
 
     values = arguments_from(loaded.spec, arguments or [])
     if host:
-        typer.echo(f"run {runs.submit(loaded, values, host, root)} submitted to {host}")
+        typer.echo(f"run {runs.submit(loaded, values, host, root, namespace)} submitted to {host}")
         return
     if problems := _checked(loaded, project, _cluster()).problems:
         more = f" (and {len(problems) - 1} more; see: gpuquota pipeline check {file})" if len(problems) > 1 else ""

@@ -53,13 +53,20 @@ def _interrupt_steps(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def submit(package: Package, arguments: Json, host: str, root: str = "") -> str:
-    """Submit it to the KFP server at `host`; returns the run's id. Raises ClusterUnavailableError and UsageError."""
+def submit(package: Package, arguments: Json, host: str, root: str = "", namespace: str = "") -> str:
+    """Submit it to the KFP server at `host`; returns the run's id. Raises ClusterUnavailableError and UsageError.
+
+    `namespace` is for servers with several users: the Profile in which it is to run.
+    """
     with tempfile.TemporaryDirectory() as directory, _failures_in_one_sentence(host):
         file = Path(directory) / "pipeline.yaml"
         file.write_text(package.text(), encoding="utf-8")
         run = kfp.Client(host=host).create_run_from_pipeline_package(
-            str(file), arguments=arguments, run_name=package.name, pipeline_root=root or None
+            str(file),
+            arguments=arguments,
+            run_name=package.name,
+            pipeline_root=root or None,
+            namespace=namespace or None,
         )
     return str(run.run_id)
 

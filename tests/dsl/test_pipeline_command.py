@@ -179,7 +179,7 @@ def test_a_run_that_is_interrupted_cancels_its_job(cli: Cli, tmp_path: Path, num
 
 def test_a_run_is_submitted_to_a_kfp_server(cli: Cli, file: Path) -> None:
     with kfp_server() as (url, runs):
-        said = cli("pipeline", "run", str(file), "--host", url, "-p", "team-b", "--arg", "x=3")
+        said = cli("pipeline", "run", str(file), "--host", url, "-n", "team-b", "-p", "team-b", "--arg", "x=3")
     assert said.splitlines()[-1] == f"run run-1 submitted to {url}"
     (run,) = runs
     assert (run["display_name"], run["runtime_config"]["parameters"]) == ("two-steps", {"x": 3})
