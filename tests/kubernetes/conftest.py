@@ -1,6 +1,6 @@
 """A real control plane, shared by the tests of this folder; each test works in a namespace of its own.
 
-All tests here run in one process of xdist, so that one control plane runs; those that use the real node in another.
+The tests of one shared cluster run in one process of xdist, so that it is started once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 REQUIRED = "GPUQUOTA_REQUIRE_KUBERNETES"
 HERE = Path(__file__).parent
+GROUPS = {"kubelet_cluster": "kubelet", "kubeflow_cluster": "kubeflow", "standalone": "kubeflow"}
 QUOTAS = "/apis/gpuquota.dev/v1alpha1/gpuquotas"
 
 
@@ -28,7 +29,8 @@ QUOTAS = "/apis/gpuquota.dev/v1alpha1/gpuquotas"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and not any(item.iter_markers("xdist_group")):
-            group = "kubelet" if "kubelet_cluster" in getattr(item, "fixturenames", ()) else "kubernetes"
+            used = getattr(item, "fixturenames", ())
+            group = next((group for fixture, group in GROUPS.items() if fixture in used), "kubernetes")
             item.add_marker(pytest.mark.xdist_group(group))
 
 

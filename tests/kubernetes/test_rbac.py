@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import urllib.request
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,20 @@ def user(cluster: DevCluster, role: str, namespace: str = "") -> Api:
     subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": name}
     reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role}
     cluster.api.create(where, {"metadata": {"name": name}, "subjects": [subject], "roleRef": reference})
-    return cluster.api.as_user(name, "system:authenticated")
+    somebody = cluster.api.as_user(name, "system:authenticated")
+    nobody = len(rules_of(cluster.api.as_user("nobody", "system:authenticated"), namespace))
+    deadline = time.monotonic() + 30.0
+    while len(rules_of(somebody, namespace)) == nobody:  # the API server takes a moment to follow
+        assert time.monotonic() < deadline, f"{name} has no right that nobody has"
+        time.sleep(0.02)
+    return somebody
+
+
+def rules_of(somebody: Api, namespace: str) -> list[dict[str, Any]]:
+    """What they may do in a namespace."""
+    body = {"spec": {"namespace": namespace or "default"}}
+    review = somebody.create("/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", body)
+    return list(review["status"]["resourceRules"])
 
 
 def denied(call: Any, *arguments: Any, **more: Any) -> str:
