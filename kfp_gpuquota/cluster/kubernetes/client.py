@@ -19,6 +19,7 @@ import msgspec
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes import labels, objects, views
 from kfp_gpuquota.cluster.kubernetes.calls import Calls
+from kfp_gpuquota.cluster.kubernetes.pod_log import POLL_S, PodLog
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -41,8 +42,6 @@ T = TypeVar("T")
 
 RETRY_FOR_S: Final = 30.0
 LONG_POLL_S: Final = 25.0
-_LOG_PIECE: Final = 1 << 16
-_POLL_S: Final = 0.5
 _GROUP: Final = f"/apis/{labels.API_VERSION}"
 QUOTAS: Final = f"{_GROUP}/gpuquotas"
 _CANCELLED: Final = "gpuquota-cancel"
@@ -54,7 +53,7 @@ class KubernetesClient:
     def __init__(self, credentials: Credentials, *, image: str = "", retry_for_s: float = RETRY_FOR_S) -> None:
         self.calls = Calls(credentials, retry_for_s=retry_for_s)
         self._image = image
-        self._logs: dict[tuple[str, str], _Log] = {}
+        self._logs: dict[tuple[str, str], PodLog] = {}
 
     @property
     def namespace(self) -> str:
@@ -266,14 +265,14 @@ class KubernetesClient:
         """A piece of a worker's log from byte `offset`, of the job's first worker unless another is named."""
         pod = worker or self._first_worker(project, name)
         if not pod:
-            time.sleep(min(_POLL_S, timeout_s))
+            time.sleep(min(POLL_S, timeout_s))
             over = self.get_job(project, name).status.phase.final
             return LogChunk(text=b"", next_offset=offset, more=not over)
         log = self._logs.get((project, pod))
         if log is None or log.offset != offset:
             if log is not None:
                 log.close()
-            log = self._logs[project, pod] = _Log(self.calls, project, pod, offset)
+            log = self._logs[project, pod] = PodLog(self.calls, project, pod, offset)
         text, more = log.read(timeout_s)
         if not more:
             del self._logs[project, pod]
@@ -329,48 +328,6 @@ class KubernetesClient:
             )
             with stream:
                 stream.readline()
-
-
-class _Log:
-    """A pod's log that is followed, read up to `offset`."""
-
-    def __init__(self, calls: Calls, namespace: str, pod: str, offset: int) -> None:
-        self._calls = calls
-        self._path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(pod)}/log"
-        self.offset = offset
-        self._stream: http.client.HTTPResponse | None = None
-
-    def read(self, timeout_s: float) -> tuple[bytes, bool]:
-        """What is new within the time, and whether more may come."""
-        deadline = time.monotonic() + timeout_s
-        while self._stream is None:
-            try:
-                self._stream = self._calls.open(self._path, LONG_POLL_S, follow="true")
-                self._skip(self.offset)
-            except NotFoundError:
-                return b"", False
-            except (RunError, UsageError, OSError, http.client.HTTPException):  # its container has not started
-                if time.monotonic() >= deadline:
-                    return b"", True
-                time.sleep(_POLL_S)
-        try:
-            text = self._stream.read1(_LOG_PIECE)
-        except TimeoutError:
-            self.close()
-            return b"", True
-        self.offset += len(text)
-        return text, bool(text)
-
-    def close(self) -> None:
-        """Let go of the connection; it is followed anew by the next read."""
-        if self._stream is not None:
-            self._stream.close()
-        self._stream = None
-
-    def _skip(self, size: int) -> None:
-        assert self._stream is not None
-        while size > 0 and (text := self._stream.read1(min(size, _LOG_PIECE))):
-            size -= len(text)
 
 
 def _jobs(project: str) -> str:

@@ -1,0 +1,59 @@
+"""The log of a pod, in pieces: the API server streams it, and knows no offsets."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+from kfp_gpuquota.errors import NotFoundError, RunError, UsageError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.calls import Calls
+
+PIECE: Final = 1 << 16
+POLL_S: Final = 0.5
+SILENCE_S: Final = 25.0
+
+
+class PodLog:
+    """A pod's log that is followed, read up to `offset`."""
+
+    def __init__(self, calls: Calls, namespace: str, pod: str, offset: int) -> None:
+        self._calls = calls
+        self._path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(pod)}/log"
+        self.offset = offset
+        self._stream: http.client.HTTPResponse | None = None
+
+    def read(self, timeout_s: float) -> tuple[bytes, bool]:
+        """What is new within the time, and whether more may come."""
+        deadline = time.monotonic() + timeout_s
+        while self._stream is None:
+            try:
+                self._stream = self._calls.open(self._path, SILENCE_S, follow="true")
+                self._skip(self.offset)
+            except NotFoundError:
+                return b"", False
+            except (RunError, UsageError, OSError, http.client.HTTPException):  # its container has not started
+                if time.monotonic() >= deadline:
+                    return b"", True
+                time.sleep(POLL_S)
+        try:
+            text = self._stream.read1(PIECE)
+        except TimeoutError:
+            self.close()
+            return b"", True
+        self.offset += len(text)
+        return text, bool(text)
+
+    def close(self) -> None:
+        """Let go of the connection; it is followed anew by the next read."""
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
+
+    def _skip(self, size: int) -> None:
+        assert self._stream is not None
+        while size > 0 and (text := self._stream.read1(min(size, PIECE))):
+            size -= len(text)
