@@ -15,9 +15,10 @@ from typing import Final
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
-from kfp_gpuquota.api import JobSpec, Kind, Project
+from kfp_gpuquota.api import JobSpec, Project
 from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
 from kfp_gpuquota.cluster.kubernetes import labels, objects
+from kfp_gpuquota.cluster.kubernetes.job_rules import job_rules
 from kfp_gpuquota.cluster.kubernetes.structural import Schema, column, definition, described, rule, status
 
 YEAR_S: Final = 31_536_000
@@ -55,28 +56,6 @@ _QUOTA_FIELDS: Final = {
     "pools": ("pools", "Quotas in node pools by their names, each shared by itself."),
 }
 _DEFAULTED: Final = ("kind", "gracePeriodSeconds", "maxRestarts", "coolDownSeconds", "minRunTimeSeconds")
-# What a job is cannot change under its running workers; what others may do with it can.
-_FIXED: Final = (
-    "kind",
-    "gpus",
-    "minGpus",
-    "maxGpus",
-    "gpusPerWorker",
-    "gpuFraction",
-    "gpuFractionLimit",
-    "gpuMemory",
-    "gpuMemoryLimit",
-    "gpuDevices",
-    "nodePool",
-    "requiredTopology",
-    "preferredTopology",
-    "spread",
-)
-
-_GPUS: Final = "(has(self.gpus) ? self.gpus : 1)"
-_SMALLEST: Final = f"(has(self.minGpus) ? self.minGpus : {_GPUS})"
-_LARGEST: Final = f"(has(self.maxGpus) ? self.maxGpus : {_GPUS})"
-_SHARED: Final = "(has(self.gpuFraction) || has(self.gpuMemory))"
 
 
 def custom_resource_definitions() -> list[Schema]:
@@ -182,109 +161,8 @@ def _elastic_job_spec() -> Schema:
         "type": "object",
         "required": ["template"],
         "properties": properties,
-        "x-kubernetes-validations": [
-            *_size_rules(),
-            *_share_rules(),
-            *(_fixed(field) for field in _FIXED if field in properties),
-        ],
+        "x-kubernetes-validations": job_rules(properties),
     }
-
-
-def _size_rules() -> list[Schema]:
-    multiples = [
-        rule(
-            f"!has(self.{field}) || !has(self.gpusPerWorker) || self.{field} % self.gpusPerWorker == 0",
-            f"{field} is %s, but it must be a multiple of gpusPerWorker, which is %s",
-            f"self.{field}",
-            "self.gpusPerWorker",
-        )
-        for field in ("gpus", "minGpus", "maxGpus")
-    ]
-    return [
-        rule(
-            f"!has(self.minGpus) || self.minGpus <= {_GPUS}",
-            "minGpus is %s, but it cannot exceed the requested %s GPUs",
-            "self.minGpus",
-            _GPUS,
-        ),
-        rule(
-            f"!has(self.maxGpus) || self.maxGpus >= {_GPUS}",
-            "maxGpus is %s, but it cannot be below the requested %s GPUs",
-            "self.maxGpus",
-            _GPUS,
-        ),
-        *multiples,
-        rule(
-            "has(self.gpus) || !has(self.gpusPerWorker) || self.gpusPerWorker == 1",
-            "gpus is 1, but it must be a multiple of gpusPerWorker, which is %s",
-            "self.gpusPerWorker",
-        ),
-        rule(
-            f"self.kind != '{Kind.BUILD}' || {_SMALLEST} == {_LARGEST}",
-            "kind is 'build', but an interactive session has one size; leave out minGpus and maxGpus",
-        ),
-    ]
-
-
-def _share_rules() -> list[Schema]:
-    whole = [
-        rule(
-            f"!has(self.{field}) || !{_SHARED}",
-            f"{field} is %s, but it counts whole GPUs, and the job asks for a share of them; leave it out; for the same"
-            " share of several GPUs of a node give gpuDevices",
-            f"self.{field}",
-        )
-        for field in ("gpus", "minGpus", "maxGpus", "gpusPerWorker")
-    ]
-    return [
-        *whole,
-        rule(
-            "!has(self.gpuFraction) || self.gpuFraction < 1.0",
-            "gpuFraction is %s, but it must be more than 0 and less than 1; ask for whole GPUs with gpus",
-            "self.gpuFraction",
-        ),
-        rule(
-            "!has(self.gpuFraction) || !has(self.gpuMemory)",
-            "gpuMemory is '%s', but the job already asks for gpuFraction %s; ask for a fraction or for memory",
-            "self.gpuMemory",
-            "self.gpuFraction",
-        ),
-        rule(
-            "!has(self.gpuFractionLimit) || has(self.gpuFraction)",
-            "gpuFractionLimit is %s, but there is no gpuFraction of which it is the limit",
-            "self.gpuFractionLimit",
-        ),
-        rule(
-            "!has(self.gpuFractionLimit) || !has(self.gpuFraction) || self.gpuFractionLimit >= self.gpuFraction",
-            "gpuFractionLimit is %s, but it must be between gpuFraction, which is %s, and 1",
-            "self.gpuFractionLimit",
-            "self.gpuFraction",
-        ),
-        rule(
-            "!has(self.gpuMemoryLimit) || has(self.gpuMemory)",
-            "gpuMemoryLimit is '%s', but there is no gpuMemory of which it is the limit",
-            "self.gpuMemoryLimit",
-        ),
-        rule(
-            "!has(self.gpuMemoryLimit) || !has(self.gpuMemory) || !isQuantity(self.gpuMemoryLimit)"
-            " || !isQuantity(self.gpuMemory)"
-            " || quantity(self.gpuMemoryLimit).compareTo(quantity(self.gpuMemory)) >= 0",
-            "gpuMemoryLimit is '%s', but it must be at least gpuMemory, which is %s",
-            "self.gpuMemoryLimit",
-            "self.gpuMemory",
-        ),
-        rule(
-            f"!has(self.gpuDevices) || {_SHARED}",
-            "gpuDevices is %s, but it says of how many GPUs a job holds a share, and there is none; add gpuFraction or"
-            " gpuMemory, or ask for whole GPUs with gpus",
-            "self.gpuDevices",
-        ),
-    ]
-
-
-def _fixed(field: str) -> Schema:
-    same = f"(has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || self.{field} == oldSelf.{field}))"
-    return rule(same, f"{field} cannot be changed; create another job")
 
 
 def _metadata() -> Schema:
@@ -339,46 +217,47 @@ def _lease() -> Schema:
 
 
 def _template() -> Schema:
-    """A pod template, open: the API server checks the pods themselves, and knows fields that we do not.
-
-    Closed is what would go around the plan: the controller creates the pods, so the policies on pods do not see these.
-    """
-    holds = f"has(c.resources) && has(c.resources.%s) && '{labels.GPU_RESOURCE}' in c.resources.%s"
-    asks = f"(({holds % ('limits', 'limits')}) || ({holds % ('requests', 'requests')}))"
-    only_first = f"self.containers.all(c, c.name == self.containers[0].name || !{asks})"
-    none = f"(!has(self.initContainers) || self.initContainers.all(c, !{asks}))"
-    pod = {
-        "type": "object",
-        "required": ["containers"],
-        "properties": {
-            "containers": {"type": "array", "minItems": 1, "maxItems": MAX_CONTAINERS, "items": _container()},
-            "initContainers": {"type": "array", "maxItems": MAX_CONTAINERS, "items": _container()},
-            "nodeName": {"type": "string", "maxLength": 253},
-        },
-        "x-kubernetes-preserve-unknown-fields": True,
-        "x-kubernetes-validations": [
-            rule(
-                "!has(self.nodeName) || self.nodeName == ''",
-                "nodeName is '%s', but workers go where the plan sends them; leave it out, and name the node in"
-                " nodeSelector (kubernetes.io/hostname)",
-                "self.nodeName",
-            ),
-            rule(
-                f"{only_first} && {none}",
-                f"the first container holds the worker's GPUs (gpus, gpusPerWorker); leave {labels.GPU_RESOURCE} out of"
-                " the others",
-            ),
-        ],
-    }
+    """A pod template, open: the API server checks the pods themselves, and knows fields that we do not."""
     return {
         "type": "object",
         "description": "A pod template, as everywhere; container 0 trains. A change is that of the pods made after it.",
         "required": ["spec"],
         "properties": {
             "metadata": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
-            "spec": pod,
+            "spec": {
+                "type": "object",
+                "required": ["containers"],
+                "properties": {
+                    "containers": {"type": "array", "minItems": 1, "maxItems": MAX_CONTAINERS, "items": _container()},
+                    "initContainers": {"type": "array", "maxItems": MAX_CONTAINERS, "items": _container()},
+                    "nodeName": {"type": "string", "maxLength": 253},
+                },
+                "x-kubernetes-preserve-unknown-fields": True,
+                "x-kubernetes-validations": _template_rules(),
+            },
         },
     }
+
+
+def _template_rules() -> list[Schema]:
+    """Against what would go around the plan: the controller creates these pods, so the policies on pods let them be."""
+    holds = f"has(c.resources) && has(c.resources.%s) && '{labels.GPU_RESOURCE}' in c.resources.%s"
+    asks = f"(({holds % ('limits', 'limits')}) || ({holds % ('requests', 'requests')}))"
+    only_first = f"self.containers.all(c, c.name == self.containers[0].name || !{asks})"
+    none = f"(!has(self.initContainers) || self.initContainers.all(c, !{asks}))"
+    return [
+        rule(
+            "!has(self.nodeName) || self.nodeName == ''",
+            "nodeName is '%s', but workers go where the plan sends them; leave it out, and name the node in"
+            " nodeSelector (kubernetes.io/hostname)",
+            "self.nodeName",
+        ),
+        rule(
+            f"{only_first} && {none}",
+            f"the first container holds the worker's GPUs (gpus, gpusPerWorker); leave {labels.GPU_RESOURCE} out of"
+            " the others",
+        ),
+    ]
 
 
 def _container() -> Schema:
