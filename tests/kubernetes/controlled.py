@@ -25,6 +25,12 @@ DEADLINE_S = 60.0
 Object = dict[str, Any]
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("0.0.0.0", 0))
+        return int(probe.getsockname()[1])
+
+
 @dataclass
 class Controlled:
     """A cluster, its controller, and what the test made; `close` takes everything away and checks it first."""
@@ -37,13 +43,14 @@ class Controlled:
     teams: list[str] = field(default_factory=list)
     nodes: list[str] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    port: int = field(default_factory=_free_port)  # the same for each, as behind a Service
 
     # The controller
 
     def start(self, *more: str) -> subprocess.Popen[bytes]:
         """Start a controller; returns when it leads, or stands by."""
         log = self.folder / f"controller-{len(self.processes)}.log"
-        port = _free_port()
+        port = self.port if all(process.poll() is not None for process in self.processes) else _free_port()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [
@@ -260,12 +267,6 @@ def _is_ready(process: subprocess.Popen[bytes], log: Path) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("0.0.0.0", 0))
-        return int(probe.getsockname()[1])
 
 
 def _forgiving(cluster: DevCluster, path: str, grace_s: int | None = None) -> None:

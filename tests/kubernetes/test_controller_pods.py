@@ -8,7 +8,7 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes import labels
 from tests.kubernetes.conftest import QUOTAS
-from tests.kubernetes.controlled import Controlled, holds, is_leaving
+from tests.kubernetes.controlled import Controlled, holds, is_leaving, pod_body
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -243,3 +243,27 @@ def test_a_pod_is_sent_only_where_its_selector_and_the_nodes_taints_let_it_run(c
     tolerant = controlled.until_bound(controlled.pod(team, "tolerant", tolerations=tolerates))
     assert tolerant["spec"]["nodeName"] == tainted
     assert controlled.waiting(team) == {"barred"}
+
+
+def test_a_pod_whose_place_was_taken_is_left_to_its_owner_to_make_anew(controlled: Controlled) -> None:
+    (node,) = controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1)
+    asks = {"limits": {labels.GPU_RESOURCE: "1"}, "requests": {"cpu": "1"}}
+    body = pod_body("x", containers=[{"name": "main", "image": "none", "resources": asks}])
+    template = {"metadata": {"labels": {"app": "x"}}, "spec": body["spec"]}
+    selector = {"matchLabels": {"app": "x"}}
+    sets = f"/apis/apps/v1/namespaces/{team}/replicasets"
+    spec = {"replicas": 1, "selector": selector, "template": template}
+    controlled.cluster.api.create(sets, {"metadata": {"name": "set"}, "spec": spec})
+    taker = {"requests": {"cpu": "63500m"}}  # GPUs are free there, but kube-scheduler finds no CPU
+    elsewhere = controlled.cluster.make_namespace("elsewhere-b")
+    hog = {"containers": [{"name": "main", "image": "none", "resources": taker}], "nodeName": node}
+    controlled.cluster.api.create(f"/api/v1/namespaces/{elsewhere}/pods", {"metadata": {"name": "hog"}, "spec": hog})
+    controlled.wait(lambda: len(controlled.pods(team)) == 1)
+    (first,) = controlled.pods(team)
+    controlled.start()
+    controlled.wait(lambda: controlled.pods(team) and first not in controlled.pods(team), controlled.log)
+    assert "PlaceTaken" in controlled.log()
+    controlled.cluster.api.delete(f"/api/v1/namespaces/{elsewhere}/pods/hog", 0)
+    controlled.wait(lambda: len(controlled.bound(team)) == 1)
+    controlled.cluster.api.delete(f"{sets}/set")

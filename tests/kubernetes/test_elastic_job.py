@@ -241,7 +241,7 @@ def _shrink_and_grow(controlled: Controlled) -> None:
     job = controlled.job(
         team, "digits", training(), gpus=1, minGpus=1, maxGpus=2, coolDownSeconds=1, gracePeriodSeconds=20
     )
-    controlled.until(job, lambda j: _steps(j) > 20 and j["status"]["gpus"] == 2)
+    controlled.until(job, lambda j: _steps(j) > 20 and j["status"]["gpus"] == 2, seconds=120)
     sleeper = {"image": "localhost/base:1", "imagePullPolicy": "Never", "command": ["sleep", "300"]}
     limits = {"limits": {labels.GPU_RESOURCE: "1"}}
     path = controlled.pod(other, "urgent", containers=[{"name": "main", **sleeper, "resources": limits}])

@@ -59,6 +59,13 @@ class PodActions:
                 self._told(member.view, "Evicted", reason.message)
                 self._evict(member.view)
 
+    def remake(self, pod: PodView, why: str) -> None:
+        """Take away a pod whose place was taken, for its owner to make it anew."""
+        if pod.uid in self._pods.members:
+            self._pods.assume_leaving(pod.uid)
+            self._told(pod, "PlaceTaken", why)
+            self._evict(pod)
+
     def _answered(self, answer: bytes) -> None:
         self._noted(self._pod.decode(answer))
 

@@ -26,6 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
 from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quota_status
+from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, pod_view
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from kfp_gpuquota.cluster.kubernetes.writer import Writer
@@ -73,6 +74,7 @@ class Controller:
         self.reflectors = [self.pods, *self._other_reflectors()]
         self.actions = PodActions(snapshot.plain, self._writer, self.pods.note, self._tell_user)
         self.events = Recorder(self._writer)
+        self._stuck = StuckPods(snapshot.pods, self._place_taken)
         conditions: dict[str, tuple[objects.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
         self.elastic = snapshot.elastic = ElasticJobs(
@@ -99,7 +101,7 @@ class Controller:
                 await reflector.synced.wait()
             self.snapshot.start()
             self.profiles.start()
-            membership = coordination.serving(self.elastic.membership, self._membership_port, self._tls)
+            membership = coordination.serving(self.elastic.membership.service, self._membership_port, self._tls)
             port = await stack.enter_async_context(membership)
             counts = len(self.snapshot.nodes), len(self.snapshot.pods), len(self.snapshot.quotas)
             log.info("all is listed: %d nodes, %d pods, %d quotas; workers are served on port %d", *counts, port)
@@ -129,9 +131,20 @@ class Controller:
 
     def _pod_changed(self, pod: objects.Pod) -> None:
         try:
-            self.snapshot.put_pod(pod_view(pod))
+            view = pod_view(pod)
+            self.snapshot.put_pod(view)
+            self._stuck.note(view)
         except GpuQuotaError as error:
             log.error("pod %s/%s is left out: %s", pod.metadata.namespace, pod.metadata.name, error)
+
+    def _place_taken(self, pod: PodView) -> None:
+        why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.trouble}"
+        if self.elastic.knows(pod):
+            self.elastic.remake(pod)
+        elif pod.owned:
+            self.actions.remake(pod, why)
+        else:
+            self._tell_user(pod, "PlaceTaken", f"{why}; nobody would make it anew: delete it, and create it again")
 
     def _quota_changed(self, quota: objects.GpuQuota) -> None:
         self.snapshot.put_quota(quota)
@@ -197,6 +210,7 @@ class Controller:
             self._quota_status.changed(name)
 
     def _stop_timers(self) -> None:
+        self._stuck.close()
         self._job_status.close()
         self._quota_status.close()
         for timer in (self._planning, self._again, self._quotas_timer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kfp_gpuquota.cluster.local.state import Change
 from kfp_gpuquota.cluster.scheduling import job_announced, job_changed, worker_changed
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Node
+    from kfp_gpuquota.cluster.kubernetes.elastic_facts import Facts
     from kfp_gpuquota.cluster.kubernetes.seats import Seats
-    from kfp_gpuquota.cluster.local.state import Change
     from kfp_gpuquota.cluster.records import JobRecord, WorkerRecord
 
 
@@ -28,6 +29,7 @@ class Book:
         self.nodes = nodes
         self.jobs: dict[str, JobRecord] = {}
         self.workers: dict[str, WorkerRecord] = {}
+        self.facts: dict[str, Facts] = {}
         self._workers_of: dict[str, list[str]] = {}
 
     def workers_of(self, uid: str) -> list[WorkerRecord]:
@@ -41,6 +43,11 @@ class Book:
     def alive_of(self, uid: str) -> list[WorkerRecord]:
         """Those that may still hold devices."""
         return [worker for worker in self.workers_of(uid) if worker.alive]
+
+    def record(self, job: JobRecord) -> None:
+        """The job as given from now on."""
+        if job is not self.jobs[job.uid]:
+            self.commit(Change(jobs={job.uid: job}))
 
     def commit(self, change: Change) -> None:
         """Remember it, and tell the scheduler; a job of None is forgotten, with its workers."""

@@ -141,8 +141,9 @@ class PlainPods:
     # The table
 
     def _advance(self, member: Member) -> None:
-        self._move(member, member.stage)
-        if member.told is Stage.OVER:
+        stage = member.stage
+        self._move(member, stage)
+        if stage is Stage.OVER:
             self.members.pop(member.view.uid, None)
 
     def _move(self, member: Member, stage: Stage) -> None:
@@ -151,7 +152,7 @@ class PlainPods:
             return
         match stage:
             case Stage.WAITING if was >= Stage.HELD:
-                self._give_back(member)
+                self._wait_again(member)
             case Stage.WAITING:
                 self._queue(member)
             case Stage.HELD:
@@ -207,6 +208,18 @@ class PlainPods:
     def _give_back(self, member: Member) -> None:
         self._seats.release(member.view.uid)
         self._tell(scheduler.WorkerGone(member.view.uid))
+
+    def _wait_again(self, member: Member) -> None:
+        """Its admission failed. A job that was closed meanwhile takes it no more."""
+        self._give_back(member)
+        job = member.job
+        assert job is not None, "what holds devices belongs to a job"
+        if job.closed:
+            del job.members[member.view.uid]
+            if not job.members:
+                self._remove(job)
+            member.job = None
+            self._queue(member)
 
     def _end(self, member: Member) -> None:
         job = member.job

@@ -70,7 +70,7 @@ class Snapshot:
         for job in sorted(self._jobs.values(), key=lambda j: j.metadata.uid):
             self.put_job(job)
         waiting = sorted(self.pods.values(), key=lambda p: (p.devices is None, p.created, p.uid))
-        self.pods = {}
+        self.pods.clear()
         for pod in waiting:
             self.put_pod(pod)
         self.plain.settle()

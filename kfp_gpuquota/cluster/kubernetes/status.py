@@ -24,7 +24,8 @@ from kfp_gpuquota.cluster.kubernetes.writes import Write
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs, Facts
+    from kfp_gpuquota.cluster.kubernetes.elastic_facts import Facts
+    from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
     from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
     from kfp_gpuquota.cluster.records import JobRecord
@@ -115,7 +116,7 @@ def _apply(built: Built) -> Write:
 
 def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
     """An ElasticJob's status; None for one that is gone."""
-    facts, record = jobs.facts.get(uid), jobs.book.jobs.get(uid)
+    facts, record = jobs.book.facts.get(uid), jobs.book.jobs.get(uid)
     if facts is None or facts.object.metadata.deletion_timestamp is not None:
         return None
     meta = facts.object.metadata

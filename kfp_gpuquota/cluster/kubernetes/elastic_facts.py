@@ -1,0 +1,31 @@
+"""What is remembered of one ElasticJob beside its record."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
+
+FIRST_HOLD_S: Final = 2.0
+
+
+class Facts:
+    """What is remembered of one job beside its record; all of it is learnt again after a restart."""
+
+    def __init__(self, job: ElasticJob, now: float) -> None:
+        self.object = job
+        self.generation = job.status.generation
+        self.reserved = job.status.generation_reserved
+        self.ran_s = job.status.ran_seconds
+        self.ended = set(job.status.ended)
+        self.lease_seen_at = now
+        self.refused = ""  # why its specification cannot be
+        self.held_back = ""  # why its pods could not be made
+        self.hold_s = FIRST_HOLD_S
+        self.trouble: dict[str, str] = {}  # worker -> why it does not get going
+        self.has_secret = False
+        self.timer: asyncio.TimerHandle | None = None
+        self.conditions = job.status.conditions

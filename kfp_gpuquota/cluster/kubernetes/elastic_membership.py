@@ -1,0 +1,135 @@
+"""The membership service's part in ElasticJobs: what it is told of their workers, and what it tells (Notices).
+
+Generations' numbers are stored in blocks, ahead of their use: the service needs the answer at once, and that of the API
+server cannot be waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes import elastic_pods
+from kfp_gpuquota.cluster.kubernetes.elastic_status import RESERVED_AT_ONCE
+from kfp_gpuquota.cluster.lifecycle import progressed, resized
+from kfp_gpuquota.cluster.records import Intent, JobRecord
+from kfp_gpuquota.errors import NotFoundError
+from kfp_gpuquota.membership import Limits
+from kfp_gpuquota.server.membership import MembershipService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.api import Progress
+    from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
+    from kfp_gpuquota.membership import AnnounceCommit
+
+log = logging.getLogger(__name__)
+
+
+class JobMembership:
+    """`kill(worker)` ends a process that membership wants ended, `changed(uid)` is for the status."""
+
+    def __init__(self, book: Book, key: bytes, *, kill: Callable[[str], None], changed: Callable[[str], None]) -> None:
+        self._book, self._key, self._kill, self._changed = book, key, kill, changed
+        self.service = MembershipService(self)
+        self._opened_at: dict[str, float] = {}
+
+    def open(self, job: JobRecord) -> None:
+        """Serve the job's workers, those that may still run first of all."""
+        facts = self._book.facts[job.uid]
+        self._opened_at[job.uid] = time.time()
+        first = facts.reserved + 1
+        facts.reserved = max(facts.reserved, 0) + RESERVED_AT_ONCE
+        self.service.open(
+            job.uid,
+            elastic_pods.token_of(job.uid, self._key),
+            min_workers=job.spec.smallest // job.spec.worker_gpus,
+            first_generation=first,
+            running=[record.worker.id for record in self._book.alive_of(job.uid)],
+            limits=Limits(starting_s=math.inf, leave_s=job.spec.grace_period_s),
+        )
+        self.update_target(job.uid)
+
+    def update_target(self, uid: str) -> None:
+        """The workers that were not told to go are those that the job should have."""
+        wanted = [record.worker.id for record in self._book.alive_of(uid) if not record.released]
+        with contextlib.suppress(NotFoundError):
+            self.service.set_target(uid, wanted)
+
+    def kill_unheard(self, uid: str) -> None:
+        """Workers that trained under an earlier controller and have not come to this one: cut off from the others they
+        would train on by themselves.
+        """
+        job = self._book.jobs.get(uid)
+        if job is None or not job.managed:
+            return  # a program without our library is never heard
+        with contextlib.suppress(NotFoundError):
+            members = self.service.machine(uid).members
+            for record in self._book.alive_of(uid):
+                member = members.get(record.worker.id)
+                if record.worker.started_at < self._opened_at.get(uid, 0) and (not member or member.heard_at is None):
+                    self.kill_requested(uid, record.worker.id, "it has not come back to the coordinator")
+
+    def generation_reserved(self, job_uid: str, generation: int) -> None:
+        """Numbers are stored in blocks, ahead of their use: an answer of the API server cannot be waited for here."""
+        facts = self._book.facts[job_uid]
+        if generation + RESERVED_AT_ONCE // 2 > facts.reserved:
+            facts.reserved += RESERVED_AT_ONCE
+            self._changed(job_uid)
+
+    def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
+        """A generation is in force: give the workers their ranks, and record the change of size."""
+        job, facts = self._book.jobs.get(job_uid), self._book.facts.get(job_uid)
+        if job is None or facts is None or not commit.complete:
+            return
+        facts.generation = commit.generation
+        for rank, worker in enumerate(commit.members):
+            if record := self._book.workers.get(worker):
+                ranked = msgspec.structs.replace(record.worker, rank=rank)
+                self._book.workers[worker] = msgspec.structs.replace(record, worker=ranked)
+        size = job.size if job.managed else 0
+        after = resized(
+            msgspec.structs.replace(job, managed=True, size=size),
+            len(commit.members) * job.spec.worker_gpus,
+            time.time(),
+            generation=commit.generation,
+            step=commit.step,
+            pause_ms=round(commit.pause_ms, 1),
+            lost_steps=commit.lost_steps,
+        )
+        self._book.record(after)
+        log.info(
+            "job %s: generation %d of %d workers at step %d, paused for %.1f ms, %d steps lost",
+            facts.object.metadata.name, commit.generation, len(commit.members), commit.step, commit.pause_ms,
+            commit.lost_steps,
+        )  # fmt: skip
+        self._changed(job_uid)
+
+    def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
+        """Membership wants the worker's process ended."""
+        log.warning("killing worker %s of job %s: %s", worker, job_uid, why)
+        self._kill(worker)
+
+    def worker_released(self, job_uid: str, worker: str, step: int) -> None:
+        """The worker left by agreement; its process ends by itself, and until then holds its devices."""
+        log.info("worker %s of job %s left after step %d", worker, job_uid, step)
+
+    def training_finished(self, job_uid: str, worker: str, step: int) -> None:
+        """A worker applied the training's last step: the job takes no more workers."""
+        job = self._book.jobs.get(job_uid)
+        if job is not None and not job.completing and job.intent is Intent.RUN:
+            log.info("job %s finished its training with step %d of worker %s", job_uid, step, worker)
+            self._book.record(msgspec.structs.replace(job, completing=True))
+
+    def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
+        """What the training says about itself. Every worker says the same of its steps: the first one's is kept."""
+        job, record = self._book.jobs.get(job_uid), self._book.workers.get(worker)
+        if job is not None and record is not None and record.worker.rank in {None, 0}:
+            self._book.record(progressed(job, progress))
+            self._changed(job_uid)

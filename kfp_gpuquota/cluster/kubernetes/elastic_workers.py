@@ -1,0 +1,150 @@
+"""Pods of workers, made and deleted; what the API server refuses, and what follows from that.
+
+A name that is taken costs one attempt, since the next worker has another one. Anything else (a ResourceQuota, pod
+security, a template that cannot be) holds the whole job back for a while, and its condition says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Phase, Reason, ReasonCode
+from kfp_gpuquota.cluster.kubernetes import elastic_pods, writes
+from kfp_gpuquota.cluster.kubernetes.connection import ApiError
+from kfp_gpuquota.cluster.kubernetes.objects import Pod
+from kfp_gpuquota.cluster.kubernetes.writes import Write
+from kfp_gpuquota.cluster.records import with_status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.api import Worker
+    from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
+    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.translate import PodView
+    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+
+DELETE_AGAIN_S: Final = 5.0
+NAME_TAKEN_PAUSE_S: Final = 0.5
+LONGEST_HOLD_S: Final = 120.0
+
+log = logging.getLogger(__name__)
+
+
+class WorkerPods:
+    """`pods` are those known, by worker. `noted(pod)` gets the answers of writes, `changed(uid)` is for the status,
+    `given_up(worker)` is told of a worker whose pod was never made.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        writer: Writer,
+        settings: elastic_pods.PodSettings,
+        *,
+        tell: Callable[[scheduler.Event], None],
+        noted: Callable[[Pod], None],
+        changed: Callable[[str], None],
+        given_up: Callable[[Worker], None],
+    ) -> None:
+        self._book, self._writer, self._settings = book, writer, settings
+        self._tell, self._noted, self._changed, self._given_up = tell, noted, changed, given_up
+        self._pod = msgspec.json.Decoder(Pod)
+        self.pods: dict[str, PodView] = {}
+
+    def make(self, uid: str, workers: list[Worker]) -> None:
+        """The job's Secret first, once: a kubelet that does not find it waits long before it looks again."""
+        facts = self._book.facts[uid]
+        if facts.has_secret:
+            for worker in workers:
+                self._make_pod(uid, worker)
+            return
+
+        def made(_: bytes) -> None:
+            facts.has_secret = True
+            self.make(uid, workers)
+
+        def failed(error: Exception) -> None:
+            if isinstance(error, ApiError) and error.status == 409:
+                made(b"")  # by an earlier controller: it holds the same token
+                return
+            for worker in workers:
+                self._not_made(worker, error)
+
+        self._writer.submit(_make_secret(facts.object, self._settings), made, failed)
+
+    def _make_pod(self, uid: str, worker: Worker) -> None:
+        record = self._book.workers.get(worker.id)
+        if record is None or record.released or uid not in self._book.facts:
+            self._given_up(worker)
+            return
+        body = elastic_pods.worker_pod(self._book.facts[uid].object, self._book.jobs[uid], worker, self._settings)
+        namespace = body["metadata"]["namespace"]
+        write = Write(
+            verb="POST",
+            path=writes.pods_path(namespace),
+            about=f"{namespace}/{body['metadata']['name']}",
+            body=body,
+        )
+        self._writer.submit(write, partial(self._made, worker), partial(self._not_made, worker))
+
+    def _made(self, worker: Worker, answer: bytes) -> None:
+        self._noted(self._pod.decode(answer))
+        record = self._book.workers.get(worker.id)
+        if record is not None and record.released:  # told to go while it was being made
+            self.delete(worker.id, self._book.jobs[worker.job_uid].spec.grace_period_s)
+
+    def _not_made(self, worker: Worker, error: Exception) -> None:
+        """A name that is taken: the next worker has another one. Anything else: the job is held back for a while."""
+        if worker.id in self.pods:
+            return  # an earlier attempt of the same write came through, and the watch has told
+        taken = isinstance(error, ApiError) and error.status == 409
+        if not taken:
+            self._hold_back(worker.job_uid, str(error))
+        asyncio.get_running_loop().call_later(NAME_TAKEN_PAUSE_S if taken else 0.0, self._given_up, worker)
+
+    def _hold_back(self, uid: str, why: str) -> None:
+        """Its pods are refused (a ResourceQuota, pod security, a template that cannot be): not again at once."""
+        facts = self._book.facts.get(uid)
+        if facts is None or facts.held_back == why:
+            return
+        log.warning("pods of job %s are refused: %s", facts.object.metadata.name, why)
+        facts.held_back = why
+        self._tell(scheduler.JobSuspended(uid))
+        asyncio.get_running_loop().call_later(facts.hold_s, self._release_hold, uid)
+        facts.hold_s = min(2 * facts.hold_s, LONGEST_HOLD_S)
+        job = self._book.jobs[uid]
+        self._book.jobs[uid] = with_status(job, reason=Reason(code=ReasonCode.WORKER_FAILED, message=why))
+        self._changed(uid)
+
+    def _release_hold(self, uid: str) -> None:
+        job = self._book.jobs.get(uid)
+        if job is not None and uid in self._book.facts:
+            self._book.facts[uid].held_back = ""
+            if job.status.phase is not Phase.SUSPENDED and not job.status.phase.final and not job.ending:
+                self._tell(scheduler.JobResumed(uid))
+
+    def delete(self, worker: str, grace_s: float) -> None:
+        """End the worker's pod; tried again until it is gone."""
+        pod = self.pods.get(worker)
+        if pod is not None:
+            write = writes.deletion(pod.namespace, pod.name, pod.uid, grace_s)
+            self._writer.submit(write, lambda _: None, partial(self._not_deleted, worker, grace_s))
+
+    def _not_deleted(self, worker: str, grace_s: float, error: Exception) -> None:
+        if isinstance(error, ApiError) and error.status in {404, 409}:
+            return  # it is gone: the watch says so
+        asyncio.get_running_loop().call_later(DELETE_AGAIN_S, self.delete, worker, grace_s)
+
+
+def _make_secret(job: ElasticJob, settings: elastic_pods.PodSettings) -> Write:
+    body = elastic_pods.membership_secret(job, settings)
+    meta = body["metadata"]
+    path = f"/api/v1/namespaces/{meta['namespace']}/secrets"
+    return Write(verb="POST", path=path, about=f"{meta['namespace']}/{meta['name']}", body=body)

@@ -1,0 +1,157 @@
+"""Pods and groups as the scheduler's jobs, against a model: any order of sightings, decisions, failed writes."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Device, Node, Project
+from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
+from kfp_gpuquota.cluster.kubernetes.seats import Seats
+from kfp_gpuquota.cluster.kubernetes.translate import GateShape, PodView, Stage
+
+GPUS = 6
+
+
+def waiting(uid: str, group: str = "", size: int = 0) -> PodView:
+    return PodView(
+        uid=uid,
+        namespace="team",
+        name=uid,
+        stage=Stage.WAITING,
+        gpus=1,
+        created=float(len(uid)),
+        gate=GateShape(index=0),
+        group=group,
+        group_size=size,
+    )
+
+
+class World(RuleBasedStateMachine):
+    """What the API server holds, what the scheduler believes, and that the two never part."""
+
+    pods = Bundle("pods")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.seats = scheduler.State(), Seats()
+        self.state.apply(scheduler.NodeChanged(Node(name="n", devices=tuple(Device(index=i) for i in range(GPUS)))))
+        self.state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=GPUS)))
+        self.seats.resize("n", GPUS)
+        self.plain = PlainPods(self.state.apply, self.seats)
+        self.plain.settle()
+        self.views: dict[str, PodView] = {}
+        self.in_flight: dict[str, tuple[int, ...]] = {}
+        self.made = 0
+
+    def show(self, view: PodView) -> None:
+        if view.stage is Stage.OVER:
+            self.views.pop(view.uid, None)
+        else:
+            self.views[view.uid] = view
+        self.plain.put(view)
+
+    @rule(target=pods, group=st.sampled_from(["", "", "g"]), size=st.integers(1, 3))
+    def create(self, group: str, size: int) -> str:
+        self.made += 1
+        uid = f"p{self.made:03}"
+        self.show(waiting(uid, group, size if group else 0))
+        return uid
+
+    @rule()
+    def plan(self) -> None:
+        decided = scheduler.plan(self.state, 1000.0)
+        for bind in decided.bind:
+            self.send(bind.job, bind.placements)
+        for resize in decided.resize:
+            self.send(resize.job, resize.add)
+
+    def send(self, job: str, placements: tuple[scheduler.Placement, ...]) -> None:
+        found = self.plain.waiting_of(job)
+        assert len(found) >= len(placements), "every placement has a pod"
+        for view, place in zip(found, placements, strict=False):
+            self.plain.assume_sent(view.uid, place.node, place.devices)
+            self.in_flight[view.uid] = place.devices
+
+    @rule(uid=pods, arrives=st.booleans())
+    def write_ends(self, uid: str, arrives: bool) -> None:
+        devices = self.in_flight.pop(uid, None)
+        if devices is None or uid not in self.views:
+            return
+        if arrives:
+            view = self.views[uid]
+            self.show(msgspec.structs.replace(view, stage=Stage.HELD, node="n", devices=devices, gate=None))
+        else:
+            self.plain.take_back(uid)
+
+    @rule(uid=pods)
+    def evict(self, uid: str) -> None:
+        if uid in self.views and self.views[uid].stage is Stage.HELD:
+            self.plain.assume_leaving(uid)
+
+    @rule(uid=pods)
+    def eviction_is_given_up(self, uid: str) -> None:
+        if uid not in self.in_flight:
+            self.plain.take_back(uid)
+
+    @rule(uid=pods)
+    def is_told_to_go(self, uid: str) -> None:
+        view = self.views.get(uid)
+        if view is not None and view.stage is Stage.HELD:
+            self.show(msgspec.structs.replace(view, stage=Stage.LEAVING))
+
+    @rule(uid=consumes(pods), ends=st.booleans())
+    def goes(self, uid: str, ends: bool) -> None:
+        view = self.views.get(uid)
+        self.in_flight.pop(uid, None)
+        if view is None:
+            return
+        if ends:
+            self.show(msgspec.structs.replace(view, stage=Stage.OVER))
+        else:
+            del self.views[uid]
+            self.plain.drop(uid)
+
+    @invariant()
+    def the_scheduler_believes_what_is_so(self) -> None:
+        holding = {uid for uid, v in self.views.items() if v.holds} | {u for u in self.in_flight if u in self.views}
+        assert set(self.state.workers) == holding
+        taken = [d for uid in holding for d in (self.seats.held(uid) or ("", ()))[1]]
+        assert len(taken) == len(set(taken)) == len(holding)
+
+    @invariant()
+    def everything_that_waits_alone_is_known_to_the_scheduler(self) -> None:
+        jobs = {uid for job in self.plain.jobs.values() for uid in job.members}
+        alone = {uid for uid, v in self.views.items() if v.stage is Stage.WAITING and not v.group}
+        assert alone <= jobs
+        assert set(self.plain.jobs) <= set(self.state.jobs)
+
+    @invariant()
+    def nothing_is_left_of_what_is_gone(self) -> None:
+        assert set(self.plain.members) == set(self.views)
+        if not self.views:
+            assert not self.state.jobs
+
+
+World.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyHistory = World.TestCase
+
+
+def test_after_a_restart_a_half_admitted_group_is_one_job_again() -> None:
+    state, seats = scheduler.State(), Seats()
+    seats.resize("n", 4)
+    state.apply(scheduler.NodeChanged(Node(name="n", devices=tuple(Device(index=i) for i in range(4)))))
+    state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=4)))
+    plain = PlainPods(state.apply, seats)
+    sent = msgspec.structs.replace(waiting("a", "g", 3), stage=Stage.HELD, node="n", devices=(2,), gate=None)
+    for view in (sent, waiting("b", "g", 3), waiting("c", "g", 3)):
+        plain.put(view)
+    assert not state.jobs
+    plain.settle()
+    (job,) = state.jobs.values()
+    assert (job.gang, job.active) == (3, 1)
+    decided = scheduler.plan(state, 10.0)
+    assert {p.devices for p in decided.resize[0].add} == {(0,), (1,)}
