@@ -155,3 +155,20 @@ def test_after_a_restart_a_half_admitted_group_is_one_job_again() -> None:
     assert (job.gang, job.active) == (3, 1)
     decided = scheduler.plan(state, 10.0)
     assert {p.devices for p in decided.resize[0].add} == {(0,), (1,)}
+
+
+def test_a_group_that_loses_one_pod_while_another_waits_again_leaves_no_job_behind() -> None:
+    state, seats = scheduler.State(), Seats()
+    seats.resize("n", 2)
+    state.apply(scheduler.NodeChanged(Node(name="n", devices=(Device(index=0), Device(index=1)))))
+    state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=2)))
+    plain = PlainPods(state.apply, seats)
+    plain.settle()
+    for uid in "ab":
+        plain.put(waiting(uid, "g", 2))
+    for uid, device in (("a", 0), ("b", 1)):
+        plain.assume_sent(uid, "n", (device,))
+    plain.take_back("b")
+    plain.drop("a")
+    assert set(state.jobs) == set(plain.jobs) == {"b"}
+    assert [bind.job for bind in scheduler.plan(state, 10.0).bind] == ["b"]

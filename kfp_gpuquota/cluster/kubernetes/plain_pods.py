@@ -226,8 +226,8 @@ class PlainPods:
         assert job is not None, "what holds devices belongs to a job"
         del job.members[member.view.uid]
         if job.members:
-            self._close_job(job)
-        else:
+            self._close_job(job)  # those of it that wait leave it
+        if not job.members:
             self._remove(job)
         self._give_back(member)
 
