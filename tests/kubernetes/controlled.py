@@ -167,7 +167,7 @@ class Controlled:
         pods = self.cluster.api.items("/api/v1/pods")
         for node in self.cluster.api.items("/api/v1/nodes"):
             here = [p for p in pods if p["spec"].get("nodeName") == node["metadata"]["name"] and not is_over(p)]
-            devices = [d for p in here for d in _devices(p)]
+            devices = [d for p in here if gpus_of(p) for d in _devices(p)]
             assert len(devices) == len(set(devices)), (node["metadata"]["name"], devices)
             assert sum(map(gpus_of, here)) <= int(node["status"]["allocatable"].get(labels.GPU_RESOURCE, "0"))
         for quota in self.cluster.api.items(QUOTAS):

@@ -267,3 +267,22 @@ def test_a_pod_whose_place_was_taken_is_left_to_its_owner_to_make_anew(controlle
     controlled.cluster.api.delete(f"/api/v1/namespaces/{elsewhere}/pods/hog", 0)
     controlled.wait(lambda: len(controlled.bound(team)) == 1)
     controlled.cluster.api.delete(f"{sets}/set")
+
+
+def test_pods_that_ask_for_parts_of_a_gpu_share_one_as_far_as_it_goes(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    none: dict[str, Any] = {"containers": [{"name": "main", "image": "none"}]}
+    controlled.until_bound(controlled.pod(team, "whole"))
+    for i in range(3):
+        controlled.pod(team, f"part{i}", annotations={"gpu-fraction": "0.4"}, **none)
+    controlled.wait(lambda: len(controlled.bound(team)) == 3, lambda: controlled.log()[-3000:])
+    (waits,) = controlled.waiting(team)
+    noted = {p["metadata"]["annotations"][labels.DEVICES] for n, p in controlled.pods(team).items() if n != waits}
+    assert noted == {"0", "1"}
+    controlled.kill()
+    controlled.start()
+    gone = next(n for n in controlled.bound(team) if n.startswith("part"))
+    controlled.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/{gone}")
+    controlled.until_bound(f"/api/v1/namespaces/{team}/pods/{waits}")

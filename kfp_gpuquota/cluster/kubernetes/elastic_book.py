@@ -77,7 +77,7 @@ class Book:
         self.workers[worker.id] = record
         held = self._seats.held(worker.id)
         if record.alive and held is None:
-            self._seats.take(worker.id, worker.node, len(worker.devices), worker.devices)
+            self._seats.take(worker.id, worker.node, len(worker.devices), worker.devices, part=worker.share < 1)
         elif not record.alive and held is not None:
             self._seats.release(worker.id)
 

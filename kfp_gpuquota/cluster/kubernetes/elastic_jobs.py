@@ -217,7 +217,7 @@ class ElasticJobs:
         if worker in self._killed and pod.stage is Stage.LEAVING:
             pod = msgspec.structs.replace(pod, stage=Stage.HELD)  # its end is a failure, not our wish
         job, facts = self.book.jobs[pod.job_uid], self.book.facts[pod.job_uid]
-        after = worker_record(pod, self._devices_of(pod, worker), before, time.time())
+        after = worker_record(pod, self._devices_of(pod, worker), self._share_of(pod), before, time.time())
         self._note_trouble(facts, worker, pod.trouble)
         if before is None:
             job = _counting(job, pod)
@@ -234,8 +234,14 @@ class ElasticJobs:
     def _devices_of(self, pod: PodView, worker: str) -> tuple[int, ...]:
         held = self._seats.held(worker)
         if held is None:
-            return self._seats.take(worker, pod.node, max(1, pod.gpus), pod.devices)
+            wanted = pod.devices or ()
+            shared = self.book.jobs[pod.job_uid].spec.shared
+            return self._seats.take(worker, pod.node, max(1, pod.gpus, len(wanted)), pod.devices, part=shared)
         return held[1]
+
+    def _share_of(self, pod: PodView) -> float:
+        spec, node = self.book.jobs[pod.job_uid].spec, self.book.nodes.get(pod.node)
+        return spec.share_of(node.gpu_memory_mib) if spec.shared and node is not None else 1.0
 
     def _note_trouble(self, facts: Facts, worker: str, trouble: str) -> None:
         if trouble != facts.trouble.get(worker, ""):
@@ -246,7 +252,7 @@ class ElasticJobs:
         """The worker is gone: what becomes of the job is for cluster/lifecycle.py to say."""
         worker = worker_id(pod.job_uid, pod.index)
         before = self.book.jobs[pod.job_uid]
-        known = self.book.workers.get(worker) or worker_record(pod, (), None, time.time())
+        known = self.book.workers.get(worker) or worker_record(pod, (), 1.0, None, time.time())
         now = time.time()
         gone = msgspec.structs.replace(
             known.worker,

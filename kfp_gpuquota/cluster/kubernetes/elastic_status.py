@@ -86,7 +86,9 @@ def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:
     return None if pod is None else worker_id(job_uid, translate.whole(pod.removeprefix(f"{job}-")))
 
 
-def worker_record(pod: PodView, devices: tuple[int, ...], before: WorkerRecord | None, now: float) -> WorkerRecord:
+def worker_record(
+    pod: PodView, devices: tuple[int, ...], share: float, before: WorkerRecord | None, now: float
+) -> WorkerRecord:
     """The worker as its pod tells; `before` as it was known. A pod that is being deleted was told to go."""
     worker = Worker(
         id=worker_id(pod.job_uid, pod.index),
@@ -94,6 +96,7 @@ def worker_record(pod: PodView, devices: tuple[int, ...], before: WorkerRecord |
         index=pod.index,
         node=pod.node,
         devices=devices,
+        share=share,
         started_at=pod.created,
     )
     known = before.worker if before is not None else worker

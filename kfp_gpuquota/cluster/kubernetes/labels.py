@@ -9,6 +9,7 @@ VERSION: Final = "v1alpha1"
 API_VERSION: Final = f"{GROUP}/{VERSION}"
 FIELD_MANAGER: Final = "gpuquota"
 GPU_RESOURCE: Final = "nvidia.com/gpu"
+GPU_MEMORY: Final = "nvidia.com/gpu.memory"
 
 MANAGED: Final = f"{GROUP}/managed"
 QUOTA_GATE: Final = f"{GROUP}/quota"

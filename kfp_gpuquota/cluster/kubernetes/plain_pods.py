@@ -202,7 +202,7 @@ class PlainPods:
             self._form(None, [member])
         assert member.job is not None
         node, wanted = member.sent_to or (view.node, view.devices)
-        devices = self._seats.take(view.uid, node, view.gpus, wanted)
+        devices = self._seats.take(view.uid, node, view.gpus, wanted, part=bool(view.share))
         self._tell(scheduler.WorkerStarted(view.uid, member.job.uid, node, devices, view.created))
 
     def _give_back(self, member: Member) -> None:
@@ -281,9 +281,11 @@ class PlainPods:
 
 
 def _group_key(view: PodView) -> GroupKey | None:
-    return (view.namespace, view.group) if view.group else None
+    if not view.group or view.share:  # a job that holds parts of GPUs has one worker
+        return None
+    return view.namespace, view.group
 
 
 def _wish(view: PodView) -> tuple[object, ...]:
     """What it asks for."""
-    return view.gpus, view.kind, view.priority, view.preemptible, view.group, view.group_size
+    return view.gpus, view.share, view.kind, view.priority, view.preemptible, view.group, view.group_size

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class NodeSeats:
-    """One node: `count` devices, `taken` by pods; `foreign` are those of pods outside the quota."""
+    """One node: `count` devices, `taken` whole or in `parts` by pods; `foreign` are those of pods outside the quota."""
 
     count: int = 0
     taken: dict[int, str] = field(default_factory=dict)
+    parts: dict[int, set[str]] = field(default_factory=dict)
     foreign: set[int] = field(default_factory=set)
 
 
@@ -38,18 +39,28 @@ class Seats:
         """Devices of pods outside the quota."""
         return self._node(node).foreign
 
-    def overcommitted(self, node: str) -> bool:
-        """More is held on the node than it has."""
-        seats = self._node(node)
-        return any(index >= seats.count for index in seats.taken)
-
     def take(
-        self, holder: str, node: str, count: int, wanted: tuple[int, ...] | None, *, foreign: bool = False
+        self,
+        holder: str,
+        node: str,
+        count: int,
+        wanted: tuple[int, ...] | None,
+        *,
+        foreign: bool = False,
+        part: bool = False,
     ) -> tuple[int, ...]:
-        """Seat `holder` on `wanted` where these are free, else on any free ones; the devices."""
+        """Seat `holder` on `wanted` where these are free, else on any free ones; the devices.
+
+        With `part` it holds a part of each: others may hold the rest, and that it suffices is for the plan to see to.
+        """
         seats = self._node(node)
-        devices = wanted if wanted is not None and _all_free(seats, wanted) else _free(seats, count, last=foreign)
-        seats.taken.update(dict.fromkeys(devices, holder))
+        free = wanted is not None and _all_free(seats, wanted, part=part)
+        devices = wanted if wanted is not None and free else _free(seats, count, last=foreign)
+        if part:
+            for device in devices:
+                seats.parts.setdefault(device, set()).add(holder)
+        else:
+            seats.taken.update(dict.fromkeys(devices, holder))
         if foreign:
             seats.foreign.update(devices)
         self._of[holder] = (node, devices)
@@ -62,7 +73,12 @@ class Seats:
             return None
         seats = self._node(held[0])
         for device in held[1]:
-            del seats.taken[device]
+            if seats.taken.get(device) == holder:
+                del seats.taken[device]
+            elif (holders := seats.parts.get(device)) is not None:
+                holders.discard(holder)
+                if not holders:
+                    del seats.parts[device]
         seats.foreign.difference_update(held[1])
         return held
 
@@ -70,13 +86,14 @@ class Seats:
         return self._nodes.setdefault(node, NodeSeats())
 
 
-def _all_free(seats: NodeSeats, devices: tuple[int, ...]) -> bool:
-    return all(device < seats.count and device not in seats.taken for device in devices)
+def _all_free(seats: NodeSeats, devices: tuple[int, ...], *, part: bool) -> bool:
+    fits = all(device < seats.count and device not in seats.taken for device in devices)
+    return fits and (part or not any(device in seats.parts for device in devices))
 
 
 def _free(seats: NodeSeats, count: int, *, last: bool) -> tuple[int, ...]:
     """Free devices, the first ones, or the last ones for pods outside the quota; beyond the node's where none are."""
-    free = [index for index in range(seats.count) if index not in seats.taken]
+    free = [index for index in range(seats.count) if index not in seats.taken and index not in seats.parts]
     chosen = free[-count:] if last else free[:count]
-    beyond = max((seats.count, *(index + 1 for index in seats.taken)))
+    beyond = max((seats.count, *(index + 1 for index in (*seats.taken, *seats.parts))))
     return (*chosen, *range(beyond, beyond + count - len(chosen)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from enum import IntEnum
+from functools import cache
 from sys import intern
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +16,7 @@ import msgspec
 
 from kfp_gpuquota.api import Device, JobSpec, Kind, Project
 from kfp_gpuquota.api import Node as ApiNode
+from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.objects import GpuQuota, GpuQuotaSpec, Metadata, PodSpec
@@ -67,7 +69,10 @@ class GateShape(msgspec.Struct, frozen=True, gc=False):
 
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What is kept of a pod. `job_uid` is its ElasticJob's, `index` and `attempt` are those of a worker."""
+    """What is kept of a pod. `job_uid` is its ElasticJob's, `index` and `attempt` are those of a worker.
+
+    `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each.
+    """
 
     uid: str
     namespace: str
@@ -92,6 +97,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     exit_code: int | None = None
     trouble: str = ""
     place: Place = Place()
+    share: tuple[tuple[str, Any], ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -104,7 +110,8 @@ def pod_view(pod: Pod) -> PodView:
     meta, spec = pod.metadata, pod.spec
     gate = _gate(pod)
     node = spec.node_name or ("" if gate else _sent_to(pod))
-    gpus = _gpus(spec.containers, spec.init_containers)
+    share = _share(pod)
+    gpus = dict(share).get("gpu_devices", 1) if share else _gpus(spec.containers, spec.init_containers)
     owner = next((o for o in meta.owner_references if o.controller), None)
     elastic = owner is not None and owner.kind == "ElasticJob"
     view = PodView(
@@ -123,6 +130,7 @@ def pod_view(pod: Pod) -> PodView:
         job_uid=owner.uid if owner is not None and elastic else "",
         exit_code=_exit_code(pod),
         trouble=_trouble(pod),
+        share=share,
         place=place_of(spec) if gate is not None else Place(),
         **_wishes(meta.labels, meta.annotations or {}),
     )
@@ -155,6 +163,14 @@ def _limit(container: Container) -> int:
 def whole(quantity: str) -> int:
     """A quantity of devices; 0 for one that is no whole number."""
     return int(quantity) if quantity.isdecimal() else 0
+
+
+def _share(pod: Pod) -> tuple[tuple[str, Any], ...]:
+    """The part of devices that its annotations ask for; of an ElasticJob's worker the job says it."""
+    annotations = pod.metadata.annotations
+    if not annotations or not asks_for_share(annotations):
+        return ()
+    return tuple(sorted(share_of_pod(annotations, {}).items()))
 
 
 def _gate(pod: Pod) -> GateShape | None:
@@ -241,24 +257,20 @@ def _trouble(pod: Pod) -> str:
 def node_of(node: Node, foreign: Iterable[int] = ()) -> ApiNode:
     """The node, without the devices that pods outside the quota hold."""
     taken = set(foreign)
-    count = gpu_count(node)
+    count, memory = gpu_count(node), whole(node.metadata.labels.get(labels.GPU_MEMORY, "0"))
     return ApiNode(
         name=node.metadata.name,
-        devices=tuple(device(i) for i in range(count) if i not in taken),
+        devices=tuple(device(i, memory) for i in range(count) if i not in taken),
         ready=is_ready(node),
         labels=node.metadata.labels,
         taints=taints_of(node.spec.taints),
     )
 
 
-_DEVICES: list[Device] = []
-
-
-def device(index: int) -> Device:
-    """One of a node's devices; the kubelet's plugin decides which one that is."""
-    while len(_DEVICES) <= index:
-        _DEVICES.append(Device(index=len(_DEVICES)))
-    return _DEVICES[index]
+@cache
+def device(index: int, memory_mib: int) -> Device:
+    """One of a node's devices; the kubelet's plugin decides which one that is. Thousands of nodes share these."""
+    return Device(index=index, memory_mib=memory_mib)
 
 
 def gpu_count(node: Node) -> int:
@@ -312,8 +324,7 @@ def pod_job(view: PodView, pods: int = 1) -> JobSpec:
         name=short_name(view.group or view.name),
         project=view.namespace,
         command=("pod",),
-        gpus=view.gpus * pods,
-        gpus_per_worker=view.gpus,
+        **(dict(view.share) if view.share else {"gpus": view.gpus * pods, "gpus_per_worker": view.gpus}),
         kind=view.kind,
         priority=view.priority,
         preemptible=view.preemptible,
