@@ -97,6 +97,21 @@ class Packer:
         self._change(machine, demand, devices, -1)
         return Spot(machine, devices)
 
+    def ranked(self, demand: Demand) -> list[int]:
+        """The machines on which the demand fits, those first where it fragments least."""
+        costs = self._costs(demand).cost
+        return [int(machine) for machine in np.argsort(costs, kind="stable") if np.isfinite(costs[machine])]
+
+    def set_idle(self, idle: Mapping[int, tuple[Sequence[int], int, int]]) -> None:
+        """What is idle on machines now, whoever changed it: (thousandths by device, CPU, memory) by machine."""
+        for machine, (gpu, cpu_milli, memory_mib) in idle.items():
+            self.gpu[machine, : len(gpu)] = gpu
+            self.cpu[machine], self.memory[machine] = cpu_milli, memory_mib
+        rows = np.array(list(idle), dtype=np.int64)
+        if len(rows):
+            self._fragments[rows] = self._mix.fragments(rows, self.gpu[rows], self.cpu[rows], self.memory[rows])
+            self._changes.extend(idle)
+
     def release(self, demand: Demand, spot: Spot) -> None:
         """Give back what the demand took."""
         self._change(spot.machine, demand, spot.devices, 1)
@@ -113,6 +128,9 @@ class Packer:
         self.gpu[machine, list(devices)] += sign * demand.milli
         self.cpu[machine] += sign * demand.cpu_milli
         self.memory[machine] += sign * demand.memory_mib
+        self._changed(machine)
+
+    def _changed(self, machine: int) -> None:
         row = np.array([machine])
         self._fragments[machine] = self._mix.fragments(row, self.gpu[row], self.cpu[row], self.memory[row])[0]
         self._changes.append(machine)

@@ -14,6 +14,8 @@ from kfp_gpuquota.scheduler.model import GPU, UNLIMITED, Amount, Host, Job, Queu
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kfp_gpuquota.scheduler.packing import Packing
+
 Change = tuple[Task, Status, Host | None, tuple[int, ...]]
 
 _USED, _LEAVING, _NOMINATED = 0, 1, 2
@@ -24,7 +26,8 @@ class Ledger:
     """Hosts, queues and what tasks take of them. `by_idle[n]` and `by_future[n]`: names of hosts with n whole GPUs.
 
     `half_life_s`: after which what queues borrowed counts half in their shares; None: it does not count.
-    `one_by_one`: each task of a gang is packed by itself, as KAI-Scheduler does, instead of next to the others.
+    `packing`: of shares, during a plan. `one_by_one`: each task of a gang is packed by itself, and shares onto the
+    fullest device, as KAI-Scheduler does, instead of next to the others and where they fragment least.
     """
 
     def __init__(self) -> None:
@@ -37,6 +40,7 @@ class Ledger:
         self.special = 0
         self.one_by_one = False
         self.half_life_s: float | None = None
+        self.packing: Packing | None = None
         self.gpu_memory_mib = 0
         self.by_size: dict[int, int] = {}
         self.leaving: dict[Task, None] = {}
@@ -120,6 +124,7 @@ class Ledger:
         """What was changed so far is history now."""
         self._journal.clear()
         self.touched_hosts.clear()
+        self.packing = None
 
     def amount(self, task: Task) -> Amount:
         """What the task counts against quotas: by its device's memory where it is placed, else by the smallest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from heapq import merge
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.scheduler.model import GPU, Host, Status, Task
 
@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kfp_gpuquota.scheduler.ledger import Ledger
+
+
+_BUSY: Final = 0.25
+"""The part of a node pool's devices that must be held before it matters what kind of room is left."""
 
 
 def place_all(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
@@ -154,11 +158,14 @@ def _whole_devices(host: Host, count: int, *, future: bool) -> tuple[int, ...]:
 def _preferred(ledger: Ledger, task: Task, more: int, *, future: bool) -> Iterable[Host]:
     """Hosts in the order in which they should be tried: where the job already is, where all of it fits, the rest."""
     devices = task.request.devices
-    if not task.request.whole:
-        yield from _packed(ledger, task, future=future)
-        return
     if task.job.spread:
         yield from _spread(ledger, task, future=future)
+        return
+    if not future and not ledger.one_by_one and _mixes(ledger, task, more):
+        yield from _gentle(ledger, task)
+        return
+    if not task.request.whole:
+        yield from _packed(ledger, task, future=future)
         return
     if task.job.hosts and more <= 1:
         yield from _near(task, future=future)
@@ -174,7 +181,8 @@ def _near(task: Task, *, future: bool) -> Iterable[Host]:
 
 def _spread(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:
     """The hosts with the fewest workers of the job first, among them the emptiest."""
-    count, taken = task.request.devices, task.job.hosts
+    taken = task.job.hosts
+    count = task.request.devices if task.request.whole else 0
     hosts = list(ledger.hosts_with(count, future=future))
     return sorted(hosts, key=lambda h: (taken.get(h, 0), -(h.future_whole if future else h.idle_whole), h.name))
 
@@ -186,6 +194,27 @@ def _roomiest(ledger: Ledger, devices: int, *, future: bool) -> Iterable[Host]:
         if count >= devices:
             for name in index[count]:
                 yield ledger.hosts[name]
+
+
+def _mixes(ledger: Ledger, task: Task, more: int) -> bool:
+    """A share, or a single worker with whole devices where shares are: what is left matters in more than number.
+
+    Not while most of the node pool is idle: it costs a look at every host, and what is left over is of use anyway.
+    """
+    if task.request.whole and (more > 1 or not ledger.shared_hosts or task.job.hosts or not task.request.devices):
+        return False
+    pool = task.job.queue.pool
+    held = sum(queue.held[0] + queue.leaving[0] for queue in ledger.roots(pool))
+    return held > _BUSY * ledger.capacity(pool)[0]
+
+
+def _gentle(ledger: Ledger, task: Task) -> Iterable[Host]:
+    """The hosts in the order in which it leaves the most for others; devices are then the fullest that fit."""
+    if ledger.packing is None:
+        from kfp_gpuquota.scheduler.packing import Packing  # noqa: PLC0415 (numpy, which most plans do not need)
+
+        ledger.packing = Packing(ledger)
+    return ledger.packing.ranked(task.request)
 
 
 def _packed(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:

@@ -1,0 +1,62 @@
+"""Where GPUs are shared, what starts goes where it leaves the most that others can use."""
+
+from __future__ import annotations
+
+import pytest
+
+from kfp_gpuquota.scheduler.copying import copied
+from kfp_gpuquota.scheduler.planner import plan
+from tests.scheduler.test_resources import Cluster
+
+
+def busy() -> Cluster:
+    """Two nodes with an idle GPU each, one of them with CPUs to go with it; on a third a GPU is shared."""
+    cluster = Cluster()
+    cluster.project("a", 100)
+    cluster.node("a-rich", 4, cpu=20)
+    cluster.node("b-poor", 4, cpu=4)
+    cluster.node("c-other", 1, cpu=1)
+    for node in ("a-rich", "b-poor"):
+        cluster.submit(f"on-{node}", gpus=3, node=node, cpu=1)
+    cluster.submit("share", gpu_fraction=0.6, node="c-other", cpu=1)
+    cluster.run()
+    for i in range(3):
+        cluster.submit(f"heavy-{i}", cpu=16, priority=10)
+    return cluster
+
+
+def test_a_job_that_needs_no_cpu_leaves_the_gpu_that_has_some_to_others() -> None:
+    cluster = busy()
+    cluster.submit("light", priority=60)
+    cluster.run()
+    assert cluster.where("light")[0][0] == "b-poor"
+
+
+def test_so_does_a_share() -> None:
+    cluster = busy()
+    cluster.submit("half", gpu_fraction=0.5, priority=60)
+    cluster.run()
+    assert cluster.where("half")[0][0] == "b-poor"
+
+
+def test_a_share_joins_another_where_whole_gpus_are_wanted() -> None:
+    cluster = Cluster()
+    cluster.project("a", 100)
+    cluster.node("a", 2)
+    cluster.node("b", 2)
+    cluster.submit("first", gpu_fraction=0.4, node="b")
+    cluster.submit("wide", gpus=1, node="a")
+    cluster.run()
+    for i in range(5):
+        cluster.submit(f"whole-{i}", gpus=2, priority=10)
+    cluster.submit("second", gpu_fraction=0.4, priority=60)
+    cluster.run()
+    assert cluster.where("second") == cluster.where("first")
+
+
+@pytest.mark.parametrize("more", [0, 3])
+def test_the_answer_is_the_same_for_a_copy_and_for_another_plan(more: int) -> None:
+    cluster = busy()
+    for i in range(more):
+        cluster.submit(f"share-{i}", gpu_fraction=0.3)
+    assert plan(cluster.state, 50.0) == plan(cluster.state, 50.0) == plan(copied(cluster.state), 50.0)
