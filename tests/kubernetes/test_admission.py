@@ -141,6 +141,7 @@ def test_nobody_pretends_to_be_a_worker(body: dict[str, Any]) -> None:
         (pod("1", labels={labels.KIND: "serve"}), "gpuquota.dev/kind is 'serve', but it must be one of train, build"),
         (pod("1", labels={labels.PRIORITY: "high"}), "gpuquota.dev/priority is 'high', but it must be a whole number"),
         (pod("1", labels={labels.PRIORITY: "1" * 18}), "priority is 111111111111111111, but it must be between 0 and"),
+        (pod("1", labels={labels.POOL: "A.100"}), "node_pool is 'A.100', but a name is 1 to 63 lower-case letters"),
         (pod("1", labels={labels.PREEMPTIBLE: "no"}), "gpuquota.dev/preemptible is 'no', but it must be one of true"),
         (
             pod("1", annotations={labels.POD_GROUP_SIZE: "4"}),

@@ -257,6 +257,7 @@ def _check_wishes(
         kind=Kind(kind),
         priority=_whole(written, labels.PRIORITY),
         preemptible=None if preemptible is None else preemptible == "true",
+        node_pool=written.get(labels.POOL, ""),
         **share,
     )
     size = _whole(notes, labels.POD_GROUP_SIZE)
