@@ -27,6 +27,7 @@ class Environment:
     report_file: str = ""
     ca_file: str = ""
     memory_dir: str = ""
+    static: tuple[int, int] | None = None  # (rank, world size) where torchrun fixed them
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -41,6 +42,7 @@ class Environment:
             report_file=given.get("ELASTIC_REPORT_FILE", ""),
             ca_file=given.get("ELASTIC_CA_FILE", ""),
             memory_dir=given.get("ELASTIC_MEMORY_DIR", ""),
+            static=_static(given),
         )
         if environment.coordinator and "ELASTIC_WORKER_ID" not in given:
             raise SettingsError("ELASTIC_COORDINATOR is set, but ELASTIC_WORKER_ID is not; set both, or neither")
@@ -73,3 +75,10 @@ class Environment:
     def token(self) -> str:
         """The job's token; empty where there is no file."""
         return Path(self.token_file).read_text(encoding="utf-8").strip() if self.token_file else ""
+
+
+def _static(given: Mapping[str, str]) -> tuple[int, int] | None:
+    """What torchrun, or anything that speaks as it does, has fixed for this process's life."""
+    if given.get("ELASTIC_COORDINATOR") or not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(given):
+        return None
+    return int(given["RANK"]), int(given["WORLD_SIZE"])

@@ -61,12 +61,7 @@ class ExactReducer:
             self._plan_step(micro.step_shards)
             self._launched = 0
         self._push, self._ghost, self._last = next(self._pushes), micro.ghost, micro.last
-        for slot in self._layout.slots:
-            slot.fired = False
-            slot.touched = slot.touched and not first
-        if micro.last:
-            for bucket in self._layout.buckets:
-                bucket.waiting = len(bucket.slots)
+        self._layout.begin(first=first)
 
     def _plan_step(self, leaves: int) -> None:
         rank, size = (self._group.rank, self._group.size) if self._group is not None else (0, 1)
@@ -78,7 +73,7 @@ class ExactReducer:
     def end(self) -> None:
         """See GradientReducer. A parameter without a gradient adds nothing, in the place where it would add one."""
         for slot in self._layout.slots:
-            if not slot.fired or self._ghost:
+            if slot.fired != self._layout.iteration or self._ghost:
                 self._place(slot, None, self._push)
 
     def reduce(self) -> None:
@@ -121,16 +116,15 @@ class ExactReducer:
         return self._views[row, slot]
 
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
-        slot.fired = True
+        slot.fired = self._layout.iteration
         slot.parameter.grad = None
         if self._ghost:
             return
         self._place(slot, gradient, self._push)
-        slot.touched = True
-        if self._last:
-            self._layout.buckets[slot.bucket].waiting -= 1
-            if self._group is not None:
-                self._launch_ready(self._group)
+        slot.touched = self._layout.step
+        self._layout.buckets[slot.bucket].arrived.append(slot)
+        if self._last and self._group is not None:
+            self._launch_ready(self._group)
 
     def _place(self, slot: Slot, gradient: torch.Tensor | None, push: Push) -> None:
         """Put a shard's gradient where the tree has it, and merge what it completes."""
@@ -150,7 +144,7 @@ class ExactReducer:
 
     def _fill_tails(self) -> None:
         """The numbers ride in this rank's first partial sum; the others carry nothing."""
-        self._layout.used.copy_(torch.tensor([slot.touched for slot in self._layout.slots]))
+        self._layout.used.copy_(torch.tensor(self._layout.touched()))
         for row in self._rows[1:]:
             self._layout.tail_of(row[-1]).fill_(_NOTHING)
 
@@ -159,7 +153,7 @@ class ExactReducer:
     def _launch_ready(self, group: Group) -> None:
         """All but the last bucket: that one carries the tail, which is known when the backward pass is over."""
         buckets = self._layout.buckets
-        while self._launched < len(buckets) - 1 and buckets[self._launched].waiting == 0:
+        while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
             self._launch(group, self._launched)
             self._launched += 1
 

@@ -79,27 +79,27 @@ class FastReducer:
         self._group = group if group is not None and group.size > 1 else None
         self._last, self._ghost = micro.last, micro.ghost
         self._passive = self._group is None and first and micro.last and not micro.ghost
-        for slot in self._layout.slots:
-            slot.fired = False
-            slot.touched = slot.touched and not first
-        if micro.last:
+        self._layout.begin(first=first)
+        if first:
             self._launched = 0
-            for bucket in self._layout.buckets:
-                bucket.waiting = len(bucket.slots)
 
     def end(self) -> None:
         """See GradientReducer."""
+        for bucket in self._layout.buckets:
+            if not bucket.complete:
+                self._gather(bucket.arrived)
 
     def reduce(self) -> None:
         """See GradientReducer."""
         if self._passive:
             return
+        touched = self._layout.touched()
         used = self._layout.used.fill_(1)
-        untouched = [slot for slot in self._layout.slots if not slot.touched]
-        for slot in untouched:
-            slot.view.zero_()
-        if untouched:
-            used.copy_(torch.tensor([slot.touched for slot in self._layout.slots]))
+        if not all(touched):
+            used.copy_(torch.tensor(touched))
+            for slot, was_touched in zip(self._layout.slots, touched, strict=True):
+                if not was_touched:
+                    slot.view.zero_()
         if self._group is not None:
             self._reduce_over(self._group)
 
@@ -123,32 +123,37 @@ class FastReducer:
         self._works = []
         self._layout.forget()
 
-    def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
+    def _on_gradient(self, slot: Slot, _gradient: torch.Tensor) -> None:
+        """Gradients are gathered a bucket at a time: one operation on many costs less than many on one."""
         if self._passive:
             return
-        slot.fired = True
-        self._gather(slot, gradient)
-        slot.parameter.grad = None
-        if self._last:
-            bucket = self._layout.buckets[slot.bucket]
-            bucket.waiting -= 1
-            if bucket.waiting == 0 and self._group is not None:
+        slot.fired = self._layout.iteration
+        bucket = self._layout.buckets[slot.bucket]
+        bucket.arrived.append(slot)
+        if bucket.complete:
+            self._gather(bucket.arrived)
+            if self._last and self._group is not None:
                 self._launch_ready(self._group)
 
-    def _gather(self, slot: Slot, gradient: torch.Tensor) -> None:
-        if self._ghost:
-            if not slot.touched:
-                slot.view.zero_()
-        elif slot.touched:
-            slot.view.add_(gradient)
-        elif gradient.data_ptr() != slot.view.data_ptr():
-            slot.view.copy_(gradient)
-        slot.touched = True
+    def _gather(self, slots: list[Slot]) -> None:
+        """Into the bucket: copied where they are the step's first, else added."""
+        step = self._layout.step
+        fresh = [slot for slot in slots if slot.touched != step]
+        more = [] if self._ghost or len(fresh) == len(slots) else [slot for slot in slots if slot.touched == step]
+        if fresh and self._ghost:
+            torch._foreach_zero_([slot.view for slot in fresh])
+        elif fresh:
+            torch._foreach_copy_([slot.view for slot in fresh], _gradients(fresh))
+        if more:
+            torch._foreach_add_([slot.view for slot in more], _gradients(more))
+        for slot in slots:
+            slot.touched = step
+            slot.parameter.grad = None
 
     def _launch_ready(self, group: Group) -> None:
         """All but the last bucket: that one carries the tail, which is known when the backward pass is over."""
         buckets = self._layout.buckets
-        while self._launched < len(buckets) - 1 and buckets[self._launched].waiting == 0:
+        while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
             self._works.append(group.all_reduce(buckets[self._launched].flat))
             self._launched += 1
 
@@ -161,3 +166,7 @@ class FastReducer:
             self.abandon()
             raise
         self._works = []
+
+
+def _gradients(slots: list[Slot]) -> list[torch.Tensor]:
+    return [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]

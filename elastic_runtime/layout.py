@@ -8,6 +8,7 @@ votes for the next generation, rank 0's buffers, and which parameters were used.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,27 +27,35 @@ PADDING = 1024
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter's place: bucket and element range, and whether this step has put anything there."""
+    """One parameter's place: bucket and element range; in which iteration it got its last gradient, and in which step.
+
+    Numbers rather than flags: nothing has to be reset for each iteration.
+    """
 
     name: str
     parameter: torch.nn.Parameter
     bucket: int
     start: int
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    touched: bool = False
-    fired: bool = False
+    touched: int = 0
+    fired: int = 0
 
 
 @dataclass
 class Bucket:
-    """One flat buffer; `waiting` counts the parameters whose last gradient of the step is still to come."""
+    """One flat buffer; `arrived` are the slots whose gradient of this iteration is there."""
 
     dtype: torch.dtype
     device: torch.device
     size: int = 0
     slots: list[Slot] = field(default_factory=list)
     whole: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    waiting: int = 0
+    arrived: list[Slot] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter's gradient of this iteration is there."""
+        return len(self.arrived) == len(self.slots)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -67,7 +76,7 @@ class Layout:
             raise UsageError("the model has no parameter that requires a gradient; there is nothing to train")
         self._tail_size = tail_size + len(self.slots)
         self.buckets = _lay_out(self.slots, self._tail_size)
-        self._by_parameter = {slot.parameter: slot for slot in self.slots}
+        self.iteration = self.step = 1
         self.allocate()
 
     def allocate(self) -> None:
@@ -98,18 +107,29 @@ class Layout:
         The parameter's own `grad` is None afterwards.
         """
 
-        def fire(parameter: torch.nn.Parameter) -> None:
-            if parameter.grad is None:
-                return
-            slot = self._by_parameter[parameter]
-            if slot.fired:
-                raise LoopError(
-                    f"parameter {slot.name!r} got two gradients in one iteration; call job.backward once per "
-                    "iteration, and use torch.utils.checkpoint with use_reentrant=False"
-                )
-            on_gradient(slot, parameter.grad)
+        return [_register(slot.parameter, partial(self._fire, slot, on_gradient)) for slot in self.slots]
 
-        return [_register(slot.parameter, fire) for slot in self.slots]
+    def _fire(self, slot: Slot, on_gradient: Callable[[Slot, torch.Tensor], None], parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if slot.fired == self.iteration:
+            raise LoopError(
+                f"parameter {slot.name!r} got two gradients in one iteration; call job.backward once per iteration, "
+                "and use torch.utils.checkpoint with use_reentrant=False"
+            )
+        on_gradient(slot, gradient)
+
+    def begin(self, *, first: bool) -> None:
+        """The next iteration, which may be the `first` of its step."""
+        self.iteration += 1
+        self.step += first
+        for bucket in self.buckets:
+            bucket.arrived = []
+
+    def touched(self) -> list[bool]:
+        """Which slots got a gradient in this step."""
+        return [slot.touched == self.step for slot in self.slots]
 
     def hand_out(self, factor: float = 1.0) -> None:
         """Each parameter's `grad` is `factor` times its view, or None where nobody used it."""
@@ -129,11 +149,11 @@ class Layout:
         """No gradients, and new memory."""
         self.allocate()
         for slot in self.slots:
-            slot.touched = False
+            slot.touched = 0
             slot.parameter.grad = None
 
 
-def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.nn.Parameter], None]) -> RemovableHandle:
+def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
 

@@ -14,11 +14,13 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from elastic_runtime.coordinator import Coordinator
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.exchange import exchange
 from elastic_runtime.generations import Generation, Generations
+from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group
 from elastic_runtime.keeper import Keeper
 from elastic_runtime.leaving import hasten_exit
 from elastic_runtime.order import mix_seed
@@ -29,7 +31,6 @@ from elastic_runtime.torch_internals import check_torch
 
 if TYPE_CHECKING:
     from elastic_runtime.environment import Environment
-    from elastic_runtime.groups import Group
     from elastic_runtime.position import Position
     from elastic_runtime.state import TrainingState
     from elastic_runtime.torch_internals import Store
@@ -63,7 +64,7 @@ class Member:
             )
             self._coordinator.start()
             atexit.register(self._coordinator.close)
-        if environment.coordinator or environment.checkpoint_dir:
+        if environment.coordinator or (environment.checkpoint_dir and not environment.static):
             self._listen_for_sigterm()
 
     @property
@@ -79,6 +80,8 @@ class Member:
     @property
     def place(self) -> tuple[int, int]:
         """(rank, world size). LoopError while they are not known."""
+        if self._environment.static:
+            return self._environment.static
         if self._coordinator is None:
             return 0, 1
         adopted = self._generations.adopted
@@ -121,19 +124,42 @@ class Member:
         for. Rehearsing in the threads that build generations was rejected: a second proposal's ran into the state that
         the first one was receiving.
         """
-        if self._coordinator is None:
+        if self._environment.static:
+            self._join_static(state, *self._environment.static)
+        elif self._coordinator is None:
             self._load_checkpoint(state)
         elif self._generations.adopted is None:
             state.rehearse()
             self._stand("WorkerReady")
             self._settle(state, self._generations.wait_for_next(after=0), "join")
 
+    def _join_static(self, state: TrainingState, rank: int, size: int) -> None:
+        """Under torchrun: its ranks, for as long as they live. Every worker begins where rank 0's checkpoint ends."""
+        if self._generations.adopted is not None:
+            return
+        if not dist.is_initialized():
+            dist.init_process_group(_backend(), timeout=COLLECTIVE_TIMEOUT)
+        assert dist.group.WORLD is not None
+        group = Group(dist.group.WORLD, rank, size, self._generations.interrupt)
+        members = tuple(f"rank{other}" for other in range(size))
+        generation = Generation(1, members, group)
+        if rank == 0:
+            self._holds_state = self._load_checkpoint(state)
+        self._adopt(state, generation, received=exchange(group, state, holds_state=self._holds_state), publish=False)
+
     def switch_to(self, generation: Generation, state: TrainingState) -> None:
         """Make the switch that all members agreed on."""
         self._settle(state, generation, "agreed")
 
     def recover(self, state: TrainingState, error: CollectiveError | None) -> None:
-        """A peer was lost: wait to be told with whom to go on, and go on."""
+        """A peer was lost: wait to be told with whom to go on, and go on.
+
+        Under torchrun nobody is told: rank 0 saves the state of the step's beginning, and all are started again.
+        """
+        if self._environment.static and error:
+            if self.place[0] == 0:
+                self._save_checkpoint(state)
+            raise error
         if error:
             _log.warning("generation %d: %s; recovering", self.generation, error)
             self._stand("CollectiveFailed", generation=self.generation, step=state.position.step, why=str(error)[:500])
@@ -146,6 +172,8 @@ class Member:
         try:
             self.group.barrier()
         except CollectiveError as error:
+            if self._environment.static:
+                raise
             self._stand("CollectiveFailed", generation=self.generation, step=step, why=str(error)[:500])
             return False
         return True
@@ -203,8 +231,8 @@ class Member:
             return False
         return exchange(group, state, holds_state=self._holds_state)
 
-    def _adopt(self, state: TrainingState, generation: Generation, *, received: bool) -> None:
-        if generation.group:
+    def _adopt(self, state: TrainingState, generation: Generation, *, received: bool, publish: bool = True) -> None:
+        if generation.group and publish:
             generation.group.publish()
         self._generations.adopt(generation)
         if received and not self._holds_state:

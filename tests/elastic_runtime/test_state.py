@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -90,6 +91,19 @@ def test_random_streams_go_back_to_where_they_were() -> None:
     drawn = torch.rand(3)
     streams.restore()
     assert torch.equal(drawn, torch.rand(3))
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, 3])
+def test_numpys_stream_goes_back_whatever_was_drawn_between_two_steps(draws: int) -> None:
+    streams = RandomStreams()
+    numpy.random.seed(3)
+    streams.save()
+    for _ in range(draws):
+        numpy.random.standard_normal()
+    streams.save()
+    drawn = [numpy.random.standard_normal() for _ in range(4)]
+    streams.restore()
+    assert drawn == [numpy.random.standard_normal() for _ in range(4)]
 
 
 def test_buffers_travel_in_the_tail_and_whole_numbers_stay_exact() -> None:

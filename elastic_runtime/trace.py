@@ -1,0 +1,88 @@
+"""A job's timeline, drawn from its workers' report files: `python -m elastic_runtime.trace FILE...`
+
+One row for each worker, from its first generation to its last line: `=` in a generation, `|` where one began, `c` a
+checkpoint, `!` an iteration out of memory, `x` told to go, `.` finished. Below it, each change of size with its pause.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+WIDTH = 100
+MARKS = {"resize": "|", "checkpoint": "c", "restored": "r", "out_of_memory": "!", "left": "x", "finished": "."}
+
+
+def read(paths: list[str]) -> list[dict[str, Any]]:
+    """All lines of all files, by time; a line that was cut off is left out. Raises OSError."""
+    rows = []
+    for path in paths:
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+    return sorted(rows, key=lambda row: float(row["at"]))
+
+
+def draw(rows: list[dict[str, Any]], width: int = WIDTH) -> str:
+    """The picture."""
+    if not rows:
+        return "nothing was reported\n"
+    began, ended = float(rows[0]["at"]), float(rows[-1]["at"])
+    scale = (width - 1) / max(ended - began, 1e-9)
+    workers = list(dict.fromkeys(str(row["worker"]) for row in rows))
+    margin = max(map(len, workers))
+    lines = [f"{'':{margin}}  0 s{f'{ended - began:.1f} s':>{width - 3}}"]
+    lines += [
+        f"{worker:{margin}}  {_row([r for r in rows if r['worker'] == worker], began, scale)}" for worker in workers
+    ]
+    return "\n".join([*lines, "", *_changes(rows, began)]) + "\n"
+
+
+def _row(rows: list[dict[str, Any]], began: float, scale: float) -> str:
+    places = [(int((float(row["at"]) - began) * scale), row["event"]) for row in rows]
+    found = [" "] * (places[-1][0] + 1)
+    entered = [place for place, event in places if event == "resize"]
+    for place in range(entered[0] if entered else len(found), len(found)):
+        found[place] = "="
+    for place, event in places:
+        if event in MARKS:
+            found[place] = MARKS[event]
+    return "".join(found)
+
+
+def _changes(rows: list[dict[str, Any]], began: float) -> list[str]:
+    """One line for each generation: when, who, why, and the longest pause among its members."""
+    generations: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["event"] == "resize":
+            generations.setdefault(row["generation"], []).append(row)
+    return [_change(number, same, began) for number, same in generations.items()]
+
+
+def _change(number: int, same: list[dict[str, Any]], began: float) -> str:
+    at = min(float(row["at"]) for row in same) - began
+    causes = "/".join(sorted({row["cause"] for row in same}))
+    pause_ms = max(float(row["pause_ms"]) for row in same)
+    size, step = len(same[0]["members"]), same[0]["step"]
+    return f"{at:9.2f} s  generation {number}: {size} workers at step {step}, {causes}, pause {pause_ms:.1f} ms"
+
+
+def main(arguments: list[str]) -> int:
+    """Draw the files named."""
+    if not arguments or arguments[0].startswith("-"):
+        print(__doc__)  # noqa: T201
+        return 2
+    try:
+        print(draw(read(arguments)), end="")  # noqa: T201
+    except OSError as error:
+        print(f"{error}; name the files that ELASTIC_REPORT_FILE named", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""Under torchrun as it is: fixed ranks, and after its restart the training goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.elastic_runtime.training import Plan, train
+
+SCRIPT = """
+import os, pathlib, signal, sys
+import torch._dynamo
+from tests.elastic_runtime import training
+
+rank, first = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+os.environ["ELASTIC_REPORT_FILE"] = f"{sys.argv[1]}/report-{rank}.jsonl"
+
+class Gate:
+    def pass_through(self, index, step):
+        if first and rank == 1 and step == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+training.train(training.Plan(), rank, pathlib.Path(sys.argv[1]), Gate())
+"""
+
+
+def test_a_restart_by_torchrun_goes_on_at_the_step_that_a_worker_died_in(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "ELASTIC_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
+    ended = subprocess.run(
+        [*command, str(tmp_path / "script.py"), str(tmp_path)],
+        env=environment, check=False, capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    train(Plan(), 0, alone, None)
+    expected = torch.load(alone / "final-0.pt")
+    for rank in range(2):
+        got = torch.load(tmp_path / f"final-{rank}.pt")
+        assert got["step"] == expected["step"]
+        for name, value in expected["model"].items():
+            torch.testing.assert_close(got["model"][name], value, rtol=2e-4, atol=2e-5)
+    rows = [json.loads(line) for line in (tmp_path / "report-0.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["event"] == "restored"] == [17]
