@@ -227,6 +227,13 @@ def _progress(job: Job) -> str:
     return f"step {progress.step}{total}"
 
 
+def _throughput(job: Job) -> str:
+    progress = job.status.progress
+    if progress is None or not progress.throughput:
+        return ""
+    return f"{progress.throughput:.3g} samples/s"
+
+
 def _facts(job: Job) -> list[tuple[str, object]]:
     spec, status = job.spec, job.status
     metrics = (
@@ -241,7 +248,7 @@ def _facts(job: Job) -> list[tuple[str, object]]:
         ("policies", ", ".join(f"{field} is set by {policy}" for field, policy in status.set_by.items())),
         ("status", f"{status.phase.value} with {_gpus(status.gpus)}"),
         ("because", status.reason.message if status.reason else ""),
-        ("progress", ", ".join(part for part in (_progress(job), metrics) if part)),
+        ("progress", ", ".join(part for part in (_progress(job), metrics, _throughput(job)) if part)),
         ("submitted", f"{age(status.submitted_at)} ago"),
         ("ran for", age(status.started_at, status.finished_at)),
         ("restarts", status.restarts or ""),

@@ -152,8 +152,13 @@ def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:
         for other in task.node.tasks
         if other.status is Status.LEAVING and not set(task.devices).isdisjoint(other.devices)
     ]
+    if not leaving:  # devices are idle, and CPU, memory or a place may not be
+        needs_more = [
+            t.node for t in tasks if t.node is not None and (t.request.cpu or t.request.memory or t.node.special)
+        ]
+        leaving = [other for node in needs_more for other in node.tasks if other.status is Status.LEAVING]
     if not leaving:
-        # Devices are idle: the project's own leaving workers still count against its limit.
+        # Nothing on its nodes leaves: the project's own leaving workers still count against its limit.
         leaving = [t for j in _jobs_of(tasks) for t in j.tasks.values() if t.status is Status.LEAVING]
     unique = sorted(set(leaving), key=lambda t: t.id)
     return Nominate(job.uid, _placements(tasks), tuple(t.id for t in unique), explain.nominated(job, unique))

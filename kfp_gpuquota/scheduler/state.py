@@ -4,37 +4,31 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from functools import singledispatchmethod
-from math import ceil
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import PoolQuota
 from kfp_gpuquota.api.quantity import MIB
-from kfp_gpuquota.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
+from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
 from kfp_gpuquota.scheduler import events, progress, usage
 from kfp_gpuquota.scheduler.groups import below, next_tasks
+from kfp_gpuquota.scheduler.intake import new_job
 from kfp_gpuquota.scheduler.ledger import Ledger
 from kfp_gpuquota.scheduler.model import (
     BOUNDLESS,
-    GPU,
     MILLI,
-    NO_RULES,
     NOTHING,
     UNLIMITED,
     Amount,
-    Group,
     Host,
     Job,
     Queue,
-    Request,
-    Rules,
     Status,
     Task,
-    Topology,
 )
 from kfp_gpuquota.scheduler.order import job_key, shape_of
+from kfp_gpuquota.scheduler.tree import graft, set_quota
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.api import JobSpec, Project
+    from kfp_gpuquota.api import Project
 
 
 class State:
@@ -109,7 +103,7 @@ class State:
                 continue
             queue.deserved, queue.limit, queue.known = NOTHING, NOTHING, False
             if not queue.children and not any(job.queue is queue for job in self.jobs.values()):
-                _graft(queue, None)
+                graft(queue, None)
                 del self.ledger.queues[key]
 
     @_apply.register
@@ -202,7 +196,7 @@ class State:
     def add_queue(self, queue: Queue, parent: Queue | None = None) -> None:
         """Take up a queue made by hand, below `parent`."""
         self.ledger.queues[_key(queue.name, queue.pool)] = queue
-        _graft(queue, parent)
+        graft(queue, parent)
 
     @_apply.register
     def _(self, event: events.UsageRecalled) -> None:
@@ -230,8 +224,8 @@ class State:
         queue = self._queue(project.name, pool)
         parent = None if project.parent is None else self._parent(project.parent, pool)
         if parent is not queue.parent:
-            _graft(queue, parent)
-        _set_quota(queue, project)
+            graft(queue, parent)
+        set_quota(queue, project)
 
     def _queue(self, name: str, pool: str = "") -> Queue:
         key = _key(name, pool)
@@ -285,97 +279,6 @@ class State:
 def _key(name: str, pool: str) -> str:
     """A queue among the ledger's; a name has no '@'."""
     return f"{name}@{pool}" if pool else name
-
-
-def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
-    """The scheduler's record of a job as its user asks for it."""
-    size = spec.worker_gpus
-    job = Job(
-        uid=uid,
-        name=spec.name,
-        queue=queue,
-        gang=spec.smallest // size,
-        wanted=spec.gpus // size,
-        most=spec.largest // size,
-        request=request_of(spec),
-        groups=_topology_of(spec),
-        spread=spec.spread,
-        priority=spec.effective_priority,
-        preemptible=spec.may_be_preempted,
-        submitted_at=at,
-        cool_down_s=spec.cool_down_s,
-        min_run_time_s=spec.min_run_time_s,
-    )
-    job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
-    return job
-
-
-def request_of(spec: JobSpec) -> Request:
-    """What each worker of the job needs. Limits of shares are no part of it: they are never placed."""
-    rules = Rules(tuple(sorted(spec.node_selector.items())), spec.node_affinity, spec.tolerations)
-    return Request(
-        devices=spec.worker_gpus,
-        share=GPU if spec.gpu_fraction is None else round(spec.share_of(0) * GPU),
-        memory_mib=spec.gpu_memory_mib or 0,
-        cpu=0 if spec.cpu is None else ceil(spec.cpu * MILLI),
-        memory=(spec.memory_mib or 0) * MIB,
-        nodes=None if spec.node is None else frozenset({spec.node}),
-        rules=NO_RULES if rules == NO_RULES else rules,
-    )
-
-
-def _topology_of(spec: JobSpec) -> Group | None:
-    """One set of workers within a topology, where the job asks for one."""
-    levels = tuple(key for key in (spec.required_topology, spec.preferred_topology) if key is not None)
-    if not levels:
-        return None
-    required = None if spec.required_topology is None else 0
-    preferred = None if spec.preferred_topology is None else len(levels) - 1
-    return Group("", gang=spec.smallest // spec.worker_gpus, topology=Topology(levels, required, preferred))
-
-
-def _set_quota(queue: Queue, project: Project) -> None:
-    if queue.pool:
-        quota = project.pools.get(queue.pool, PoolQuota())
-        queue.deserved, queue.limit = _amount(quota.guaranteed, None, None), _amount(quota.limit, None, None)
-    else:
-        queue.deserved = _amount(project.guaranteed, project.guaranteed_cpu, project.guaranteed_memory_mib)
-        queue.limit = _amount(project.limit, project.limit_cpu, project.limit_memory_mib)
-    queue.priority, queue.weights, queue.known = project.priority, (project.over_quota_weight,) * 3, True
-
-
-def _amount(gpus: int | None, cpu: float | None, memory_mib: int | None) -> Amount:
-    given = ((gpus, GPU), (cpu, MILLI), (memory_mib, MIB))
-    return Amount(*(UNLIMITED if value is None else value * unit for value, unit in given))
-
-
-def _graft(queue: Queue, parent: Queue | None) -> None:
-    """Hang the queue below another parent, with all that its subtree holds."""
-    if parent is not None and queue in parent.path:
-        raise InvalidFieldError("parent", parent.name, f"it is itself below {queue.name!r}")
-    for above in queue.path[1:]:
-        _add_totals(above, queue, -1)
-    if queue.parent is not None:
-        del queue.parent.children[queue.name]
-    queue.parent = parent
-    if parent is not None:
-        parent.children[queue.name] = queue
-    _set_path(queue)
-    for above in queue.path[1:]:
-        _add_totals(above, queue, 1)
-
-
-def _set_path(queue: Queue) -> None:
-    queue.path = (queue, *(queue.parent.path if queue.parent is not None else ()))
-    for child in queue.children.values():
-        _set_path(child)
-
-
-def _add_totals(above: Queue, queue: Queue, sign: int) -> None:
-    for name in ("held", "leaving", "lent", "fixed", "requested"):
-        total, part = getattr(above, name), getattr(queue, name)
-        for r in range(3):
-            total[r] += sign * part[r]
 
 
 def _file(job: Job, tasks: list[Task]) -> None:

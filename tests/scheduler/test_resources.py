@@ -170,6 +170,19 @@ def test_a_job_goes_where_cpu_and_memory_are_left_as_well(cluster: Cluster) -> N
     assert message.startswith("needs 1 GPU, 1 CPU and 2Gi of memory; ")
 
 
+def test_a_job_that_waits_for_cpu_names_the_workers_that_release_it() -> None:
+    cluster = Cluster()
+    cluster.node("node", 8, cpu=4)
+    cluster.project("a", 0, guaranteed_cpu=0)
+    cluster.project("b", 1)
+    cluster.submit("borrower", cpu=4)
+    cluster.run()
+    cluster.submit("owner", "b", cpu=2)
+    (nomination,) = plan(cluster.state, cluster.now).nominate
+    assert (nomination.job, nomination.waiting_for) == ("owner", ("w1",))
+    assert nomination.reason.message == "starts when 1 worker of borrower is gone"
+
+
 def test_what_no_node_has_is_said_at_once(cluster: Cluster) -> None:
     cluster.node("node", 8, cpu=4, memory_mib=1024)
     cluster.submit("cores", cpu=8)

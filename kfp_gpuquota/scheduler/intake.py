@@ -1,0 +1,59 @@
+"""What users ask for, as the scheduler's records."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api.quantity import MIB
+from kfp_gpuquota.scheduler.model import GPU, MILLI, NO_RULES, Group, Job, Queue, Request, Rules, Task, Topology
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import JobSpec
+
+
+def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
+    """The scheduler's record of a job as its user asks for it."""
+    size = spec.worker_gpus
+    job = Job(
+        uid=uid,
+        name=spec.name,
+        queue=queue,
+        gang=spec.smallest // size,
+        wanted=spec.gpus // size,
+        most=spec.largest // size,
+        request=request_of(spec),
+        groups=_topology_of(spec),
+        spread=spec.spread,
+        priority=spec.effective_priority,
+        preemptible=spec.may_be_preempted,
+        submitted_at=at,
+        cool_down_s=spec.cool_down_s,
+        min_run_time_s=spec.min_run_time_s,
+    )
+    job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
+    return job
+
+
+def request_of(spec: JobSpec) -> Request:
+    """What each worker of the job needs. Limits of shares are no part of it: they are never placed."""
+    rules = Rules(tuple(sorted(spec.node_selector.items())), spec.node_affinity, spec.tolerations)
+    return Request(
+        devices=spec.worker_gpus,
+        share=GPU if spec.gpu_fraction is None else round(spec.share_of(0) * GPU),
+        memory_mib=spec.gpu_memory_mib or 0,
+        cpu=0 if spec.cpu is None else ceil(spec.cpu * MILLI),
+        memory=(spec.memory_mib or 0) * MIB,
+        nodes=None if spec.node is None else frozenset({spec.node}),
+        rules=NO_RULES if rules == NO_RULES else rules,
+    )
+
+
+def _topology_of(spec: JobSpec) -> Group | None:
+    """One set of workers within a topology, where the job asks for one."""
+    levels = tuple(key for key in (spec.required_topology, spec.preferred_topology) if key is not None)
+    if not levels:
+        return None
+    required = None if spec.required_topology is None else 0
+    preferred = None if spec.preferred_topology is None else len(levels) - 1
+    return Group("", gang=spec.smallest // spec.worker_gpus, topology=Topology(levels, required, preferred))
