@@ -88,10 +88,10 @@ class Snapshot:
     # Nodes
 
     def put_node(self, node: Node) -> None:
-        """A node is as given."""
-        self.nodes[node.metadata.name] = node
+        """A node is as given. Most of what comes is heartbeats, which say nothing new."""
+        before, self.nodes[node.metadata.name] = self.nodes.get(node.metadata.name), node
         self._node_names[node.metadata.uid] = node.metadata.name
-        if self.started:
+        if self.started and (before is None or not translate.same_node(before, node)):
             self._tell_node(node.metadata.name)
 
     def drop_node(self, uid: str) -> None:

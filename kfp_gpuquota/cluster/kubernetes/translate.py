@@ -254,6 +254,17 @@ def _trouble(pod: Pod) -> str:
 # What the scheduler is told
 
 
+def same_node(before: Node, after: Node) -> bool:
+    """Nothing differs that matters here."""
+    return (
+        before.metadata.uid == after.metadata.uid
+        and before.metadata.labels == after.metadata.labels
+        and before.spec == after.spec
+        and before.status.allocatable.get(labels.GPU_RESOURCE) == after.status.allocatable.get(labels.GPU_RESOURCE)
+        and is_ready(before) == is_ready(after)
+    )
+
+
 def node_of(node: Node, foreign: Iterable[int] = ()) -> ApiNode:
     """The node, without the devices that pods outside the quota hold."""
     taken = set(foreign)
