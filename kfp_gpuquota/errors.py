@@ -124,6 +124,8 @@ class StateFileError(RunError):
 class DeviceError(RunError):
     """The driver of this machine's GPUs does not answer."""
 
+    code = "device"
+
 
 class JobFailedError(RunError):
     """A job ended with something other than success."""

@@ -92,17 +92,18 @@ def package() -> bytes:
         for module in (worker, remote):
             path = Path(cast(str, module.__file__))
             archive.write(path, f"gpuquota_remote/{path.name}")
-        for path in _elastic_runtime():
-            archive.write(path, f"elastic_runtime/{path.name}")
+        for name, path in _elastic_runtime():
+            archive.write(path, f"elastic_runtime/{name}")
     return content.getvalue()
 
 
-def _elastic_runtime() -> Iterable[Path]:
+def _elastic_runtime() -> list[tuple[str, Path]]:
     """Its sources: found, not imported, for it needs torch, and the launcher has none."""
     found = importlib.util.find_spec("elastic_runtime")
     assert found is not None
     assert found.submodule_search_locations
-    return sorted(Path(found.submodule_search_locations[0]).glob("*.py"))
+    root = Path(found.submodule_search_locations[0])
+    return [(str(path.relative_to(root)), path) for path in sorted(root.rglob("*.py"))]
 
 
 def _within(path: str, roots: Iterable[Path]) -> Path | None:

@@ -66,6 +66,31 @@ def test_the_timeline_counts_what_workers_hold_and_nothing_else(timeline: Any) -
     )
 
 
+def test_hugging_faces_trainer_fine_tunes_while_its_size_changes(
+    embedded_cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    embedded_cluster.project("team-a", 1)
+    embedded_cluster.project("team-b", 1)
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "finetune_trainer.py"), "--epochs=25"],
+        env=embedded_cluster.environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "gpuquota: step" in line and not embedded_cluster.client.list_jobs("team-b").jobs:
+            embedded_cluster.submit("session", project="team-b", kind="build")
+        if "gpuquota: shrunk from 2 to 1 GPUs" in line:
+            embedded_cluster.client.delete_job("team-b", "session")
+    assert process.wait() == 0, "".join(said)
+    assert "steps lost: 0" in "".join(said), "".join(said)
+    assert float(said[-1].removeprefix("accuracy: ")) > 0.6
+
+
 def test_the_digits_pipeline_trains_through_the_quota(embedded_cluster: EmbeddedCluster, tmp_path: Path) -> None:
     embedded_cluster.project("team-a", 2)
     command = [sys.executable, str(EXAMPLES / "digits_pipeline.py"), "--project=team-a", "--epochs=4"]
