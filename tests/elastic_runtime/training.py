@@ -126,7 +126,14 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **plan.options)
     model, optimizer, scheduler = build(plan)
     data = Points(plan.samples, noisy=plan.mixed)
-    loader = DataLoader(data, batch_size=plan.loader_batch, shuffle=True, num_workers=plan.loader_workers)
+    fork = "fork" if plan.loader_workers else None  # a script's default; a process of a fork server has another one
+    loader = DataLoader(
+        data,
+        batch_size=plan.loader_batch,
+        shuffle=True,
+        num_workers=plan.loader_workers,
+        multiprocessing_context=fork,
+    )
     model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler)
     consumed: list[int] = []
 
