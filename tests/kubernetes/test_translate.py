@@ -1,0 +1,162 @@
+"""From Kubernetes' objects to the vocabulary."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfp_gpuquota.api import Kind
+from kfp_gpuquota.cluster.kubernetes import labels, writes
+from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, GpuQuota, Node, Pod
+from kfp_gpuquota.cluster.kubernetes.seats import Seats
+from kfp_gpuquota.cluster.kubernetes.translate import (
+    KILLED,
+    Stage,
+    elastic_job,
+    node_of,
+    pod_job,
+    pod_view,
+    project_of,
+    project_of_plugin,
+)
+from kfp_gpuquota.errors import InvalidFieldError
+
+GATE = [{"name": "other"}, {"name": labels.QUOTA_GATE}]
+
+
+def view_of(spec: dict[str, Any] | None = None, status: dict[str, Any] | None = None, **meta: Any) -> Any:
+    container = {"name": "m", "resources": {"limits": {labels.GPU_RESOURCE: "2"}}}
+    body = {
+        "metadata": {"name": "p", "namespace": "n", "uid": "u", **meta},
+        "spec": {"containers": [container], **(spec or {})},
+        "status": status or {},
+    }
+    return pod_view(msgspec.convert(body, Pod))
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "stage"),
+    [
+        ({"schedulingGates": GATE}, {}, Stage.WAITING),
+        ({}, {}, Stage.OUTSIDE),
+        ({"nodeName": "a"}, {}, Stage.HELD),
+        ({"nodeName": "a"}, {"phase": "Running"}, Stage.HELD),
+        ({"nodeName": "a"}, {"phase": "Succeeded"}, Stage.OVER),
+        ({"nodeName": "a"}, {"phase": "Failed"}, Stage.OVER),
+        ({"nodeName": "a", "containers": [{"name": "m"}]}, {}, Stage.OUTSIDE),
+    ],
+)
+def test_where_a_pod_stands(spec: dict[str, Any], status: dict[str, Any], stage: Stage) -> None:
+    assert view_of(spec, status).stage is stage
+
+
+def test_a_pod_that_is_being_deleted_holds_its_node_and_without_one_nothing() -> None:
+    deleted: dict[str, Any] = {"deletionTimestamp": "2026-11-21T10:00:00Z"}
+    assert view_of({"nodeName": "a"}, **deleted).stage is Stage.LEAVING
+    assert view_of({"schedulingGates": GATE}, **deleted).stage is Stage.OVER
+
+
+def test_init_containers_count_as_the_kubelet_counts_them() -> None:
+    def limits(count: str) -> dict[str, Any]:
+        return {"name": "x", "resources": {"limits": {labels.GPU_RESOURCE: count}}}
+
+    sidecar = {**limits("1"), "restartPolicy": "Always"}
+    assert view_of({"nodeName": "a", "initContainers": [limits("3")]}).gpus == 3
+    assert view_of({"nodeName": "a", "initContainers": [limits("1"), sidecar]}).gpus == 3
+
+
+def test_an_admitted_pod_is_found_where_its_patch_sent_it() -> None:
+    gated = view_of({"schedulingGates": GATE})
+    operations = writes.admission(gated, "node-7", (1, 3), "why").body
+    assert operations[0] == {"op": "test", "path": "/spec/schedulingGates/1/name", "value": labels.QUOTA_GATE}
+    (affinity,) = (o["value"] for o in operations if o["path"] == "/spec/affinity")
+    notes = next(o["value"] for o in operations if o["path"] == "/metadata/annotations" and o["op"] == "add")
+    sent = view_of({"affinity": affinity}, annotations=notes)
+    assert (sent.stage, sent.node, sent.devices, sent.bound) == (Stage.HELD, "node-7", (1, 3), False)
+
+
+def test_notebooks_are_sessions_and_labels_that_cannot_be_are_left_out() -> None:
+    assert view_of({"schedulingGates": GATE}, labels={labels.NOTEBOOK: "nb"}).kind is Kind.BUILD
+    odd = view_of({"schedulingGates": GATE}, labels={labels.PRIORITY: "high", labels.PREEMPTIBLE: "perhaps"})
+    assert (odd.kind, odd.priority, odd.preemptible) == (Kind.TRAIN, None, None)
+    assert pod_job(odd).effective_priority == 50
+
+
+def test_how_a_pod_ended() -> None:
+    ended = {"phase": "Failed", "containerStatuses": [{"name": "m", "state": {"terminated": {"exitCode": 3}}}]}
+    assert view_of({"nodeName": "a"}, ended).exit_code == 3
+    disrupted = {**ended, "conditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert view_of({"nodeName": "a"}, disrupted).exit_code == KILLED
+    assert view_of({"nodeName": "a"}, {"phase": "Failed"}).exit_code == KILLED
+
+
+@given(st.text(max_size=300))
+def test_whatever_a_pod_is_called_the_scheduler_can_name_it(name: str) -> None:
+    assert pod_job(msgspec.structs.replace(view_of({"schedulingGates": GATE}), name=name)).name
+
+
+def test_a_nodes_devices_are_those_that_no_foreign_pod_holds() -> None:
+    body = {
+        "metadata": {"name": "ip-10-0-0-1.ec2.internal", "labels": {labels.GPU_MEMORY: "81559"}},
+        "spec": {"taints": [{"key": "a", "effect": "PreferNoSchedule"}, {"key": "b", "effect": "NoSchedule"}]},
+        "status": {
+            "allocatable": {labels.GPU_RESOURCE: "4"},
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+    node = node_of(msgspec.convert(body, Node), foreign=(3,))
+    assert [d.index for d in node.devices] == [0, 1, 2]
+    assert (node.ready, node.gpu_memory_mib, [t.key for t in node.taints]) == (True, 81559, ["b"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (b'{"guaranteed": -1}', "guaranteed"),
+        (b'{"guaranteed": 3, "limit": 2}', "limit"),
+        (b'{"guarantee": 3}', "spec"),
+        (b'{"guaranteed": "3x"}', "spec"),
+        (b"[]", "spec"),
+    ],
+)
+def test_a_plugin_that_cannot_be_names_the_field(spec: bytes, field: str) -> None:
+    with pytest.raises(InvalidFieldError, match=field):
+        project_of_plugin("team", spec)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5))
+def test_no_value_of_a_quota_does_more_than_be_refused(value: object) -> None:
+    for field in ("guaranteed", "limit", "priority", "overQuotaWeight", "parent"):
+        quota = msgspec.convert({"metadata": {"name": "team"}, "spec": {field: value}}, GpuQuota)
+        with contextlib.suppress(InvalidFieldError):
+            assert project_of(quota).name == "team"
+
+
+def test_an_elastic_job_asks_for_what_its_object_says() -> None:
+    body = b"""{"metadata": {"name": "digits", "namespace": "team-a"}, "spec": {"gpus": 2, "minGpus": 1, "maxGpus": 4,
+        "priority": 70, "gracePeriodSeconds": 5, "template": {"spec": {"nodeSelector": {"gpu": "big"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}], "containers": [{"name": "m"}]}}}}"""
+    spec = elastic_job(msgspec.json.decode(body, type=ElasticJob))
+    assert (spec.project, spec.smallest, spec.gpus, spec.largest, spec.worker_gpus) == ("team-a", 1, 2, 4, 1)
+    assert (spec.effective_priority, spec.grace_period_s, spec.node_selector) == (70, 5.0, {"gpu": "big"})
+    assert spec.tolerations[0].key == "gpu"
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()), max_size=12))
+def test_no_two_pods_ever_sit_on_the_same_whole_device(pods: list[tuple[int, bool, bool]]) -> None:
+    seats = Seats()
+    seats.resize("n", 6)
+    held: dict[str, tuple[int, ...]] = {}
+    for number, (count, foreign, goes) in enumerate(pods):
+        held[str(number)] = seats.take(str(number), "n", count, tuple(range(count)) if goes else None, foreign=foreign)
+        assert len(held[str(number)]) == count
+        if goes and held:
+            seats.release(next(iter(held)))
+            held.pop(next(iter(held)))
+        taken = [device for devices in held.values() for device in devices]
+        assert len(taken) == len(set(taken))

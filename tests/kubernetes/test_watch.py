@@ -1,0 +1,155 @@
+"""Reflectors against the real API server, and against one that forgets, breaks off and does not know the kind."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.connection import Connection
+from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
+from kfp_gpuquota.cluster.kubernetes.objects import Namespace, Profile
+from kfp_gpuquota.cluster.kubernetes.watch import Reflector
+from tests.kubernetes.faulty_proxy import FaultyProxy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from pathlib import Path
+
+    from tools.devcluster import DevCluster
+
+    Test = Callable[[Reflector[Namespace], "Seen"], Coroutine[None, None, None]]
+
+CONFIG_MAPS = "/api/v1/namespaces/{}/configmaps"
+DEADLINE_S = 60.0
+
+
+class Seen:
+    """What a reflector told."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, str] = {}
+        self.names: dict[str, str] = {}
+        self.told = 0
+        self.news = asyncio.Event()
+
+    def changed(self, found: Namespace | Profile) -> None:
+        meta = found.metadata
+        assert int(self.versions.get(meta.uid, "0")) < int(meta.resource_version), "nothing older is told"
+        self.versions[meta.uid], self.names[meta.uid] = meta.resource_version, meta.name
+        self.told += 1
+        self.news.set()
+
+    def gone(self, uid: str) -> None:
+        del self.versions[uid], self.names[uid]
+        self.news.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self.news.clear()
+                await self.news.wait()
+
+
+def reflecting(
+    kubeconfig: Path, path: str, test: Callable[[Reflector[Namespace], Seen], Coroutine[None, None, None]]
+) -> None:
+    """Run `test` beside a reflector."""
+
+    async def run() -> None:
+        async with Connection(from_file(kubeconfig), patience_s=5.0, seed=1) as connection:
+            seen = Seen()
+            reflector = Reflector(
+                connection, path, Namespace, changed=seen.changed, gone=seen.gone, not_installed_s=0.1
+            )
+            task = asyncio.create_task(reflector.run())
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    await reflector.synced.wait()
+                await test(reflector, seen)
+            finally:
+                task.cancel()
+
+    asyncio.run(run())
+
+
+def make(cluster: DevCluster, namespace: str, name: str) -> None:
+    cluster.api.create(CONFIG_MAPS.format(namespace), {"metadata": {"name": name}})
+
+
+def test_what_is_there_comes_first_then_what_changes_and_goes(cluster: DevCluster, namespace: str) -> None:
+    make(cluster, namespace, "first")
+
+    async def test(_: Reflector[Namespace], seen: Seen) -> None:
+        assert "first" in seen.names.values()
+        await asyncio.to_thread(make, cluster, namespace, "second")
+        await seen.until(lambda: "second" in seen.names.values())
+        await asyncio.to_thread(cluster.api.delete, f"{CONFIG_MAPS.format(namespace)}/first")
+        await seen.until(lambda: "first" not in seen.names.values())
+
+    reflecting(cluster.kubeconfig, CONFIG_MAPS.format(namespace), test)
+
+
+def test_a_copy_is_whole_again_after_any_fault(cluster: DevCluster, namespace: str, tmp_path: Path) -> None:
+    with FaultyProxy(cluster, tmp_path, 0.5, seed=3) as proxy:
+
+        async def test(reflector: Reflector[Namespace], seen: Seen) -> None:
+            for i in range(30):
+                await asyncio.to_thread(make, cluster, namespace, f"c{i}")
+                if i % 3 == 0:
+                    await asyncio.to_thread(cluster.api.delete, f"{CONFIG_MAPS.format(namespace)}/c{i}")
+            expected = {f"c{i}" for i in range(30) if i % 3}
+            await seen.until(lambda: {n for n in seen.names.values() if n.startswith("c")} == expected)
+            assert reflector.synced.is_set()
+
+        reflecting(proxy.kubeconfig, CONFIG_MAPS.format(namespace), test)
+
+
+def test_a_kind_that_is_not_installed_has_no_objects_until_it_is(cluster: DevCluster) -> None:
+    group = f"g{uuid.uuid4().hex[:6]}.example.com"
+    path = f"/apis/{group}/v1/things"
+
+    def install() -> None:
+        schema = {"openAPIV3Schema": {"type": "object"}}
+        version = {"name": "v1", "served": True, "storage": True, "schema": schema}
+        names = {"kind": "Thing", "plural": "things", "singular": "thing", "listKind": "ThingList"}
+        cluster.api.create(
+            "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
+            {
+                "metadata": {"name": f"things.{group}"},
+                "spec": {"group": group, "scope": "Cluster", "names": names, "versions": [version]},
+            },
+        )
+        cluster.api.until_served(path)
+        cluster.api.create(path, {"apiVersion": f"{group}/v1", "kind": "Thing", "metadata": {"name": "one"}})
+
+    async def test(reflector: Reflector[Namespace], seen: Seen) -> None:
+        assert not reflector.installed
+        await asyncio.to_thread(install)
+        await seen.until(lambda: "one" in seen.names.values())
+        crd = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/things.{group}"
+        await asyncio.to_thread(cluster.api.delete, crd)
+        await seen.until(lambda: not seen.names)
+
+    reflecting(cluster.kubeconfig, path, test)
+
+
+def test_a_writes_answer_is_known_before_the_watch_tells_and_never_brings_back_the_dead(
+    cluster: DevCluster, namespace: str
+) -> None:
+    async def test(reflector: Reflector[Namespace], seen: Seen) -> None:
+        collection = CONFIG_MAPS.format(namespace)
+        made = await asyncio.to_thread(cluster.api.create, collection, {"metadata": {"name": "mine"}})
+        found = msgspec.convert(made, Namespace, strict=False)
+        reflector.note(found)
+        assert "mine" in seen.names.values()
+        told = seen.told
+        await asyncio.to_thread(cluster.api.delete, f"{collection}/mine")
+        await seen.until(lambda: "mine" not in seen.names.values())
+        assert seen.told <= told + 1
+        reflector.note(found)
+        assert "mine" not in seen.names.values()
+
+    reflecting(cluster.kubeconfig, CONFIG_MAPS.format(namespace), test)
