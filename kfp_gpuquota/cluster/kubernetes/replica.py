@@ -81,8 +81,9 @@ class Replica:
         identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
         election = LeaderElection(connection, options.namespace, identity)
         if options.leader_elect:
+            await _label(connection, leads=False)
             await election.acquire()
-            await _label_leader(connection)
+            await _label(connection, leads=True)
         try:
             self._metrics.leads.set(1)
             self._controller = await self._make_controller(connection, certificates)
@@ -142,14 +143,17 @@ async def first_to_end(*running: Coroutine[Any, Any, Any]) -> None:
             raise result
 
 
-async def _label_leader(connection: Connection) -> None:
-    """The Service of the membership selects who leads, by a label on its own pod."""
+async def _label(connection: Connection, *, leads: bool) -> None:
+    """The Service of the membership selects who leads, by a label on its own pod.
+
+    A container that was restarted finds the label of the one before: it is taken away until this one leads.
+    """
     namespace, name = os.environ.get("POD_NAMESPACE"), os.environ.get("POD_NAME")
     if not namespace or not name:
         return
     path = f"/api/v1/namespaces/{namespace}/pods"
-    body = {"metadata": {"labels": {labels.LEADER: "true"}}}
+    body = {"metadata": {"labels": {labels.LEADER: "true" if leads else None}}}
     try:
         await connection.call("PATCH", f"{path}/{name}", body, content_type=MERGE_PATCH)
     except (ApiError, ClusterUnavailableError) as error:
-        log.error("this pod could not be labelled as the leader's; workers will not find it: %s", error)
+        log.error("this pod's label as the leader's could not be set to %s; workers may miss it: %s", leads, error)
