@@ -195,7 +195,7 @@ def _runtime_copy(image: str) -> Body:
         "image": image,
         "command": ["cp", "-r", f"{RUNTIME_DIRECTORY}/.", "/copy"],
         "volumeMounts": [{"name": "gpuquota-runtime", "mountPath": "/copy"}],
-        "securityContext": {  # as pod security `restricted` wants it: the user's own container may be in such a namespace
+        "securityContext": {  # as pod security `restricted` wants it
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
             "runAsNonRoot": True,
