@@ -221,6 +221,23 @@ def test_a_restarted_controller_carries_on_with_running_jobs(controlled: Control
     controlled.until_phase(waiting, "Running")
 
 
+def test_a_restarted_controller_remembers_who_had_finished(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    job = controlled.job(team, "two", gpus=2, gpusPerWorker=1, gracePeriodSeconds=1)
+    controlled.until_phase(job, "Running")
+    for name in ("two-0", "two-1"):
+        controlled.until(path_of(team, name), lambda p: p["status"].get("phase") == "Running")
+    controlled.finish(path_of(team, "two-0"))
+    controlled.until(job, lambda j: j["status"]["ended"] == [0])
+    controlled.kill()
+    controlled.finish(path_of(team, "two-1"), exit_code=1)
+    controlled.start()
+    status = controlled.until_phase(job, "Succeeded")["status"]  # the result is there; the other one only came late
+    assert status["resultWorker"] == "two-0"
+
+
 def _condition(job: dict[str, Any], kind: str) -> dict[str, Any]:
     found = (c for c in job.get("status", {}).get("conditions", []) if c["type"] == kind)
     return next(found, {})

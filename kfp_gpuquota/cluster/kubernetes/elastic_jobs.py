@@ -26,7 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.deadlines import Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
 from kfp_gpuquota.cluster.kubernetes.elastic_facts import FIRST_HOLD_S, Facts
 from kfp_gpuquota.cluster.kubernetes.elastic_membership import JobMembership
-from kfp_gpuquota.cluster.kubernetes.elastic_status import record_of, worker_id, worker_record
+from kfp_gpuquota.cluster.kubernetes.elastic_status import counting, record_of, without_pods, worker_id, worker_record
 from kfp_gpuquota.cluster.kubernetes.elastic_workers import WorkerPods
 from kfp_gpuquota.cluster.kubernetes.translate import KILLED, PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.writes import Write
@@ -86,7 +86,7 @@ class ElasticJobs:
                 self.membership.open(job)
                 asyncio.get_running_loop().call_later(UNHEARD_S, self.membership.kill_unheard, uid)
             elif not job.status.phase.final and job.attempt and job.status.phase is not Phase.SUSPENDED:
-                self._settle_lost(job)
+                self.book.record(without_pods(job, time.time()))
             if alive and job.intent is not Intent.RUN:
                 self._stop_all([record.worker.id for record in alive])
             self._after_change(uid)
@@ -94,6 +94,11 @@ class ElasticJobs:
     def knows(self, pod: PodView) -> bool:
         """The pod is a worker of a job that is known here."""
         return pod.job_uid in self.book.jobs
+
+    def accounted(self, pod: PodView) -> bool:
+        """An earlier controller has drawn its conclusions from the worker's end."""
+        facts = self.book.facts.get(pod.job_uid)
+        return facts is not None and pod.stage is Stage.OVER and pod.index in facts.ended
 
     # Objects
 
@@ -198,6 +203,8 @@ class ElasticJobs:
         if pod.stage is Stage.OVER:
             if before is not None or pod.index not in self.book.facts[pod.job_uid].ended:
                 self._ended(pod, pod.exit_code)
+            else:
+                self._remember_ended(pod, worker)
             return
         if not pod.holds:
             return
@@ -220,7 +227,7 @@ class ElasticJobs:
         after = worker_record(pod, self._devices_of(pod, worker), self._share_of(pod), before, time.time())
         self._note_trouble(facts, worker, pod.trouble)
         if before is None:
-            job = _counting(job, pod)
+            job = counting(job, pod)
         if pod.running and job.status.phase is Phase.STARTING:
             job = with_status(job, phase=Phase.RUNNING)
             facts.held_back, facts.hold_s = "", FIRST_HOLD_S
@@ -271,6 +278,16 @@ class ElasticJobs:
         self.membership.service.worker_gone(gone.job_uid, worker)
         self._after_workers_changed(gone.job_uid)
 
+    def _remember_ended(self, pod: PodView, worker: str) -> None:
+        """An earlier controller has accounted for it; how it ended says what the others' ends mean."""
+        job = self.book.jobs[pod.job_uid]
+        known = worker_record(pod, (), 1.0, None, time.time())
+        gone = msgspec.structs.replace(known.worker, phase=WorkerPhase.GONE, exit_code=pod.exit_code)
+        if pod.attempt == job.attempt and pod.exit_code == 0 and not job.status.phase.final:
+            job = msgspec.structs.replace(job, completing=True)
+        record = msgspec.structs.replace(known, worker=gone)
+        self.book.commit(Change(jobs={job.uid: job}, workers={worker: record}))
+
     def _carry_on(self, before: JobRecord, after: JobRecord, gone: WorkerRecord, others: list[str]) -> None:
         facts = self.book.facts[before.uid]
         facts.ended.add(gone.worker.index)
@@ -310,21 +327,6 @@ class ElasticJobs:
     def _kill(self, worker: str) -> None:
         self._killed.add(worker)
         self.workers.delete(worker, KILL_GRACE_S)
-
-    def _settle_lost(self, job: JobRecord) -> None:
-        """No pod of the run that the status tells of is left: whatever happened to them, it is over."""
-        if job.intent is Intent.DELETE:
-            return
-        fresh = msgspec.structs.replace(job, intent=Intent.RUN, managed=False, completing=False, size=0)
-        match job.intent:
-            case Intent.CANCEL:
-                self.book.record(with_status(job, phase=Phase.CANCELLED, finished_at=time.time()))
-            case Intent.FAIL:
-                self.book.record(with_status(job, phase=Phase.FAILED, finished_at=time.time()))
-            case Intent.SUSPEND:
-                self.book.record(with_status(fresh, phase=Phase.SUSPENDED, started_at=None))
-            case _:
-                self.book.record(with_status(fresh, phase=Phase.PENDING, started_at=None))
 
     def _after_workers_changed(self, uid: str) -> None:
         job = self.book.jobs[uid]
@@ -445,13 +447,3 @@ class ElasticJobs:
 
 
 _RUNNING: Final = WorkerPhase.RUNNING
-
-
-def _counting(job: JobRecord, pod: PodView) -> JobRecord:
-    """The job with a worker that somebody else started for it: the controller before this one."""
-    job = msgspec.structs.replace(
-        job, next_index=max(job.next_index, pod.index + 1), attempt=max(job.attempt, pod.attempt)
-    )
-    if job.status.phase is Phase.PENDING and pod.stage is Stage.HELD:
-        job = with_status(job, phase=Phase.STARTING, started_at=pod.created)
-    return job

@@ -13,7 +13,7 @@ from kfp_gpuquota.cluster.kubernetes import translate
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import pod_name
 from kfp_gpuquota.cluster.kubernetes.objects import Condition, ElasticJobStatus, LastEviction, TrainingProgress
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
-from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord
+from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -116,6 +116,30 @@ def worker_record(
         released=released,
         released_at=before.released_at if before is not None else None,
     )
+
+
+def counting(job: JobRecord, pod: PodView) -> JobRecord:
+    """The job with a worker that somebody else started for it: the controller before this one."""
+    job = msgspec.structs.replace(
+        job, next_index=max(job.next_index, pod.index + 1), attempt=max(job.attempt, pod.attempt)
+    )
+    if job.status.phase is Phase.PENDING and pod.stage is Stage.HELD:
+        job = with_status(job, phase=Phase.STARTING, started_at=pod.created)
+    return job
+
+
+def without_pods(job: JobRecord, now: float) -> JobRecord:
+    """The job whose status tells of a run of which no pod is left: whatever happened to them, that run is over."""
+    fresh = msgspec.structs.replace(job, intent=Intent.RUN, managed=False, completing=False, size=0)
+    match job.intent:
+        case Intent.CANCEL | Intent.DELETE:
+            return with_status(job, phase=Phase.CANCELLED, finished_at=now)
+        case Intent.FAIL:
+            return with_status(job, phase=Phase.FAILED, finished_at=now)
+        case Intent.SUSPEND:
+            return with_status(fresh, phase=Phase.SUSPENDED, started_at=None)
+        case _:
+            return with_status(fresh, phase=Phase.PENDING, started_at=None)
 
 
 def status_of(

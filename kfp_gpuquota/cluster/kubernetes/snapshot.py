@@ -69,13 +69,18 @@ class Snapshot:
             self._tell_quota(name)
         for job in sorted(self._jobs.values(), key=lambda j: j.metadata.uid):
             self.put_job(job)
-        waiting = sorted(self.pods.values(), key=lambda p: (p.devices is None, p.created, p.uid))
+        waiting = sorted(self.pods.values(), key=self._place_in_line)
         self.pods.clear()
         for pod in waiting:
             self.put_pod(pod)
         self.plain.settle()
         if self.elastic:
             self.elastic.start()
+
+    def _place_in_line(self, pod: PodView) -> tuple[object, ...]:
+        """What an earlier controller knew comes first, then who finished, then those whose devices are noted."""
+        accounted = self.elastic is not None and self.elastic.accounted(pod)
+        return not accounted, pod.exit_code != 0, pod.devices is None, pod.created, pod.uid
 
     def tell(self, event: scheduler.Event) -> None:
         """The scheduler hears of it; what it refuses is our own mistake, and must not stop the controller."""
