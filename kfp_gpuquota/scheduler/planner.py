@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from kfp_gpuquota.scheduler.model import Job, Status, Task
 from kfp_gpuquota.scheduler.waiting import waits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.scheduler.ledger import Ledger
@@ -39,10 +41,23 @@ def plan(state: State, now: float, actions: Sequence[str] = ACTIONS, *, strict: 
     ledger = state.ledger
     ledger.settle()
     mark = ledger.mark()
+    with _uncollected():
+        try:
+            return _read(state, _decide(state, now, actions, strict=strict), mark)
+        finally:
+            ledger.rollback(mark)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without passes of the garbage collector: over a large state they take a fifth of the time, and find nothing."""
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        return _read(state, _decide(state, now, actions, strict=strict), mark)
+        yield
     finally:
-        ledger.rollback(mark)
+        if collects:
+            gc.enable()
 
 
 def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool) -> Cycle:
