@@ -130,7 +130,11 @@ class Connection:
 
     async def read(self, path: str, kind: type[T], params: Mapping[str, str] | None = None) -> T:
         """One object (or list). Raises as `call` does."""
-        return msgspec.json.decode(await self.call("GET", path, params=params), type=kind)
+        answer = await self.call("GET", path, params=params)
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.DecodeError as error:
+            raise ClusterUnavailableError(f"{path}: the answer cannot be read: {error}") from error
 
     async def stream(self, path: str, params: Mapping[str, str]) -> AsyncIterator[list[bytes]]:
         """The lines of a watch, in the batches in which they arrive. Ends when the server ends it; not repeated."""

@@ -97,6 +97,9 @@ class Reflector(Generic[O]):
                 pause = self._after_refusal(error, pause)
             except (aiohttp.ClientError, ClusterUnavailableError, TimeoutError, OSError) as error:
                 log.info("%s: the watch broke and is taken up again: %s", self._path, error or type(error).__name__)
+            except msgspec.DecodeError as error:  # a proxy's page, or half a line: nothing of it can be relied on
+                log.warning("%s: an answer cannot be read, so all is listed again: %s", self._path, error)
+                self._version = ""
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
