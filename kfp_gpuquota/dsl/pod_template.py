@@ -23,6 +23,7 @@ _KEPT_OF_POD: Final = (
 _KEPT_OF_CONTAINER: Final = ("resources", "securityContext", "workingDir", "imagePullPolicy", "envFrom")
 _NOT_PASSED_ON: Final = ("GPUQUOTA_", "KFP_", "ARGO_", "ELASTIC_")
 _NOT_KEPT_VOLUMES: Final = ("argo", "kfp-", "var-run-argo", "tmp-dir-argo", "input-artifacts", "kube-api-access")
+_SCRATCH: Final = "-scratch"
 _NODE_LOCAL: Final = ("emptyDir", "projected", "downwardAPI")
 
 # Runs in whatever Python the image has: it fetches the rest from the launcher, which may not be up yet.
@@ -88,5 +89,11 @@ def _container(spec: Json) -> Json:
 
 
 def _is_kept(volume: Json) -> bool:
-    """Whether it is the author's, and holds more than what this pod put into it."""
+    """Whether it is the author's, and holds more than what this pod put into it.
+
+    KFP mounts an empty volume (gcs-scratch, s3-scratch, ...) where artifacts lie, so that images that are not root's can
+    write there: the workers get such volumes of their own.
+    """
+    if volume["name"].endswith(_SCRATCH):
+        return True
     return not volume["name"].startswith(_NOT_KEPT_VOLUMES) and not any(kind in volume for kind in _NODE_LOCAL)
