@@ -91,8 +91,8 @@ def _container(spec: Json) -> Json:
 def _is_kept(volume: Json) -> bool:
     """Whether it is the author's, and holds more than what this pod put into it.
 
-    KFP mounts an empty volume (gcs-scratch, s3-scratch, ...) where artifacts lie, so that images that are not root's can
-    write there: the workers get such volumes of their own.
+    KFP mounts an empty volume (gcs-scratch, s3-scratch, ...) where artifacts lie, so that images that are not root's
+    can write there: the workers get such volumes of their own.
     """
     if volume["name"].endswith(_SCRATCH):
         return True
