@@ -22,6 +22,8 @@ import kfp_gpuquota as gpuquota
 @dsl.component(packages_to_install=[])
 def finetune(epochs: int, metrics: dsl.Output[dsl.Metrics]) -> float:  # type: ignore[valid-type]
     """Train a vision transformer on digits; returns its accuracy on digits that it has not seen."""
+    import tempfile
+
     import numpy as np
     import torch
     from sklearn.datasets import load_digits
@@ -46,7 +48,7 @@ def finetune(epochs: int, metrics: dsl.Output[dsl.Metrics]) -> float:  # type: i
         num_labels=10,
     )
     arguments = TrainingArguments(
-        output_dir="trainer",
+        output_dir=tempfile.mkdtemp(),  # nothing is saved there: checkpoints are the job's
         num_train_epochs=epochs,
         per_device_train_batch_size=64,
         learning_rate=2e-3,
