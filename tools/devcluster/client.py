@@ -193,7 +193,7 @@ class Api:
         try:
             answer = _send(connection, method, target, body, headers)
             content = answer.read()
-        except (http.client.RemoteDisconnected, ConnectionError):
+        except (http.client.RemoteDisconnected, ConnectionError, ssl.SSLError):
             connection.close()
             if not reused:
                 raise
