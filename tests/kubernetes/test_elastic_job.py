@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,20 @@ def test_a_job_whose_launcher_is_gone_is_cancelled(controlled: Controlled) -> No
     controlled.until_phase(job, "Running")
     status = controlled.until_phase(job, "Cancelled")["status"]
     assert "launcher has ended" in status["message"]
+
+
+def test_a_lease_does_not_end_while_nobody_can_renew_it(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    job = controlled.job(team, "held", gracePeriodSeconds=1, lease={"holder": "step", "durationSeconds": 9})
+    controlled.until_phase(job, "Running")
+    with controlled.cluster.away("kube-apiserver"):
+        time.sleep(14)  # how long it is away is what is tested: longer than the lease
+    controlled.cluster.await_healthy()
+    controlled.cluster.api.patch(job, {"spec": {"lease": {"holder": "step", "durationSeconds": 60}}})
+    controlled.until_bound(controlled.pod(team, "after"))
+    assert controlled.cluster.api.get(job)["status"]["phase"] == "Running"
 
 
 def test_pods_that_are_refused_end_in_a_condition_and_are_tried_again(controlled: Controlled) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -181,6 +182,21 @@ def test_a_step_that_is_made_anew_takes_its_running_job_over(controlled: Control
     assert "HELLO" in said, said
     (job,) = steps.jobs().values()
     assert job["status"]["attempt"] == 1
+
+
+def test_a_step_goes_on_through_an_api_server_that_is_away(controlled: Controlled) -> None:
+    steps = Steps(controlled, shout("import time", "for i in range(25): print('line', i); time.sleep(1)"))
+    controlled.start()
+    path = steps.run("step-0")
+    controlled.wait(lambda: "as worker 0" in steps.log("step-0") if _runs(steps, path) else False, seconds=90)
+    with controlled.cluster.away("kube-apiserver"):
+        time.sleep(10)  # how long it is away is what is tested
+    controlled.cluster.await_healthy()
+    ended = steps.until_ended(path)
+    said = steps.log("step-0")
+    assert ended["status"]["phase"] == "Succeeded", said
+    assert [line for line in said.splitlines() if "] line " in line] == [f"[0] line {i}" for i in range(25)], said
+    assert "HELLO" in said
 
 
 def test_a_steps_exit_code_is_its_workers(controlled: Controlled) -> None:

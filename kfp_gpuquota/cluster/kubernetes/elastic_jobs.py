@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
@@ -28,6 +29,7 @@ from kfp_gpuquota.cluster.kubernetes.elastic_facts import FIRST_HOLD_S, Facts
 from kfp_gpuquota.cluster.kubernetes.elastic_membership import JobMembership
 from kfp_gpuquota.cluster.kubernetes.elastic_status import counting, record_of, without_pods, worker_id, worker_record
 from kfp_gpuquota.cluster.kubernetes.elastic_workers import WorkerPods
+from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
 from kfp_gpuquota.cluster.kubernetes.translate import KILLED, PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.writes import Write
 from kfp_gpuquota.cluster.lifecycle import after_worker_gone, resized
@@ -40,12 +42,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kfp_gpuquota.api import Node
-    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, Pod
+    from kfp_gpuquota.cluster.kubernetes.objects import Pod
     from kfp_gpuquota.cluster.kubernetes.seats import Seats
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
     from kfp_gpuquota.cluster.local.state import ClusterState
 
 KILL_GRACE_S: Final = 1.0
+PROMPT_S: Final = 5.0  # an API server that takes longer to answer was away
 UNHEARD_S: Final = 30.0  # three times what a worker takes at most to come back to a coordinator
 
 log = logging.getLogger(__name__)
@@ -428,22 +431,44 @@ class ElasticJobs:
         facts, job = self.book.facts.get(uid), self.book.jobs.get(uid)
         if facts is None or job is None:
             return
+        meta = facts.object.metadata
+        path = f"/apis/{labels.API_VERSION}/namespaces/{meta.namespace}/elasticjobs/{meta.name}"
         if due is Due.FORGET:
-            meta = facts.object.metadata
-            path = f"/apis/{labels.API_VERSION}/namespaces/{meta.namespace}/elasticjobs/{meta.name}"
             body = {"preconditions": {"uid": meta.uid}, "propagationPolicy": "Background"}
             write = Write(verb="DELETE", path=path, about=f"{meta.namespace}/{meta.name}", body=body)
             self._writer.submit(write, lambda _: None, lambda _: None)
-            return
-        if due is Due.LEASE_ENDED:
-            held = facts.object.spec.lease.duration_seconds if facts.object.spec.lease else 0
-            why = f"nobody has waited for it any more for {held:g} s: its launcher has ended"
-            intent, reason = Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=why)
+        elif due is Due.LEASE_ENDED:
+            write = Write(verb="GET", path=path, about=f"{meta.namespace}/{meta.name}")
+            found = partial(self._lease_ended, uid, time.time())
+            self._writer.submit(write, found, lambda _: self._lend_a_lease(uid))
         else:
             why = f"it ran for {facts.object.spec.max_runtime_seconds:g} s, which is its maxRuntimeSeconds"
-            intent, reason = Intent.FAIL, Reason(code=ReasonCode.USER, message=why)
-        with self._decide() as transcript:
-            transcript.stop(job, intent, reason)
+            with self._decide() as transcript:
+                transcript.stop(job, Intent.FAIL, Reason(code=ReasonCode.USER, message=why))
+
+    def _lease_ended(self, uid: str, asked_at: float, answer: bytes) -> None:
+        """A lease seems to have ended. Who waits for the job cannot renew it while the API server is away.
+
+        So the server is asked first; where it took its time to answer, they get a whole lease to come back.
+        """
+        facts, job = self.book.facts.get(uid), self.book.jobs.get(uid)
+        if facts is None or job is None or job.status.phase.final or job.ending:
+            return
+        found = msgspec.json.decode(answer, type=ElasticJob)
+        if time.time() - asked_at > PROMPT_S:
+            self._lend_a_lease(uid)
+        elif found.spec.lease != facts.object.spec.lease:
+            self.put_job(found)
+        else:
+            held = found.spec.lease.duration_seconds if found.spec.lease else 0
+            why = f"nobody has waited for it any more for {held:g} s: its launcher has ended"
+            with self._decide() as transcript:
+                transcript.stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=why))
+
+    def _lend_a_lease(self, uid: str) -> None:
+        if (facts := self.book.facts.get(uid)) and uid in self.book.jobs:
+            facts.lease_seen_at = time.time()
+            self._set_clock(uid)
 
 
 _RUNNING: Final = WorkerPhase.RUNNING

@@ -25,6 +25,7 @@ class PodLog:
         self._path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(pod)}/log"
         self.offset = offset
         self._stream: http.client.HTTPResponse | None = None
+        self._over = False
 
     def read(self, timeout_s: float) -> tuple[bytes, bool]:
         """What is new within the time, and whether more may come."""
@@ -36,16 +37,35 @@ class PodLog:
             except NotFoundError:
                 return b"", False
             except (RunError, UsageError, OSError, http.client.HTTPException):  # its container has not started
+                self.close()
                 if time.monotonic() >= deadline:
                     return b"", True
                 time.sleep(POLL_S)
         try:
             text = self._stream.read1(PIECE)
-        except TimeoutError:
+        except (OSError, http.client.HTTPException):  # nothing for a while, or the server went away
             self.close()
             return b"", True
         self.offset += len(text)
-        return text, bool(text)
+        if text:
+            return text, True
+        self.close()
+        return b"", self._goes_on()
+
+    def _goes_on(self) -> bool:
+        """Whether there may be more: a stream ends with its pod, but also with the server that sends it.
+
+        A log has been read to its end when a stream that was opened after the pod's end has ended.
+        """
+        try:
+            pod = self._calls.get(self._path.removesuffix("/log"))
+        except NotFoundError:
+            return False
+        except (RunError, UsageError):
+            return True
+        time.sleep(POLL_S)  # a pod ends a moment after its container
+        before, self._over = self._over, pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
+        return not before
 
     def close(self) -> None:
         """Let go of the connection; it is followed anew by the next read."""
