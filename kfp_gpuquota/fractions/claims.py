@@ -61,6 +61,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     request_mib: int
     limit_mib: int
     granted_mib: int
+    listens: bool = False
 
     @property
     def borrowed_mib(self) -> int:

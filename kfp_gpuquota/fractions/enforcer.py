@@ -161,6 +161,7 @@ class _Device:
                 request_mib=claim.request_mib,
                 limit_mib=claim.limit_mib,
                 granted_mib=self.limits.get(claim.workload, claim.limit_mib),
+                listens=claim.listens,
             )
             for claim in self.claims
         ]

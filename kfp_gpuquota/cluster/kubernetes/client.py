@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes import labels, objects, views
 from kfp_gpuquota.cluster.kubernetes.calls import Calls
@@ -217,9 +218,9 @@ class KubernetesClient:
         """Keep the job alive, in one call; ConflictError when another holder took it over, or it is being stopped."""
         renewed = views.job_lease(lease, time.time())
         if lease.take_over:
-            job = self.get_job(project, name)
-            held = self._found(project, name)["spec"].get("lease") or {}
-            if job.status.phase.final or held.get("holder") == _CANCELLED:
+            stored = _decode(self._found(project, name), objects.ElasticJob)
+            held = stored.spec.lease
+            if Phase(stored.status.phase).final or (held is not None and held.holder == _CANCELLED):
                 raise ConflictError(f"job {name!r} is being stopped, and cannot be taken over; submit it again instead")
             self.calls.patch(_job(project, name), {"spec": {"lease": renewed}})
             return

@@ -17,7 +17,6 @@ from kfp_gpuquota.errors import DeviceError
 from kfp_gpuquota.fractions import Claim, Kill, Policy, Round
 from kfp_gpuquota.fractions.agent import Agent, Share, what_it_can_do
 from kfp_gpuquota.fractions.devices import NvmlMemory, SimulatedMemory, simulate
-from kfp_gpuquota.fractions.mailbox import heard
 from kfp_gpuquota.fractions.processes import worker_of
 
 if TYPE_CHECKING:
@@ -98,16 +97,16 @@ class Sharing:
 
     def _round(self) -> None:
         self._next = None
-        shares = {record.worker.id: self._share(record) for record in self._sharers()}
+        shares = [self._share(record) for record in self._sharers()]
         if not shares:
             self._rows.clear()
             return
         try:
-            done = self._running_agent().round(shares.values(), time.monotonic())
+            done = self._running_agent().round(shares, time.monotonic())
         except (DeviceError, OSError) as error:
             log.error("GPU memory cannot be read, so nobody who shares a GPU starts: %s", error)
         else:
-            self._note(done, shares)
+            self._note(done)
             self._start_ready(done)
         self._schedule(INTERVAL_S)
 
@@ -151,7 +150,7 @@ class Sharing:
         )
         return Share(claims, memory_directory(self._home, worker))
 
-    def _note(self, done: Round, shares: dict[str, Share]) -> None:
+    def _note(self, done: Round) -> None:
         devices = {device_name(node, device): (node, device) for node, device in self._devices()}
         rows = {}
         for row in done.rows:
@@ -167,7 +166,7 @@ class Sharing:
                 request_mib=row.request_mib,
                 limit_mib=row.limit_mib,
                 granted_mib=row.granted_mib,
-                listens=heard(shares[row.workload].directory) is not None,
+                listens=row.listens,
             )
         self._rows = rows
         for kill in done.kills:
