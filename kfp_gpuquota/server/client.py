@@ -31,6 +31,7 @@ from kfp_gpuquota.api.wire import (
     SubmitJob,
     Supposition,
 )
+from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +40,6 @@ T = TypeVar("T")
 
 REQUEST_TIMEOUT_S: Final = 10.0
 RETRY_FOR_S: Final = 30.0
-LONG_POLL_S: Final = 25.0
 _FIRST_DELAY_S: Final = 0.05
 _LONGEST_DELAY_S: Final = 2.0
 
@@ -170,12 +170,7 @@ class Client:
 
     def follow_log(self, project: str, name: str, *, worker: str = "") -> Iterator[bytes]:
         """A worker's log as it grows, until the worker has ended."""
-        offset, more = 0, True
-        while more:
-            chunk = self.read_log(project, name, worker=worker, offset=offset, timeout_s=LONG_POLL_S)
-            offset, more = chunk.next_offset, chunk.more
-            if chunk.text:
-                yield chunk.text
+        return follow_log(self, project, name, worker)
 
     def stop_cluster(self) -> None:
         """Stop the daemon. What runs goes on under its shims and is adopted by the next one."""

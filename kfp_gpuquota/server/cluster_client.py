@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, JobSpec, Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
+
+
+LONG_POLL_S: Final = 25.0
 
 
 class ClusterClient(Protocol):
@@ -88,3 +91,13 @@ class ClusterClient(Protocol):
 
     def stop_cluster(self) -> None:
         """Stop what answers; what runs goes on."""
+
+
+def follow_log(client: ClusterClient, project: str, name: str, worker: str) -> Iterator[bytes]:
+    """A worker's log in the pieces that `read_log` gives, until the worker has ended."""
+    offset, more = 0, True
+    while more:
+        chunk = client.read_log(project, name, worker=worker, offset=offset, timeout_s=LONG_POLL_S)
+        offset, more = chunk.next_offset, chunk.more
+        if chunk.text:
+            yield chunk.text

@@ -29,6 +29,7 @@ from kfp_gpuquota.errors import (
     RunError,
     UsageError,
 )
+from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 RETRY_FOR_S: Final = 30.0
-LONG_POLL_S: Final = 25.0
 _GROUP: Final = f"/apis/{labels.API_VERSION}"
 QUOTAS: Final = f"{_GROUP}/gpuquotas"
 _CANCELLED: Final = "gpuquota-cancel"
@@ -281,12 +281,7 @@ class KubernetesClient:
 
     def follow_log(self, project: str, name: str, *, worker: str = "") -> Iterator[bytes]:
         """A worker's log as it grows, until the worker has ended."""
-        offset, more = 0, True
-        while more:
-            chunk = self.read_log(project, name, worker=worker, offset=offset, timeout_s=LONG_POLL_S)
-            offset, more = chunk.next_offset, chunk.more
-            if chunk.text:
-                yield chunk.text
+        return follow_log(self, project, name, worker)
 
     def stop_cluster(self) -> None:
         """Not ours to stop."""
