@@ -29,7 +29,8 @@ FAULTS = ("429", "500", "503", "reset", "lost answer", "409", "410")
 class FaultyProxy:
     """`with FaultyProxy(cluster, folder, rate=0.2, seed=1) as proxy:` and use `proxy.kubeconfig`.
 
-    `rate` is the share of calls that fail; set it at any time. `injected` counts them by (verb, fault).
+    `rate` is the share of calls that fail; set it at any time. `injected` counts them by (verb, fault). `restart` does
+    what a server does that starts again: every connection breaks, and then all are refused until it has its roles.
     """
 
     def __init__(self, cluster: DevCluster, folder: Path, rate: float, seed: int) -> None:
@@ -38,8 +39,21 @@ class FaultyProxy:
         self._random = random.Random(seed)
         self._faults = itertools.cycle(self._random.sample(FAULTS, len(FAULTS)))
         self.injected: Counter[tuple[str, str]] = Counter()
+        self._live: set[asyncio.BaseTransport] = set()
+        self._refusals = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def restart(self, refusals: int) -> None:
+        """Break all connections off, and answer the next calls, this many, with 403."""
+
+        async def now() -> None:
+            self._refusals = refusals
+            for transport in self._live:
+                if isinstance(transport, asyncio.Transport):
+                    transport.abort()
+
+        asyncio.run_coroutine_threadsafe(now(), self._loop).result(30)
 
     @property
     def kubeconfig(self) -> Path:
@@ -78,6 +92,12 @@ class FaultyProxy:
         await self._session.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self._live.add(request.transport)
+        if self._refusals:
+            self._refusals -= 1
+            self.injected[request.method, "403"] += 1
+            return _refusal(403)
         fault = self._draw(request)
         if fault in {"429", "500", "503", "409", "410"}:
             return _refusal(int(fault))
@@ -121,7 +141,9 @@ class FaultyProxy:
 
 
 def _refusal(status: int) -> web.Response:
-    reason = {409: "Conflict", 410: "Expired", 429: "TooManyRequests", 500: "InternalError"}.get(status, "")
+    reason = {403: "Forbidden", 409: "Conflict", 410: "Expired", 429: "TooManyRequests", 500: "InternalError"}.get(
+        status, ""
+    )
     body = {"kind": "Status", "code": status, "reason": reason, "message": f"injected {status}"}
     headers = {"Retry-After": "1"} if status == 429 else {}
     return web.json_response(body, status=status, headers=headers)

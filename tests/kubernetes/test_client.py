@@ -25,6 +25,7 @@ from kfp_gpuquota.errors import (
     UsageError,
 )
 from tests.kubernetes.conftest import QUOTAS, jobs_of
+from tests.kubernetes.faulty_proxy import FaultyProxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -224,3 +225,25 @@ def test_the_kubectl_plugin_uses_the_current_context(crds_cluster: DevCluster, q
         check=False,
     )
     assert listed.returncode == 0, listed.stderr
+
+
+def test_an_api_server_that_has_just_started_may_refuse_what_it_allows(
+    crds_cluster: DevCluster, quota: str, tmp_path: Path
+) -> None:
+    with FaultyProxy(crds_cluster, tmp_path, rate=0, seed=1) as proxy:
+        client = KubernetesClient(from_file(proxy.kubeconfig), image="trainer:1", retry_for_s=20)
+        client.get_project(quota)
+        proxy.restart(refusals=3)
+        assert client.get_project(quota).project.guaranteed == 2
+        assert proxy.injected["GET", "403"] == 3
+
+
+def test_a_refusal_by_a_server_that_has_long_been_there_is_final(
+    crds_cluster: DevCluster, quota: str, tmp_path: Path
+) -> None:
+    with FaultyProxy(crds_cluster, tmp_path, rate=0, seed=1) as proxy:
+        proxy.restart(refusals=1)
+        client = KubernetesClient(from_file(proxy.kubeconfig), image="trainer:1", retry_for_s=20)
+        with pytest.raises(UnauthorizedError):
+            client.get_project(quota)
+        assert proxy.injected["GET", "403"] == 1

@@ -54,7 +54,11 @@ class Seen:
 
 
 def reflecting(
-    kubeconfig: Path, path: str, test: Callable[[Reflector[Namespace], Seen], Coroutine[None, None, None]]
+    kubeconfig: Path,
+    path: str,
+    test: Callable[[Reflector[Namespace], Seen], Coroutine[None, None, None]],
+    *,
+    optional: bool = False,
 ) -> None:
     """Run `test` beside a reflector."""
 
@@ -62,7 +66,13 @@ def reflecting(
         async with Connection(from_file(kubeconfig), patience_s=5.0, seed=1) as connection:
             seen = Seen()
             reflector = Reflector(
-                connection, path, Namespace, changed=seen.changed, gone=seen.gone, not_installed_s=0.1
+                connection,
+                path,
+                Namespace,
+                changed=seen.changed,
+                gone=seen.gone,
+                not_installed_s=0.1,
+                optional=optional,
             )
             task = asyncio.create_task(reflector.run())
             try:
@@ -153,3 +163,22 @@ def test_a_writes_answer_is_known_before_the_watch_tells_and_never_brings_back_t
         assert "mine" not in seen.names.values()
 
     reflecting(cluster.kubeconfig, CONFIG_MAPS.format(namespace), test)
+
+
+def test_what_was_read_is_kept_while_a_starting_server_refuses_everybody(
+    crds_cluster: DevCluster, namespace: str, tmp_path: Path
+) -> None:
+    make(crds_cluster, namespace, "first")
+    with FaultyProxy(crds_cluster, tmp_path, rate=0, seed=1) as proxy:
+
+        async def test(reflector: Reflector[Namespace], seen: Seen) -> None:
+            assert "first" in seen.names.values()
+            before = set(seen.names)
+            proxy.restart(refusals=2)
+            make(crds_cluster, namespace, "second")
+            await seen.until(lambda: "second" in seen.names.values())
+            assert before <= set(seen.names)
+            assert reflector.installed
+            assert proxy.injected["GET", "403"] == 2
+
+        reflecting(proxy.kubeconfig, CONFIG_MAPS.format(namespace), test, optional=True)

@@ -25,6 +25,7 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 STRATEGIC_PATCH: Final = "application/strategic-merge-patch+json"
 WATCH_S: Final = 30.0
 PROBE_EVERY_S: Final = 0.02
+BUSY_S: Final = 30.0
 
 
 class ApiError(Exception):
@@ -177,11 +178,19 @@ class Api:
         content_type: str = JSON,
         query: dict[str, str] | None = None,
     ) -> Object:
-        """One request. Raises ApiError for every answer that is not a success."""
+        """One request. Raises ApiError for every answer that is not a success.
+
+        Repeated while a server that has just started reads its storage; not where an eviction is put off.
+        """
         target = f"{path}?{urlencode(query)}" if query else path
         content = None if body is None else json.dumps(body).encode()
         headers = [*self._headers, ("Content-Type", content_type), ("Accept", JSON)]
-        status, answer = self._exchange(method, target, content, headers)
+        deadline = time.monotonic() + BUSY_S
+        while True:
+            status, answer = self._exchange(method, target, content, headers)
+            if status != http.client.TOO_MANY_REQUESTS or path.endswith("/eviction") or time.monotonic() > deadline:
+                break
+            time.sleep(PROBE_EVERY_S)
         if status >= http.client.BAD_REQUEST:
             raise ApiError(status, _decoded(answer))
         return _decoded(answer)

@@ -1,7 +1,8 @@
 """Calls to an API server for programs that do one thing at a time: the command line, and a step's launcher.
 
 The standard library only, as `server.client` has it and for the same reason: importing aiohttp costs a command a
-quarter of a second. Repeated: connection errors, 429 and 5xx, with growing pauses and the server's own Retry-After.
+quarter of a second. Repeated: connection errors, 429 and 5xx, with growing pauses and the server's own Retry-After; and
+403 for a while after the server was away, for one that has just started refuses everybody until it has read its roles.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ JSON_PATCH: Final = "application/json-patch+json"
 MERGE_PATCH: Final = "application/merge-patch+json"
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
+_STARTING_S: Final = 30.0
 _LATER: Final = frozenset({429, 500, 502, 503, 504})
 _KINDS: Final = {404: NotFoundError, 409: ConflictError, 401: UnauthorizedError, 403: UnauthorizedError}
 
@@ -49,6 +51,7 @@ class Calls:
     def __init__(self, credentials: Credentials, *, retry_for_s: float) -> None:
         self.credentials = credentials
         self._retry_for_s = retry_for_s
+        self._starting_until = 0.0
         self._connection: http.client.HTTPConnection | None = None
         self._owner_pid = os.getpid()
 
@@ -71,8 +74,12 @@ class Calls:
     def open(self, path: str, timeout_s: float, **query: object) -> http.client.HTTPResponse:
         """A stream of its own connection: a watch, or a log that is followed. Its reader closes it."""
         connection = self._new_connection(timeout_s)
-        connection.request("GET", _url(path, query), headers=self._headers())
-        response = connection.getresponse()
+        try:
+            connection.request("GET", _url(path, query), headers=self._headers())
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException):
+            self._note_away()
+            raise
         if response.status >= 300:
             raise _refusal(response.status, response.read())
         return response
@@ -88,12 +95,13 @@ class Calls:
                 status, raw, after_s = self._attempt(method, _url(path, query), encoded, kind)
             except (OSError, http.client.HTTPException) as failure:
                 self._forget()
+                self._note_away()
                 if time.monotonic() + pause_s > deadline:
                     raise _unavailable(self.credentials.server, failure) from failure
             else:
                 if status == 401:
                     self.credentials.forget_token()
-                if status not in _LATER or time.monotonic() + pause_s > deadline:
+                if not self._passes(status) or time.monotonic() + pause_s > deadline:
                     return _answer(status, raw)
                 pause_s = max(pause_s, after_s)
             time.sleep(pause_s)
@@ -120,6 +128,13 @@ class Calls:
         if token := self.credentials.token():
             headers["Authorization"] = f"Bearer {token}"
         return headers
+
+    def _note_away(self) -> None:
+        self._starting_until = time.monotonic() + _STARTING_S
+
+    def _passes(self, status: int) -> bool:
+        """Whether a later attempt may be answered otherwise."""
+        return status in _LATER or (status == http.client.FORBIDDEN and time.monotonic() < self._starting_until)
 
     def _forget(self) -> None:
         if self._connection is not None:

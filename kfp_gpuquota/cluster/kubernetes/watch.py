@@ -55,7 +55,7 @@ class Reflector(Generic[O]):
 
     Neither may await: they run inside the stream's reading; `batch_done` follows what arrived together. What is older
     than what is known is not told; `note` makes known what a write's answer said. An `optional` kind that may not be
-    read counts as not installed.
+    read counts as not installed, unless it was read before: an API server that has just started refuses everybody.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Reflector(Generic[O]):
             self._tell(found)
 
     def _after_refusal(self, error: ApiError, pause: float) -> float:
-        if error.status == 404 or (error.status == 403 and self._optional):
+        if error.status == 404 or (error.status == 403 and self._optional and not self._versions):
             self._nothing_installed()
             return self._not_installed_s
         if error.status == 410:
