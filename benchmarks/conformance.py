@@ -103,7 +103,7 @@ class Bench:
     def _compare_node(self, name: str, want: dict[str, float]) -> list[str]:
         state, _ = build(self)
         host = state.ledger.hosts[name]
-        releasing = sum(1 for d in host.devices if host.leaving.get(d) and not host.used.get(d))
+        releasing = sum(leaving > 0 and not used for used, leaving, _ in host.taken.values())
         have = {"idle_gpus": host.idle_whole, "releasing_gpus": releasing}
         return [f"{name} {key}: {have[key]} is not {value}" for key, value in want.items() if have[key] != value]
 

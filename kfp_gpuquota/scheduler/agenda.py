@@ -137,7 +137,8 @@ class Agenda:
         self._touched = touched
         self._lines = {q: self._new_line(q) for q in ledger.queues.values() if q.waiting}
         for job in touched:
-            self._line(job.queue).put_back(job)
+            if job.placed < len(job.pending):
+                self._line(job.queue).put_back(job)
         self._roots = [q for q in ledger.queues.values() if q.parent is None]
         self._keys: dict[Queue, tuple[int, Group, QueueKey]] = {}
 

@@ -47,7 +47,7 @@ class _Copier:
             self._relink_queue(queue)
 
     def _relink_host(self, host: Host) -> None:
-        host.used, host.leaving, host.nominated = dict(host.used), dict(host.leaving), dict(host.nominated)
+        host.taken = {device: list(columns) for device, columns in host.taken.items()}
         used, leaving, nominated = host.other
         host.other = (list(used), list(leaving), list(nominated))
         host.tasks = {self.tasks[task]: None for task in host.tasks}

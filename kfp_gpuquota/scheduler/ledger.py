@@ -54,8 +54,7 @@ class Ledger:
         if old is not None:
             self._unindex(old)
             self._count_capacity(old, -1)
-            host.used, host.leaving, host.nominated = old.used, old.leaving, old.nominated
-            host.other, host.tasks = old.other, old.tasks
+            host.taken, host.other, host.tasks = old.taken, old.other, old.tasks
             host.shared = old.shared
             self.shared_hosts.pop(old, None)
             self._note_shared(host)
@@ -66,8 +65,14 @@ class Ledger:
         self._count_capacity(host, 1)
         self._recount(host)
         self._index(host)
-        sizes = [h.gpu_memory_mib for h in self.hosts.values() if h.gpu_memory_mib]
-        self.gpu_memory_mib = min(sizes, default=0)
+        self._note_memory(host, old)
+
+    def _note_memory(self, host: Host, old: Host | None) -> None:
+        """Keep the memory of the smallest device; looked for again only where a host changes that had it."""
+        sizes: Iterable[int] = (self.gpu_memory_mib, host.gpu_memory_mib)
+        if old is not None and old.gpu_memory_mib == self.gpu_memory_mib:
+            sizes = (other.gpu_memory_mib for other in self.hosts.values())
+        self.gpu_memory_mib = min((size for size in sizes if size), default=0)
 
     def drop_host(self, host: Host) -> None:
         """Forget a host that holds nothing."""
@@ -198,13 +203,12 @@ class Ledger:
         host.filed = (host.idle_whole, host.future_whole)
 
     def _recount(self, host: Host) -> None:
-        used, leaving, nominated = host.used, host.leaving, host.nominated
         future = idle = 0
         for device in host.devices:
-            if not used.get(device) and not nominated.get(device):
+            used, leaving, nominated = host.taken.setdefault(device, [0, 0, 0])
+            if not used and not nominated:
                 future += 1
-                if not leaving.get(device):
-                    idle += 1
+                idle += not leaving
         host.idle_whole, host.future_whole = idle, future
 
     def _index(self, host: Host) -> None:
@@ -251,18 +255,24 @@ def _note_present(task: Task, host: Host, sign: int) -> None:
 
 def _count_devices(host: Host, devices: tuple[int, ...], share: int, old: int | None, new: int | None) -> None:
     """Change the columns of the devices, and how many of them are idle or coming as a whole."""
-    used, leaving, nominated = columns = (host.used, host.leaving, host.nominated)
+    taken, present = host.taken, host.devices
+    futures = idles = 0
     for d in devices:
-        future = not used.get(d) and not nominated.get(d)
-        idle = future and not leaving.get(d)
+        cell = taken.get(d) or taken.setdefault(d, [0, 0, 0])
+        used, leaving, nominated = cell
+        was = not (used or nominated)
+        was_idle = was and not leaving
         if old is not None:
-            columns[old][d] = columns[old].get(d, 0) - share
+            cell[old] -= share
         if new is not None:
-            columns[new][d] = columns[new].get(d, 0) + share
-        if d in host.devices:
-            future_now = not used.get(d) and not nominated.get(d)
-            host.future_whole += future_now - future
-            host.idle_whole += (future_now and not leaving.get(d)) - idle
+            cell[new] += share
+        if d in present:
+            used, leaving, nominated = cell
+            now = not (used or nominated)
+            futures += now - was
+            idles += (now and not leaving) - was_idle
+    host.future_whole += futures
+    host.idle_whole += idles
 
 
 def _note_running(job: Job, sign: int) -> None:

@@ -286,7 +286,7 @@ class Job:
 
 @dataclass(slots=True, eq=False, order=False)
 class Host:
-    """A node. Per device, in micro-GPUs: `used` by what runs, `leaving`, and `nominated` for what will come."""
+    """A node. `taken[device]` in micro-GPUs: by what runs, by what leaves, and for what will come (nominated)."""
 
     name: str
     devices: tuple[int, ...]
@@ -298,9 +298,7 @@ class Host:
     labels: dict[str, str] = field(default_factory=dict)
     taints: tuple[Taint, ...] = ()
     pool: str = ""
-    used: dict[int, int] = field(default_factory=dict)
-    leaving: dict[int, int] = field(default_factory=dict)
-    nominated: dict[int, int] = field(default_factory=dict)
+    taken: dict[int, list[int]] = field(default_factory=dict)
     other: tuple[list[float], list[float], list[float]] = field(
         default_factory=lambda: ([0.0] * 3, [0.0] * 3, [0.0] * 3)
     )
@@ -333,9 +331,10 @@ class Host:
 
     def idle(self, device: int) -> int:
         """Micro-GPUs of the device that something may take now."""
-        taken = max(self.leaving.get(device, 0), self.nominated.get(device, 0))
-        return GPU - self.used.get(device, 0) - taken
+        used, leaving, nominated = self.taken[device]
+        return GPU - used - max(leaving, nominated)
 
     def future(self, device: int) -> int:
         """Micro-GPUs of the device that something may take when what leaves is gone."""
-        return GPU - self.used.get(device, 0) - self.nominated.get(device, 0)
+        used, _, nominated = self.taken[device]
+        return GPU - used - nominated

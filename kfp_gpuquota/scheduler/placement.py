@@ -147,12 +147,15 @@ def pick_devices(host: Host, task: Task, *, future: bool) -> tuple[int, ...] | N
 
 def _whole_devices(host: Host, count: int, *, future: bool) -> tuple[int, ...]:
     """The first whole devices that are free, idle before leaving ones."""
-    used, leaving, nominated = host.used, host.leaving, host.nominated
-    free = [d for d in host.devices if not used.get(d) and not nominated.get(d)]
-    idle = [d for d in free if not leaving.get(d)]
+    idle: list[int] = []
+    coming: list[int] = []
+    for device in host.devices:
+        used, leaving, nominated = host.taken[device]
+        if not used and not nominated:
+            (coming if leaving else idle).append(device)
     if not future or len(idle) >= count:
         return tuple(idle[:count])
-    return tuple(sorted(idle + [d for d in free if leaving.get(d)][: count - len(idle)]))
+    return tuple(sorted(idle + coming[: count - len(idle)]))
 
 
 def _preferred(ledger: Ledger, task: Task, more: int, *, future: bool) -> Iterable[Host]:
