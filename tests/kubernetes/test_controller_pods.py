@@ -245,19 +245,95 @@ def test_a_pod_is_sent_only_where_its_selector_and_the_nodes_taints_let_it_run(c
     assert controlled.waiting(team) == {"barred"}
 
 
+def asking(cpu: str = "0", memory: str = "0") -> dict[str, Any]:
+    """Containers of a pod that asks for more than a GPU."""
+    resources = {"limits": {labels.GPU_RESOURCE: "1"}, "requests": {"cpu": cpu, "memory": memory}}
+    return {"containers": [{"name": "main", "image": "none", "resources": resources}]}
+
+
+def bystander(controlled: Controlled, node: str, cpu: str = "0", memory: str = "0") -> str:
+    """A pod that takes no GPU of a node; its path."""
+    requests = {"requests": {"cpu": cpu, "memory": memory}}
+    spec = {"containers": [{"name": "main", "image": "none", "resources": requests}], "nodeName": node}
+    pods = f"/api/v1/namespaces/{controlled.team('others')}/pods"
+    controlled.cluster.api.create(pods, {"metadata": {"name": "by"}, "spec": spec})
+    return f"{pods}/by"
+
+
+@pytest.mark.parametrize("asked", [{"cpu": "40"}, {"memory": "300Gi"}], ids=["cpu", "memory"])
+def test_a_pod_is_sent_where_its_cpu_and_memory_are_left_and_waits_until_there_is_some(
+    controlled: Controlled, asked: dict[str, str]
+) -> None:
+    crowded, roomy = controlled.add_nodes(2, gpus=4)  # of 64 cores and 512 GiB
+    team = controlled.team(guaranteed=8)
+    crowd = bystander(controlled, crowded, **asked)
+    controlled.start()
+    sent = controlled.until_bound(controlled.pod(team, "first", **asking(**asked)))
+    assert sent["spec"]["nodeName"] == roomy
+    second = controlled.pod(team, "second", **asking(**asked))
+    controlled.until_bound(controlled.pod(team, "proof"))
+    assert controlled.waiting(team) == {"second"}
+    controlled.cluster.api.delete(crowd, 0)
+    assert controlled.until_bound(second)["spec"]["nodeName"] == crowded
+    assert "PlaceTaken" not in controlled.log()
+
+
+def test_a_bystander_that_comes_later_is_planned_around(controlled: Controlled) -> None:
+    first, second = controlled.add_nodes(2, gpus=1)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    controlled.until_bound(controlled.pod(team, "warm", **asking(cpu="1")))
+    (taken,) = {pod["spec"]["nodeName"] for pod in controlled.pods(team).values()}
+    (left,) = {first, second} - {taken}
+    crowd = bystander(controlled, left, cpu="63500m")
+    waits = controlled.pod(team, "waits", **asking(cpu="1"))
+    controlled.until(f"{QUOTAS}/{team}", lambda q: q.get("status", {}).get("waiting") == 1)
+    assert not holds(controlled.cluster.api.get(waits))
+    controlled.cluster.api.delete(crowd, 0)
+    assert controlled.until_bound(waits)["spec"]["nodeName"] == left
+
+
+def test_a_team_holds_no_more_cpu_than_its_limit(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=4)
+    team = controlled.team(guaranteed=4, guaranteedCpu="8", limitCpu=8, limitMemory="1Ti")
+    controlled.start()
+    for i in range(3):
+        controlled.pod(team, f"p{i}", **asking(cpu="4"))
+    controlled.wait(lambda: len(controlled.bound(team)) == 2, lambda: controlled.log()[-3000:])
+    controlled.until_bound(controlled.pod(team, "none", **asking()))
+    assert len(controlled.waiting(team)) == 1
+
+
+def test_a_node_pool_is_for_those_who_ask_for_it_within_their_quota_there(controlled: Controlled) -> None:
+    plain, pooled = controlled.add_nodes(2, gpus=2)
+    controlled.cluster.api.patch(f"/api/v1/nodes/{pooled}", {"metadata": {"labels": {labels.POOL: "a100"}}})
+    team = controlled.team(guaranteed=2, pools={"a100": {"guaranteed": 1, "limit": 1}})
+    controlled.start()
+    for i in range(2):
+        controlled.pod(team, f"a100-{i}", labels_={labels.POOL: "a100"})
+        controlled.pod(team, f"any-{i}")
+    controlled.pod(team, "any-2")
+    controlled.wait(lambda: len(controlled.bound(team)) == 3, lambda: controlled.log()[-3000:])
+    nodes = {name: pod["spec"].get("nodeName") for name, pod in controlled.pods(team).items()}
+    assert sorted(filter(None, nodes.values())) == sorted([plain, plain, pooled])
+    assert {nodes["a100-0"], nodes["a100-1"]} == {pooled, None}
+    job = controlled.job(team, "pooled", gpus=1, nodePool="a100")
+    controlled.until(job, lambda j: "limit of 1" in j.get("status", {}).get("message", ""))
+
+
 def test_a_pod_whose_place_was_taken_is_left_to_its_owner_to_make_anew(controlled: Controlled) -> None:
     (node,) = controlled.add_nodes(1, gpus=1)
     team = controlled.team(guaranteed=1)
-    asks = {"limits": {labels.GPU_RESOURCE: "1"}, "requests": {"cpu": "1"}}
-    body = pod_body("x", containers=[{"name": "main", "image": "none", "resources": asks}])
+    asks = {"limits": {labels.GPU_RESOURCE: "1"}}
+    port = {"ports": [{"containerPort": 80, "hostPort": 8080}]}
+    body = pod_body("x", containers=[{"name": "main", "image": "none", "resources": asks, **port}])
     template = {"metadata": {"labels": {"app": "x"}}, "spec": body["spec"]}
     selector = {"matchLabels": {"app": "x"}}
     sets = f"/apis/apps/v1/namespaces/{team}/replicasets"
     spec = {"replicas": 1, "selector": selector, "template": template}
     controlled.cluster.api.create(sets, {"metadata": {"name": "set"}, "spec": spec})
-    taker = {"requests": {"cpu": "63500m"}}  # GPUs are free there, but kube-scheduler finds no CPU
     elsewhere = controlled.cluster.make_namespace("elsewhere-b")
-    hog = {"containers": [{"name": "main", "image": "none", "resources": taker}], "nodeName": node}
+    hog = {"containers": [{"name": "main", "image": "none", **port}], "nodeName": node}  # the GPU is free, the port not
     controlled.cluster.api.create(f"/api/v1/namespaces/{elsewhere}/pods", {"metadata": {"name": "hog"}, "spec": hog})
     controlled.wait(lambda: len(controlled.pods(team)) == 1)
     (first,) = controlled.pods(team)

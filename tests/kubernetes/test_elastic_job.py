@@ -62,6 +62,21 @@ def test_a_job_has_no_pods_while_it_waits_and_its_gang_when_it_starts(controlled
     assert {p["metadata"]["annotations"][labels.DEVICES] for p in pods.values()} == {"0", "1"}
 
 
+def test_the_cpu_of_its_template_is_planned_with(controlled: Controlled) -> None:
+    nodes = controlled.add_nodes(2, gpus=4)  # of 64 cores each
+    team = controlled.team(guaranteed=8)
+    controlled.start()
+    main = {"name": "main", "image": "none", "resources": {"requests": {"cpu": "40"}}}
+    asks = {"spec": {"containers": [main]}}
+    job = controlled.job(team, "wide", asks, gpus=3, minGpus=2, gpusPerWorker=1)
+    controlled.until_phase(job, "Running")
+    controlled.wait(lambda: len(controlled.bound(team)) == 2)
+    assert {p["spec"]["nodeName"] for p in controlled.pods(team).values()} == set(nodes)
+    whole = controlled.job(team, "whole", {"spec": {"containers": [{**main, "resources": {"limits": {"cpu": 65}}}]}})
+    told = controlled.until(whole, lambda j: "65 CPUs" in j.get("status", {}).get("message", ""))
+    assert told["status"]["phase"] == "Pending"
+
+
 def test_a_worker_is_told_who_it_is_and_restarts_nowhere(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=2)
     team = controlled.team(guaranteed=2)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import Kind
 from kfp_gpuquota.cluster.kubernetes import labels, writes
 from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, GpuQuota, Node, Pod
+from kfp_gpuquota.cluster.kubernetes.quotas import project_of, project_of_plugin
 from kfp_gpuquota.cluster.kubernetes.seats import Seats
 from kfp_gpuquota.cluster.kubernetes.translate import (
     KILLED,
@@ -21,8 +22,6 @@ from kfp_gpuquota.cluster.kubernetes.translate import (
     node_of,
     pod_job,
     pod_view,
-    project_of,
-    project_of_plugin,
 )
 from kfp_gpuquota.errors import InvalidFieldError
 

@@ -108,7 +108,7 @@ class KubernetesClient:
                 f"the quota of {project.name!r} stands in its Profile; change it there: kubectl edit profile "
                 f"{project.name} (spec.plugins, kind GpuQuota)"
             )
-        cleared = dict.fromkeys(("limit", "parent"))
+        cleared = dict.fromkeys(objects.GpuQuotaSpec.__struct_encode_fields__)
         self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
         return self.get_project(project.name)
 

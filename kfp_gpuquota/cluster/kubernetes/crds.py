@@ -55,6 +55,12 @@ _QUOTA_FIELDS: Final = {
     "parent": ("parent", "The department, a GpuQuota as well."),
     "pools": ("pools", "Quotas in node pools by their names, each shared by itself."),
 }
+_AMOUNTS: Final = {
+    "guaranteedCpu": "CPU cores that the team can always get back, for what asks for some; all where none is given.",
+    "limitCpu": "The most CPU cores that it may hold.",
+    "guaranteedMemory": "Main memory that the team can always get back, as 512Gi; all where none is given.",
+    "limitMemory": "The most main memory that it may hold.",
+}
 _DEFAULTED: Final = ("kind", "gracePeriodSeconds", "maxRestarts", "coolDownSeconds", "minRunTimeSeconds")
 
 
@@ -139,7 +145,31 @@ def _quota_spec() -> Schema:
         pool["properties"]["guaranteed"]["default"] = 0
         pool["x-kubernetes-validations"] = [dict(limit)]
         properties["pools"] |= {"maxProperties": MAX_POOLS}
-    return {"type": "object", "properties": properties, "x-kubernetes-validations": [limit]}
+    properties |= {wire: _amount(text) for wire, text in _AMOUNTS.items()}
+    rules = [limit, *(_amounts_rule(of) for of in ("Cpu", "Memory"))]
+    return {"type": "object", "properties": properties, "x-kubernetes-validations": rules}
+
+
+def _amount(description: str) -> Schema:
+    """A quantity as Kubernetes writes them, at least 0."""
+    fine = rule(
+        "isQuantity(string(self)) && quantity(string(self)).compareTo(quantity('0')) >= 0",
+        "it is '%s', but it must be at least 0, a number with one of the suffixes of quantities; for example 64, 500m"
+        " or 512Gi",
+        "string(self)",
+    )
+    return {"x-kubernetes-int-or-string": True, "description": description, "x-kubernetes-validations": [fine]}
+
+
+def _amounts_rule(of: str) -> Schema:
+    guaranteed, limit = f"string(self.guaranteed{of})", f"string(self.limit{of})"
+    both = f"has(self.guaranteed{of}) && has(self.limit{of}) && isQuantity({guaranteed}) && isQuantity({limit})"
+    return rule(
+        f"!({both}) || quantity({limit}).compareTo(quantity({guaranteed})) >= 0",
+        f"limit{of} is '%s', but it must be at least the guaranteed %s",
+        limit,
+        guaranteed,
+    )
 
 
 def _elastic_job_spec() -> Schema:

@@ -97,10 +97,10 @@ class Named(Struct, frozen=True):
 
 
 class Resources(Struct, frozen=True):
-    """Quantities by resource."""
+    """Quantities by resource: text in what the API server gives, numbers too in a template that somebody wrote."""
 
-    requests: dict[str, str] = {}
-    limits: dict[str, str] = {}
+    requests: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
 
 
 class Container(Struct, frozen=True):
@@ -165,7 +165,8 @@ class PodSpec(Struct, frozen=True):
     node_selector: dict[str, str] = {}
     tolerations: tuple[Toleration, ...] = ()
     termination_grace_period_seconds: float = 30.0
-    overhead: dict[str, str] = {}
+    overhead: dict[str, Any] = {}
+    resources: Resources = Resources()
 
 
 class Terminated(Struct, frozen=True):
@@ -235,6 +236,11 @@ class GpuQuotaSpec(Struct, frozen=True):
     priority: Any = None
     over_quota_weight: Any = None
     parent: Any = None
+    guaranteed_cpu: Any = None
+    limit_cpu: Any = None
+    guaranteed_memory: Any = None
+    limit_memory: Any = None
+    pools: Any = None
 
 
 class GpuQuotaStatus(Struct, frozen=True):
@@ -317,6 +323,10 @@ class ElasticJobSpec(Struct, frozen=True):
     max_restarts: int | None = None
     cool_down_seconds: float | None = None
     min_run_time_seconds: float | None = None
+    node_pool: str | None = None
+    required_topology: str | None = None
+    preferred_topology: str | None = None
+    spread: bool | None = None
     ttl_seconds_after_finished: float | None = None
     checkpoint: Checkpoint | None = None
     lease: JobLease | None = None

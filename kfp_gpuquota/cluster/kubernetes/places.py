@@ -1,7 +1,6 @@
 """Which nodes a pod may use, as the scheduler reads it: pure.
 
-What kube-scheduler would refuse must not be planned. What it would only rather not do (preferences) binds nobody; CPU
-and memory are left to it, and a pod that finds none waits there, which is told.
+What kube-scheduler would refuse must not be planned. What it would only rather not do (preferences) binds nobody.
 """
 
 from __future__ import annotations

@@ -288,4 +288,5 @@ def _group_key(view: PodView) -> GroupKey | None:
 
 def _wish(view: PodView) -> tuple[object, ...]:
     """What it asks for."""
-    return view.gpus, view.share, view.kind, view.priority, view.preemptible, view.group, view.group_size
+    quality = view.kind, view.priority, view.preemptible, view.pool, view.place
+    return view.gpus, view.share, view.needs, *quality, view.group, view.group_size

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.connection import APPLY_PATCH, MERGE_PATCH, ApiError
-from kfp_gpuquota.cluster.kubernetes.translate import project_of_plugin
+from kfp_gpuquota.cluster.kubernetes.quotas import project_of_plugin, quota_spec, says
 from kfp_gpuquota.cluster.kubernetes.writes import Write
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from kfp_gpuquota.api import Project
     from kfp_gpuquota.cluster.kubernetes.objects import GpuQuota, Namespace, Profile
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
 
@@ -141,18 +140,6 @@ def plugin_of(profile: Profile) -> msgspec.Raw | None:
     return next((p.spec for p in profile.spec.plugins or () if p.kind == PLUGIN), None)
 
 
-def quota_spec(project: Project) -> dict[str, Any]:
-    """A project as the spec of a GpuQuota."""
-    spec = {
-        "guaranteed": project.guaranteed,
-        "limit": project.limit,
-        "priority": project.priority,
-        "overQuotaWeight": project.over_quota_weight,
-        "parent": project.parent,
-    }
-    return {name: value for name, value in spec.items() if value is not None}
-
-
 def mirrored(profile: Profile, spec: dict[str, Any]) -> Write:
     """Server-side apply: what others set beside our fields stays, and nothing is replaced."""
     name = profile.metadata.name
@@ -173,16 +160,7 @@ def mirrored(profile: Profile, spec: dict[str, Any]) -> Write:
 
 
 def _says(quota: GpuQuota, wanted: dict[str, Any]) -> bool:
-    spec = quota.spec
-    found = {
-        "guaranteed": spec.guaranteed,
-        "limit": spec.limit,
-        "priority": spec.priority,
-        "overQuotaWeight": spec.over_quota_weight,
-        "parent": spec.parent,
-    }
-    same = {name: value for name, value in found.items() if value is not None} == wanted
-    return same and quota.metadata.labels.get(labels.SOURCE) == SOURCE
+    return says(quota, wanted) and quota.metadata.labels.get(labels.SOURCE) == SOURCE
 
 
 def _quotas_path() -> str:

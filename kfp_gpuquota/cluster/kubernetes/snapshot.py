@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.kubernetes import translate
+from kfp_gpuquota.cluster.kubernetes import quotas, translate
+from kfp_gpuquota.cluster.kubernetes.bystanders import Bystanders
 from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
 from kfp_gpuquota.cluster.kubernetes.seats import Seats
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
@@ -57,6 +58,8 @@ class Snapshot:
         self._node_names: dict[str, str] = {}
         self._quota_names: dict[str, str] = {}
         self._foreign: dict[str, PodView] = {}
+        self._bystanders = Bystanders()
+        self._outdated: dict[str, None] = {}  # nodes of which the scheduler knows an earlier state
         self._wake = wake
         self.started = False
 
@@ -115,14 +118,31 @@ class Snapshot:
         if node is None:
             return
         self.seats.resize(name, translate.gpu_count(node))
+        self._outdated.pop(name, None)
         try:
-            seen = translate.node_of(node, self.seats.foreign(name))
+            seen = translate.node_of(node, self.seats.foreign(name), self._bystanders.on(name))
         except InvalidFieldError as error:
             log.error("node %s is left out: %s", name, error)
             return
         if self.told_nodes.get(name) != seen:
             self.told_nodes[name] = seen
             self.tell(scheduler.NodeChanged(seen))
+
+    def catch_up(self) -> None:
+        """Tell of the nodes whose other pods have come or gone: once before a plan, however many these were."""
+        for name in list(self._outdated):
+            self._tell_node(name)
+
+    def _note_less(self, node: str | None) -> None:
+        """Less is left there: that can wait for the next plan."""
+        if node is not None and self.started and node in self.nodes and translate.gpu_count(self.nodes[node]):
+            self._outdated[node] = None
+
+    def _note_more(self, node: str | None) -> None:
+        """More is left there: who waits may start now."""
+        self._note_less(node)
+        if self._outdated and any(queue.waiting for queue in self.state.ledger.queues.values()):
+            self._wake()
 
     # Quotas
 
@@ -145,7 +165,7 @@ class Snapshot:
 
     def _tell_quota(self, name: str) -> None:
         try:
-            project = translate.project_of(self.quotas[name])
+            project = quotas.project_of(self.quotas[name])
             if self.projects.get(name) != project:
                 self.state.apply(scheduler.QuotaChanged(project))
         except GpuQuotaError as error:
@@ -189,6 +209,7 @@ class Snapshot:
         """A pod is as given."""
         before = self.pods.get(pod.uid)
         if pod.stage is Stage.OUTSIDE and before is None:
+            self._put_bystander(pod)
             return
         self.pods[pod.uid] = pod
         if not self.started:
@@ -206,6 +227,7 @@ class Snapshot:
         """A pod is gone."""
         pod = self.pods.get(uid)
         if pod is None:
+            self._note_more(self._bystanders.drop(uid))
             return
         if not self.started:
             del self.pods[uid]
@@ -221,6 +243,12 @@ class Snapshot:
     def _forget(self, uid: str) -> None:
         self.pods.pop(uid, None)
 
+    def _put_bystander(self, pod: PodView) -> None:
+        if pod.node:
+            self._note_less(self._bystanders.put(pod.uid, pod.node, pod.needs))
+        else:
+            self._note_more(self._bystanders.drop(pod.uid))
+
     def _is_foreign(self, pod: PodView) -> bool:
         """It holds GPUs, and no project answers for it."""
         ours = pod.gate is not None or pod.devices is not None or pod.namespace in self.projects
@@ -231,12 +259,14 @@ class Snapshot:
         held = self.seats.held(pod.uid)
         if pod.holds and held is None:
             self.seats.take(pod.uid, pod.node, pod.gpus, None, foreign=True)
+            self._bystanders.put(pod.uid, pod.node, pod.needs)
             self._tell_node(pod.node)
         elif not pod.holds:
             self._release_foreign(pod.uid)
 
     def _release_foreign(self, uid: str) -> None:
         self._foreign.pop(uid, None)
+        self._bystanders.drop(uid)
         if held := self.seats.release(uid):
             self._tell_node(held[0])
 

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Device, JobSpec, Kind, Project
+from kfp_gpuquota.api import Device, JobSpec, Kind
 from kfp_gpuquota.api import Node as ApiNode
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.objects import GpuQuota, GpuQuotaSpec, Metadata, PodSpec
+from kfp_gpuquota.cluster.kubernetes.bystanders import Taken
+from kfp_gpuquota.cluster.kubernetes.needs import MILLI, Needs, mebibytes_left, millicores, needs_of, total, whole_bytes
+from kfp_gpuquota.cluster.kubernetes.objects import PodSpec
 from kfp_gpuquota.cluster.kubernetes.places import Place, place_of, taints_of
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects import Container, ElasticJob, Node, NodeSelectorTerm, Pod
 
 NODE_NAME_FIELD: Final = "metadata.name"
+PLACES_OF_A_DEVICE: Final = 32  # so many pods share no GPU: where more of them have a place, places are not scarce
 KILLED: Final = 137  # 128 + SIGKILL: what a shell says of a process that was killed
 _EFFECTS_THAT_BAR: Final = frozenset({"NoSchedule", "NoExecute"})
 _TROUBLE: Final = frozenset(
@@ -71,7 +74,8 @@ class GateShape(msgspec.Struct, frozen=True, gc=False):
 class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is kept of a pod. `job_uid` is its ElasticJob's, `index` and `attempt` are those of a worker.
 
-    `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each.
+    `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each. `needs` is what it takes
+    of its node beside these, `pool` the node pool that it asks for.
     """
 
     uid: str
@@ -98,6 +102,8 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     trouble: str = ""
     place: Place = Place()
     share: tuple[tuple[str, Any], ...] = ()
+    needs: Needs = Needs()
+    pool: str = ""
 
     @property
     def holds(self) -> bool:
@@ -111,10 +117,12 @@ def pod_view(pod: Pod) -> PodView:
     gate = _gate(pod)
     node = spec.node_name or ("" if gate else _sent_to(pod))
     share = _share(pod)
-    gpus = dict(share).get("gpu_devices", 1) if share else _gpus(spec.containers, spec.init_containers)
+    gpus = dict(share).get("gpu_devices", 1) if share else total(spec, _limit)
     owner = next((o for o in meta.owner_references if o.controller), None)
     elastic = owner is not None and owner.kind == "ElasticJob"
-    view = PodView(
+    if not gpus and not elastic:
+        return _bystander(pod)
+    return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
         name=meta.name,
@@ -132,9 +140,25 @@ def pod_view(pod: Pod) -> PodView:
         trouble=_trouble(pod),
         share=share,
         place=place_of(spec) if gate is not None else Place(),
+        needs=needs_of(spec),
         **_wishes(meta.labels, meta.annotations or {}),
     )
-    return view if gpus or elastic else msgspec.structs.replace(view, stage=Stage.OUTSIDE)
+
+
+def _bystander(pod: Pod) -> PodView:
+    """It asks for no GPU: all that matters is what it takes of its node while it is there."""
+    meta = pod.metadata
+    there = pod.status.phase not in {"Succeeded", "Failed"}
+    return PodView(
+        uid=meta.uid,
+        namespace=intern(meta.namespace),
+        name=meta.name,
+        stage=Stage.OUTSIDE,
+        gpus=0,
+        created=0.0,
+        node=intern(pod.spec.node_name) if there else "",
+        needs=needs_of(pod.spec),
+    )
 
 
 def _stage(pod: Pod, gpus: int, node: str, gate: GateShape | None) -> Stage:
@@ -148,16 +172,8 @@ def _stage(pod: Pod, gpus: int, node: str, gate: GateShape | None) -> Stage:
     return Stage.WAITING if gate is not None and gpus else Stage.OUTSIDE
 
 
-def _gpus(containers: Iterable[Container], init: Iterable[Container]) -> int:
-    """As the kubelet counts: all containers together, or the largest init container."""
-    init = tuple(init)
-    sidecars = sum(_limit(c) for c in init if c.restart_policy == "Always")
-    largest = max((_limit(c) for c in init if c.restart_policy != "Always"), default=0)
-    return max(sum(_limit(c) for c in containers), largest) + sidecars
-
-
 def _limit(container: Container) -> int:
-    return whole(container.resources.limits.get(labels.GPU_RESOURCE, "0"))
+    return whole(str(container.resources.limits.get(labels.GPU_RESOURCE, 0)))
 
 
 def whole(quantity: str) -> int:
@@ -222,6 +238,7 @@ def _wishes(given: Mapping[str, str], annotations: Mapping[str, str]) -> dict[st
         "group_size": whole(annotations.get(labels.POD_GROUP_SIZE, "0")),
         "index": whole(given.get(labels.WORKER, "0")),
         "attempt": whole(given.get(labels.ATTEMPT, "0")),
+        "pool": pool if (pool := given.get(labels.POOL, "")) == short_name(pool) else "",
     }
 
 
@@ -260,21 +277,29 @@ def same_node(before: Node, after: Node) -> bool:
         before.metadata.uid == after.metadata.uid
         and before.metadata.labels == after.metadata.labels
         and before.spec == after.spec
-        and before.status.allocatable.get(labels.GPU_RESOURCE) == after.status.allocatable.get(labels.GPU_RESOURCE)
+        and before.status.allocatable == after.status.allocatable
         and is_ready(before) == is_ready(after)
     )
 
 
-def node_of(node: Node, foreign: Iterable[int] = ()) -> ApiNode:
-    """The node, without the devices that pods outside the quota hold."""
-    taken = set(foreign)
+def node_of(node: Node, foreign: Iterable[int] = (), taken: Taken | None = None) -> ApiNode:
+    """The node, without the devices that pods outside the quota hold, and what `taken` says beside these.
+
+    Of a node without GPUs nothing counts: a team's share of CPU is one of what can be used together with GPUs.
+    """
+    held, taken, allocatable = set(foreign), taken or Taken(), node.status.allocatable
     count, memory = gpu_count(node), whole(node.metadata.labels.get(labels.GPU_MEMORY, "0"))
+    places = whole(allocatable.get("pods", "0")) - taken.pods
     return ApiNode(
         name=node.metadata.name,
-        devices=tuple(device(i, memory) for i in range(count) if i not in taken),
+        devices=tuple(device(i, memory) for i in range(count) if i not in held),
         ready=is_ready(node),
         labels=node.metadata.labels,
         taints=taints_of(node.spec.taints),
+        cpu=max(0, millicores(allocatable.get("cpu", "0")) - taken.cpu) / MILLI if count else 0.0,
+        memory_mib=mebibytes_left(whole_bytes(allocatable.get("memory", "0")) - taken.memory) if count else 0,
+        max_workers=max(0, places) if places < count * PLACES_OF_A_DEVICE else None,
+        pool=node.metadata.labels.get(labels.POOL, ""),
     )
 
 
@@ -296,31 +321,6 @@ def is_ready(node: Node) -> bool:
     return ready and not barred and not node.spec.unschedulable
 
 
-def project_of(quota: GpuQuota) -> Project:
-    """Raises InvalidFieldError, for the object's condition."""
-    given = {name: getattr(quota.spec, name) for name in quota.spec.__struct_fields__}
-    return _project(quota.metadata.name, {name: value for name, value in given.items() if value is not None})
-
-
-def project_of_plugin(name: str, spec: bytes) -> Project:
-    """The quota that a Profile's plugin asks for. Raises InvalidFieldError."""
-    try:
-        return project_of(GpuQuota(metadata=Metadata(name=name), spec=msgspec.json.decode(spec, type=_Strict)))
-    except msgspec.DecodeError as error:
-        raise InvalidFieldError("plugins.GpuQuota.spec", spec.decode(errors="replace"), str(error)) from None
-
-
-class _Strict(GpuQuotaSpec, frozen=True, forbid_unknown_fields=True):
-    """A slip in a field's name must not pass for the field's absence: nothing else checks a Profile's plugins."""
-
-
-def _project(name: str, given: dict[str, object]) -> Project:
-    try:
-        return msgspec.convert({**given, "name": name}, Project)
-    except msgspec.ValidationError as error:
-        raise InvalidFieldError("spec", given, str(error)) from None
-
-
 _NOT_IN_NAMES: Final = re.compile(r"[^a-z0-9-]+")
 
 
@@ -340,6 +340,8 @@ def pod_job(view: PodView, pods: int = 1) -> JobSpec:
         priority=view.priority,
         preemptible=view.preemptible,
         cool_down_s=0.0,
+        node_pool=view.pool,
+        **view.needs.constraints(),
         **view.place.constraints(),
     )
 
@@ -357,7 +359,7 @@ def _template_of(job: ElasticJob) -> PodSpec:
 
 def elastic_job(job: ElasticJob) -> JobSpec:
     """What its user asks for. Raises InvalidFieldError, for the object's condition."""
-    spec = job.spec
+    spec, template = job.spec, _template_of(job)
     given: dict[str, object] = {
         "gpus": spec.gpus,
         "min_gpus": spec.min_gpus,
@@ -377,7 +379,12 @@ def elastic_job(job: ElasticJob) -> JobSpec:
         if spec.gpu_memory_limit is None
         else parse_mib("gpuMemoryLimit", spec.gpu_memory_limit),
         "gpu_devices": spec.gpu_devices,
-        **place_of(_template_of(job)).constraints(),
+        "node_pool": spec.node_pool,
+        "required_topology": spec.required_topology,
+        "preferred_topology": spec.preferred_topology,
+        "spread": spec.spread,
+        **needs_of(template).constraints(),
+        **place_of(template).constraints(),
     }
     named = {"name": short_name(job.metadata.name), "project": job.metadata.namespace, "command": ("pod",)}
     chosen = {name: value for name, value in given.items() if value is not None}

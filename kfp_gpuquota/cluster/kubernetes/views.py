@@ -14,7 +14,7 @@ from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Progress, Reason, 
 from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_RESTARTS
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import NodeView, ProjectView
-from kfp_gpuquota.cluster.kubernetes import labels, translate
+from kfp_gpuquota.cluster.kubernetes import labels, quotas, translate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,6 +44,10 @@ _FIELDS: Final = {
     "max_restarts": ("maxRestarts", DEFAULT_MAX_RESTARTS),
     "cool_down_s": ("coolDownSeconds", DEFAULT_COOL_DOWN_S),
     "min_run_time_s": ("minRunTimeSeconds", 0.0),
+    "node_pool": ("nodePool", ""),
+    "required_topology": ("requiredTopology", None),
+    "preferred_topology": ("preferredTopology", None),
+    "spread": ("spread", False),
 }
 _MEMORY: Final = frozenset({"gpuMemory", "gpuMemoryLimit"})
 _PHASES: Final = {"Pending": WorkerPhase.STARTING, "Running": WorkerPhase.RUNNING}
@@ -105,17 +109,11 @@ def job_lease(lease: Lease, now: float) -> Json:
 
 def gpu_quota(project: Project) -> Json:
     """The object of a quota."""
-    spec: Json = {"guaranteed": project.guaranteed, "priority": project.priority}
-    spec["overQuotaWeight"] = project.over_quota_weight
-    if project.limit is not None:
-        spec["limit"] = project.limit
-    if project.parent is not None:
-        spec["parent"] = project.parent
     return {
         "apiVersion": labels.API_VERSION,
         "kind": "GpuQuota",
         "metadata": {"name": project.name},
-        "spec": spec,
+        "spec": quotas.quota_spec(project),
     }
 
 
@@ -176,7 +174,7 @@ def worker_of(pod: Pod, job_uid: str) -> Worker:
 def project_view(quota: GpuQuota) -> ProjectView:
     """A quota and what its team holds. Raises InvalidFieldError for a malformed one."""
     return ProjectView(
-        project=translate.project_of(quota),
+        project=quotas.project_of(quota),
         allocated=as_number(quota.status.gpus),
         over_quota=as_number(quota.status.borrowed),
         requested=as_number(quota.status.gpus),

@@ -1,0 +1,101 @@
+"""What a pod takes of a node beside GPUs, as kube-scheduler adds it up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfp_gpuquota.api import JobSpec
+from kfp_gpuquota.cluster.kubernetes.bystanders import Bystanders, Taken
+from kfp_gpuquota.cluster.kubernetes.needs import Needs, needs_of
+from kfp_gpuquota.cluster.kubernetes.objects import Node, PodSpec
+from kfp_gpuquota.cluster.kubernetes.translate import node_of
+
+GI = 1 << 30
+
+
+def asks(cpu: str = "", limit: str = "", **more: Any) -> dict[str, Any]:
+    resources = {"requests": {"cpu": cpu} if cpu else {}, "limits": {"cpu": limit} if limit else {}}
+    return {"name": "x", "resources": resources, **more}
+
+
+def sidecar(cpu: str) -> dict[str, Any]:
+    return asks(cpu, restartPolicy="Always")
+
+
+@pytest.mark.parametrize(
+    ("spec", "milli"),
+    [
+        ({"containers": [asks("500m"), asks("2")]}, 2500),
+        ({"containers": [asks()]}, 0),
+        ({"containers": [asks(limit="3")]}, 3000),
+        ({"containers": [asks("1", limit="3")]}, 1000),
+        ({"containers": [asks("1")], "initContainers": [asks("3"), asks("2")]}, 3000),
+        ({"containers": [asks("1")], "initContainers": [sidecar("2"), asks("3")]}, 5000),
+        ({"containers": [asks("1")], "initContainers": [asks("3"), sidecar("2")]}, 3000),
+        ({"containers": [asks("2")], "initContainers": [asks("3"), sidecar("2")]}, 4000),
+        ({"containers": [asks("1")], "overhead": {"cpu": "250m"}}, 1250),
+        ({"containers": [asks("1")], "resources": {"requests": {"cpu": "4"}}, "overhead": {"cpu": "1"}}, 5000),
+        ({"containers": [asks("100u")]}, 1),
+        ({"containers": [{"resources": {"requests": {"cpu": 2}}}, {"resources": {"limits": {"cpu": 0.5}}}]}, 2500),
+    ],
+)
+def test_a_pod_needs_what_kube_scheduler_would_count(spec: dict[str, Any], milli: int) -> None:
+    assert needs_of(msgspec.convert(spec, PodSpec)).cpu == milli
+
+
+def test_memory_is_counted_in_bytes_and_planned_in_whole_mebibytes() -> None:
+    spec = {"containers": [{"name": "x", "resources": {"requests": {"memory": "1G"}}}]}
+    needs = needs_of(msgspec.convert(spec, PodSpec))
+    assert needs == Needs(0, 10**9)
+    assert needs.constraints() == {"cpu": None, "memory_mib": 954}
+
+
+@given(st.integers(0, 1 << 70), st.integers(0, 1 << 70))
+def test_whatever_a_pod_asks_for_is_a_job_that_can_be(cpu: int, memory: int) -> None:
+    spec = JobSpec(name="x", project="x", command=("x",), **Needs(cpu, memory).constraints())
+    assert (spec.cpu or 0) * 1000 <= cpu
+
+
+def node(gpus: str, pods: str = "250") -> Node:
+    allocatable = {"cpu": "64", "memory": "512Gi", "pods": pods, "nvidia.com/gpu": gpus}
+    return msgspec.convert({"metadata": {"name": "n"}, "status": {"allocatable": allocatable}}, Node)
+
+
+def test_what_bystanders_take_of_a_node_is_gone() -> None:
+    seen = node_of(node("2"), taken=Taken(cpu=60_500, memory=500 * GI + 1, pods=3))
+    assert (seen.cpu, seen.memory_mib, seen.max_workers) == (3.5, 12 * 1024 - 1, None)
+    over = node_of(node("2"), taken=Taken(cpu=65_000, memory=513 * GI))
+    assert (over.cpu, over.memory_mib) == (0, 0)
+
+
+def test_places_are_counted_where_they_can_run_out() -> None:
+    assert node_of(node("2", pods="10"), taken=Taken(pods=9)).max_workers == 1
+    assert node_of(node("2", pods="10"), taken=Taken(pods=11)).max_workers == 0
+
+
+def test_a_node_without_gpus_adds_nothing_to_what_teams_share() -> None:
+    seen = node_of(node("0"))
+    assert (seen.cpu, seen.memory_mib) == (0, 0)
+
+
+MOVES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["", "a", "b"]), st.integers(0, 3)), max_size=30)
+
+
+@given(MOVES)
+def test_what_is_taken_is_what_those_who_are_there_take(moves: list[tuple[int, str, int]]) -> None:
+    books, there = Bystanders(), dict[str, tuple[str, int]]()
+    for pod, where, cpu in moves:
+        if where:
+            books.put(str(pod), where, Needs(cpu, 2 * cpu))
+            there[str(pod)] = where, cpu
+        else:
+            books.drop(str(pod))
+            there.pop(str(pod), None)
+        for name in "ab":
+            here = [cpu for at, cpu in there.values() if at == name]
+            assert books.on(name) == Taken(sum(here), 2 * sum(here), len(here))
