@@ -6,6 +6,7 @@ reclaim a place elsewhere instead of stopping them (`resettle`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Final
 
@@ -16,14 +17,30 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from kfp_gpuquota.scheduler.ledger import Ledger
+    from kfp_gpuquota.scheduler.model import Queue
 
 Candidate = tuple[tuple[float, int, int, float, int, str], Host, list[Task]]
 
-Known = dict[tuple[Host, Request], tuple[int, Candidate | None]]
-"""What would have to move from a host for a request, by the host's version at which it was found out."""
-
 _TRIES: Final = 16
 """Hosts on which moves are tried out for one task: the cheapest ones; others hardly ever succeed where these fail."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What one cycle found out: what would have to move from a host, by the host's version; and what has no place.
+
+    That a task has no place elsewhere is believed for the rest of the cycle: moves hardly ever make one.
+    """
+
+    candidates: dict[tuple[Host, Request], tuple[int, Candidate | None]] = field(default_factory=dict)
+    mobile: dict[tuple[Queue, Request], bool] = field(default_factory=dict)
+
+    def may_move(self, ledger: Ledger, task: Task) -> bool:
+        """Somewhere is room for a task like this one."""
+        key = (task.job.queue, task.request)
+        if key not in self.mobile:
+            self.mobile[key] = placement.choose_host(ledger, _copy(task), 1, future=False) is not None
+        return self.mobile[key]
 
 
 def consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known, sheltered: Collection[Job] = ()) -> bool:
@@ -76,17 +93,19 @@ def _candidates(ledger: Ledger, task: Task, known: Known, sheltered: Collection[
     for host in ledger.hosts.values():
         if not host.ready or not host.tasks or not placement.may_use(host, task):
             continue
-        version, candidate = known.get((host, task.request), (-1, None))
+        version, candidate = known.candidates.get((host, task.request), (-1, None))
         if version != host.version:
-            candidate = _candidate(host, task, sheltered)
-            known[host, task.request] = (host.version, candidate)
+            candidate = _candidate(ledger, host, task, known, sheltered)
+            known.candidates[host, task.request] = (host.version, candidate)
         if candidate is not None:
             found.append(candidate)
     return found
 
 
-def _candidate(host: Host, task: Task, sheltered: Collection[Job]) -> Candidate | None:
-    moves = _moves(host, task, sheltered)
+def _candidate(ledger: Ledger, host: Host, task: Task, known: Known, sheltered: Collection[Job]) -> Candidate | None:
+    movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
+    movable = [t for t in movable if t.job not in sheltered and not domains.bound_to_domain(t.job)]
+    moves = _moves(host, task, [t for t in movable if known.may_move(ledger, t)])
     if not moves:
         return None
     last = moves[-1].job
@@ -94,11 +113,9 @@ def _candidate(host: Host, task: Task, sheltered: Collection[Job]) -> Candidate 
     return (size, len(moves), last.priority, -last.submitted_at, -moves[-1].index, host.name), host, moves
 
 
-def _moves(host: Host, task: Task, sheltered: Collection[Job]) -> list[Task]:
+def _moves(host: Host, task: Task, movable: list[Task]) -> list[Task]:
     """One small task whose going suffices, or as few large ones as it takes; the youngest of equals first."""
     room = placement.Room(host, task)
-    movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
-    movable = [t for t in movable if t.job not in sheltered and not domains.bound_to_domain(t.job)]
     movable.sort(key=lambda t: (_size(t, host), t.job.priority, -t.job.submitted_at, t.job.uid, -t.index))
     for candidate in movable:
         if room.suffices((candidate,)):
@@ -118,7 +135,7 @@ def _size(task: Task, host: Host) -> float:
 
 def _find_place(ledger: Ledger, task: Task) -> bool:
     """Bind a copy of the leaving task where it can start now, its queue's limit permitting both for a moment."""
-    copy = Task(job=task.job, request=task.request, index=task.index, priority=task.priority, moved=task)
+    copy = _copy(task)
     if quota.barred_by_limit(task.job, ledger.amount(copy), future=False):
         return False
     host = placement.choose_host(ledger, copy, 1, future=False)
@@ -126,3 +143,7 @@ def _find_place(ledger: Ledger, task: Task) -> bool:
         return False
     placement.put(ledger, copy, host, future=False)
     return True
+
+
+def _copy(task: Task) -> Task:
+    return Task(job=task.job, request=task.request, index=task.index, priority=task.priority, moved=task)

@@ -70,7 +70,7 @@ class Cycle:
         self.causes: dict[Task, tuple[Job, str]] = {}
         self.taken: list[tuple[int, Job]] = []
         self.finders = Finders(ledger)
-        self.moves: Known = {}
+        self.moves = Known()
         self.sheltered = {job: job.started_at + job.min_run_time_s for job in sheltered}
         self.sheltered = {job: until for job, until in self.sheltered.items() if now < until}
         self.held_off: dict[tuple[Queue, Shape], float] = {}

@@ -217,7 +217,7 @@ def _gentle(ledger: Ledger, task: Task) -> Iterable[Host]:
         from kfp_gpuquota.scheduler.packing import Packing  # noqa: PLC0415 (numpy, which most plans do not need)
 
         ledger.packing = Packing(ledger)
-    return ledger.packing.ranked(task.request)
+    return ledger.packing.ranked(task.request, task.job.queue.pool)
 
 
 def _packed(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:

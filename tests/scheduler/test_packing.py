@@ -54,6 +54,42 @@ def test_a_share_joins_another_where_whole_gpus_are_wanted() -> None:
     assert cluster.where("second") == cluster.where("first")
 
 
+def test_a_share_goes_where_those_who_need_a_model_cannot() -> None:
+    cluster = Cluster()
+    cluster.project("a", 100)
+    for name, model in (("a-wanted", "H100"), ("b-other", "T4")):
+        cluster.node(name, 2, labels={"gpu": model})
+        cluster.submit(f"on-{name}", node=name)
+    cluster.run()
+    for i in range(3):
+        cluster.submit(f"picky-{i}", gpus=1, node_selector={"gpu": "H100"}, priority=10)
+    cluster.submit("half", gpu_fraction=0.5, priority=60)
+    cluster.run()
+    assert cluster.where("half")[0][0] == "b-other"
+
+
+def test_a_share_moves_into_a_gap_though_larger_ones_that_have_none_are_cheaper_to_try() -> None:
+    """Twenty small shares would make room and need CPUs that no other node has; a larger one fits into the gap."""
+    cluster = Cluster()
+    cluster.project("a", 100)
+    cluster.node("mobile", 1, cpu=1)
+    cluster.submit("moves", gpu_fraction=0.4)
+    cluster.submit("stays", gpu_fraction=0.5, preemptible=False)
+    cluster.run()
+    cluster.node("gap", 1, cpu=1)
+    cluster.submit("keeps", gpu_fraction=0.6, node="gap", preemptible=False)
+    for i in range(20):
+        cluster.node(f"full-{i:02}", 1, cpu=4)
+        cluster.submit(f"rest-{i:02}", gpu_fraction=0.55, node=f"full-{i:02}", preemptible=False)
+        cluster.submit(f"stuck-{i:02}", gpu_fraction=0.35, cpu=4)
+    cluster.run()
+    cluster.submit("newcomer", gpu_fraction=0.45)
+    cluster.run()
+    cluster.run()
+    assert cluster.where("moves")[0][0] == "gap"
+    assert cluster.where("newcomer")[0][0] == "mobile"
+
+
 @pytest.mark.parametrize("more", [0, 3])
 def test_the_answer_is_the_same_for_a_copy_and_for_another_plan(more: int) -> None:
     cluster = busy()
