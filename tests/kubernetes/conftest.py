@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 REQUIRED = "GPUQUOTA_REQUIRE_KUBERNETES"
 HERE = Path(__file__).parent
 GROUPS = {"kubelet_cluster": "kubelet", "kubeflow_cluster": "kubeflow", "standalone": "kubeflow"}
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 QUOTAS = "/apis/gpuquota.dev/v1alpha1/gpuquotas"
 
 
@@ -108,6 +109,7 @@ def kubeflow_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCl
 def system_cluster(crds_cluster: DevCluster) -> DevCluster:
     """The control plane with our kinds and the controller's namespace."""
     crds_cluster.make_namespace("gpuquota-system")
+    crds_cluster.make_namespace("gpuquota-reservations", RESTRICTED)
     return crds_cluster
 
 
@@ -116,6 +118,7 @@ def kubelet_system(kubelet_cluster: DevCluster) -> DevCluster:
     """The cluster with a real node, our kinds and the controller's namespace."""
     install_crds(kubelet_cluster)
     kubelet_cluster.make_namespace("gpuquota-system")
+    kubelet_cluster.make_namespace("gpuquota-reservations", RESTRICTED)
     return kubelet_cluster
 
 

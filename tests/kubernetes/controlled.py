@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.cluster.kubernetes import labels
 from tests.kubernetes.conftest import QUOTAS, jobs_of
-from tools.devcluster import ApiError, DevCluster, fake_nodes
+from tools.devcluster import ApiError, DevCluster, fake_nodes, image
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +58,7 @@ class Controlled:
                     f"--kubeconfig={self.kubeconfig or self.cluster.kubeconfig}",
                     f"--membership-port={port}",
                     f"--advertise=https://{self.address}:{port}",
+                    f"--reservation-image={image.BASE}",
                     *self.arguments,
                     *more,
                 ],

@@ -49,9 +49,11 @@ def patched(body: dict[str, Any], operations: list[dict[str, Any]]) -> dict[str,
         *path, last = [part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:]]
         place: Any = whole
         for part in path:
-            place = place[part]
+            place = place[int(part) if isinstance(place, list) else part]
         if last == "-":
             place.append(operation["value"])
+        elif isinstance(place, list):
+            place[int(last)] = operation["value"]
         elif operation["op"] == "remove":
             del place[last]
         else:
@@ -294,3 +296,69 @@ def test_a_review_with_a_damaged_pod_is_answered(body: dict[str, Any], depth: in
     holder, key = places[depth % len(places)]
     holder[key] = junk
     reviewed(body)
+
+
+# A share of a GPU
+
+
+def given_share(body: dict[str, Any], uid: str = "0a1b2c3d-0000-4000-8000-000000000000") -> dict[str, Any]:
+    """The pod as it is created."""
+    verdict = admission.review(msgspec.convert(body, admission.Pod), uid=uid)
+    assert verdict.allowed, verdict.message
+    return patched(body, list(verdict.patch))
+
+
+def environment(body: dict[str, Any]) -> dict[str, Any]:
+    return {one["name"]: one.get("value", one.get("valueFrom")) for one in body["spec"]["containers"][0]["env"]}
+
+
+def test_a_pod_with_a_share_reads_its_gpus_from_a_config_map() -> None:
+    made = given_share(pod(annotations={"gpu-fraction": "0.25", "gpu-fraction-limit": "0.8"}))
+    name = made["metadata"]["annotations"][labels.GPU_CONFIG]
+    assert name == "gpuquota-gpu-0a1b2c3d00004000"
+    variables = environment(made)
+    assert variables["NVIDIA_VISIBLE_DEVICES"] == {"configMapKeyRef": {"name": name, "key": "NVIDIA_VISIBLE_DEVICES"}}
+    assert variables["CUDA_VISIBLE_DEVICES"]["configMapKeyRef"]["name"] == name
+    assert variables["ELASTIC_SIMULATED_DEVICES"]["configMapKeyRef"]["optional"]
+    assert variables["RUNAI_GPU_MEMORY_LIMIT"] == "0.8"
+    (volume,), (mount,) = made["spec"]["volumes"], made["spec"]["containers"][0]["volumeMounts"]
+    assert (volume["name"], mount["mountPath"]) == (mount["name"], variables["ELASTIC_MEMORY_DIR"])
+
+
+def test_what_the_pod_has_already_stays_and_its_own_choice_of_gpus_does_not() -> None:
+    body = pod(annotations={"gpu-memory": "4096"}, spec={"volumes": [{"name": "data"}]})
+    body["spec"]["containers"] = [
+        {
+            "name": "main",
+            "env": [{"name": "MINE", "value": "1"}, {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}],
+            "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+        },
+        {"name": "beside"},
+    ]
+    made = given_share(body)
+    variables = environment(made)
+    assert variables["MINE"] == "1"
+    assert "configMapKeyRef" in variables["NVIDIA_VISIBLE_DEVICES"]
+    assert variables["RUNAI_GPU_MEMORY_LIMIT"] == str(4 << 30)
+    assert [one["name"] for one in made["spec"]["containers"][0]["env"]].count("NVIDIA_VISIBLE_DEVICES") == 1
+    assert [one["name"] for one in made["spec"]["volumes"]] == ["data", "gpuquota-memory"]
+    assert made["spec"]["containers"][1] == {"name": "beside"}
+
+
+def test_a_pod_that_comes_by_twice_is_given_its_references_once() -> None:
+    once = given_share(pod(annotations={"gpu-fraction": "0.5"}))
+    assert given_share(once, uid="another-review") == once
+
+
+def test_a_limit_from_the_variable_stands_in_the_annotation_too() -> None:
+    body = pod(annotations={"gpu-memory": "1024"})
+    body["spec"]["containers"][0]["env"] = [{"name": "RUNAI_GPU_MEMORY_LIMIT", "value": "2Gi"}]
+    made = given_share(body)
+    assert made["metadata"]["annotations"]["gpuquota.dev/gpu-memory-limit"] == "2048Mi"
+    assert environment(made)["RUNAI_GPU_MEMORY_LIMIT"] == str(2 << 30)
+
+
+@pytest.mark.parametrize("name", ["kube-root-ca.crt", "gpuquota-gpu-XYZ", ""])
+def test_a_pod_cannot_have_another_config_map_written(name: str) -> None:
+    made = given_share(pod(annotations={"gpu-fraction": "0.5", labels.GPU_CONFIG: name}))
+    assert made["metadata"]["annotations"][labels.GPU_CONFIG] == "gpuquota-gpu-0a1b2c3d00004000"

@@ -9,6 +9,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.cluster.kubernetes import reservation_pods
 from kfp_gpuquota.cluster.kubernetes.replica import Options, Replica, first_to_end
 from kfp_gpuquota.errors import GpuQuotaError
 
@@ -50,6 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--membership-port", type=int, default=0, help="0: any free one")
     parser.add_argument("--advertise", default="", help="URL under which workers reach the membership port")
     parser.add_argument("--runtime-image", default="", help="image with elastic_runtime, for images that lack it")
+    parser.add_argument(
+        "--reservation-namespace", default=reservation_pods.NAMESPACE, help="of pods that hold shared GPUs"
+    )
+    parser.add_argument(
+        "--reservation-image", default=reservation_pods.IMAGE, help="of these pods: any that has a shell"
+    )
+    parser.add_argument("--reservation-runtime-class", default="", help="of these pods, where GPUs need one (nvidia)")
+    parser.add_argument("--reservation-priority-class", default="", help="of these pods")
     parser.add_argument("--leader-elect", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser

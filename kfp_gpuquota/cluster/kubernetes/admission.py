@@ -7,6 +7,7 @@
 | asks for no GPU and no share of one                    | let be                                              |
 | asks in a way that cannot be, or names its node itself | refused                                             |
 | asks for GPUs, or for a share of one                   | gated; what only the controller may write is erased |
+| asks for a share                                       | and given the references of gpu_config.py           |
 
 Which namespaces and pods are reviewed at all is said where the webhook is registered. The same rules stand again in
 manifests/base/policies.yaml where they can be said in CEL, since a webhook may be away or configured to fail open.
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
-from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
+from kfp_gpuquota.api.annotations import FRACTION_LIMIT, MEMORY_LIMIT, PREFIX, asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_quantity
 from kfp_gpuquota.api.validation import check_count
 from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.gpu_config import MEMORY_VARIABLE, is_name, mount, name_for, variables, volume
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ UNPROCESSABLE: Final = 422
 JOB_KIND: Final = "ElasticJob"
 # What says which job a pod is a worker of, and what says where the plan has put it: the controller's to write.
 OF_WORKERS: Final = (labels.JOB, labels.WORKER, labels.ATTEMPT)
-OF_THE_PLAN: Final = (labels.DEVICES, labels.REASON)
+OF_THE_PLAN: Final = (labels.DEVICES, labels.REASON, labels.GPUS)
 _NOTHING: Final[dict[str, str]] = {}
 
 
@@ -49,6 +51,18 @@ class Variable(_Narrow, frozen=True):
     value: str | None = None
 
 
+class Named(_Narrow, frozen=True):
+    """A volume, of which only the name matters."""
+
+    name: str = ""
+
+
+class Mount(_Narrow, frozen=True):
+    """Where a container finds a volume."""
+
+    mount_path: str = ""
+
+
 class Resources(_Narrow, frozen=True):
     """Quantities by resource, as the API server has normalised them."""
 
@@ -61,6 +75,7 @@ class Container(_Narrow, frozen=True):
 
     resources: Resources | None = None
     env: tuple[Variable, ...] | None = None
+    volume_mounts: tuple[Mount, ...] | None = None
 
 
 class Gate(_Narrow, frozen=True):
@@ -76,6 +91,7 @@ class PodSpec(_Narrow, frozen=True):
     scheduling_gates: tuple[Gate, ...] | None = None
     containers: tuple[Container, ...] | None = None
     init_containers: tuple[Container, ...] | None = None
+    volumes: tuple[Named, ...] | None = None
 
 
 class Owner(_Narrow, frozen=True):
@@ -160,10 +176,10 @@ def answer(body: bytes, controller: str) -> tuple[bytes, Verdict]:
     return _encoded(request.uid, verdict), verdict
 
 
-def review(pod: Pod, namespace: str = "") -> Verdict:
-    """What becomes of a pod that somebody other than the controller creates."""
+def review(pod: Pod, namespace: str = "", uid: str = "") -> Verdict:
+    """What becomes of a pod that somebody other than the controller creates. `uid` is the review's."""
     try:
-        return _reviewed(pod)
+        return _reviewed(pod, uid)
     except InvalidFieldError as error:
         name = pod.metadata.name or f"{pod.metadata.generate_name or ''}*"
         return Verdict((), UNPROCESSABLE, f"pod {namespace}/{name}: {error.message}")
@@ -176,10 +192,10 @@ def _verdict(request: Request, controller: str) -> Verdict:
         pod = _POD.decode(request.object)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Verdict((), UNPROCESSABLE, f"the pod cannot be read: {error}")
-    return review(pod, request.namespace)
+    return review(pod, request.namespace, request.uid)
 
 
-def _reviewed(pod: Pod) -> Verdict:
+def _reviewed(pod: Pod, uid: str) -> Verdict:
     written, notes = pod.metadata.labels or _NOTHING, pod.metadata.annotations or _NOTHING
     if _pretends(pod, written):
         return Verdict(
@@ -194,9 +210,11 @@ def _reviewed(pod: Pod) -> Verdict:
             "spec.nodeName", pod.spec.node_name, "a pod that asks for GPUs goes where its project's quota allows",
             hint="leave it out, and name the node in nodeSelector (kubernetes.io/hostname)",
         )  # fmt: skip
-    if written or notes:
-        _check_wishes(written, notes, gpus, _environment(pod.spec) if shared else _NOTHING)
-    return _gated(pod.spec, notes)
+    if not written and not notes:
+        return _gated(pod.spec, notes)
+    spec = _check_wishes(written, notes, gpus, _environment(pod.spec) if shared else _NOTHING)
+    gated = _gated(pod.spec, notes)
+    return Verdict((*gated.patch, *_configured(pod, spec, uid))) if shared else gated
 
 
 def _pretends(pod: Pod, written: Mapping[str, str]) -> bool:
@@ -238,8 +256,8 @@ def _environment(spec: PodSpec) -> dict[str, str]:
 
 def _check_wishes(
     written: Mapping[str, str], notes: Mapping[str, str], gpus: int, environment: Mapping[str, str]
-) -> None:
-    """Raises InvalidFieldError for a label or annotation of ours that cannot be."""
+) -> JobSpec:
+    """What it asks for, in the vocabulary. Raises InvalidFieldError for what of ours cannot be."""
     share = share_of_pod(notes, environment)
     if gpus and asks_for_share(notes):
         raise InvalidFieldError(
@@ -250,7 +268,7 @@ def _check_wishes(
         )
     kind = _one_of(written, labels.KIND, tuple(Kind), Kind.TRAIN)
     preemptible = _one_of(written, labels.PREEMPTIBLE, ("true", "false"), None)
-    JobSpec(
+    spec = JobSpec(
         name="pod",
         project="pod",
         command=("pod",),
@@ -267,6 +285,7 @@ def _check_wishes(
             raise InvalidFieldError(
                 labels.POD_GROUP_SIZE, size, "no label says which group the pod is of", hint=f"add {labels.POD_GROUP}"
             )
+    return spec
 
 
 def _one_of(given: Mapping[str, str], name: str, choices: tuple[str, ...], default: str | None) -> Any:
@@ -295,6 +314,48 @@ def _gated(spec: PodSpec, notes: Mapping[str, str]) -> Verdict:
     if any(gate.name == labels.QUOTA_GATE for gate in gates):
         return Verdict(erased) if erased else _LET_BE
     return Verdict(({"op": "add", "path": "/spec/schedulingGates/-", "value": _GATE}, *erased))
+
+
+def _configured(pod: Pod, spec: JobSpec, uid: str) -> Iterator[dict[str, Any]]:
+    """What tells a pod with a share which GPUs it has; once, also where admission comes by twice."""
+    notes = pod.metadata.annotations or _NOTHING
+    main = next(iter(pod.spec.containers or ()), Container())
+    if is_name(notes.get(labels.GPU_CONFIG, "")) and MEMORY_VARIABLE in {one.name for one in main.env or ()}:
+        return
+    name = name_for(uid)
+    yield {"op": "add", "path": f"/metadata/annotations/{_escaped(labels.GPU_CONFIG)}", "value": name}
+    if spec.gpu_fraction_limit is not None:
+        yield _noted(FRACTION_LIMIT, f"{spec.gpu_fraction_limit:g}", notes)
+    if spec.gpu_memory_limit_mib is not None:
+        yield _noted(MEMORY_LIMIT, f"{spec.gpu_memory_limit_mib}Mi", notes)
+    yield from _variables_set(main, variables(name, spec))
+    yield _added("/spec/containers/0/volumeMounts", main.volume_mounts, mount())
+    yield _added("/spec/volumes", pod.spec.volumes, volume())
+
+
+def _noted(name: str, value: str, notes: Mapping[str, str]) -> dict[str, Any]:
+    """The limit that holds, in the annotation that is there already; the controller reads no variables."""
+    own = name if name in notes and PREFIX + name not in notes else PREFIX + name
+    return {"op": "add", "path": f"/metadata/annotations/{_escaped(own)}", "value": value}
+
+
+def _variables_set(main: Container, values: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each in the place of one of its name, else behind the others."""
+    path, places = "/spec/containers/0/env", {one.name: index for index, one in enumerate(main.env or ())}
+    if main.env is None:
+        yield {"op": "add", "path": path, "value": []}
+    for value in values:
+        index = places.get(value["name"])
+        if index is None:
+            yield {"op": "add", "path": f"{path}/-", "value": value}
+        else:
+            yield {"op": "replace", "path": f"{path}/{index}", "value": value}
+
+
+def _added(path: str, there: tuple[Any, ...] | None, value: dict[str, Any]) -> dict[str, Any]:
+    if there:
+        return {"op": "add", "path": f"{path}/-", "value": value}
+    return {"op": "add", "path": path, "value": [value]}
 
 
 def _escaped(name: str) -> str:

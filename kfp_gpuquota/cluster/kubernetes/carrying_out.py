@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import writes
+from kfp_gpuquota.cluster.kubernetes import labels, writes
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError, is_budget
+from kfp_gpuquota.cluster.kubernetes.gpu_config import config_map, is_name
 from kfp_gpuquota.cluster.kubernetes.objects import Pod
+from kfp_gpuquota.cluster.kubernetes.reservations import Sharer
+from kfp_gpuquota.cluster.kubernetes.share_notes import note_of
+from kfp_gpuquota.cluster.kubernetes.translate import pod_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,8 +24,10 @@ if TYPE_CHECKING:
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
+    from kfp_gpuquota.cluster.kubernetes.reservations import Place, Reservations
     from kfp_gpuquota.cluster.kubernetes.translate import PodView
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.kubernetes.writes import Write
 
 BUDGET_PAUSE_S: Final = 5.0
 REFUSED_PAUSE_S: Final = 1.0
@@ -40,21 +47,28 @@ class PodActions:
         writer: Writer,
         noted: Callable[[Pod], None],
         told: Callable[[PodView, str, str], None],
+        reservations: Reservations,
     ) -> None:
         self._pods, self._writer, self._noted, self._told = pods, writer, noted, told
+        self._reservations = reservations
         self._pod = msgspec.json.Decoder(Pod)
 
     def start(self, job: str, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
         """Send as many of the job's waiting pods as there are placements."""
         for pod, place in zip(self._pods.waiting_of(job), placements, strict=False):
             self._pods.assume_sent(pod.uid, place.node, place.devices)
-            write = writes.admission(pod, place.node, place.devices, reason.message)
-            self._writer.submit(write, self._answered, partial(self._admission_failed, pod))
+            admission = writes.admission(pod, place.node, place.devices, reason.message)
+            if pod.share:
+                self._prepare(pod, admission)
+            else:
+                self._admit(pod, admission)
 
     def stop(self, workers: Iterable[str], reason: Reason) -> None:
         """Tell these pods to go."""
         for uid in workers:
-            if member := self._pods.members.get(uid):
+            if self._reservations.gives_up(uid):
+                self._pods.take_back(uid)  # it has not started: it goes on waiting, for another place
+            elif member := self._pods.members.get(uid):
                 self._pods.assume_leaving(uid)
                 self._told(member.view, "Evicted", reason.message)
                 self._evict(member.view)
@@ -65,6 +79,30 @@ class PodActions:
             self._pods.assume_leaving(pod.uid)
             self._told(pod, "PlaceTaken", why)
             self._evict(pod)
+
+    def _prepare(self, pod: PodView, admission: Write) -> None:
+        """It shares GPUs: reserve them, wait until its part is free, tell the pod which they are, then admit it."""
+        name = f"{pod.namespace}/{pod.name}"
+        sharer = Sharer(
+            note_of(pod_job(pod), pod.uid, name, time.time()),
+            ready=partial(self._configure, pod, admission),
+            failed=partial(self._admission_failed, pod),
+            told=partial(self._told, pod),
+        )
+        self._reservations.prepare(sharer)
+
+    def _configure(self, pod: PodView, admission: Write, place: Place) -> None:
+        admission = writes.noting(admission, {labels.GPUS: ",".join(place.note.gpus)})
+        name = self._reservations.config_of(pod.uid)
+        if not is_name(name):  # it was gated by somebody else, and refers to no ConfigMap of ours
+            self._admit(pod, admission)
+            return
+        filled = config_map(pod, name, place)
+        failed = partial(self._admission_failed, pod)
+        self._writer.submit(filled, lambda _: self._admit(pod, admission), failed)
+
+    def _admit(self, pod: PodView, admission: Write) -> None:
+        self._writer.submit(admission, self._answered, partial(self._admission_failed, pod))
 
     def _answered(self, answer: bytes) -> None:
         self._noted(self._pod.decode(answer))

@@ -24,6 +24,8 @@ from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.profiles import Profiles
+from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
+from kfp_gpuquota.cluster.kubernetes.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
 from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quota_status
 from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods
@@ -59,6 +61,7 @@ class Controller:
         membership_port: int = 0,
         tls: ssl.SSLContext | None = None,
         metrics: Metrics | None = None,
+        reserving: ReservationSettings | None = None,
     ) -> None:
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
         self._loop = asyncio.get_running_loop()
@@ -70,9 +73,12 @@ class Controller:
         self._quotas_timer: asyncio.TimerHandle | None = None
         self._planned_at = self._plan_s = 0.0
         self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
-        self.pods = self._reflector("/api/v1/pods", objects.Pod, self._pod_changed, snapshot.drop_pod)
+        self.pods = self._reflector("/api/v1/pods", objects.Pod, self._pod_changed, self._pod_gone)
         self.reflectors = [self.pods, *self._other_reflectors()]
-        self.actions = PodActions(snapshot.plain, self._writer, self.pods.note, self._tell_user)
+        self.reservations = Reservations(
+            snapshot.seats, snapshot.nodes, self._writer, reserving or ReservationSettings(), self.pods.note
+        )
+        self.actions = PodActions(snapshot.plain, self._writer, self.pods.note, self._tell_user, self.reservations)
         self.events = Recorder(self._writer)
         self._stuck = StuckPods(snapshot.pods, self._place_taken)
         conditions: dict[str, tuple[objects.Condition, ...]] = {}
@@ -86,6 +92,7 @@ class Controller:
             noted=self.pods.note,
             changed=lambda uid: self._job_status.changed(uid),  # noqa: PLW0108 - it is made below
         )
+        self.elastic.workers.reservations = self.reservations
         self._job_status = StatusWriter(self._writer, partial(job_status, self.elastic))
         self.ready = False
 
@@ -100,6 +107,7 @@ class Controller:
             for reflector in self.reflectors:
                 await reflector.synced.wait()
             self.snapshot.start()
+            self.reservations.start()
             self.profiles.start()
             membership = coordination.serving(self.elastic.membership.service, self._membership_port, self._tls)
             port = await stack.enter_async_context(membership)
@@ -129,7 +137,13 @@ class Controller:
     def _reflector(self, path: str, kind: Any, changed: Any, gone: Any) -> Reflector[Any]:
         return Reflector(self._connection, path, kind, changed=changed, gone=gone)
 
+    def _pod_gone(self, uid: str) -> None:
+        self.snapshot.drop_pod(uid)
+        self.reservations.drop(uid)
+
     def _pod_changed(self, pod: objects.Pod) -> None:
+        if self.reservations.see(pod):
+            return
         try:
             view = pod_view(pod)
             self.snapshot.put_pod(view)
@@ -174,7 +188,6 @@ class Controller:
 
     def _plan(self) -> None:
         started, now = self._loop.time(), time.time()
-        self.snapshot.catch_up()
         plan = scheduler.plan(self.snapshot.state, now)
         self._carry_out(plan)
         self._planning = None  # what carrying it out changed needs no other plan

@@ -17,7 +17,10 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
 from kfp_gpuquota.cluster.kubernetes import elastic_pods, writes
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError
+from kfp_gpuquota.cluster.kubernetes.gpu_config import with_place
 from kfp_gpuquota.cluster.kubernetes.objects import Pod
+from kfp_gpuquota.cluster.kubernetes.reservations import Sharer
+from kfp_gpuquota.cluster.kubernetes.share_notes import note_of
 from kfp_gpuquota.cluster.kubernetes.writes import Write
 from kfp_gpuquota.cluster.records import with_status
 
@@ -27,8 +30,10 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Worker
     from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
     from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.reservations import Place, Reservations
     from kfp_gpuquota.cluster.kubernetes.translate import PodView
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.records import JobRecord
 
 DELETE_AGAIN_S: Final = 5.0
 NAME_TAKEN_PAUSE_S: Final = 0.5
@@ -57,6 +62,7 @@ class WorkerPods:
         self._tell, self._noted, self._changed, self._given_up = tell, noted, changed, given_up
         self._pod = msgspec.json.Decoder(Pod)
         self.pods: dict[str, PodView] = {}
+        self.reservations: Reservations | None = None
 
     def make(self, uid: str, workers: list[Worker]) -> None:
         """The job's Secret first, once: a kubelet that does not find it waits long before it looks again."""
@@ -79,12 +85,18 @@ class WorkerPods:
 
         self._writer.submit(_make_secret(facts.object, self._settings), made, failed)
 
-    def _make_pod(self, uid: str, worker: Worker) -> None:
+    def _make_pod(self, uid: str, worker: Worker, place: Place | None = None) -> None:
         record = self._book.workers.get(worker.id)
         if record is None or record.released or uid not in self._book.facts:
             self._given_up(worker)
             return
-        body = elastic_pods.worker_pod(self._book.facts[uid].object, self._book.jobs[uid], worker, self._settings)
+        job = self._book.jobs[uid]
+        if job.spec.shared and place is None and self.reservations is not None:
+            self._reserve(self.reservations, job, worker)
+            return
+        body = elastic_pods.worker_pod(self._book.facts[uid].object, job, worker, self._settings)
+        if place is not None:
+            body = with_place(body, job.spec, place)
         namespace = body["metadata"]["namespace"]
         write = Write(
             verb="POST",
@@ -93,6 +105,15 @@ class WorkerPods:
             body=body,
         )
         self._writer.submit(write, partial(self._made, worker), partial(self._not_made, worker))
+
+    def _reserve(self, reservations: Reservations, job: JobRecord, worker: Worker) -> None:
+        """It shares GPUs: its pod is made when these are reserved, and its part of them is free."""
+        pod = (
+            f"{job.spec.project}/{elastic_pods.pod_name(self._book.facts[job.uid].object.metadata.name, worker.index)}"
+        )
+        note = note_of(job.spec, worker.id, pod, worker.started_at)
+        ready, failed = partial(self._make_pod, job.uid, worker), partial(self._not_made, worker)
+        reservations.prepare(Sharer(note, ready, failed))
 
     def _made(self, worker: Worker, answer: bytes) -> None:
         self._noted(self._pod.decode(answer))
@@ -133,7 +154,9 @@ class WorkerPods:
     def delete(self, worker: str, grace_s: float) -> None:
         """End the worker's pod; tried again until it is gone."""
         pod = self.pods.get(worker)
-        if pod is not None:
+        if self.reservations is not None and self.reservations.gives_up(worker):
+            self._given_up(self._book.workers[worker].worker)
+        elif pod is not None:
             write = writes.deletion(pod.namespace, pod.name, pod.uid, grace_s)
             self._writer.submit(write, lambda _: None, partial(self._not_deleted, worker, grace_s))
 

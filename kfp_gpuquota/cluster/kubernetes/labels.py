@@ -27,4 +27,14 @@ SOURCE: Final = f"{GROUP}/source"
 LEADER: Final = f"{GROUP}/leader"
 POOL: Final = f"{GROUP}/pool"
 
+# Shared GPUs: on pods that share one, on the pods that reserve it, on nodes without real ones.
+GPUS: Final = f"{GROUP}/gpus"
+GPU_CONFIG: Final = f"{GROUP}/gpu-config"
+SET_BY: Final = f"{GROUP}/set-by"
+RESERVES: Final = f"{GROUP}/reserves"
+RESERVES_ON: Final = f"{GROUP}/reserves-on"
+SHARERS: Final = f"{GROUP}/sharers"
+READY: Final = f"{GROUP}/ready"
+SIMULATED: Final = f"{GROUP}/simulated-gpus"
+
 NOTEBOOK: Final = "notebook-name"

@@ -18,12 +18,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import coordination, labels, metrics, webhook
+from kfp_gpuquota.cluster.kubernetes import coordination, labels, metrics, reservation_pods, webhook
 from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
 from kfp_gpuquota.cluster.kubernetes.leader import LeaderElection
+from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
 from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     membership_port: int = 0
     advertise: str = ""
     runtime_image: str = ""
+    reservation_namespace: str = reservation_pods.NAMESPACE
+    reservation_image: str = reservation_pods.IMAGE
+    reservation_runtime_class: str = ""
+    reservation_priority_class: str = ""
     leader_elect: bool = False
 
 
@@ -106,6 +111,13 @@ class Replica:
             membership_port=options.membership_port,
             tls=certificates.context,
             metrics=self._metrics,
+            reserving=ReservationSettings(
+                namespace=options.reservation_namespace,
+                home=options.namespace,
+                image=options.reservation_image,
+                runtime_class=options.reservation_runtime_class,
+                priority_class=options.reservation_priority_class,
+            ),
         )
 
     async def _certificates(self, connection: Connection) -> webhook.Certificates:

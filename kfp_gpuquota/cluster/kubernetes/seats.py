@@ -8,6 +8,10 @@ by somebody else) gets free ones. Where a node has lost devices under running po
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 @dataclass(slots=True)
@@ -21,11 +25,12 @@ class NodeSeats:
 
 
 class Seats:
-    """All nodes' devices."""
+    """All nodes' devices. `shared_changed(holder, node, devices)` is called when parts are taken or released."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, NodeSeats] = {}
         self._of: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.shared_changed: Callable[[str, str, tuple[int, ...]], None] = lambda _holder, _node, _devices: None
 
     def resize(self, node: str, count: int) -> None:
         """The node has that many devices from now on."""
@@ -38,6 +43,14 @@ class Seats:
     def foreign(self, node: str) -> set[int]:
         """Devices of pods outside the quota."""
         return self._node(node).foreign
+
+    def sharers(self, node: str, device: int) -> frozenset[str]:
+        """Who holds parts of a device."""
+        return frozenset(self._node(node).parts.get(device, ()))
+
+    def shared(self) -> Iterator[tuple[str, int]]:
+        """(node, device) of all devices that somebody holds a part of."""
+        return ((name, device) for name, seats in self._nodes.items() for device in seats.parts)
 
     def take(
         self,
@@ -64,6 +77,8 @@ class Seats:
         if foreign:
             seats.foreign.update(devices)
         self._of[holder] = (node, devices)
+        if part:
+            self.shared_changed(holder, node, devices)
         return devices
 
     def release(self, holder: str) -> tuple[str, tuple[int, ...]] | None:
@@ -72,18 +87,27 @@ class Seats:
         if held is None:
             return None
         seats = self._node(held[0])
-        for device in held[1]:
-            if seats.taken.get(device) == holder:
-                del seats.taken[device]
-            elif (holders := seats.parts.get(device)) is not None:
-                holders.discard(holder)
-                if not holders:
-                    del seats.parts[device]
+        shared = tuple(device for device in held[1] if _leave(seats, device, holder))
         seats.foreign.difference_update(held[1])
+        if shared:
+            self.shared_changed(holder, held[0], shared)
         return held
 
     def _node(self, node: str) -> NodeSeats:
         return self._nodes.setdefault(node, NodeSeats())
+
+
+def _leave(seats: NodeSeats, device: int, holder: str) -> bool:
+    """Take the holder off a device; whether it held a part of it."""
+    if seats.taken.get(device) == holder:
+        del seats.taken[device]
+        return False
+    holders = seats.parts.get(device, set())
+    shared = holder in holders
+    holders.discard(holder)
+    if shared and not holders:
+        del seats.parts[device]
+    return shared
 
 
 def _all_free(seats: NodeSeats, devices: tuple[int, ...], *, part: bool) -> bool:

@@ -55,6 +55,12 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) ->
     )
 
 
+def noting(admission: Write, notes: dict[str, str]) -> Write:
+    """The admission, with more annotations: they exist by the time these operations are carried out."""
+    more = [_operation("add", f"/metadata/annotations/{_escaped(name)}", text) for name, text in notes.items()]
+    return msgspec.structs.replace(admission, body=[*admission.body, *more])
+
+
 def eviction(pod: PodView) -> Write:
     """Ask for the pod's end by the eviction API: disruption budgets are honoured, its own grace period is used."""
     body = {
