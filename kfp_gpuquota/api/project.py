@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from kfp_gpuquota.api.validation import (
     MAX_COUNT,
@@ -10,12 +11,12 @@ from kfp_gpuquota.api.validation import (
     MAX_PRIORITY,
     MAX_WEIGHT,
     Cores,
-    Count,
+    Gpus,
     Mebibytes,
     Name,
     Priority,
     Weight,
-    check_count,
+    check_gpus,
     check_name,
     check_range,
 )
@@ -25,17 +26,17 @@ DEFAULT_PROJECT_PRIORITY = 100
 
 
 class PoolQuota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A project's quota in one node pool, in whole GPUs; as a project's own is in nodes of no pool."""
+    """A project's quota in one node pool, in GPUs; as a project's own is in nodes of no pool."""
 
-    guaranteed: Count = 0
-    limit: Count | None = None
+    guaranteed: Gpus = 0
+    limit: Gpus | None = None
 
     def __post_init__(self) -> None:
-        _check_gpus("pools.", self.guaranteed, self.limit)
+        _check_quota(self, "pools.")
 
 
 class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A team's quota, in whole GPUs.
+    """A team's quota, in GPUs: a part of one, such as 0.5, is a quota for jobs that share GPUs.
 
     `guaranteed` can always be got back. `limit` is the most the project may hold: None borrows all that is idle,
     limit = guaranteed is a static allocation. Idle GPUs are shared by `priority` (higher first), within one
@@ -47,8 +48,8 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     name: Name
-    guaranteed: Count = 0
-    limit: Count | None = None
+    guaranteed: Gpus = 0
+    limit: Gpus | None = None
     guaranteed_cpu: Cores | None = None
     limit_cpu: Cores | None = None
     guaranteed_memory_mib: Mebibytes | None = None
@@ -60,7 +61,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        _check_gpus("", self.guaranteed, self.limit)
+        _check_quota(self, "")
         check_range("priority", self.priority, 0, MAX_PRIORITY)
         check_range("over_quota_weight", self.over_quota_weight, 0, MAX_WEIGHT)
         for pool in self.pools:
@@ -73,10 +74,12 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise InvalidFieldError("parent", self.parent, "a project cannot be its own parent")
 
 
-def _check_gpus(prefix: str, guaranteed: int, limit: int | None) -> None:
-    check_count(f"{prefix}guaranteed", guaranteed)
-    if limit is not None:
-        check_count(f"{prefix}limit", limit)
+def _check_quota(quota: PoolQuota | Project, prefix: str) -> None:
+    guaranteed = check_gpus(f"{prefix}guaranteed", quota.guaranteed)
+    force_setattr(quota, "guaranteed", guaranteed)  # whole numbers are shown, and sent, as such
+    if quota.limit is not None:
+        limit = check_gpus(f"{prefix}limit", quota.limit)
+        force_setattr(quota, "limit", limit)
         if limit < guaranteed:
             raise InvalidFieldError(f"{prefix}limit", limit, f"it must be at least the guaranteed {guaranteed} GPUs")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 from typing import Annotated, Final
 
 from msgspec import Meta
 
+from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.errors import InvalidFieldError
 
 MAX_NAME_LENGTH: Final = 63
@@ -23,6 +25,7 @@ _PATTERN: Final = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 # range names neither the value nor the next step.
 Name = Annotated[str, Meta(extra_json_schema={"pattern": _PATTERN, "minLength": 1, "maxLength": MAX_NAME_LENGTH})]
 Count = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_COUNT})]
+Gpus = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_COUNT})]
 PositiveCount = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": MAX_COUNT})]
 Mebibytes = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_MIB})]
 Cores = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_COUNT})]
@@ -70,6 +73,14 @@ def check_count(field: str, value: int, low: int = 0, unit: str = "GPUs", high: 
         raise InvalidFieldError(field, value, f"it must be at least {low} {unit}")
     if value > high:
         raise InvalidFieldError(field, value, f"it must be at most {high} {unit}")
+
+
+def check_gpus(field: str, value: float) -> int | float:
+    """A number of GPUs, 0.5 as well as 2; returned as people write it: 2 for 2.0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise InvalidFieldError(field, value, "it must be a number of GPUs", hint="for example 4, or 0.5")
+    check_range(field, value, 0, MAX_COUNT, "GPUs")
+    return as_number(value)
 
 
 def check_environment(field: str, environment: dict[str, str]) -> None:

@@ -34,6 +34,14 @@ def whole_number(field: str, text: str, unit: str = "GPUs") -> int:
         raise InvalidFieldError(field, text, f"it must be a whole number of {unit}") from None
 
 
+def gpu_quota(field: str, text: str) -> float:
+    """A quota's number of GPUs, or part of one. Raises InvalidFieldError."""
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidFieldError(field, text, "it must be a number of GPUs, such as 4 or 0.5") from None
+
+
 def pairs(field: str, given: list[str], rule: str) -> dict[str, str]:
     """KEY=VALUE as a dictionary. Raises InvalidFieldError with the rule."""
     found = [text.partition("=") for text in given]

@@ -9,10 +9,9 @@ import typer
 
 from kfp_gpuquota.api import PoolQuota, Project
 from kfp_gpuquota.api.quantity import parse_cores, parse_mib, show_mib
-from kfp_gpuquota.cli.amounts import pairs, whole_number
+from kfp_gpuquota.cli.amounts import gpu_quota, pairs
 from kfp_gpuquota.cli.options import OutputOption, client
 from kfp_gpuquota.cli.output import Format, show, table
-from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import ProjectView
@@ -22,7 +21,8 @@ config = typer.Typer(help="What other commands use where nothing is given.", no_
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
 GuaranteedOption = Annotated[
-    int | None, typer.Option("--guaranteed", "-g", help="GPUs the project can always get back.")
+    float | None,
+    typer.Option("--guaranteed", "-g", metavar="N", help="GPUs the project can always get back; 0.5 is half of one."),
 ]
 LimitOption = Annotated[
     str | None, typer.Option("--limit", "-l", help="The most GPUs it may hold: a number, or 'none' to borrow all idle.")
@@ -225,7 +225,7 @@ def _quota(view: ProjectView) -> str:
 
 
 def _given(
-    guaranteed: int | None, limit: str | None, priority: int | None, weight: float | None, parent: str | None
+    guaranteed: float | None, limit: str | None, priority: int | None, weight: float | None, parent: str | None
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "guaranteed": guaranteed,
@@ -235,7 +235,7 @@ def _given(
     }
     given = {name: value for name, value in fields.items() if value is not None}
     if limit is not None:
-        given["limit"] = None if limit == "none" else _number("limit", limit)
+        given["limit"] = None if limit == "none" else gpu_quota("limit", limit)
     return given
 
 
@@ -260,13 +260,6 @@ def _pools(given: list[str]) -> dict[str, PoolQuota]:
         "pool", given, "a node pool's quota is given as POOL=GUARANTEED or POOL=GUARANTEED:LIMIT"
     ).items():
         guaranteed, _, limit = text.partition(":")
-        most = None if limit in {"", "none"} else whole_number("pool", limit)
-        quotas[name] = PoolQuota(guaranteed=whole_number("pool", guaranteed), limit=most)
+        most = None if limit in {"", "none"} else gpu_quota("pool", limit)
+        quotas[name] = PoolQuota(guaranteed=gpu_quota("pool", guaranteed), limit=most)
     return quotas
-
-
-def _number(field: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidFieldError(field, text, "it must be a whole number of GPUs, or 'none'") from None

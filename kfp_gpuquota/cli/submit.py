@@ -221,7 +221,7 @@ def _most(reached: ClusterClient, project: str) -> int:
     """What the project may hold at the most: its limit, or all there is."""
     limit = reached.get_project(project).project.limit
     everything = sum(len(view.node.devices) for view in reached.list_nodes())
-    return everything if limit is None else min(limit, everything)
+    return everything if limit is None else int(min(limit, everything))
 
 
 def _forwarded() -> dict[str, str]:

@@ -10,7 +10,7 @@ import typer
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.wire import JobName, Supposition
-from kfp_gpuquota.cli.amounts import gpus_or_fraction, pairs, whole_number
+from kfp_gpuquota.cli.amounts import gpu_quota, gpus_or_fraction, pairs, whole_number
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.cli.output import Format, show
 from kfp_gpuquota.errors import UsageError
@@ -107,11 +107,11 @@ def _projects(reached: Client, guaranteed: list[str], limit: list[str]) -> Itera
     rule = "a quota is given as PROJECT=N"
     least, most = pairs("guaranteed", guaranteed, rule), pairs("limit", limit, rule)
     for name in dict.fromkeys([*least, *most]):
-        changed: dict[str, int | None] = {}
+        changed: dict[str, float | None] = {}
         if name in least:
-            changed["guaranteed"] = whole_number("guaranteed", least[name])
+            changed["guaranteed"] = gpu_quota("guaranteed", least[name])
         if name in most:
-            changed["limit"] = None if most[name] == "none" else whole_number("limit", most[name])
+            changed["limit"] = None if most[name] == "none" else gpu_quota("limit", most[name])
         yield msgspec.structs.replace(reached.get_project(name).project, **changed)
 
 

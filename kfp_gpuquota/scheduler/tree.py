@@ -24,9 +24,9 @@ def set_quota(queue: Queue, project: Project) -> None:
     queue.priority, queue.weights, queue.known = project.priority, (project.over_quota_weight,) * 3, True
 
 
-def _amount(gpus: int | None, cpu: float | None, memory_mib: int | None) -> Amount:
+def _amount(gpus: float | None, cpu: float | None, memory_mib: int | None) -> Amount:
     given = ((gpus, GPU), (cpu, MILLI), (memory_mib, MIB))
-    return Amount(*(UNLIMITED if value is None else value * unit for value, unit in given))
+    return Amount(*(UNLIMITED if value is None else round(value * unit) for value, unit in given))
 
 
 def graft(queue: Queue, parent: Queue | None) -> None:

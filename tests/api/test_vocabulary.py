@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kfp_gpuquota import errors
@@ -27,6 +28,18 @@ def test_a_quota_that_cannot_be_is_refused_by_field(fields: dict[str, Any], fiel
     with pytest.raises(InvalidFieldError) as caught:
         Project(**{"name": "team-a", **fields})
     assert caught.value.field == field
+
+
+def test_a_quota_may_be_a_part_of_a_gpu_and_whole_numbers_stay_whole() -> None:
+    half = msgspec.json.decode(b'{"name": "a", "guaranteed": 0.5, "limit": 2.0}', type=Project)
+    assert b'"limit":2,' in msgspec.json.encode(half)
+    assert f"{half.guaranteed} of at most {half.limit}" == "0.5 of at most 2"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "2", 1e9])
+def test_what_is_no_number_of_gpus_is_no_quota(value: object) -> None:
+    with pytest.raises(InvalidFieldError, match="guaranteed is"):
+        Project(name="a", guaranteed=value)  # type: ignore[arg-type]
 
 
 def test_a_limit_equal_to_the_guaranteed_quota_is_a_static_allocation() -> None:

@@ -56,7 +56,7 @@ MISTAKES = [
     ("list -p nobody", "project 'nobody' does not exist"),
     ("project create team-a --guaranteed 1", "change it with: gpuquota project set team-a"),
     ("project create x --guaranteed 2 --limit 1", "limit is 1, but it must be at least the guaranteed 2 GPUs"),
-    ("project create x --limit many", "limit is 'many', but it must be a whole number of GPUs, or 'none'"),
+    ("project create x --limit many", "limit is 'many', but it must be a number of GPUs, such as 4 or 0.5"),
     ("project create x --parent nobody", "project 'nobody' does not exist"),
     ("project delete team-a", "still has 1 jobs; delete them first"),
     ("project set nobody --guaranteed 1", "project 'nobody' does not exist"),

@@ -108,6 +108,21 @@ def test_a_whole_gpu_is_taken_back_from_those_who_share_it(team: Cli) -> None:
     assert phases == {"a1": "Running", "b1": "Running", "c1": "Pending"}
 
 
+def test_a_part_of_a_gpu_is_guaranteed_and_taken_back(team: Cli) -> None:
+    team("project set team-a --guaranteed 0")
+    assert "project team-b created: 0.5 GPUs guaranteed, at most 0.75" in team(
+        "project create team-b --guaranteed 0.5 --limit 0.75"
+    )
+    for name, part in (("a1", "0.6"), ("b1", "0.4"), ("c1", "1")):
+        team("submit", name, "-g", part, *SLEEP)
+        running(team, name)
+    team("submit", "owner", "-p", "team-b", "-g", "0.5", "--interactive", *SLEEP)
+    team.cluster.wait_for_phase("owner", "Running", "team-b")
+    views = {view["project"]["name"]: view for view in json.loads(team("project list -o json"))}
+    assert (views["team-b"]["allocated"], views["team-b"]["over_quota"]) == (0.5, 0)
+    assert views["team-b"]["project"]["guaranteed"] == 0.5
+
+
 def test_cpu_and_memory_are_held_as_well(team: Cli) -> None:
     team("submit", "first", "-g", "0.1", "--cpu", "2500m", "--memory", "6Gi", *SLEEP)
     running(team, "first")

@@ -193,6 +193,7 @@ def test_an_unknown_field_is_named(crds_cluster: DevCluster, jobs: str) -> None:
     ("spec", "words"),
     [
         ({"guaranteed": 4, "limit": 3}, "limit is 3, but it must be at least the guaranteed 4 GPUs"),
+        ({"guaranteed": 0.5, "limit": 0.25}, "limit is 0.25, but it must be at least the guaranteed 0.5 GPUs"),
         ({"parent": "own"}, "parent is 'own', but a project cannot be its own parent"),
         ({"guaranteed": -1}, "spec.guaranteed"),
         ({"overQuotaWeight": -0.5}, "spec.overQuotaWeight"),

@@ -102,8 +102,8 @@ def _elastic_job() -> Schema:
 
 def _gpu_quota() -> Schema:
     columns = [
-        column("Guaranteed", "integer", ".spec.guaranteed"),
-        column("Limit", "integer", ".spec.limit"),
+        column("Guaranteed", "number", ".spec.guaranteed"),
+        column("Limit", "number", ".spec.limit"),
         column("GPUs", "number", ".status.gpus", "held now"),
         column("Borrowed", "number", ".status.borrowed", "held above guaranteed"),
         column("Waiting", "integer", ".status.waiting", "jobs that wait"),
