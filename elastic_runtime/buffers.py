@@ -8,7 +8,7 @@ travel as two floats, exact up to 2**44.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,6 +49,15 @@ class FollowedBuffers:
         """Go back to the values remembered: the step is repeated."""
         for saved, buffer in zip(self._saved, self._floats + self._integers, strict=True):
             buffer.detach().copy_(saved)
+
+    def rewound(self, model: dict[str, Any]) -> dict[str, Any]:
+        """A model's `state_dict`, with the values that its buffers had at the step's beginning."""
+        pairs = zip(self._floats + self._integers, self._saved, strict=True)
+        saved = {buffer.data_ptr(): value for buffer, value in pairs}
+        return {
+            name: saved.get(value.data_ptr(), value) if isinstance(value, torch.Tensor) else value
+            for name, value in model.items()
+        }
 
     def keep(self) -> None:
         """Remember the values apart from those of the step's beginning."""

@@ -9,18 +9,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from elastic_runtime.batches import shard_batches
 from elastic_runtime.buffers import FollowedBuffers
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.guards import guard_class, guard_method
-from elastic_runtime.loader import ElasticLoader
+from elastic_runtime.loader import ElasticLoader, IndexedLoader, check
 from elastic_runtime.member import Member
 from elastic_runtime.memory import MemoryFollower
 from elastic_runtime.modes import ExactMode, FastMode, Mode, numerics
 from elastic_runtime.session import Session
 from elastic_runtime.sizes import GlobalBatch, MicroBatchLimit
 from elastic_runtime.state import Stateful, TrainingState
+from elastic_runtime.streamed import StreamedLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -99,12 +101,13 @@ class Job:
         optimizers, schedulers = _several(optimizer), _several(scheduler)
         if not isinstance(model, torch.nn.Module) or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
             raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
+        check(loader)
         batch = self._batch(loader)
         parts = [*_named("optimizer", optimizers), *_named("scheduler", schedulers)]
         parts += [("scaler", scaler)] if scaler is not None else []
         state = TrainingState(model, parts, reduction=self._options.reduction_text)
         session, plan = self._make_session(state, scaler)
-        session.loader = ElasticLoader(loader, session, self._options.seed, batch, plan, seeded=self._options.exact)
+        session.loader = self._make_loader(loader, session, batch, plan, state)
         for each in optimizers:
             guard_method(each, "step", session.may_act, partial(self._at_lr, each, batch))
         for part in (*schedulers, scaler):
@@ -134,7 +137,8 @@ class Job:
         Left by `break`, at the same place on every worker, the training has finished when the process ends well.
         """
         session = self._prepared
-        self._start(total_steps=count * session.loader.steps)
+        steps = session.loader.steps
+        self._start(total_steps=None if steps is None else count * steps)
         while session.position.epoch < count:
             epoch = session.position.epoch
             yield epoch
@@ -193,7 +197,7 @@ class Job:
             raise LoopError("job.prepare(model, optimizer, loader) comes before this")
         return self._session
 
-    def _start(self, *, total_steps: int, last_step: int | None = None) -> None:
+    def _start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
         atexit.register(_finish_early, self._prepared)
         self._prepared.start(total_steps=total_steps, last_step=last_step)
 
@@ -216,6 +220,16 @@ class Job:
         limit = MicroBatchLimit(allowed if isinstance(allowed, int) else None)
         mode = FastMode(state, buffers, streams)
         return Session(state, self._member, mode, scaler, limit, MemoryFollower(directory, limit)), limit.plan
+
+    def _make_loader(
+        self, loader: DataLoader[Any], session: Session, batch: GlobalBatch, plan: Plan, state: TrainingState
+    ) -> ElasticLoader:
+        seed, exact = self._options.seed, self._options.exact
+        if not isinstance(loader.dataset, IterableDataset):
+            return IndexedLoader(loader, session, seed, batch, plan, seeded=exact)
+        streamed = StreamedLoader(loader, session, seed, batch, plan, seeded=exact)
+        state.parts.append(("loader", streamed))
+        return streamed
 
     @contextmanager
     def _at_lr(self, optimizer: torch.optim.Optimizer, batch: GlobalBatch) -> Iterator[None]:

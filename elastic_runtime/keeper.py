@@ -39,6 +39,8 @@ class Keeper:
         self._directory, self._reporter, self._every_s, self._keep = directory, reporter, every_s, keep
         self._saved_at = time.monotonic()
         self._writer: threading.Thread | None = None
+        self._written: int | None = None  # the newest step that is durable
+        self._lock = threading.Lock()
         self._copies: list[torch.Tensor] = []
         if directory:
             _check_writable(directory)
@@ -51,8 +53,33 @@ class Keeper:
         """Copy the state and have it written, if the time has come and the last one is written."""
         if not self._directory or time.monotonic() - self._saved_at < self._every_s:
             return
-        if self._writer is not None and self._writer.is_alive():
+        if self._writer is None or not self._writer.is_alive():
+            self.save_soon(step, capture, _at_once)
+
+    def save_soon(
+        self, step: int, capture: Callable[[], dict[str, Any]], standing_still: Callable[[Callable[[], None]], bool]
+    ) -> bool:
+        """Copy the state while it stands still, and have it written; False where it does not stand still."""
+        with self._lock:
+            self.settle()
+            return standing_still(lambda: self._start_writing(step, capture))
+
+    def save_now(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
+        """Write the state before returning. A place that cannot be written to is warned of: the job must go."""
+        if not self._directory:
+            _log.warning("ELASTIC_CHECKPOINT_DIR is not set: the %d steps trained so far are lost", step)
             return
+        with self._lock:
+            self.settle()
+            if self._written != step:
+                self._write(step, capture(), 0.0)
+
+    def settle(self) -> None:
+        """Return when nothing is being written any more."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def _start_writing(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
         began = time.monotonic()
         skeleton, tensors = pack(capture())
         state = unpack(skeleton, self._copy(tensors))
@@ -64,19 +91,6 @@ class Keeper:
             daemon=True,
         )
         self._writer.start()
-
-    def save_now(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
-        """Write the state before returning. A place that cannot be written to is warned of: the job must go."""
-        if not self._directory:
-            _log.warning("ELASTIC_CHECKPOINT_DIR is not set: the %d steps trained so far are lost", step)
-            return
-        self.settle()
-        self._write(step, capture(), 0.0)
-
-    def settle(self) -> None:
-        """Return when nothing is being written any more."""
-        if self._writer is not None:
-            self._writer.join()
 
     def _copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         known = [(copy.shape, copy.dtype) for copy in self._copies]
@@ -94,9 +108,15 @@ class Keeper:
             _log.warning("%s; training goes on without it", error)
             self._reporter.line("checkpoint_failed", step=step, why=str(error))
             return
+        self._written = step
         took_ms = (time.monotonic() - began) * 1e3
         self._reporter.checkpoint_at = captured_at
         self._reporter.line("checkpoint", step=step, path=str(path), stall_ms=stall_ms, write_ms=took_ms)
+
+
+def _at_once(copy: Callable[[], None]) -> bool:
+    copy()
+    return True
 
 
 def _check_writable(directory: str) -> None:

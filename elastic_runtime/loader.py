@@ -2,16 +2,16 @@
 
 Dataset, collation, worker processes and pinning stay the user's. Which samples a step is made of depends on the seed
 and the epoch alone (`order`); which of them are this worker's, on the generation. Loader processes are kept across
-resizes; what they had fetched ahead for the old generation is dropped.
+resizes; what they had fetched ahead for the old generation is dropped. `streamed` is the same for iterable datasets.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic_runtime.errors import UsageError
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.position import Position
     from elastic_runtime.sizes import GlobalBatch
+
+
+T = TypeVar("T")
 
 
 class Loop(Protocol):
@@ -70,13 +73,49 @@ class Step:
 class ElasticLoader:
     """Iterates over this worker's micro-batches of the current epoch, from where the training stands."""
 
+    steps: int | None = None
+    """Global steps of an epoch (of `global_batch_size` samples); None: known when it ends."""
+
+    def __init__(self, loader: DataLoader[Any], loop: Loop, batch: GlobalBatch) -> None:
+        self.dataset = loader.dataset
+        self.batch = batch
+        self._loop = loop
+
+    def __len__(self) -> int:
+        """Global steps of an epoch. Iterations are more where a share is cut. TypeError where it is not known."""
+        if self.steps is None:
+            raise TypeError("the loader reads an IterableDataset, whose length is known when an epoch ends")
+        return self.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        loop = self._loop
+        loop.enter_epoch()
+        epoch = loop.position.epoch
+        while loop.position.epoch == epoch and self.has_more(loop.position):
+            for micro_batch, batch in self._span():
+                loop.begin(micro_batch)
+                yield batch
+                if not loop.end():
+                    break
+
+    def has_more(self, position: Position) -> bool:
+        """Whether the epoch has another step, as far as is known."""
+        raise NotImplementedError
+
+    def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """Micro-batches and batches from here to the end of the epoch, as long as nothing changes."""
+        raise NotImplementedError
+
+
+class IndexedLoader(ElasticLoader):
+    """Over a map-style dataset: each sample has an index, and an epoch is an order of them."""
+
     def __init__(
         self, loader: DataLoader[Any], loop: Loop, seed: int, batch: GlobalBatch, plan: Plan, *, seeded: bool = False
     ) -> None:
-        _check(loader)
-        self.dataset = loader.dataset
-        self.batch = batch
-        self._loop, self._seed, self._split, self._seeded = loop, seed, plan, seeded
+        check(loader)
+        super().__init__(loader, loop, batch)
+        self._seed, self._split, self._seeded = seed, plan, seeded
         self._source = Source(loader, seed)
         self.steps = self._source.steps(batch.samples)
         if self.steps == 0:
@@ -84,25 +123,11 @@ class ElasticLoader:
                 f"the dataset has {self._source.length} samples and drop_last is set, so that no global batch of "
                 f"{batch.samples} is ever full; lower global_batch_size, or leave drop_last out"
             )
-        self._batches: Iterator[Sequence[int]] = iter(())
+        self._epoch, self._order = -1, cast("Sequence[int]", ())
+        self._batches: Batches[Sequence[int]] = Batches()
         self._generator = torch.Generator()
-        self._inner = _like(loader, self, self._generator)
-
-    def __len__(self) -> int:
-        """Global steps of an epoch (of `global_batch_size` samples). Iterations are more where a share is cut."""
-        return self.steps
-
-    def __iter__(self) -> Iterator[Any]:
-        loop = self._loop
-        loop.enter_epoch()
-        epoch = loop.position.epoch
-        order = self._source.epoch(epoch)
-        while loop.position.epoch == epoch and self.has_more(loop.position):
-            for micro_batch, batch in self._span(order):
-                loop.begin(micro_batch)
-                yield batch
-                if not loop.end():
-                    break
+        dataset = SeededDataset(loader.dataset) if seeded else loader.dataset
+        self._inner = like(loader, dataset, self._batches, loader.collate_fn, self._generator)
 
     def has_more(self, position: Position) -> bool:
         """Whether the epoch has another step."""
@@ -118,9 +143,11 @@ class ElasticLoader:
             yield Step(number, start, samples)
             number += 1
 
-    def _span(self, order: Sequence[int]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Micro-batches and batches from here to the end of the epoch, as long as nothing changes."""
+    def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
         position, (rank, world_size) = self._loop.position, self._loop.place
+        if position.epoch != self._epoch:
+            self._epoch, self._order = position.epoch, self._source.epoch(position.epoch)
+        order = self._order
         self._generator.manual_seed(mix_seed(self._seed, position.step, rank))
 
         def micros() -> Iterator[tuple[Step, MicroBatch]]:
@@ -128,7 +155,7 @@ class ElasticLoader:
                 for micro in self._split(step.size, rank, world_size):
                     yield step, micro
 
-        self._batches = (self._indices(order, step, micro) for step, micro in micros())
+        self._batches.of_span = (self._indices(order, step, micro) for step, micro in micros())
         yield from zip((micro for _, micro in micros()), self._inner, strict=False)
 
     def _indices(self, order: Sequence[int], step: Step, micro: MicroBatch) -> Sequence[int]:
@@ -139,21 +166,23 @@ class ElasticLoader:
         return SeededIndices(found, mix_seed(self._seed, step.number, micro.shard, 1)) if self._seeded else found
 
 
-class _Batches:
+class Batches(Generic[T]):
     """The batch sampler of the inner DataLoader: whatever the plan of the current span is."""
 
-    def __init__(self, owner: ElasticLoader) -> None:
-        self._owner = owner
+    def __init__(self) -> None:
+        self.of_span: Iterator[T] = iter(())
 
-    def __iter__(self) -> Iterator[Sequence[int]]:
-        return iter(self._owner._batches)  # noqa: SLF001  (two halves of one thing)
+    def __iter__(self) -> Iterator[T]:
+        return self.of_span
 
 
-def _like(loader: DataLoader[Any], owner: ElasticLoader, generator: torch.Generator) -> DataLoader[Any]:
+def like(
+    loader: DataLoader[Any], dataset: Dataset[Any], batches: Batches[Any], collate: Any, generator: torch.Generator
+) -> DataLoader[Any]:
     """The user's loader, over other batches. Its own generator: theirs is not to be drawn from by us."""
     options: dict[str, Any] = {
         "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
+        "collate_fn": collate,
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
         "worker_init_fn": loader.worker_init_fn,
@@ -162,22 +191,19 @@ def _like(loader: DataLoader[Any], owner: ElasticLoader, generator: torch.Genera
         options["persistent_workers"] = True
         options["prefetch_factor"] = loader.prefetch_factor
         options["multiprocessing_context"] = loader.multiprocessing_context
-    dataset = SeededDataset(loader.dataset) if owner._seeded else loader.dataset  # noqa: SLF001
-    return DataLoader(dataset, batch_sampler=_Batches(owner), generator=generator, **options)  # type: ignore[arg-type]
+    return DataLoader(dataset, batch_sampler=batches, generator=generator, **options)
 
 
-def _check(loader: DataLoader[Any]) -> None:
+def check(loader: DataLoader[Any]) -> None:
+    """UsageError for a loader that cannot be shared out."""
     if not isinstance(loader, DataLoader):
         raise UsageError(f"prepare was given a {type(loader).__name__} as loader; it needs a torch DataLoader")
-    if isinstance(loader.dataset, IterableDataset):
-        raise UsageError(
-            "the loader's dataset is an IterableDataset, whose samples have no indices to be shared out; "
-            "wrap it into a map-style dataset (with __len__ and __getitem__)"
-        )
-    if isinstance(loader.sampler, DistributedSampler):
+    if not isinstance(loader.dataset, IterableDataset) and isinstance(loader.sampler, DistributedSampler):
         raise UsageError("the loader has a DistributedSampler; leave it out: elastic_runtime shares the samples out")
     if loader.batch_size is None and not has_own_batches(loader):
         raise UsageError("the loader has no batch_size; give it one, or use batch_size=1 with the same collate_fn")
+    if isinstance(loader.dataset, IterableDataset):
+        return
     try:
         len(loader.batch_sampler if has_own_batches(loader) else loader.sampler)  # type: ignore[arg-type]
     except TypeError as error:

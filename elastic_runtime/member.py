@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import atexit
 import logging
-import signal
-import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from elastic_runtime import static
 from elastic_runtime.coordinator import Coordinator
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.exchange import exchange
@@ -24,6 +23,7 @@ from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group
 from elastic_runtime.keeper import Keeper
 from elastic_runtime.leaving import hasten_exit
 from elastic_runtime.order import mix_seed
+from elastic_runtime.preemption import TERMINATED, AtRest, Preemption
 from elastic_runtime.reporting import Reporter
 from elastic_runtime.store import CoordinatorStore
 from elastic_runtime.streams import RandomStreams
@@ -31,12 +31,12 @@ from elastic_runtime.torch_internals import check_torch
 
 if TYPE_CHECKING:
     from elastic_runtime.environment import Environment
+    from elastic_runtime.modes import Mode
     from elastic_runtime.position import Position
     from elastic_runtime.state import TrainingState
     from elastic_runtime.torch_internals import Store
 
 RELEASE_S = 5.0
-TERMINATED = 128 + signal.SIGTERM
 
 _log = logging.getLogger("elastic_runtime")
 
@@ -50,7 +50,7 @@ class Member:
         self._environment, self._seed = environment, seed
         self.streams = RandomStreams()
         self._events: dict[str, dict[str, Any]] = {}  # what has to be said again to a coordinator that connects
-        self._holds_state = self._stopping = self.leaving = False
+        self._holds_state = self.leaving = False
         self._generations = Generations(environment.worker_id, self._store, self._say, _backend)
         self.reporter = Reporter(environment.report_file, environment.worker_id, self._send_progress)
         self._keeper = Keeper(
@@ -64,8 +64,12 @@ class Member:
             )
             self._coordinator.start()
             atexit.register(self._coordinator.close)
-        if environment.coordinator or (environment.checkpoint_dir and not environment.static):
-            self._listen_for_sigterm()
+        self.at_rest = AtRest()
+        self._preemption: Preemption | None = None
+        saves = bool(environment.checkpoint_dir) and (environment.static is None or environment.static[0] == 0)
+        if environment.coordinator or saves:
+            self._preemption = Preemption(self._on_told)
+            self._preemption.soft = bool(environment.coordinator)
 
     @property
     def generation(self) -> int:
@@ -117,7 +121,7 @@ class Member:
 
     # Joining, switching, leaving
 
-    def join(self, state: TrainingState) -> None:
+    def join(self, state: TrainingState, mode: Mode) -> None:
         """Wait for a generation and take over its state; alone, go on from the newest checkpoint.
 
         The coordinator hears of it only now, when this thread has nothing left to do: whoever is proposed is waited
@@ -132,13 +136,16 @@ class Member:
             state.rehearse()
             self._stand("WorkerReady")
             self._settle(state, self._generations.wait_for_next(after=0), "join")
+        if self._preemption:
+            self._preemption.save_by(lambda: self._save_in_time(state, mode))
+            self._preemption.soft = True
 
     def _join_static(self, state: TrainingState, rank: int, size: int) -> None:
         """Under torchrun: its ranks, for as long as they live. Every worker begins where rank 0's checkpoint ends."""
         if self._generations.adopted is not None:
             return
         if not dist.is_initialized():
-            dist.init_process_group(_backend(), timeout=COLLECTIVE_TIMEOUT)
+            static.init_process_group(_backend(), rank, size, COLLECTIVE_TIMEOUT)
         assert dist.group.WORLD is not None
         group = Group(dist.group.WORLD, rank, size, self._generations.interrupt)
         members = tuple(f"rank{other}" for other in range(size))
@@ -156,16 +163,17 @@ class Member:
 
         Under torchrun nobody is told: rank 0 saves the state of the step's beginning, and all are started again.
         """
-        if self._environment.static and error:
+        if self._environment.static:
             if self.place[0] == 0:
                 self._save_checkpoint(state)
-            raise error
+            self.leave_if_told(state)
+            raise error or CollectiveError("this process was told to end")
         if error:
             _log.warning("generation %d: %s; recovering", self.generation, error)
             self._stand("CollectiveFailed", generation=self.generation, step=state.position.step, why=str(error)[:500])
         self._settle(state, self._generations.wait_for_next(after=self.generation), "recovered")
 
-    def all_here(self, step: int) -> bool:
+    def all_here(self, state: TrainingState) -> bool:
         """Wait for all members; False where one was lost."""
         if self.group is None or self.group.size == 1:
             return True
@@ -173,7 +181,8 @@ class Member:
             self.group.barrier()
         except CollectiveError as error:
             if self._environment.static:
-                raise
+                self.recover(state, error)
+            step = state.position.step
             self._stand("CollectiveFailed", generation=self.generation, step=step, why=str(error)[:500])
             return False
         return True
@@ -182,12 +191,14 @@ class Member:
         """The last step is applied."""
         self.reporter.line("finished", step=step)
         self._stand("TrainingFinished", step=step)
+        if self._preemption:
+            self._preemption.soft = self._coordinator is not None
         self._keeper.settle()
 
     def leave_if_told(self, state: TrainingState) -> None:
         """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""
-        if self._stopping and self._coordinator is None:
-            self.leaving = True
+        if self._told and self._coordinator is None:
+            self._note_leaving()
             self._save_checkpoint(state)
             self.reporter.line("left", generation=0, step=state.position.step)
             raise SystemExit(TERMINATED)
@@ -251,7 +262,7 @@ class Member:
             )
 
     def _leave(self, state: TrainingState, generation: Generation | None) -> NoReturn:
-        self.leaving = True
+        self._note_leaving()
         if generation is not None:
             if not generation.members and self.place[0] == 0:
                 self._save_checkpoint(state)
@@ -314,13 +325,27 @@ class Member:
     def _store(self, generation: int) -> Store:
         return CoordinatorStore(self._environment, generation)
 
-    def _listen_for_sigterm(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+    # SIGTERM
 
-    def _on_sigterm(self, _signal: int, _frame: object) -> None:
-        self._stopping = True
+    @property
+    def _told(self) -> bool:
+        return self._preemption is not None and self._preemption.told.is_set()
+
+    def _on_told(self) -> None:
         self._stand("LeaveRequested")
+        if self._environment.static:
+            self._generations.interrupt.set()  # its peers are being ended as well
+
+    def _note_leaving(self) -> None:
+        self.leaving = True
+        if self._preemption:
+            self._preemption.leaving.set()
+
+    def _save_in_time(self, state: TrainingState, mode: Mode) -> bool:
+        """From another thread: rank 0 saves the state of the beginning of the step that takes so long."""
+        if self.place[0] != 0:
+            return True
+        return self._keeper.save_soon(state.position.step, lambda: mode.rewound(self._capture(state)), self.at_rest.use)
 
 
 def _backend() -> str:

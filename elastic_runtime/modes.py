@@ -9,7 +9,7 @@ buffers of the first shard, and streams that are a function of (seed, step), are
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -35,6 +35,9 @@ class Mode(Protocol):
     reducer: GradientReducer
     tail: Tail
 
+    def remember(self) -> None:
+        """A step begins, and its data are not fetched yet: what is there now is what a repeated step begins with."""
+
     def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
         """A micro-batch is about to be computed, the `first` of its step."""
 
@@ -53,6 +56,9 @@ class Mode(Protocol):
     def restore(self) -> None:
         """The step is repeated."""
 
+    def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
+        """A state that was captured in the middle of a step, as it was at the step's beginning."""
+
 
 class FastMode:
     """See the module."""
@@ -64,11 +70,13 @@ class FastMode:
         self.tail = Tail(buffers)
         self.reducer: GradientReducer = FastReducer(state.parameters(), self.tail.size)
 
-    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:  # noqa: ARG002
+    def remember(self) -> None:
         """See Mode."""
-        if first:
-            self._buffers.save()
-            self._streams.save()
+        self._buffers.save()
+        self._streams.save()
+
+    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
+        """See Mode."""
 
     def end(self, micro: MicroBatch) -> None:  # noqa: ARG002
         """See Mode."""
@@ -90,6 +98,10 @@ class FastMode:
         self._buffers.restore()
         self._streams.restore()
 
+    def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
+        """See Mode."""
+        return {**captured, "model": self._buffers.rewound(captured["model"]), "streams": self._streams.saved}
+
 
 class ExactMode:
     """See the module. `seed`: the job's."""
@@ -102,11 +114,13 @@ class ExactMode:
         self.reducer: GradientReducer = ExactReducer(state.parameters(), self.tail.size)
         use_deterministic_algorithms()
 
+    def remember(self) -> None:
+        """See Mode."""
+        self._buffers.save()
+
     def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
         """See Mode."""
-        if first:
-            self._buffers.save()
-        else:
+        if not first:
             self._buffers.restore()
         self._streams.reseed(mix_seed(self._seed, step, micro.shard))
 
@@ -133,6 +147,10 @@ class ExactMode:
     def restore(self) -> None:
         """See Mode."""
         self._buffers.restore()
+
+    def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
+        """See Mode. A step begins with streams of its own."""
+        return {**captured, "model": self._buffers.rewound(captured["model"])}
 
 
 def use_deterministic_algorithms() -> None:

@@ -83,7 +83,7 @@ class Session:
         """The training begins, here or where others are."""
         self._total_steps, self.last_step = total_steps, last_step
         self.started = True
-        self._member.join(self._state)
+        self._member.join(self._state, self._mode)
         self._memory.follow()
 
     def enter_epoch(self) -> None:
@@ -94,6 +94,7 @@ class Session:
             )
         self._catching_up, self._first, self._micro = False, True, None
         self._change_membership()
+        self._remember()
 
     def leave_epoch(self, epoch: int) -> None:
         """The script is done with an epoch, unless others already are further."""
@@ -104,7 +105,7 @@ class Session:
     def finish(self) -> None:
         """All epochs are done: wait for the others, so that whoever is a step behind finds a state to go on from."""
         self._catching_up = False
-        while not self._member.all_here(self.position.step):
+        while not self._member.all_here(self._state):
             self._member.recover(self._state, None)
         self._tell_progress(force=True)
         self._end()
@@ -116,6 +117,7 @@ class Session:
 
     def _end(self) -> None:
         self.finished = True
+        self._member.at_rest.end()
         self._member.finish(self.position.step)
 
     # Iterations
@@ -171,7 +173,9 @@ class Session:
         if not self.loader.has_more(self.position):
             return True  # a joiner should begin with a whole epoch: the switch waits for it
         changed = self._memory.follow()
-        return not self._change_membership() and not changed
+        changed |= self._change_membership()
+        self._remember()
+        return not changed
 
     def out_of_memory(self, error: BaseException | None) -> bool:
         """Take an iteration that did not fit back, to be repeated in halves; False where it is not that, or cannot be.
@@ -232,6 +236,7 @@ class Session:
         self._mode.fill_tail(leader=leader, samples=self._samples, vote=distance, weight=self._weight)
         self._member.check()
         self._mode.reducer.reduce()
+        self._member.at_rest.end()
         agreed = self._mode.take_tail(micro, leader=leader, workers=self.place[1])
         total = self._mode.tail.weight
         self._mode.reducer.hand_out(micro.step_samples / total if self._weighted and total else 1.0)
@@ -246,6 +251,7 @@ class Session:
         self._forget_step()
         self._agreed = None
         self._recover(error)
+        self._remember()
 
     def _forget_step(self) -> None:
         self._mode.reducer.abandon()
@@ -254,6 +260,7 @@ class Session:
 
     def _recover(self, error: CollectiveError | None) -> None:
         epoch = self.position.epoch
+        self._member.at_rest.end()
         self._member.recover(self._state, error)
         self._catching_up = self.position.epoch != epoch
         self._tell_progress(force=True)
@@ -261,6 +268,7 @@ class Session:
     def _change_membership(self) -> bool:
         """Between two steps: make the switch that was agreed on, or the one that a loss calls for."""
         agreed, self._agreed = self._agreed, None
+        self._member.leave_if_told(self._state)
         if self._member.must_recover:
             self._recover(None)
             return True
@@ -268,8 +276,12 @@ class Session:
             self._member.switch_to(agreed, self._state)
             self._tell_progress(force=True)
             return True
-        self._member.leave_if_told(self._state)
         return False
+
+    def _remember(self) -> None:
+        """What the next step begins with."""
+        self._mode.remember()
+        self._member.at_rest.begin()
 
     def _tell_progress(self, *, force: bool = False) -> None:
         self._member.tell_progress(self.position, self._total_steps, force=force)

@@ -24,6 +24,11 @@ class RandomStreams:
         """Remember them: a step begins."""
         self._saved = self._capture(self._numpy_state)
 
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What `save` remembered."""
+        return self._saved
+
     def restore(self) -> None:
         """Go back: the step is repeated."""
         if self._saved:

@@ -4,25 +4,28 @@ torch has no public way to build a second default process group beside the first
 what keeps a resize off the training loop. Used here, all of `torch.distributed.distributed_c10d` (checked with torch
 2.14 and 2.15): `_new_process_group_helper` builds a group without making it the default one, `_update_default_pg` and
 `_world` make it so. torch 2.15's own `reconfigure` was rejected as the only way: private as well, experimental, and it
-hangs when a collective is in flight.
+hangs when a collective is in flight. And of `torch.utils.data` what `get_worker_info` returns.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
+from torch.utils.data._utils import worker as data_worker
 
 from elastic_runtime.errors import RunError
 
-__all__ = ["Store", "build_group", "check_torch", "drop_group", "make_default"]
+__all__ = ["Store", "build_group", "check_torch", "drop_group", "make_default", "no_worker_info"]
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from datetime import timedelta
 
 _LOCK = threading.Lock()
@@ -80,3 +83,13 @@ def drop_group(group: dist.ProcessGroup) -> None:
                 world.tags_to_pg[known].remove(group)
         _unregister_process_group(group.group_name)
     group.shutdown()
+
+
+@contextmanager
+def no_worker_info() -> Iterator[None]:
+    """An iterable dataset that is asked for its samples here does not leave any to other loader processes."""
+    info, data_worker._worker_info = data_worker._worker_info, None  # noqa: SLF001
+    try:
+        yield
+    finally:
+        data_worker._worker_info = info  # noqa: SLF001

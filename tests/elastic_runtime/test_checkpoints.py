@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,9 +18,11 @@ import torch
 import elastic_runtime
 from elastic_runtime import checkpoint
 from elastic_runtime.errors import CheckpointError, SettingsError, StateError
+from tests.elastic_runtime.harness import until
 from tests.elastic_runtime.training import Plan, train
 
 if TYPE_CHECKING:
+    from multiprocessing.synchronize import Event
     from pathlib import Path
 
 STATE = {"weight": torch.arange(6.0).view(2, 3), "lr": 0.1, "steps": [torch.tensor(3), None]}
@@ -151,3 +155,70 @@ def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(tmp_path: Pat
         assert torch.equal(value, got["model"][name])
     events = [json.loads(line)["event"] for line in (disturbed / "report.jsonl").read_text().splitlines()]
     assert events == ["checkpoint", "left", "restored", "finished"]
+
+
+STUCK = """
+import os, pathlib, random, sys, time
+from tests.elastic_runtime import training
+
+stuck = pathlib.Path(sys.argv[1], "stuck")
+
+class Gate:
+    first = True
+    def pass_through(self, index, step):
+        if step == 17 and not self.first and not stuck.exists():  # the second micro-batch: buffers have changed
+            stuck.touch()
+            print("stuck", flush=True)
+            time.sleep(1000)
+        self.first = step != 17
+
+random.seed(4)
+training.train(training.Plan(normalise=True, mixed=True), 0, pathlib.Path(sys.argv[1]), Gate())
+"""
+
+
+def test_sigterm_saves_though_the_loop_is_in_a_step_that_does_not_end(tmp_path: Path) -> None:
+    """The state of the step's beginning, with the buffers and random streams of that time."""
+    undisturbed, disturbed = tmp_path / "a", tmp_path / "b"
+    undisturbed.mkdir()
+    disturbed.mkdir()
+    random.seed(4)
+    train(Plan(normalise=True, mixed=True), 0, undisturbed, None)
+    environment = {**os.environ, "ELASTIC_CHECKPOINT_DIR": str(disturbed / "checkpoints")}
+    command = [sys.executable, "-c", STUCK, str(disturbed)]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "stuck\n"
+    first.send_signal(signal.SIGTERM)
+    until(lambda: checkpoint.checkpoints(str(disturbed / "checkpoints")), "a checkpoint")
+    first.kill()
+    first.wait()
+    assert subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    expected, got = (torch.load(d / "final-0.pt") for d in (undisturbed, disturbed))
+    assert got["sha256"] == expected["sha256"]
+
+
+def _say_and_sleep(running: Event) -> None:
+    running.set()
+    time.sleep(1000)
+
+
+def test_a_process_that_the_script_forked_ends_by_sigterm_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
+    job = elastic_runtime.init(global_batch_size=4)
+    fork = multiprocessing.get_context("fork")
+    running = fork.Event()
+    child = fork.Process(target=_say_and_sleep, args=(running,), daemon=True)
+    try:
+        job._member._preemption.soft = True  # type: ignore[union-attr]
+        child.start()
+        assert running.wait(30)
+        child.terminate()
+        child.join(30)
+        assert child.exitcode == -signal.SIGTERM
+    finally:
+        child.kill()
+        signal.signal(signal.SIGTERM, before)

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -15,15 +16,18 @@ import traceback
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import elastic_runtime
 from elastic_runtime.packing import pack
 from tests.elastic_runtime.delays import delay_meetings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SAMPLES, FEATURES = 203, 12
 
@@ -43,6 +47,33 @@ class Points(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
         return self.x[index] + noise, self.y[index], index
 
 
+class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor, int]]):
+    """The same points, once an epoch, in an order drawn through a small buffer; knows where it is."""
+
+    def __init__(self, points: Points) -> None:
+        self.points = points
+        self.at, self.buffer = 0, []  # type: tuple[int, list[int]]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        info = torch.utils.data.get_worker_info()
+        share = (info.id, info.num_workers) if info else (0, 1)
+        while self.at < len(self.points) or self.buffer:
+            if self.at < len(self.points) and len(self.buffer) < 8:
+                self.buffer.append(self.at)
+                self.at += 1
+                continue
+            found = self.buffer.pop(random.randrange(len(self.buffer)))
+            if found % share[1] == share[0]:
+                yield self.points[found]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "buffer": list(self.buffer)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.buffer = state["at"], list(state["buffer"])
+
+
 @dataclass
 class Plan:
     """What one test's workers train."""
@@ -60,6 +91,7 @@ class Plan:
     weighting: str = "mean"  # of the loss: mean, sum, tokens
     rooms: tuple[int, ...] = ()  # by worker: for how many samples its backward pass has memory
     loader_batch: int = 4
+    streamed: bool = False  # an iterable dataset
 
 
 def build(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -125,12 +157,13 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     log = (directory / f"consumed-{index}.jsonl").open("a", buffering=1)
     job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **plan.options)
     model, optimizer, scheduler = build(plan)
-    data = Points(plan.samples, noisy=plan.mixed)
+    points = Points(plan.samples, noisy=plan.mixed)
+    data: Any = Stream(points) if plan.streamed else points
     fork = "fork" if plan.loader_workers else None  # a script's default; a process of a fork server has another one
     loader = DataLoader(
         data,
         batch_size=plan.loader_batch,
-        shuffle=True,
+        shuffle=not plan.streamed,
         num_workers=plan.loader_workers,
         multiprocessing_context=fork,
     )
@@ -138,7 +171,8 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     consumed: list[int] = []
 
     def note(what: str) -> None:
-        row = {what: job.step, "generation": job._member.generation, "indices": consumed}
+        processes = [child.pid for child in multiprocessing.active_children()]
+        row = {what: job.step, "generation": job._member.generation, "indices": consumed, "processes": processes}
         log.write(json.dumps(row) + "\n")
 
     optimizer.register_step_post_hook(lambda *_: note("applied"))
