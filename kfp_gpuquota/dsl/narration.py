@@ -52,8 +52,11 @@ class Narrator:
             yield f"restart {job.status.restarts} of at most {job.spec.max_restarts}: {_reason(job)}"
 
     def _resizes(self, job: Job) -> Iterator[str]:
-        already = len(self._before.status.resizes) if self._before else 0
-        yield from map(_resized, job.status.resizes[already:])
+        """Those after the last one that was told: a cluster may remember the last few only."""
+        told = self._before.status.resizes if self._before else ()
+        changes = job.status.resizes
+        already = changes.index(told[-1]) + 1 if told and told[-1] in changes else 0
+        yield from map(_resized, changes[already:])
 
     def _progress(self, job: Job, now: float) -> Iterator[str]:
         progress = job.status.progress

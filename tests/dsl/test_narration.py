@@ -40,6 +40,16 @@ def _story(*jobs: Job) -> list[str]:
     return [line for at, job in enumerate(jobs) for line in narrator.lines(job, float(at))]
 
 
+def test_changes_are_told_once_where_the_cluster_remembers_the_last_few_only() -> None:
+    changes = [_resize(2, 1, RECLAIMED), _resize(1, 2, IDLE), _resize(2, 1, RECLAIMED, pause_ms=3.0)]
+    jobs = [_job(Phase.RUNNING, gpus=1, resizes=tuple(kept)) for kept in (changes[:1], changes[:2], changes[1:])]
+    assert _story(*jobs)[1:] == [
+        "shrunk from 2 to 1 GPUs: team-b takes back its quota",
+        "expanded from 1 to 2 GPUs: 1 GPU is idle",
+        "shrunk from 2 to 1 GPUs: team-b takes back its quota (paused 3 ms at step 40)",
+    ]
+
+
 def test_each_change_is_told_once() -> None:
     waiting = _job(Phase.PENDING, reason=WAITS)
     large = _job(Phase.RUNNING, gpus=2)

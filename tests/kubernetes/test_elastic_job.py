@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.client import KubernetesClient
+from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
+from kfp_gpuquota.dsl.narration import Narrator
 from tests.kubernetes.conftest import address_of, jobs_of
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over
 from tools.devcluster import ApiError
@@ -309,7 +312,7 @@ def _shrink_and_grow(controlled: Controlled) -> None:
     limits = {"limits": {labels.GPU_RESOURCE: "1"}}
     path = controlled.pod(other, "urgent", containers=[{"name": "main", **sleeper, "resources": limits}])
     controlled.until(path, lambda p: p["status"].get("phase") == "Running")
-    shrunk = controlled.until(job, lambda j: j["status"]["gpus"] == 1 and j["status"]["generation"] >= 2)
+    shrunk = controlled.until(job, lambda j: j["status"]["gpus"] == 1 and _sizes(j)[-1:] == [(2, 1)])
     controlled.kill()  # the training goes on without it, and the next one learns its size from the workers
     controlled.cluster.api.delete(path)
     controlled.start()
@@ -318,6 +321,12 @@ def _shrink_and_grow(controlled: Controlled) -> None:
     done = controlled.until_phase(job, "Succeeded", seconds=150)
     assert _steps(done) == STEPS
     assert done["status"]["restarts"] == done["status"]["evictions"] == 0
+    assert (2, 1) in _sizes(done)
+    assert _sizes(done)[-1] == (1, 2)  # the one that it grew by under another controller
+    assert not any(change.get("lostSteps") for change in done["status"]["resizes"])
+    client = KubernetesClient(from_file(controlled.cluster.kubeconfig))
+    story = Narrator().lines(client.get_job(team, "digits"), 0.0)
+    assert any(re.match(rf"shrunk from 2 to 1 GPUs: project {other} takes back .* \(paused", line) for line in story)
     assert re.findall(r"(\d+) steps lost", controlled.log()).count("0") == controlled.log().count("steps lost")
     log = controlled.cluster.container_log(team, done["status"]["resultWorker"], "main")
     assert f"step {STEPS}" in log, json.dumps(done["status"])
@@ -339,6 +348,10 @@ def training() -> dict[str, Any]:
         "volumeMounts": mounts,
     }
     return {"spec": {"containers": [container], "volumes": volumes}}
+
+
+def _sizes(job: dict[str, Any]) -> list[tuple[int, int]]:
+    return [(change["fromGpus"], change["toGpus"]) for change in job["status"].get("resizes", [])]
 
 
 def _steps(job: dict[str, Any]) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api import Phase, Reason, ReasonCode
+from kfp_gpuquota.api.job import Resize
+from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.deadlines import Deadline, Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.elastic_status import record_of, status_of, with_condition, without_pods
 from kfp_gpuquota.cluster.kubernetes.objects import (
@@ -19,7 +22,9 @@ from kfp_gpuquota.cluster.kubernetes.objects import (
     ElasticJobStatus,
     JobLease,
     Metadata,
+    Pod,
 )
+from kfp_gpuquota.cluster.kubernetes.views import job_of
 from kfp_gpuquota.cluster.records import Intent, with_status
 
 TEMPLATE = msgspec.Raw(b'{"spec": {"containers": [{"name": "main"}]}}')
@@ -44,6 +49,36 @@ def test_what_is_written_is_read_again(phase: str, intent: str, restarts: int, a
     written = status_of(given_, record, [], generation=3, reserved=32, conditions=(), ended=[1], ran_s=2.5)
     again = record_of(msgspec.structs.replace(given_, status=written))
     assert again == msgspec.structs.replace(record, managed=True, generation_high=32)
+
+
+def resize(at: float, **more: Any) -> Resize:
+    reason = Reason(code=ReasonCode.RECLAIMED, message="team-b takes back its GPU")
+    given_ = {"from_gpus": 2, "to_gpus": 1, "generation": 3, "step": 7, "reason": reason, "pause_ms": 1.5, **more}
+    return Resize(at=at, **given_)
+
+
+def test_changes_of_size_are_read_again_and_only_the_last_are_kept() -> None:
+    changes = tuple(resize(100.0 + i, step=i, lost_steps=i) for i in range(30))
+    record = with_status(record_of(job_with(phase="Running")), resizes=changes)
+    record = msgspec.structs.replace(record, size=4)
+    written = status_of(
+        job_with(), record, [], generation=3, reserved=32, conditions=(), ended=(), ran_s=0.0, ranks=(4, 2)
+    )
+    stored = ElasticJob(metadata=META, spec=job_with().spec, status=written)
+    assert record_of(stored).status.resizes == changes[-20:]
+    assert record_of(stored).size == 4
+    shown = job_of(msgspec.json.decode(msgspec.json.encode(stored), type=ElasticJob))
+    assert shown.status.resizes == changes[-20:]
+
+
+def test_a_worker_is_shown_with_its_rank_once_it_has_one() -> None:
+    def pod(index: int, **status: Any) -> Pod:
+        meta = {"name": f"job-{index}", "labels": {labels.WORKER: str(index)}}
+        return msgspec.convert({"metadata": meta, "status": {"phase": "Running", **status}}, Pod)
+
+    pods = [pod(0, phase="Failed"), pod(2), pod(4), pod(5)]
+    shown = job_of(job_with(phase="Running", ranks=(4, 2)), pods)
+    assert [(w.index, w.rank) for w in shown.status.workers] == [(0, None), (2, 1), (4, 0), (5, None)]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ class Facts:
         self.reserved = job.status.generation_reserved
         self.ran_s = job.status.ran_seconds
         self.ended = set(job.status.ended)
+        self.ranks = job.status.ranks
         self.lease_seen_at = now
         self.refused = ""  # why its specification cannot be
         self.held_back = ""  # why its pods could not be made
@@ -29,3 +30,8 @@ class Facts:
         self.has_secret = False
         self.timer: asyncio.TimerHandle | None = None
         self.conditions = job.status.conditions
+
+    def start_anew(self) -> None:
+        """None of the workers of its earlier starts counts any more."""
+        self.ended.clear()
+        self.ranks = ()

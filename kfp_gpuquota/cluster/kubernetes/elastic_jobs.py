@@ -397,7 +397,7 @@ class ElasticJobs:
         for uid, started in by_job.items():
             job = self.book.jobs[uid]
             if job.status.phase is Phase.STARTING:
-                self.book.facts[uid].ended.clear()
+                self.book.facts[uid].start_anew()
                 self.membership.open(job)
             else:
                 self.membership.update_target(uid)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes import elastic_pods
-from kfp_gpuquota.cluster.kubernetes.elastic_status import RESERVED_AT_ONCE
+from kfp_gpuquota.cluster.kubernetes.elastic_status import RESERVED_AT_ONCE, index_of
 from kfp_gpuquota.cluster.lifecycle import progressed, resized
 from kfp_gpuquota.cluster.records import Intent, JobRecord
 from kfp_gpuquota.errors import NotFoundError
@@ -89,6 +89,7 @@ class JobMembership:
         if job is None or facts is None or not commit.complete:
             return
         facts.generation = commit.generation
+        facts.ranks = tuple(index_of(worker) for worker in commit.members)
         for rank, worker in enumerate(commit.members):
             if record := self._book.workers.get(worker):
                 ranked = msgspec.structs.replace(record.worker, rank=rank)

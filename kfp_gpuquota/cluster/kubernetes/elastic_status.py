@@ -12,6 +12,7 @@ from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes import translate
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import pod_name
 from kfp_gpuquota.cluster.kubernetes.objects import Condition, ElasticJobStatus, LastEviction, TrainingProgress
+from kfp_gpuquota.cluster.kubernetes.size_changes import resizes_of, size_changes
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 
@@ -48,7 +49,9 @@ def record_of(job: ElasticJob) -> JobRecord:
             progress=None
             if said is None
             else Progress(step=said.step, total_steps=said.total_steps, epoch=said.epoch, metrics=said.metrics),
+            resizes=resizes_of(status.resizes),
         ),
+        size=status.training_gpus,
         intent=Intent(status.intent),
         attempt=status.attempt,
         next_index=status.next_index,
@@ -80,6 +83,11 @@ def _time(seconds: float | None) -> datetime | None:
 def worker_id(job_uid: str, index: int) -> str:
     """As the embedded cluster calls them."""
     return f"{job_uid}-{index}"
+
+
+def index_of(worker: str) -> int:
+    """Of a worker by its id."""
+    return translate.whole(worker.rpartition("-")[2])
 
 
 def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:
@@ -152,6 +160,7 @@ def status_of(
     conditions: Iterable[Condition],
     ended: Iterable[int],
     ran_s: float,
+    ranks: Iterable[int] = (),
 ) -> ElasticJobStatus:
     """What the object is to say."""
     status = record.status
@@ -189,6 +198,9 @@ def status_of(
         intent=record.intent.value,
         ended=tuple(sorted(ended)),
         ran_seconds=round(ran_s, 1),
+        training_gpus=record.size,
+        ranks=tuple(ranks),
+        resizes=size_changes(status.resizes),
     )
 
 

@@ -349,6 +349,20 @@ class TrainingProgress(Struct, frozen=True):
     metrics: dict[str, float] = {}
 
 
+class SizeChange(Struct, frozen=True):
+    """One change of a running job's size: `pauseMs` is how long training stood still for it, at `step`."""
+
+    time: datetime
+    from_gpus: int
+    to_gpus: int
+    generation: int = 0
+    step: int = 0
+    reason: str = ""
+    message: str = ""
+    pause_ms: float | None = None
+    lost_steps: int = 0
+
+
 class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     """What became of the job; written whole, so defaults are not left out."""
 
@@ -374,6 +388,9 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     intent: str = "run"
     ended: tuple[int, ...] = ()
     ran_seconds: float = 0.0
+    training_gpus: int = 0
+    ranks: tuple[int, ...] = ()
+    resizes: tuple[SizeChange, ...] = ()
 
 
 class ElasticJob(Struct, frozen=True):

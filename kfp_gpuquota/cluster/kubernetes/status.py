@@ -133,6 +133,7 @@ def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
             conditions=conditions,
             ended=facts.ended,
             ran_s=facts.ran_s,
+            ranks=facts.ranks,
         )
     body = {
         "apiVersion": labels.API_VERSION,
@@ -140,7 +141,8 @@ def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
         "metadata": {"name": meta.name, "namespace": meta.namespace, "uid": meta.uid},
         "status": _without_nulls(status),
     }
-    urgent = (status.phase, status.gpus, status.workers, status.message, status.generation, status.intent, status.ended)
+    held = status.gpus, status.workers, status.generation, status.ended
+    urgent = (status.phase, status.message, status.intent, *held, len(status.resizes))
     path = f"/apis/{labels.API_VERSION}/namespaces/{meta.namespace}/elasticjobs/{meta.name}"
     return Built(path, f"{meta.namespace}/{meta.name}", body, urgent)
 

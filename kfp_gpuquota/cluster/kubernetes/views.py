@@ -15,6 +15,7 @@ from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DE
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes import labels, quotas, translate
+from kfp_gpuquota.cluster.kubernetes.size_changes import reason_of, resizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -128,7 +129,9 @@ def timestamp(at: float) -> str:
 def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
     """The job as clients see it, with its pods as workers. Raises InvalidFieldError for a malformed one."""
     status = stored.status
-    workers = sorted((worker_of(pod, stored.metadata.uid) for pod in pods), key=lambda worker: worker.index)
+    ranks = {index: rank for rank, index in enumerate(status.ranks)}
+    known = (worker_of(pod, stored.metadata.uid) for pod in pods)
+    workers = sorted((_ranked(worker, ranks) for worker in known), key=lambda worker: worker.index)
     return Job(
         uid=stored.metadata.uid,
         spec=translate.elastic_job(stored),
@@ -147,6 +150,7 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
             result_worker=status.result_worker,
             progress=_progress(stored),
             workers=tuple(workers),
+            resizes=resizes_of(status.resizes),
         ),
     )
 
@@ -171,6 +175,11 @@ def worker_of(pod: Pod, job_uid: str) -> Worker:
     )
 
 
+def _ranked(worker: Worker, ranks: dict[int, int]) -> Worker:
+    rank = None if worker.phase is WorkerPhase.GONE else ranks.get(worker.index)
+    return worker if rank is None else msgspec.structs.replace(worker, rank=rank)
+
+
 def project_view(quota: GpuQuota) -> ProjectView:
     """A quota and what its team holds. Raises InvalidFieldError for a malformed one."""
     return ProjectView(
@@ -192,10 +201,7 @@ def node_view(node: Node, pods: Iterable[Pod]) -> NodeView:
 
 
 def _reason(code: str, message: str) -> Reason | None:
-    if not message:
-        return None
-    known = {each.value for each in ReasonCode}
-    return Reason(code=ReasonCode(code) if code in known else ReasonCode.FITS, message=message)
+    return reason_of(code, message) if message else None
 
 
 def _eviction(stored: ElasticJob) -> Eviction | None:

@@ -1,0 +1,61 @@
+"""Changes of a job's size, as its status tells them: pure.
+
+The last few are kept. Every change is one more write of the whole status, so a job that breathes for weeks must not
+drag all of its history along.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.api import Reason, ReasonCode, Resize
+from kfp_gpuquota.cluster.kubernetes.objects import SizeChange
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+KEPT: Final = 20
+
+
+def size_changes(resizes: Sequence[Resize]) -> tuple[SizeChange, ...]:
+    """The last ones, for the status."""
+    return tuple(map(_size_change, resizes[-KEPT:]))
+
+
+def resizes_of(told: Sequence[SizeChange]) -> tuple[Resize, ...]:
+    """What the status told of them."""
+    return tuple(map(_resize, told))
+
+
+def reason_of(code: str, message: str) -> Reason:
+    """A code that this version does not know is the least of what it could be: something fits."""
+    known = {each.value for each in ReasonCode}
+    return Reason(code=ReasonCode(code) if code in known else ReasonCode.FITS, message=message)
+
+
+def _size_change(resize: Resize) -> SizeChange:
+    return SizeChange(
+        time=datetime.fromtimestamp(round(resize.at, 3), UTC),
+        from_gpus=resize.from_gpus,
+        to_gpus=resize.to_gpus,
+        generation=resize.generation,
+        step=resize.step,
+        reason=resize.reason.code.value,
+        message=resize.reason.message,
+        pause_ms=resize.pause_ms,
+        lost_steps=resize.lost_steps,
+    )
+
+
+def _resize(told: SizeChange) -> Resize:
+    return Resize(
+        at=told.time.timestamp(),
+        from_gpus=told.from_gpus,
+        to_gpus=told.to_gpus,
+        generation=told.generation,
+        step=told.step,
+        reason=reason_of(told.reason, told.message),
+        pause_ms=told.pause_ms,
+        lost_steps=told.lost_steps,
+    )
