@@ -67,7 +67,8 @@ def resettle(ledger: Ledger, evicted: Sequence[Task]) -> None:
     if not ledger.any_idle and all(task.request.whole and task.request.devices for task in evicted):
         return
     for task in evicted:
-        by_job.setdefault(task.job, []).append(task)
+        if task.job.movable:
+            by_job.setdefault(task.job, []).append(task)
     for tasks in by_job.values():
         mark = ledger.mark()
         if not all(_find_place(ledger, task) for task in tasks):
@@ -104,7 +105,7 @@ def _candidates(ledger: Ledger, task: Task, known: Known, sheltered: Collection[
 
 def _candidate(ledger: Ledger, host: Host, task: Task, known: Known, sheltered: Collection[Job]) -> Candidate | None:
     movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
-    movable = [t for t in movable if t.job not in sheltered and not domains.bound_to_domain(t.job)]
+    movable = [t for t in movable if t.job.movable and t.job not in sheltered and not domains.bound_to_domain(t.job)]
     moves = _moves(host, task, [t for t in movable if known.may_move(ledger, t)])
     if not moves:
         return None

@@ -36,11 +36,15 @@ class QuotaRemoved(Event, frozen=True, tag=True):
 
 
 class JobSubmitted(Event, frozen=True, tag=True):
-    """The job waits. `at` fixes its age for ever, also across evictions."""
+    """The job waits. `at` fixes its age for ever, also across evictions.
+
+    Not `movable`: whoever started its workers starts none anew, so one that is stopped to run elsewhere would be gone.
+    """
 
     uid: str
     spec: JobSpec
     at: float
+    movable: bool = True
 
 
 class JobRemoved(Event, frozen=True, tag=True):

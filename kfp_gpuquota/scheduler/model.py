@@ -228,7 +228,7 @@ class Job:
     `started_at` is when its present run began, `grown_at` and `shrunk_at` when that was last given a worker more and
     lost one to others. `throughput` is by number of workers, in one unit for all: samples per second where the training
     told them (`throughput_told`), else steps per second since `counting_from`. With `groups` the gang has parts; its
-    tasks `spread` over hosts instead of being packed.
+    tasks `spread` over hosts instead of being packed. No worker of one not `movable` is stopped to run elsewhere.
     """
 
     uid: str
@@ -242,6 +242,7 @@ class Job:
     spread: bool = False
     priority: int = 50
     preemptible: bool = True
+    movable: bool = True
     submitted_at: float = 0.0
     suspended: bool = False
     completing: bool = False

@@ -114,6 +114,7 @@ class State:
         if spec.project in self.projects and _key(spec.project, spec.node_pool) not in self.ledger.queues:
             self._configure(self.projects[spec.project], spec.node_pool)
         job = new_job(event.uid, spec, self._queue(spec.project, spec.node_pool), event.at)
+        job.movable = event.movable
         self.add_job(job)
 
     @_apply.register

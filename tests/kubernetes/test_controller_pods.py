@@ -321,6 +321,18 @@ def test_a_node_pool_is_for_those_who_ask_for_it_within_their_quota_there(contro
     controlled.until(job, lambda j: "limit of 1" in j.get("status", {}).get("message", ""))
 
 
+def test_a_pod_that_nobody_would_make_anew_is_not_moved_to_make_room(controlled: Controlled) -> None:
+    nodes = controlled.add_nodes(2, gpus=2)
+    team = controlled.team(guaranteed=4)
+    controlled.start()
+    for node in nodes:
+        controlled.until_bound(controlled.pod(team, f"on-{node}", nodeSelector={"kubernetes.io/hostname": node}))
+    controlled.pod(team, "large", gpus=2)
+    controlled.until_bound(controlled.pod(team, "small"))  # it was planned with the large one waiting beside it
+    assert controlled.waiting(team) == {"large"}
+    assert controlled.bound(team) == {"small", *(f"on-{node}" for node in nodes)}
+
+
 def test_a_pod_whose_place_was_taken_is_left_to_its_owner_to_make_anew(controlled: Controlled) -> None:
     (node,) = controlled.add_nodes(1, gpus=1)
     team = controlled.team(guaranteed=1)

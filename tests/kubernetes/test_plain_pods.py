@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -172,3 +173,38 @@ def test_a_group_that_loses_one_pod_while_another_waits_again_leaves_no_job_behi
     plain.drop("a")
     assert set(state.jobs) == set(plain.jobs) == {"b"}
     assert [bind.job for bind in scheduler.plan(state, 10.0).bind] == ["b"]
+
+
+@pytest.mark.parametrize("owned", [True, False], ids=["owned", "bare"])
+def test_a_pod_is_moved_only_where_somebody_makes_it_anew(owned: bool) -> None:
+    state, seats = scheduler.State(), Seats()
+    for node in "nm":
+        seats.resize(node, 2)
+        state.apply(scheduler.NodeChanged(Node(name=node, devices=(Device(index=0), Device(index=1)))))
+    state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=4)))
+    plain = PlainPods(state.apply, seats)
+    plain.settle()
+    for uid, node in (("a", "n"), ("b", "m")):
+        held = msgspec.structs.replace(waiting(uid), stage=Stage.HELD, node=node, devices=(0,), gate=None, owned=owned)
+        plain.put(held)
+    plain.put(msgspec.structs.replace(waiting("large"), gpus=2))
+    decided = scheduler.plan(state, 10.0)
+    assert len(decided.move) == owned
+    assert ("large" in decided.waiting) is True
+
+
+def test_a_bare_pod_that_was_borrowed_is_taken_back_and_given_no_place_elsewhere() -> None:
+    state, seats = scheduler.State(), Seats()
+    for node in "nm":
+        seats.resize(node, 2)
+        state.apply(scheduler.NodeChanged(Node(name=node, devices=(Device(index=0), Device(index=1)))))
+    for team, quota in (("team", 0), ("owner", 2)):
+        state.apply(scheduler.QuotaChanged(Project(name=team, guaranteed=quota)))
+    plain = PlainPods(state.apply, seats)
+    plain.settle()
+    for uid, node, device in (("a", "n", 0), ("b", "m", 0), ("c", "m", 1)):
+        plain.put(msgspec.structs.replace(waiting(uid), stage=Stage.HELD, node=node, devices=(device,), gate=None))
+    plain.put(msgspec.structs.replace(waiting("mine"), namespace="owner", gpus=2))
+    decided = scheduler.plan(state, 10.0)
+    assert not decided.move
+    assert [evict.job for evict in decided.evict] == ["a"]

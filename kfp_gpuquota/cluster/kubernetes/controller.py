@@ -188,6 +188,7 @@ class Controller:
 
     def _plan(self) -> None:
         started, now = self._loop.time(), time.time()
+        self.snapshot.catch_up()
         plan = scheduler.plan(self.snapshot.state, now)
         self._carry_out(plan)
         self._planning = None  # what carrying it out changed needs no other plan

@@ -242,7 +242,9 @@ class PlainPods:
             self._open[key] = self._open.get(key, 0) + 1
         for member in members:
             member.job = job
-        self._tell(scheduler.JobSubmitted(job.uid, pod_job(first.view, len(members)), first.view.created))
+        movable = all(member.view.owned for member in members)  # a pod that nobody makes anew would be gone
+        spec = pod_job(first.view, len(members))
+        self._tell(scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable))
 
     def _close(self, member: Member) -> None:
         assert member.job is not None
