@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.fractions import mailbox
-from kfp_gpuquota.fractions.claims import Claim, Sample
+from kfp_gpuquota.fractions.claims import UNKNOWN, Claim, Sample
 from kfp_gpuquota.fractions.enforcer import Enforcer, Kill, Round
 from kfp_gpuquota.fractions.processes import Processes
 
@@ -46,19 +47,23 @@ class Agent:
         """Sample, decide, act. `now` in seconds of a clock that never goes back."""
         shares = list(shares)
         claims = [claim for share in shares for claim in _listened(share)]
-        decided = self._enforcer.observe(self._memory.totals(), claims, self._samples(), now)
+        decided = self._enforcer.observe(
+            self._memory.totals(), claims, self._samples({claim.workload for claim in claims}), now
+        )
         for share in shares:
             _tell(share, decided)
         for kill in decided.kills:
             self._carry_out(kill)
         return decided
 
-    def _samples(self) -> list[Sample]:
+    def _samples(self, claimed: set[str]) -> list[Sample]:
+        """What processes use. Of those whose workload has no claim (any more) nothing is known but that they use it."""
         self._processes.refresh()
         return [
-            Sample(process, self._processes.owner_of(process), use.device, use.used_mib)
+            Sample(process, owner if owner in claimed else UNKNOWN, use.device, use.used_mib)
             for use in self._memory.uses()
             if (process := self._processes.get(use.pid)) and use.start in {None, process.start}
+            for owner in (self._processes.owner_of(process),)
         ]
 
     def _carry_out(self, kill: Kill) -> None:
@@ -78,6 +83,15 @@ class Agent:
         self._processes.close()
 
 
+def explain(kill: Kill, beneficiary: str, container: str = "") -> str:
+    """For whoever asks why a process is gone. `beneficiary` is what people call the workload that it was for."""
+    over = f"it held {show_mib(kill.over_mib)} of GPU memory above"
+    why = f"{over} its request, which {beneficiary} has asked for" if kill.beneficiary else f"{over} its limit"
+    verb = "would be ended, were the killer on" if kill.only_reported else "was ended"
+    where = f" in container {container}" if container else ""
+    return f"its process {kill.process.pid}{where} {verb}: {why}"
+
+
 def what_it_can_do(policy: Policy) -> str:
     """For the log at start: what this agent will and will not do."""
     if not policy.killer:
@@ -88,17 +102,25 @@ def what_it_can_do(policy: Policy) -> str:
 
 
 def _listened(share: Share) -> Iterable[Claim]:
-    """The claims with what the workload says of itself and was told."""
+    """The claims with what the workload says and was told: both stand where it may write, so no more than its limit."""
     said = mailbox.heard(share.directory)
     if said is None:
         return share.claims
     limit = mailbox.told(share.directory)
     return (
         msgspec.structs.replace(
-            claim, listens=True, told_mib=limit, follows_mib=said.follows_mib, wanted_mib=said.wanted_mib
+            claim,
+            listens=True,
+            told_mib=_at_most(claim.limit_mib, limit),
+            follows_mib=_at_most(claim.limit_mib, said.follows_mib),
+            wanted_mib=said.wanted_mib,
         )
         for claim in share.claims
     )
+
+
+def _at_most(limit_mib: int, said_mib: int | None) -> int | None:
+    return None if said_mib is None else min(limit_mib, said_mib)
 
 
 def _tell(share: Share, decided: Round) -> None:

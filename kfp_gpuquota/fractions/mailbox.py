@@ -1,18 +1,25 @@
-"""The two files by which an agent and a workload agree on a limit (docs/fractions.md)."""
+"""The two files by which an agent and a workload agree on a limit (docs/fractions.md).
+
+The directory is the workload's to write in, and on Kubernetes the agent is root: it follows no link there, opens
+nothing but regular files, and believes two numbers.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import stat
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
-
-from kfp_gpuquota.fractions.processes import read
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT_FILE: Final = "limit.json"
 USAGE_FILE: Final = "usage.json"
+LONGEST: Final = 4096
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
@@ -32,9 +39,20 @@ class Heard(msgspec.Struct, frozen=True):
 
 def tell(directory: Path, limit_mib: int) -> None:
     """Replace the limit. Raises OSError."""
-    temporary = directory / f"{LIMIT_FILE}.new"
-    temporary.write_bytes(msgspec.json.encode(Told(limit_mib)))
-    temporary.replace(directory / LIMIT_FILE)
+    temporary = f"{LIMIT_FILE}.new"
+    within = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=within)
+        new = os.open(temporary, _NEW, 0o644, dir_fd=within)
+        try:
+            os.fchmod(new, 0o644)  # whatever our umask: the workload is another user
+            os.write(new, msgspec.json.encode(Told(limit_mib)))
+        finally:
+            os.close(new)
+        os.replace(temporary, LIMIT_FILE, src_dir_fd=within, dst_dir_fd=within)
+    finally:
+        os.close(within)
 
 
 def told(directory: Path) -> int | None:
@@ -50,6 +68,20 @@ def heard(directory: Path) -> Heard | None:
 
 def _read(path: str, kind: type[_Struct]) -> _Struct | None:
     try:
-        return msgspec.json.decode(content, type=kind) if (content := read(path)) else None
+        return msgspec.json.decode(content, type=kind) if (content := _content(path)) else None
     except msgspec.DecodeError:
         return None
+
+
+def _content(path: str) -> bytes:
+    """A regular file's beginning; empty for anything else, such as a link, or a pipe that would make us wait."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, LONGEST) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)

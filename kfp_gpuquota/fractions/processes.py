@@ -6,7 +6,7 @@ import os
 import re
 import select
 import signal
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.fractions.claims import UNKNOWN, Process
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 WORKER_VARIABLE: Final = b"ELASTIC_WORKER_ID="
 MAX_ANCESTORS: Final = 32
 PAGE: Final = 4096
-_POD_IN_CGROUP = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})")
+# kubepods-burstable-podUID.slice (systemd, "_" for "-"), kubepods/burstable/podUID (cgroupfs); of a static pod no "-"
+_POD_IN_CGROUP = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?![0-9a-f])")
+# cri-containerd-ID.scope, crio-ID.scope, docker-ID.scope, ...:cri-containerd:ID, or the number alone
+_CONTAINER_IN_CGROUP = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 
 def identify(pid: int) -> Process | None:
@@ -39,10 +42,28 @@ def worker_of(pid: int) -> str:
     return UNKNOWN
 
 
-def pod_of(pid: int) -> str:
-    """The UID of the pod in whose cgroup the process is."""
-    found = _POD_IN_CGROUP.search(read(f"/proc/{pid}/cgroup").decode(errors="replace"))
-    return found.group(1).replace("_", "-") if found else UNKNOWN
+class Place(NamedTuple):
+    """Where a process runs, as its cgroup tells: the pod's UID, the container's number; UNKNOWN where it does not."""
+
+    pod: str
+    container: str
+
+
+def place_of(pid: int) -> Place:
+    """The pod and the container in whose cgroup the process is."""
+    return place_in(read(f"/proc/{pid}/cgroup").decode(errors="replace"))
+
+
+def place_in(cgroups: str) -> Place:
+    """The same from the content of /proc/PID/cgroup, of version 1 (a line a controller) or 2 (one line).
+
+    Of a path the leftmost is taken: what is below its own cgroup a container may name as it likes.
+    """
+    pod, container = _POD_IN_CGROUP.search(cgroups), _CONTAINER_IN_CGROUP.search(cgroups)
+    return Place(
+        pod.group(1).replace("_", "-") if pod else UNKNOWN,
+        container.group() if container else UNKNOWN,
+    )
 
 
 class Processes:

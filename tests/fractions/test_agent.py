@@ -205,6 +205,28 @@ def test_a_workload_that_writes_garbage_does_not_listen(node: Node) -> None:
     assert not node.round().limits
 
 
+def test_memory_of_a_process_whose_workload_was_taken_away_is_not_lent_while_it_lives(node: Node) -> None:
+    removed = node.start("removed", 0.5, 0.5)
+    removed.do("take 8000")
+    trainer = node.start("trainer", 0.25, 1)
+    trainer.do(f"listen {node.directory / 'trainer'}")
+    node.until(lambda _: node.used("trainer") == TOTAL - 8000)
+    del node.claims["removed"]  # its pod's object is deleted by force: the process still runs
+    for _ in range(3):
+        assert node.round().limits["trainer", "0"] == TOTAL - 8000
+    removed.process.kill()
+    removed.process.wait()
+    node.until(lambda _: node.used("trainer") == TOTAL)
+
+
+def test_a_workload_that_says_it_follows_more_than_its_limit_keeps_nobody_out(node: Node) -> None:
+    node.start("liar", 0.25, 0.5)
+    (node.directory / "liar" / "usage.json").write_text('{"follows_mib": 1000000}')
+    (node.directory / "liar" / "limit.json").write_text('{"limit_mib": 1000000}')
+    node.claim("owner", 0.5, 0.5, running=False)
+    assert "owner" in node.round().ready
+
+
 def test_the_agent_says_at_start_what_it_can_do() -> None:
     assert "ends nobody" in what_it_can_do(Policy())
     assert "ends processes" in what_it_can_do(Policy(killer=True))

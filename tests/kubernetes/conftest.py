@@ -119,6 +119,7 @@ def kubelet_system(kubelet_cluster: DevCluster) -> DevCluster:
     install_crds(kubelet_cluster)
     kubelet_cluster.make_namespace("gpuquota-system")
     kubelet_cluster.make_namespace("gpuquota-reservations", RESTRICTED)
+    kubelet_cluster.make_namespace("gpuquota-node-agents")
     return kubelet_cluster
 
 

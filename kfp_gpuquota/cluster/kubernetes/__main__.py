@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--reservation-namespace", default=reservation_pods.NAMESPACE, help="of pods that hold shared GPUs"
     )
+    parser.add_argument("--agent-namespace", default=reservation_pods.AGENTS_NAMESPACE, help="of the nodes' agents")
     parser.add_argument(
         "--reservation-image", default=reservation_pods.IMAGE, help="of these pods: any that has a shell"
     )

@@ -41,8 +41,8 @@ class Subject(msgspec.Struct, frozen=True):
 class Recorder:
     """Writes events, at most BURST at once and PER_SECOND for long; the same again only after a while."""
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
+    def __init__(self, writer: Writer, component: str = "gpuquota-controller") -> None:
+        self._writer, self._component = writer, component
         self._tokens, self._at = BURST, 0.0
         self._told: dict[tuple[Subject, str, str], float] = {}
 
@@ -56,7 +56,8 @@ class Recorder:
         if len(self._told) >= REMEMBERED:
             self._told.clear()
         self._told[key] = now
-        write = event(subject, reason, message, warning=warning, at=datetime.now(UTC), suffix=uuid.uuid4().hex[:12])
+        at, suffix = datetime.now(UTC), uuid.uuid4().hex[:12]
+        write = event(subject, reason, message, warning=warning, at=at, suffix=suffix, component=self._component)
         self._writer.submit(write, lambda _: None, lambda _: None)
 
     def _may(self, now: float) -> bool:
@@ -68,7 +69,16 @@ class Recorder:
         return True
 
 
-def event(subject: Subject, reason: str, message: str, *, warning: bool, at: datetime, suffix: str) -> Write:
+def event(
+    subject: Subject,
+    reason: str,
+    message: str,
+    *,
+    warning: bool,
+    at: datetime,
+    suffix: str,
+    component: str = "gpuquota-controller",
+) -> Write:
     """The request. Of a cluster-scoped object the event lies in the namespace default, as client-go has it."""
     namespace = subject.namespace or "default"
     involved: dict[str, Any] = {
@@ -85,7 +95,7 @@ def event(subject: Subject, reason: str, message: str, *, warning: bool, at: dat
         "reason": reason,
         "message": message[:1000],
         "type": "Warning" if warning else "Normal",
-        "source": {"component": "gpuquota-controller"},
+        "source": {"component": component},
         "firstTimestamp": when,
         "lastTimestamp": when,
         "count": 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -53,9 +53,17 @@ class Metrics:
             self.guaranteed.labels(name).set(project.guaranteed)
 
 
+class Registered(Protocol):
+    """Metrics of any process."""
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Where they are kept."""
+
+
 @asynccontextmanager
 async def serving(
-    metrics: Metrics, port: int, *, ready: Callable[[], bool], look: Callable[[], None]
+    metrics: Registered, port: int, *, ready: Callable[[], bool], look: Callable[[], None]
 ) -> AsyncIterator[int]:
     """/metrics, /healthz (the event loop turns) and /readyz; gives the port."""
 

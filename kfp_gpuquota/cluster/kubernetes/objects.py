@@ -198,6 +198,7 @@ class ContainerStatus(Struct, frozen=True):
     restart_count: int = 0
     state: ContainerState = ContainerState()
     last_state: ContainerState = ContainerState()
+    container_id: str = msgspec.field(default="", name="containerID")
 
 
 class PodStatus(Struct, frozen=True):

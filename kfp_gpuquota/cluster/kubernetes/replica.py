@@ -49,6 +49,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     advertise: str = ""
     runtime_image: str = ""
     reservation_namespace: str = reservation_pods.NAMESPACE
+    agent_namespace: str = reservation_pods.AGENTS_NAMESPACE
     reservation_image: str = reservation_pods.IMAGE
     reservation_runtime_class: str = ""
     reservation_priority_class: str = ""
@@ -113,7 +114,7 @@ class Replica:
             metrics=self._metrics,
             reserving=ReservationSettings(
                 namespace=options.reservation_namespace,
-                home=options.namespace,
+                agents=options.agent_namespace,
                 image=options.reservation_image,
                 runtime_class=options.reservation_runtime_class,
                 priority_class=options.reservation_priority_class,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects import Pod
 
 NAMESPACE: Final = "gpuquota-reservations"
+AGENTS_NAMESPACE: Final = "gpuquota-node-agents"
 IMAGE: Final = "kfp-gpuquota/reservation:0.1.0"
 USER: Final = 65532
 MAX_GRACE_S: Final = 1.0
@@ -43,10 +44,10 @@ HOLD: Final = "trap 'exit 0' TERM; while :; do sleep 86400 & wait; done"
 
 
 class ReservationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How reservation pods are made. `image` needs a shell and no more; `home` is where the nodes' agents run."""
+    """How reservation pods are made. `image` needs a shell and no more. `agents`: where the nodes' agents run."""
 
     namespace: str = NAMESPACE
-    home: str = "gpuquota-system"
+    agents: str = AGENTS_NAMESPACE
     image: str = IMAGE
     runtime_class: str = ""
     priority_class: str = ""

@@ -159,7 +159,7 @@ class Reservations:
     def _see_bound(self, pod: Pod) -> None:
         """An agent, or a sharer that was sent to its node and is there now."""
         meta = pod.metadata
-        if meta.namespace == self._settings.home and meta.labels.get("app.kubernetes.io/name") == AGENT:
+        if meta.namespace == self._settings.agents and meta.labels.get("app.kubernetes.io/name") == AGENT:
             self._agents[meta.uid] = pod.spec.node_name
         holder = _holder(pod)
         if (note := self._notes.get(holder)) is not None and note.uid != meta.uid:

@@ -67,11 +67,13 @@ class Reflector(Generic[O]):
         changed: Callable[[O], None],
         gone: Callable[[str], None],
         selector: str = "",
+        fields: str = "",
         batch_done: Callable[[], None] = lambda: None,
         not_installed_s: float = NOT_INSTALLED_S,
         optional: bool = False,
     ) -> None:
-        self._connection, self._path, self._selector = connection, path, selector
+        self._connection, self._path = connection, path
+        self._selection = {"labelSelector": selector, "fieldSelector": fields}
         self._changed, self._gone, self._batch_done = changed, gone, batch_done
         self._not_installed_s, self._optional = not_installed_s, optional
         self._page = msgspec.json.Decoder(Page[msgspec.Raw])
@@ -155,7 +157,7 @@ class Reflector(Generic[O]):
         return self._selected(params)
 
     def _selected(self, params: dict[str, str]) -> dict[str, str]:
-        return {**params, "labelSelector": self._selector} if self._selector else params
+        return params | {name: value for name, value in self._selection.items() if value}
 
     def _drop_missing(self, seen: set[str]) -> None:
         for uid in [uid for uid in self._versions if uid not in seen]:

@@ -11,11 +11,10 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Reason, ReasonCode
-from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.wire import ShareView
 from kfp_gpuquota.errors import DeviceError
 from kfp_gpuquota.fractions import Claim, Kill, Policy, Round
-from kfp_gpuquota.fractions.agent import Agent, Share, what_it_can_do
+from kfp_gpuquota.fractions.agent import Agent, Share, explain, what_it_can_do
 from kfp_gpuquota.fractions.devices import NvmlMemory, SimulatedMemory, simulate
 from kfp_gpuquota.fractions.processes import worker_of
 
@@ -174,17 +173,13 @@ class Sharing:
 
     def _explain(self, kill: Kill) -> None:
         job = self._state.jobs[self._state.workers[kill.workload].worker.job_uid]
-        over = f"it held {show_mib(kill.over_mib)} of GPU memory above"
+        other, code = job, ReasonCode.OVER_GPU_MEMORY_LIMIT
         if kill.beneficiary:
             other = self._state.jobs[self._state.workers[kill.beneficiary].worker.job_uid]
-            why = f"{over} its request, which {other.spec.name} of project {other.spec.project} has asked for"
             code = ReasonCode.GPU_MEMORY_RECLAIMED
-        else:
-            why, code, other = f"{over} its limit", ReasonCode.OVER_GPU_MEMORY_LIMIT, job
-        verb = "would be ended, were the killer on" if kill.only_reported else "was ended"
         reason = Reason(
             code=code,
-            message=f"its process {kill.process.pid} {verb}: {why}",
+            message=explain(kill, f"{other.spec.name} of project {other.spec.project}"),
             beneficiary=other.uid if kill.beneficiary else "",
             project=other.spec.project if kill.beneficiary else "",
             details={"over_mib": kill.over_mib, "pid": kill.process.pid},

@@ -1,0 +1,282 @@
+"""`python -m kfp_gpuquota.cluster.kubernetes.node_agent`: the memory agent of one node (docs/fractions.md).
+
+It watches its node's pods, samples the GPUs that are shared there, says on their reservations who may start, tells
+workloads what they may use, and, only where it is told to, ends processes that hold what an owner needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kfp_gpuquota.api.reason import ReasonCode
+from kfp_gpuquota.cluster.kubernetes import labels, metrics, reservation_pods
+from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, Connection
+from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
+from kfp_gpuquota.cluster.kubernetes.node_shares import NodeShares, ready_on
+from kfp_gpuquota.cluster.kubernetes.objects import Pod
+from kfp_gpuquota.cluster.kubernetes.replica import first_to_end
+from kfp_gpuquota.cluster.kubernetes.watch import Reflector
+from kfp_gpuquota.cluster.kubernetes.writer import Writer
+from kfp_gpuquota.cluster.kubernetes.writes import Write, pods_path
+from kfp_gpuquota.errors import DeviceError, GpuQuotaError
+from kfp_gpuquota.fractions import Kill, Policy, Round
+from kfp_gpuquota.fractions.agent import Agent, explain, what_it_can_do
+from kfp_gpuquota.fractions.devices import NvmlMemory, SimulatedMemory
+from kfp_gpuquota.fractions.processes import place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationView
+    from kfp_gpuquota.fractions.devices import DeviceMemory
+
+NAME: Final = "gpuquota-node-agent"
+INTERVAL_S: Final = 0.1
+SOONEST_S: Final = 0.005  # what the watch tells together is looked at together
+AFTER_TROUBLE_S: Final = 5.0
+_ROUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
+
+log = logging.getLogger(__name__)
+
+
+class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How an agent is started. `simulated`: a folder of simulated devices, for a node without GPUs."""
+
+    node: str
+    kubeconfig: str | None = None
+    context: str | None = None
+    reservation_namespace: str = reservation_pods.NAMESPACE
+    kubelet_root: str = "/var/lib/kubelet"
+    simulated: str = ""
+    metrics_port: int = 0
+    policy: Policy = Policy()
+
+
+class AgentMetrics:
+    """Of one node. Gauges have a line for each pod and GPU."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        of = ["namespace", "pod", "gpu"]
+        self.used = Gauge("gpuquota_gpu_memory_used_mib", "GPU memory in use", of, registry=self.registry)
+        self.request = Gauge("gpuquota_gpu_memory_request_mib", "GPU memory guaranteed", of, registry=self.registry)
+        self.limit = Gauge("gpuquota_gpu_memory_limit_mib", "The most it may ever use", of, registry=self.registry)
+        self.granted = Gauge("gpuquota_gpu_memory_granted_mib", "What it may use now", of, registry=self.registry)
+        self.ended = Counter(
+            "gpuquota_gpu_memory_ended_processes",
+            "Processes ended (or reported, with the killer off) for holding GPU memory that others have requested, or "
+            "above their limit",
+            ["namespace", "pod", "reason", "beneficiary", "carried_out"],
+            registry=self.registry,
+        )
+        self.over = Counter(
+            "gpuquota_gpu_memory_over_mib", "By how much they were over", ["namespace", "pod"], registry=self.registry
+        )
+        self.rounds = Histogram(
+            "gpuquota_gpu_memory_round_seconds", "Time of a round", buckets=_ROUNDS, registry=self.registry
+        )
+
+
+class NodeAgent:
+    """One node's. `memory` and the agent's rules are those of fractions/."""
+
+    def __init__(self, connection: Connection, options: AgentOptions, memory: DeviceMemory) -> None:
+        self._options, self._memory = options, memory
+        self._shares = NodeShares(options.reservation_namespace, Path(options.kubelet_root))
+        self._agent = Agent(memory, lambda pid: self._shares.owner_of(place_of(pid)), options.policy)
+        self._writer = Writer(connection)
+        self._events = Recorder(self._writer, NAME)
+        self._pods = Reflector(
+            connection,
+            "/api/v1/pods",
+            Pod,
+            changed=self._pod_changed,
+            gone=self._pod_gone,
+            fields=f"spec.nodeName={options.node}",
+        )
+        self._pod = msgspec.json.Decoder(Pod)
+        self._saying: set[str] = set()
+        self._next: asyncio.TimerHandle | None = None
+        self.metrics = AgentMetrics()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._writer.close)
+            stack.callback(self._agent.close)
+            stack.callback(self._cancel)
+            serving = metrics.serving(
+                self.metrics, self._options.metrics_port, ready=self._pods.synced.is_set, look=lambda: None
+            )
+            log.info("metrics and probes on port %d", await stack.enter_async_context(serving))
+            log.info("on node %s it %s", self._options.node, what_it_can_do(self._options.policy))
+            await self._pods.run()
+
+    # What is seen
+
+    def _pod_changed(self, pod: Pod) -> None:
+        if self._shares.put(pod) or self._next is None:
+            self._schedule(SOONEST_S)
+
+    def _pod_gone(self, uid: str) -> None:
+        if uid in self._shares.reservations:
+            self._schedule(SOONEST_S)
+        self._shares.drop(uid)
+
+    # The rounds
+
+    def _schedule(self, delay_s: float) -> None:
+        self._cancel()
+        self._next = asyncio.get_running_loop().call_later(delay_s, self._round)
+
+    def _cancel(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+        self._next = None
+
+    def _round(self) -> None:
+        """Nothing is sampled while nobody shares a GPU, nor before all that is there is known."""
+        self._next = None
+        if not self._shares.reservations or not self._pods.synced.is_set():
+            self._note(Round())
+            if not self._pods.synced.is_set():
+                self._schedule(INTERVAL_S)
+            return
+        pause = INTERVAL_S
+        try:
+            with self.metrics.rounds.time():
+                done = self._agent.round(self._shares.shares(self._memory.totals()), time.monotonic())
+        except (DeviceError, OSError) as error:
+            log.error("GPU memory cannot be read, so nobody who shares a GPU starts: %s", error)
+            pause = AFTER_TROUBLE_S
+        else:
+            self._note(done)
+            for view in self._shares.reservations.values():
+                self._say_who_may_start(view, ready_on(view, done.ready))
+        self._schedule(pause)
+
+    def _say_who_may_start(self, view: ReservationView, ready: frozenset[str]) -> None:
+        """One write about a reservation at a time; the round after its answer looks again."""
+        if ready == view.ready or view.leaving or view.uid in self._saying:
+            return
+        self._saying.add(view.uid)
+        body = {"metadata": {"uid": view.uid, "annotations": {labels.READY: ",".join(sorted(ready))}}}
+        namespace = self._options.reservation_namespace
+        write = Write(
+            verb="PATCH",
+            path=f"{pods_path(namespace)}/{view.name}",
+            about=f"{namespace}/{view.name}",
+            body=body,
+            content_type=MERGE_PATCH,
+        )
+        self._writer.submit(write, partial(self._said, view.uid), partial(self._not_said, view.uid))
+
+    def _said(self, uid: str, answer: bytes) -> None:
+        self._saying.discard(uid)
+        self._pods.note(self._pod.decode(answer))
+
+    def _not_said(self, uid: str, error: Exception) -> None:
+        log.warning("who may start could not be written on a reservation: %s", error)
+        asyncio.get_running_loop().call_later(INTERVAL_S, self._saying.discard, uid)
+
+    # What is told to people
+
+    def _note(self, done: Round) -> None:
+        notes = self._shares.notes() if done.rows or done.kills else {}
+        gauges = (self.metrics.used, self.metrics.request, self.metrics.limit, self.metrics.granted)
+        for gauge in gauges:
+            gauge.clear()
+        for row in done.rows:
+            note = notes.get(row.workload)
+            if note is not None and note.uid:
+                of = (note.project, note.pod.partition("/")[2], row.device)
+                for gauge, mib in zip(
+                    gauges, (row.used_mib, row.request_mib, row.limit_mib, row.granted_mib), strict=True
+                ):
+                    gauge.labels(*of).set(mib)
+        for kill in done.kills:
+            note, other = notes.get(kill.workload), notes.get(kill.beneficiary)
+            if note is not None and not kill.force:
+                self._tell(kill, note.uid, note.pod, "" if other is None else other.pod)
+
+    def _tell(self, kill: Kill, uid: str, pod: str, beneficiary: str) -> None:
+        code = ReasonCode.GPU_MEMORY_RECLAIMED if kill.beneficiary else ReasonCode.OVER_GPU_MEMORY_LIMIT
+        reason = "".join(word.capitalize() for word in code.split("-"))
+        namespace, _, name = pod.partition("/")
+        container = self._shares.container_of(place_of(kill.process.pid))
+        message = explain(kill, f"pod {beneficiary}", container)
+        self._events.tell(Subject("Pod", name, namespace, uid), reason, message, warning=True)
+        self.metrics.ended.labels(namespace, name, reason, beneficiary, str(not kill.only_reported).lower()).inc()
+        self.metrics.over.labels(namespace, name).inc(kill.over_mib)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; the exit code."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=options.log_level.upper())
+    given = {name: value for name, value in vars(options).items() if name != "log_level"}
+    rules = {name: given.pop(name) for name in ("killer", "lend_silent", "yield_s", "term_s", "slack_mib")}
+    try:
+        return asyncio.run(_serve(AgentOptions(**given, policy=Policy(**rules))))
+    except GpuQuotaError as error:
+        log.error("%s", error.message)
+        return error.exit_code
+
+
+async def _serve(options: AgentOptions) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with Connection(load_credentials(options.kubeconfig, options.context)) as connection:
+        await first_to_end(NodeAgent(connection, options, _memory(options)).run(), stop.wait())
+    return 0
+
+
+def _memory(options: AgentOptions) -> DeviceMemory:
+    if not options.simulated:
+        return NvmlMemory()
+    folders = {folder.name: folder for folder in sorted(Path(options.simulated).iterdir()) if folder.is_dir()}
+    log.warning("GPUs are simulated: %s", ", ".join(folders) or "there is none")
+    return SimulatedMemory(folders)
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = Policy()
+    parser = argparse.ArgumentParser(prog=NAME)
+    parser.add_argument("--node", default=os.environ.get("NODE_NAME"), help="its node; by default $NODE_NAME")
+    parser.add_argument("--kubeconfig", help="by default $KUBECONFIG, the pod's service account, ~/.kube/config")
+    parser.add_argument("--context", help="of the kubeconfig; by default its current one")
+    parser.add_argument("--reservation-namespace", default=reservation_pods.NAMESPACE)
+    parser.add_argument("--kubelet-root", default="/var/lib/kubelet", help="where the kubelet keeps pods' volumes")
+    parser.add_argument("--simulated", default="", metavar="FOLDER", help="of simulated devices, instead of NVML")
+    parser.add_argument("--metrics-port", type=int, default=0, help="0: any free one")
+    parser.add_argument(
+        "--killer",
+        action=argparse.BooleanOptionalAction,
+        default=default.killer,
+        help="end processes that hold what an owner needs, or that are over their limit; needs CAP_KILL",
+    )
+    parser.add_argument("--lend-silent", action=argparse.BooleanOptionalAction, default=default.lend_silent)
+    parser.add_argument("--yield-s", type=float, default=default.yield_s, help="how long a listening borrower has")
+    parser.add_argument("--term-s", type=float, default=default.term_s, help="from SIGTERM to SIGKILL")
+    parser.add_argument("--slack-mib", type=int, default=default.slack_mib, help="allowed above a limit")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
