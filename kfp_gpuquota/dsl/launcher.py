@@ -84,6 +84,7 @@ def _run(step: Step) -> int:
     client = connect()
     lease = Lease(holder=os.environ.get("KFP_POD_UID") or uuid.uuid4().hex, duration_s=step.lease_s)
     place = place_of(client)
+    step = place.identified(step)
     job, staging = claim(client, place, step, lease, say)
     keeper = LeaseKeeper(connect, lease, job.spec, say)
     keeper.start()
@@ -184,7 +185,7 @@ def _exit_code(job: Job) -> int:
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kfp_gpuquota.dsl.launcher", description=__doc__)
     parser.add_argument("--stands-in-for", help="KFP's executor, which kfp.local wants to see named")
-    parser.add_argument("--task", required=True, help="RUN/ID/NAME")
+    parser.add_argument("--task", required=True, help="RUN/NAME; on a KFP backend the step's pod says it")
     parser.add_argument("--gpus", help="the GPUs asked for, where only the run knows them")
     parser.add_argument("--image", default="", help="the step's own image, where the launcher runs in another")
     parser.add_argument("--executor-input", required=True)

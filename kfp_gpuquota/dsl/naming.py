@@ -10,8 +10,9 @@ from typing import Any, Final
 from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
 
 Json = dict[str, Any]
-# Of all that KFP tells a step, only this artifact's URI differs from one attempt to the next.
+# Of all that KFP tells a step, only this artifact's URI differs from one attempt to the next: by the number at its end.
 ATTEMPT_ARTIFACT: Final = "executor-logs"
+_ATTEMPT: Final = re.compile(r"-\d+$")
 _DIGEST_LENGTH: Final = 10
 _ROOM_FOR_NUMBER: Final = 4
 
@@ -19,7 +20,7 @@ _ROOM_FOR_NUMBER: Final = 4
 def job_name(label: str, *, run_id: str, task: str, executor_input: Json) -> str:
     """`label` made a DNS label, and a digest of what makes this step of this run unlike all others.
 
-    `task` is the step's name in its pipeline, or an id that tells apart the iterations of a loop.
+    `task` is the step's name in its pipeline, or what tells apart the iterations of a loop.
     """
     identity = json.dumps([run_id, task, _less_attempt(executor_input)], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:_DIGEST_LENGTH]
@@ -34,7 +35,9 @@ def numbered(name: str, number: int) -> str:
 
 def _less_attempt(executor_input: Json) -> Json:
     outputs = executor_input.get("outputs", {})
-    artifacts = {name: value for name, value in outputs.get("artifacts", {}).items() if name != ATTEMPT_ARTIFACT}
+    artifacts = dict(outputs.get("artifacts", {}))
+    if logs := artifacts.pop(ATTEMPT_ARTIFACT, None):
+        artifacts[ATTEMPT_ARTIFACT] = [_ATTEMPT.sub("", each.get("uri", "")) for each in logs.get("artifacts", [])]
     return {**executor_input, "outputs": {**outputs, "artifacts": artifacts}}
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 from urllib.parse import quote
 
 from kfp_gpuquota.cluster.connect import kube_context
-from kfp_gpuquota.dsl import worker
+from kfp_gpuquota.dsl import own_pod, worker
 from kfp_gpuquota.dsl.pod_template import worker_template
 from kfp_gpuquota.dsl.relay import Relay
 from kfp_gpuquota.errors import AlreadyExistsError, GpuQuotaError, UsageError
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 POD_NAME: Final = "KFP_POD_NAME"
-WORKFLOW_LABEL: Final = "workflows.argoproj.io/workflow"
 _WORKFLOWS: Final = "/apis/argoproj.io/v1alpha1"
 
 
 class Place(Protocol):
     """How a step's job is submitted, how its workers reach the step's files, and who may have ended the run."""
+
+    def identified(self, step: Step) -> Step:
+        """The step with what tells it from every other, of its run and of others."""
 
     def submit(self, step: Step, name: str, staging: Staging, lease: Lease) -> Job:
         """Queue the step's job under this name."""
@@ -57,6 +60,10 @@ class Beside:
 
     def __init__(self, client: ClusterClient) -> None:
         self._client = client
+
+    def identified(self, step: Step) -> Step:
+        """It is: kfp.local says all of it in the arguments."""
+        return step
 
     def submit(self, step: Step, name: str, staging: Staging, lease: Lease) -> Job:
         """Queue the step's job under this name."""
@@ -86,6 +93,11 @@ class InPods:
         self._own = _own_pod(client)
         self._relay: Relay | None = None
 
+    def identified(self, step: Step) -> Step:
+        """KFP's backend fills nothing of it in, and its environment does not say it: the pod's metadata does."""
+        task = own_pod.task(self._own)
+        return replace(step, run_id=own_pod.run_id(self._own), task=task, name=own_pod.name(task))
+
     def submit(self, step: Step, name: str, staging: Staging, lease: Lease) -> Job:
         """Queue the step's job under this name."""
         staging.create(step.argv, {})  # what its workers find in their environment stands in their template
@@ -113,12 +125,11 @@ class InPods:
 
     def run_was_ended(self) -> bool:
         """Argo marks a Workflow that is terminated or stopped; one quick call."""
-        metadata = self._own.get("metadata", {})
-        workflow = metadata.get("labels", {}).get(WORKFLOW_LABEL)
+        workflow = own_pod.workflow(self._own)
         if not workflow:
             return False
         try:
-            path = f"{_WORKFLOWS}/namespaces/{quote(metadata['namespace'])}/workflows/{quote(workflow)}"
+            path = f"{_WORKFLOWS}/namespaces/{quote(self._client.namespace)}/workflows/{quote(workflow)}"
             return bool(self._client.calls.get(path).get("spec", {}).get("shutdown"))
         except GpuQuotaError:
             return False

@@ -25,7 +25,7 @@ COMMAND: Final = ("python3", "-m", "kfp_gpuquota.dsl.launcher")
 # For all others the launcher says that it stands in for it.
 EXECUTOR: Final = "kfp.dsl.executor_main"
 # One element, for the sake of large pipelines: KFP takes its time over every line of YAML.
-TASK: Final = "--task={{$.pipeline_job_uuid}}/{{$.pipeline_task_uuid}}/{{$.pipeline_task_name}}"
+TASK: Final = "--task={{$.pipeline_job_uuid}}/{{$.pipeline_task_name}}"
 GPUS_ARGUMENT: Final = "--gpus="
 IMAGE_ARGUMENT: Final = "--image="
 LAUNCHER_IMAGE: Final = "GPUQUOTA_LAUNCHER_IMAGE"

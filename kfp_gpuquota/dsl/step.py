@@ -30,17 +30,32 @@ _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Step:
-    """One attempt of one step. `argv` is its original command, with the outputs' placeholders still in it."""
+    """One attempt of one step. `argv` is its original command, with the outputs' placeholders still in it.
+
+    `task` is `name`, or where that is not enough what tells it from the others of its run: the iterations of a loop.
+    """
 
     options: Options
     project: str
-    job_name: str
+    run_id: str
+    task: str
+    name: str
     argv: list[str]
     executor_input: Json
     environment: dict[str, str]
-    labels: dict[str, str]
     lease_s: float
     image: str = ""
+
+    @property
+    def job_name(self) -> str:
+        """The same for every attempt of this step of this run, and for nothing else."""
+        label = self.options.name or self.name
+        return job_name(label, run_id=self.run_id, task=self.task, executor_input=self.executor_input)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of its job."""
+        return {"pipeline-run": self.run_id, "pipeline-task": self.name}
 
 
 def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Step:
@@ -49,18 +64,16 @@ def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     if arguments.gpus is not None:
         options = msgspec.structs.replace(options, gpus=_whole(arguments.gpus))
     executor_input = _decoded(arguments.executor_input)
-    run_id, task_id, task_name = arguments.task.split("/", 2)
-    # In a pod the task's id stays the same for a retry and tells apart the iterations of a loop. kfp.local draws one
-    # for every attempt.
-    task = task_id if "KFP_POD_UID" in environment else task_name
+    run_id, task_name = arguments.task.split("/", 1)
     return Step(
         options=options,
         project=_project(environment),
-        job_name=job_name(options.name or task_name, run_id=run_id, task=task, executor_input=executor_input),
+        run_id=run_id,
+        task=task_name,
+        name=task_name,
         argv=arguments.argv,
         executor_input=executor_input,
         environment=passed_on(environment),
-        labels={"pipeline-run": run_id, "pipeline-task": task_name},
         lease_s=_lease_s(environment),
         image=arguments.image,
     )

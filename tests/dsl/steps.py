@@ -39,7 +39,7 @@ class Step:
         """One attempt."""
         outputs = {"parameters": {"result": {"outputFile": str(self.result)}}}
         executor_input = {"outputs": {**outputs, "outputFile": str(self.directory / "step" / "executor_output.json")}}
-        command = [sys.executable, "-m", "kfp_gpuquota.dsl.launcher", f"--task={self.run_id}/1/train"]
+        command = [sys.executable, "-m", "kfp_gpuquota.dsl.launcher", f"--task={self.run_id}/train"]
         command += ["--executor-input", json.dumps(executor_input), *more, "--", "sh", "-c", self.script, RESULT]
         environment = {**self.cluster.environment, "GPUQUOTA_PROJECT": "team-a", "GPUQUOTA_GPUS": "1"}
         process = subprocess.Popen(

@@ -28,6 +28,15 @@ def test_a_retried_step_has_its_first_attempts_name() -> None:
     assert _name(attempt=0) == _name(attempt=1)
 
 
+def test_iterations_of_a_loop_with_the_same_inputs_differ_by_the_place_of_their_logs() -> None:
+    one, other = (
+        {"outputs": {"artifacts": {"executor-logs": {"artifacts": [{"uri": f"minio://b/run/{salt}/executor-logs-0"}]}}}}
+        for salt in ("1f", "2e")
+    )
+    names = [job_name("x", run_id="r", task="t", executor_input=given) for given in (one, other)]
+    assert names[0] != names[1]
+
+
 def test_two_runs_tasks_or_inputs_never_share_a_name() -> None:
     names = {_name(), _name(run="run-2"), _name(task="train-2"), _name(epochs=4)}
     assert len(names) == 4

@@ -19,19 +19,13 @@ EXECUTOR_INPUT = json.dumps({"outputs": {"outputFile": "/root/train/executor_out
 
 
 def _step(environment: dict[str, str], **changed: Any) -> Step:
-    given = {"image": "", "task": "run-1/5/train", "gpus": None, "executor_input": EXECUTOR_INPUT, "argv": ["true"]}
+    given = {"image": "", "task": "run-1/train", "gpus": None, "executor_input": EXECUTOR_INPUT, "argv": ["true"]}
     given.update(changed)
     return step_from(argparse.Namespace(**given), {"GPUQUOTA_PROJECT": "team-a", **environment})
 
 
-def test_in_a_pod_the_tasks_id_tells_apart_iterations_with_the_same_inputs() -> None:
-    pod = {"KFP_POD_UID": "uid"}
-    assert _step(pod).job_name != _step(pod, task="run-1/6/train").job_name
-    assert _step(pod).job_name == _step({"KFP_POD_UID": "of the next attempt"}).job_name
-
-
-def test_under_kfp_local_every_attempt_has_another_id_and_the_same_name() -> None:
-    assert _step({}).job_name == _step({}, task="run-1/6/train").job_name
+def test_the_run_and_the_tasks_name_make_the_jobs_name() -> None:
+    assert len({_step({}, task=task).job_name for task in ("run-1/train", "run-2/train", "run-1/tune")}) == 3
 
 
 def test_a_name_given_by_the_author_begins_the_jobs_name() -> None:
@@ -40,7 +34,7 @@ def test_a_name_given_by_the_author_begins_the_jobs_name() -> None:
 
 
 def test_a_tasks_name_may_hold_anything() -> None:
-    assert _step({}, task="run-1/5/for-loop/1/train").labels == {
+    assert _step({}, task="run-1/for-loop/1/train").labels == {
         "pipeline-run": "run-1",
         "pipeline-task": "for-loop/1/train",
     }

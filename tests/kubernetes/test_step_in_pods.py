@@ -92,11 +92,9 @@ class Steps:
 
     def run(self, name: str, attempt: int = 0, workflow: str = "") -> str:
         """The path of the step's pod. Its shell stands for KFP's own launcher: it brings the input artifact."""
-        values = {
-            "{{$}}": json.dumps(executor_input(attempt)),
-            "{{$.pipeline_job_uuid}}/{{$.pipeline_task_uuid}}/{{$.pipeline_task_name}}": "run-1/task-1/shout",
-        }
-        argv = [self._filled(element, values) for element in (*self.step["command"], *self.step["args"])]
+        # KFP's launcher fills in the executor input, but no placeholder of the run or the task.
+        filled = json.dumps(executor_input(attempt))
+        argv = [element.replace("{{$}}", filled) for element in (*self.step["command"], *self.step["args"])]
         volumes, mounts = host_python()
         before = "mkdir -p /tmp/kfp/in /tmp/kfp/out && touch /tmp/launcher-was-here && echo hello > /tmp/kfp/in/data"
         run = '"$@" & pid=$!; trap "kill -TERM $pid" TERM; wait $pid; wait $pid; code=$?'
@@ -121,7 +119,11 @@ class Steps:
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"name": name, "labels": {"workflows.argoproj.io/workflow": workflow} if workflow else {}},
+            "metadata": {
+                "name": name,
+                "labels": {"pipeline/runid": "8c1f0a", "workflows.argoproj.io/workflow": workflow or "shouts-x7v6d"},
+                "annotations": {"workflows.argoproj.io/node-name": f"shouts-x7v6d.root.shout.executor({attempt})"},
+            },
             "spec": {
                 "containers": [container],
                 "volumes": volumes,
@@ -141,12 +143,6 @@ class Steps:
 
     def jobs(self) -> dict[str, dict[str, Any]]:
         return {job["metadata"]["name"]: job for job in self.api.items(jobs_of(self.team))}
-
-    @staticmethod
-    def _filled(element: str, values: dict[str, str]) -> str:
-        for placeholder, value in values.items():
-            element = element.replace(placeholder, value)
-        return element
 
 
 def shout(*more: str) -> list[str]:
