@@ -8,10 +8,11 @@ from kfp_gpuquota.api import Reason
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where one worker goes: device indices on a node."""
+    """Where one worker goes: device indices on a node. `part`: which of the job's parts it is a worker of."""
 
     node: str
     devices: tuple[int, ...]
+    part: str = ""
 
 
 class Bind(msgspec.Struct, frozen=True):

@@ -39,12 +39,14 @@ class JobSubmitted(Event, frozen=True, tag=True):
     """The job waits. `at` fixes its age for ever, also across evictions.
 
     Not `movable`: whoever started its workers starts none anew, so one that is stopped to run elsewhere would be gone.
+    With `parts` its workers differ: each spec says what a set of them asks for, and all of all sets start together.
     """
 
     uid: str
     spec: JobSpec
     at: float
     movable: bool = True
+    parts: dict[str, JobSpec] = {}
 
 
 class JobRemoved(Event, frozen=True, tag=True):
@@ -72,13 +74,17 @@ class JobResumed(Event, frozen=True, tag=True):
 
 
 class WorkerStarted(Event, frozen=True, tag=True):
-    """The worker holds `devices` (indices on `node`) from now on. `worker` is unique for ever."""
+    """The worker holds `devices` (indices on `node`) from now on. `worker` is unique for ever.
+
+    `part` says which of the job's parts it belongs to, where it has some.
+    """
 
     worker: str
     job: str
     node: str
     devices: tuple[int, ...]
     at: float
+    part: str = ""
 
 
 class WorkerLeaving(Event, frozen=True, tag=True):

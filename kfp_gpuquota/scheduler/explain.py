@@ -138,6 +138,9 @@ def size_needed(job: Job) -> str:
 
 def asked(job: Job, workers: int) -> str:
     """What so many workers ask for: '2 GPUs', '0.25 of a GPU', '40Gi of each of 8 GPUs', and CPU and memory."""
+    if job.groups is not None and job.groups.children:
+        tasks = (*job.tasks.values(), *job.pending)
+        return f"{gpus(sum(t.request.devices * t.request.share for t in tasks))} for {len(tasks)} workers"
     request = job.request
     parts = [_devices(request, workers)] if request.devices else []
     parts += [cpus(workers * request.cpu)] if request.cpu else []

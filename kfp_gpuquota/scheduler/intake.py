@@ -9,11 +9,13 @@ from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.scheduler.model import GPU, MILLI, NO_RULES, Group, Job, Queue, Request, Rules, Task, Topology
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kfp_gpuquota.api import JobSpec
 
 
-def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
-    """The scheduler's record of a job as its user asks for it."""
+def new_job(uid: str, spec: JobSpec, queue: Queue, at: float, parts: Mapping[str, JobSpec] | None = None) -> Job:
+    """The scheduler's record of a job as its user asks for it; see `JobSubmitted` for `parts`."""
     size = spec.worker_gpus
     job = Job(
         uid=uid,
@@ -31,8 +33,20 @@ def new_job(uid: str, spec: JobSpec, queue: Queue, at: float) -> Job:
         cool_down_s=spec.cool_down_s,
         min_run_time_s=spec.min_run_time_s,
     )
-    job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
+    if parts:
+        _make_of(job, parts)
+    else:
+        job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
     return job
+
+
+def _make_of(job: Job, parts: Mapping[str, JobSpec]) -> None:
+    """Give the job all workers of all parts as its gang."""
+    counts = {name: spec.gpus // spec.worker_gpus for name, spec in parts.items()}
+    requests = [(name, request_of(spec)) for name, spec in parts.items() for _ in range(counts[name])]
+    job.pending = [Task(job=job, request=r, index=i, group=name) for i, (name, r) in enumerate(requests)]
+    job.gang = job.wanted = job.most = len(job.pending)
+    job.groups = Group("", children=tuple(Group(name, gang=count) for name, count in counts.items()))
 
 
 def request_of(spec: JobSpec) -> Request:

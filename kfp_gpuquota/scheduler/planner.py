@@ -133,7 +133,7 @@ def _placements(tasks: Iterable[Task]) -> tuple[Placement, ...]:
 def _placement(task: Task) -> Placement:
     if task.node is None:
         raise AssertionError(f"a task of {task.job.name} was planned without a node")
-    return Placement(task.node.name, task.devices)
+    return Placement(task.node.name, task.devices, task.group)
 
 
 def _evict(job: Job, outcome: Outcome, cycle: Cycle) -> Evict:

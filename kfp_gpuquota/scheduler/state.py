@@ -113,7 +113,7 @@ class State:
         spec = event.spec
         if spec.project in self.projects and _key(spec.project, spec.node_pool) not in self.ledger.queues:
             self._configure(self.projects[spec.project], spec.node_pool)
-        job = new_job(event.uid, spec, self._queue(spec.project, spec.node_pool), event.at)
+        job = new_job(event.uid, spec, self._queue(spec.project, spec.node_pool), event.at, event.parts)
         job.movable = event.movable
         self.add_job(job)
 
@@ -152,7 +152,7 @@ class State:
             host = Host(name=event.node, devices=(), ready=False)
             self.ledger.put_host(host)
         self._note_usage(job, event.at)
-        task = job.pending.pop(0) if job.pending else Task(job=job, request=job.request, index=0)
+        task = _take_pending(job, event.part) or Task(job=job, request=job.request, index=0, group=event.part)
         progress.note_started(job, event.at)
         task.id, task.started_at, task.index = event.worker, event.at, job.next_index
         job.next_index += 1
@@ -179,7 +179,8 @@ class State:
         self.ledger.set(task, Status.PENDING, None)
         del job.tasks[event.worker], self.workers[event.worker]
         if not job.removed and job.active + len(job.pending) < job.wanted:
-            job.pending.append(Task(job=job, request=task.request, index=0, priority=task.priority))
+            again = Task(job=job, request=task.request, index=0, priority=task.priority, group=task.group)
+            job.pending.append(again)
         job.below_since = event.at if job.below_since is None else job.below_since
         self._changed(job)
         if host is not None:
@@ -275,6 +276,12 @@ class State:
             index[job.uid] = job
         else:
             index.pop(job.uid, None)
+
+
+def _take_pending(job: Job, part: str) -> Task | None:
+    """The first of its tasks of that part that is still to be started."""
+    index = next((i for i, task in enumerate(job.pending) if task.group == part), None)
+    return None if index is None else job.pending.pop(index)
 
 
 def _key(name: str, pool: str) -> str:

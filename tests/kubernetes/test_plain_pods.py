@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Node, Project
+from kfp_gpuquota.cluster.kubernetes.places import Place
 from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
 from kfp_gpuquota.cluster.kubernetes.seats import Seats
 from kfp_gpuquota.cluster.kubernetes.translate import GateShape, PodView, Stage
@@ -55,11 +56,11 @@ class World(RuleBasedStateMachine):
             self.views[view.uid] = view
         self.plain.put(view)
 
-    @rule(target=pods, group=st.sampled_from(["", "", "g"]), size=st.integers(1, 3))
-    def create(self, group: str, size: int) -> str:
+    @rule(target=pods, group=st.sampled_from(["", "", "g"]), size=st.integers(1, 3), gpus=st.integers(1, 2))
+    def create(self, group: str, size: int, gpus: int) -> str:
         self.made += 1
         uid = f"p{self.made:03}"
-        self.show(waiting(uid, group, size if group else 0))
+        self.show(msgspec.structs.replace(waiting(uid, group, size if group else 0), gpus=gpus))
         return uid
 
     @rule()
@@ -71,9 +72,10 @@ class World(RuleBasedStateMachine):
             self.send(resize.job, resize.add)
 
     def send(self, job: str, placements: tuple[scheduler.Placement, ...]) -> None:
-        found = self.plain.waiting_of(job)
-        assert len(found) >= len(placements), "every placement has a pod"
-        for view, place in zip(found, placements, strict=False):
+        found = self.plain.paired(job, placements)
+        assert len(found) == len(placements), "every placement has a pod"
+        for view, place in found:
+            assert len(place.devices) == view.gpus
             self.plain.assume_sent(view.uid, place.node, place.devices)
             self.in_flight[view.uid] = place.devices
 
@@ -121,7 +123,11 @@ class World(RuleBasedStateMachine):
         holding = {uid for uid, v in self.views.items() if v.holds} | {u for u in self.in_flight if u in self.views}
         assert set(self.state.workers) == holding
         taken = [d for uid in holding for d in (self.seats.held(uid) or ("", ()))[1]]
-        assert len(taken) == len(set(taken)) == len(holding)
+        held = sum(self.views[uid].gpus for uid in holding)
+        assert len(taken) == len(set(taken)) == held
+        assert {uid: len(task.devices) for uid, task in self.state.workers.items()} == {
+            uid: self.views[uid].gpus for uid in holding
+        }
 
     @invariant()
     def everything_that_waits_alone_is_known_to_the_scheduler(self) -> None:
@@ -173,6 +179,32 @@ def test_a_group_that_loses_one_pod_while_another_waits_again_leaves_no_job_behi
     plain.drop("a")
     assert set(state.jobs) == set(plain.jobs) == {"b"}
     assert [bind.job for bind in scheduler.plan(state, 10.0).bind] == ["b"]
+
+
+def test_a_group_whose_pods_differ_starts_whole_and_each_of_them_where_it_fits() -> None:
+    state, seats = scheduler.State(), Seats()
+    for node, gpus in (("big", 4), ("small", 2)):
+        seats.resize(node, gpus)
+        state.apply(scheduler.NodeChanged(Node(name=node, devices=tuple(Device(index=i) for i in range(gpus)))))
+    state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=6)))
+    plain = PlainPods(state.apply, seats)
+    plain.settle()
+    first = msgspec.structs.replace(waiting("a", "g", 3), place=Place((("kubernetes.io/hostname", "nowhere"),)))
+    wide = [msgspec.structs.replace(waiting(uid, "g", 3), gpus=2) for uid in "bc"]
+    for view in (first, *wide):
+        plain.put(view)
+    assert not scheduler.plan(state, 10.0).bind
+    plain.put(msgspec.structs.replace(first, place=Place()))
+    (bind,) = scheduler.plan(state, 10.0).bind
+    for view, place in plain.paired(bind.job, bind.placements):
+        assert len(place.devices) == view.gpus
+        plain.assume_sent(view.uid, place.node, place.devices)
+    assert set(state.workers) == {"a", "b", "c"}
+    assert scheduler.plan(state, 11.0).empty
+    plain.take_back("b")  # its write has failed: it is the one that is sent again
+    (resize,) = scheduler.plan(state, 12.0).resize
+    assert [view.uid for view, _ in plain.paired(bind.job, resize.add)] == ["b"]
+    assert len(resize.add[0].devices) == 2
 
 
 @pytest.mark.parametrize("owned", [True, False], ids=["owned", "bare"])

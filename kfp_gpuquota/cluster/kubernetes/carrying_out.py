@@ -55,7 +55,7 @@ class PodActions:
 
     def start(self, job: str, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
         """Send as many of the job's waiting pods as there are placements."""
-        for pod, place in zip(self._pods.waiting_of(job), placements, strict=False):
+        for pod, place in self._pods.paired(job, placements):
             self._pods.assume_sent(pod.uid, place.node, place.devices)
             admission = writes.admission(pod, place.node, place.devices, reason.message)
             if pod.share:

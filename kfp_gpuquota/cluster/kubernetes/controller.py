@@ -22,6 +22,7 @@ from kfp_gpuquota.cluster.kubernetes import coordination, labels, objects
 from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
 from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.gangs import Gangs
 from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
@@ -30,6 +31,7 @@ from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
 from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quota_status
 from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, pod_view
+from kfp_gpuquota.cluster.kubernetes.waiting_pods import WaitingPods
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from kfp_gpuquota.cluster.kubernetes.writer import Writer
 from kfp_gpuquota.errors import GpuQuotaError
@@ -80,6 +82,8 @@ class Controller:
         )
         self.actions = PodActions(snapshot.plain, self._writer, self.pods.note, self._tell_user, self.reservations)
         self.events = Recorder(self._writer)
+        self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
+        self._waiting = WaitingPods(snapshot.plain, self._tell_user)
         self._stuck = StuckPods(snapshot.pods, self._place_taken)
         conditions: dict[str, tuple[objects.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
@@ -106,7 +110,8 @@ class Controller:
                 group.create_task(reflector.run())
             for reflector in self.reflectors:
                 await reflector.synced.wait()
-            self.snapshot.start()
+            await self.gangs.settled()
+            self.snapshot.start(self.gangs.join)
             self.reservations.start()
             self.profiles.start()
             membership = coordination.serving(self.elastic.membership.service, self._membership_port, self._tls)
@@ -138,6 +143,7 @@ class Controller:
         return Reflector(self._connection, path, kind, changed=changed, gone=gone)
 
     def _pod_gone(self, uid: str) -> None:
+        self.gangs.drop(uid)
         self.snapshot.drop_pod(uid)
         self.reservations.drop(uid)
 
@@ -145,11 +151,14 @@ class Controller:
         if self.reservations.see(pod):
             return
         try:
-            view = pod_view(pod)
-            self.snapshot.put_pod(view)
-            self._stuck.note(view)
+            if (view := self.gangs.join(pod_view(pod))) is not None:
+                self._put_pod(view)
         except GpuQuotaError as error:
             log.error("pod %s/%s is left out: %s", pod.metadata.namespace, pod.metadata.name, error)
+
+    def _put_pod(self, view: PodView) -> None:
+        self.snapshot.put_pod(view)
+        self._stuck.note(view)
 
     def _place_taken(self, pod: PodView) -> None:
         why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.trouble}"
@@ -206,6 +215,7 @@ class Controller:
 
     def _carry_out(self, plan: scheduler.Plan) -> None:
         self.elastic.plan(plan)
+        self._waiting.note(plan.waiting)
         for evict in plan.evict:
             self.actions.stop(evict.workers, evict.reason)
         for move in plan.move:
@@ -226,6 +236,7 @@ class Controller:
 
     def _stop_timers(self) -> None:
         self._stuck.close()
+        self._waiting.close()
         self._job_status.close()
         self._quota_status.close()
         for timer in (self._planning, self._again, self._quotas_timer):

@@ -11,6 +11,7 @@ from kfp_gpuquota.api import Eviction, JobStatus, Phase, Progress, Reason, Reaso
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes import translate
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import pod_name
+from kfp_gpuquota.cluster.kubernetes.needs import whole
 from kfp_gpuquota.cluster.kubernetes.objects import Condition, ElasticJobStatus, LastEviction, TrainingProgress
 from kfp_gpuquota.cluster.kubernetes.size_changes import resizes_of, size_changes
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
@@ -87,11 +88,11 @@ def worker_id(job_uid: str, index: int) -> str:
 
 def index_of(worker: str) -> int:
     """Of a worker by its id."""
-    return translate.whole(worker.rpartition("-")[2])
+    return whole(worker.rpartition("-")[2])
 
 
 def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:
-    return None if pod is None else worker_id(job_uid, translate.whole(pod.removeprefix(f"{job}-")))
+    return None if pod is None else worker_id(job_uid, whole(pod.removeprefix(f"{job}-")))
 
 
 def worker_record(

@@ -1,4 +1,4 @@
-"""What a pod takes of a node beside its GPUs, added up as kube-scheduler does: pure.
+"""What a pod takes of a node, added up as kube-scheduler does: pure.
 
 The rule is that of `PodRequests` in k8s.io/component-helpers: all containers together with the sidecars, or one init
 container with the sidecars that were started before it, whichever is more; and the overhead of its runtime class. What
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kfp_gpuquota.api.quantity import MIB, parse_quantity
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
+from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -44,6 +45,16 @@ def needs_of(spec: PodSpec) -> Needs:
 
 
 NOTHING: Final = Needs()
+
+
+def gpus_of(spec: PodSpec) -> int:
+    """Whole devices that its containers ask for."""
+    return total(spec, lambda container: whole(str(container.resources.limits.get(labels.GPU_RESOURCE, 0))))
+
+
+def whole(quantity: str) -> int:
+    """A quantity of devices; 0 for one that is no whole number."""
+    return int(quantity) if quantity.isdecimal() else 0
 
 
 def total(spec: PodSpec, amount: Callable[[Container], int]) -> int:

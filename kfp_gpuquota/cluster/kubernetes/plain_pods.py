@@ -25,8 +25,9 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage, pod_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.cluster.kubernetes.seats import Seats
 
 GroupKey = tuple[str, str]
@@ -49,13 +50,17 @@ class PodJob:
 
 @dataclass(slots=True)
 class Member:
-    """One pod as last seen, and what the scheduler believes of it. `sent_to`: it is being admitted there."""
+    """One pod as last seen, and what the scheduler believes of it. `sent_to`: it is being admitted there.
+
+    `part`: of a group whose pods differ, those that are like this one.
+    """
 
     view: PodView
     told: Stage = Stage.OUTSIDE
     job: PodJob | None = None
     sent_to: tuple[str, tuple[int, ...]] | None = None
     asked_to_go: bool = False
+    part: str = ""
 
     @property
     def stage(self) -> Stage:
@@ -73,7 +78,7 @@ class PlainPods:
         self._tell, self._seats = tell, seats
         self.members: dict[str, Member] = {}
         self.jobs: dict[str, PodJob] = {}
-        self._gathering: dict[GroupKey, dict[str, Member]] = {}
+        self.gathering: dict[GroupKey, dict[str, Member]] = {}
         self._open: dict[GroupKey, int] = {}
         self._settled = False
 
@@ -101,7 +106,7 @@ class PlainPods:
             member = self.members[view.uid] = Member(view)
         if view.stage is not Stage.WAITING:
             member.sent_to = None  # the watch has seen what became of it
-        changed = _wish(member.view) != _wish(view)
+        changed = view.stage is Stage.WAITING and _wish(member.view) != _wish(view)
         member.view = view
         if not self._settled:
             return
@@ -135,8 +140,19 @@ class PlainPods:
 
     def waiting_of(self, job: str) -> list[PodView]:
         """The pods of a job that wait for their turn, oldest first."""
+        return [member.view for member in self._queued(job)]
+
+    def paired(self, job: str, placements: Iterable[scheduler.Placement]) -> list[tuple[PodView, scheduler.Placement]]:
+        """Which of the job's pods goes to each place, the oldest first; of a group of parts one of the place's part."""
+        waiting: dict[str, list[PodView]] = {}
+        for member in reversed(self._queued(job)):
+            waiting.setdefault(member.part, []).append(member.view)
+        return [(waiting[place.part].pop(), place) for place in placements if waiting.get(place.part)]
+
+    def _queued(self, job: str) -> list[Member]:
         members = self.jobs[job].members.values() if job in self.jobs else ()
-        return sorted((m.view for m in members if m.stage is Stage.WAITING), key=lambda v: (v.created, v.uid))
+        queued = (member for member in members if member.stage is Stage.WAITING)
+        return sorted(queued, key=lambda member: (member.view.created, member.view.uid))
 
     # The table
 
@@ -173,10 +189,10 @@ class PlainPods:
         if key is None or self._open.get(key):
             self._form(None, [member])
             return
-        gathered = self._gathering.setdefault(key, {})
+        gathered = self.gathering.setdefault(key, {})
         gathered[member.view.uid] = member
         if len(gathered) >= member.view.group_size:
-            del self._gathering[key]
+            del self.gathering[key]
             self._form(key, list(gathered.values()))
 
     def _leave_queue(self, member: Member) -> None:
@@ -185,7 +201,7 @@ class PlainPods:
         member.told, member.job = Stage.OUTSIDE, None
         if job is None:
             if (key := _group_key(member.view)) is not None:
-                self._gathering.get(key, {}).pop(uid, None)
+                self.gathering.get(key, {}).pop(uid, None)
             return
         del job.members[uid]
         self._disband(job)
@@ -198,12 +214,12 @@ class PlainPods:
                 return
         view = member.view
         if member.job is None:
-            self._gathering.get(_group_key(view) or ("", ""), {}).pop(view.uid, None)
+            self.gathering.get(_group_key(view) or ("", ""), {}).pop(view.uid, None)
             self._form(None, [member])
         assert member.job is not None
         node, wanted = member.sent_to or (view.node, view.devices)
         devices = self._seats.take(view.uid, node, view.gpus, wanted, part=bool(view.share))
-        self._tell(scheduler.WorkerStarted(view.uid, member.job.uid, node, devices, view.created))
+        self._tell(scheduler.WorkerStarted(view.uid, member.job.uid, node, devices, view.created, member.part))
 
     def _give_back(self, member: Member) -> None:
         self._seats.release(member.view.uid)
@@ -242,9 +258,10 @@ class PlainPods:
             self._open[key] = self._open.get(key, 0) + 1
         for member in members:
             member.job = job
+        parts = _split(members)
         movable = all(member.view.owned for member in members)  # a pod that nobody makes anew would be gone
-        spec = pod_job(first.view, len(members))
-        self._tell(scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable))
+        spec = pod_job(first.view, 1 if parts else len(members))
+        self._tell(scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable, parts=parts))
 
     def _close(self, member: Member) -> None:
         assert member.job is not None
@@ -286,6 +303,22 @@ def _group_key(view: PodView) -> GroupKey | None:
     if not view.group or view.share:  # a job that holds parts of GPUs has one worker
         return None
     return view.namespace, view.group
+
+
+def _split(members: list[Member]) -> dict[str, JobSpec]:
+    """What each part of the group asks for; no parts where all are alike."""
+    alike: dict[tuple[object, ...], list[Member]] = {}
+    for member in sorted(members, key=lambda m: (m.view.created, m.view.uid)):
+        member.part = ""
+        alike.setdefault((member.view.gpus, member.view.needs, member.view.place), []).append(member)
+    if len(alike) == 1:
+        return {}
+    parts: dict[str, JobSpec] = {}
+    for number, same in enumerate(alike.values()):
+        parts[str(number)] = pod_job(same[0].view, len(same))
+        for member in same:
+            member.part = str(number)
+    return parts
 
 
 def _wish(view: PodView) -> tuple[object, ...]:

@@ -26,8 +26,8 @@ import msgspec
 from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods, share_notes
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError
 from kfp_gpuquota.cluster.kubernetes.elastic_status import worker_id
+from kfp_gpuquota.cluster.kubernetes.needs import whole
 from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.translate import whole
 from kfp_gpuquota.errors import RunError
 
 if TYPE_CHECKING:

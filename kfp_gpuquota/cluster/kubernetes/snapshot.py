@@ -63,8 +63,8 @@ class Snapshot:
         self._wake = wake
         self.started = False
 
-    def start(self) -> None:
-        """All has been listed: tell the scheduler, in an order of its own."""
+    def start(self, join: Callable[[PodView], PodView | None] = lambda pod: pod) -> None:
+        """All has been listed: tell the scheduler, in an order of its own. `join` puts pods into owners' groups."""
         self.started = True
         for name in sorted(self.nodes):
             self._tell_node(name)
@@ -72,7 +72,7 @@ class Snapshot:
             self._tell_quota(name)
         for job in sorted(self._jobs.values(), key=lambda j: j.metadata.uid):
             self.put_job(job)
-        waiting = sorted(self.pods.values(), key=self._place_in_line)
+        waiting = sorted((join(pod) or pod for pod in self.pods.values()), key=self._place_in_line)
         self.pods.clear()
         for pod in waiting:
             self.put_pod(pod)

@@ -20,15 +20,25 @@ from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.bystanders import Taken
-from kfp_gpuquota.cluster.kubernetes.needs import MILLI, Needs, mebibytes_left, millicores, needs_of, total, whole_bytes
+from kfp_gpuquota.cluster.kubernetes.needs import (
+    MILLI,
+    Needs,
+    gpus_of,
+    mebibytes_left,
+    millicores,
+    needs_of,
+    whole,
+    whole_bytes,
+)
 from kfp_gpuquota.cluster.kubernetes.objects import PodSpec
+from kfp_gpuquota.cluster.kubernetes.owners import Owner, owner_of
 from kfp_gpuquota.cluster.kubernetes.places import Place, place_of, taints_of
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects import Container, ElasticJob, Node, NodeSelectorTerm, Pod
+    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, Node, NodeSelectorTerm, Pod
 
 NODE_NAME_FIELD: Final = "metadata.name"
 PLACES_OF_A_DEVICE: Final = 32  # so many pods share no GPU: where more of them have a place, places are not scarce
@@ -75,7 +85,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is kept of a pod. `job_uid` is its ElasticJob's, `index` and `attempt` are those of a worker.
 
     `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each. `needs` is what it takes
-    of its node beside these, `pool` the node pool that it asks for.
+    of its node beside these, `pool` the node pool that it asks for, `owner` who may say how many start together.
     """
 
     uid: str
@@ -104,6 +114,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     share: tuple[tuple[str, Any], ...] = ()
     needs: Needs = Needs()
     pool: str = ""
+    owner: Owner | None = None
 
     @property
     def holds(self) -> bool:
@@ -117,7 +128,7 @@ def pod_view(pod: Pod) -> PodView:
     gate = _gate(pod)
     node = spec.node_name or ("" if gate else _sent_to(pod))
     share = _share(pod)
-    gpus = dict(share).get("gpu_devices", 1) if share else total(spec, _limit)
+    gpus = dict(share).get("gpu_devices", 1) if share else gpus_of(spec)
     owner = next((o for o in meta.owner_references if o.controller), None)
     elastic = owner is not None and owner.kind == "ElasticJob"
     if not gpus and not elastic:
@@ -141,6 +152,7 @@ def pod_view(pod: Pod) -> PodView:
         share=share,
         place=place_of(spec) if gate is not None else Place(),
         needs=needs_of(spec),
+        owner=None if elastic else owner_of(pod),
         **_wishes(meta.labels, meta.annotations or {}),
     )
 
@@ -170,15 +182,6 @@ def _stage(pod: Pod, gpus: int, node: str, gate: GateShape | None) -> Stage:
     if leaving:
         return Stage.OVER
     return Stage.WAITING if gate is not None and gpus else Stage.OUTSIDE
-
-
-def _limit(container: Container) -> int:
-    return whole(str(container.resources.limits.get(labels.GPU_RESOURCE, 0)))
-
-
-def whole(quantity: str) -> int:
-    """A quantity of devices; 0 for one that is no whole number."""
-    return int(quantity) if quantity.isdecimal() else 0
 
 
 def _share(pod: Pod) -> tuple[tuple[str, Any], ...]:
@@ -332,7 +335,7 @@ def short_name(name: str) -> str:
 def pod_job(view: PodView, pods: int = 1) -> JobSpec:
     """A job of one pod, or of a group of such pods that start together."""
     return JobSpec(
-        name=short_name(view.group or view.name),
+        name=short_name(view.group.rpartition("/")[2] or view.name),
         project=view.namespace,
         command=("pod",),
         **(dict(view.share) if view.share else {"gpus": view.gpus * pods, "gpus_per_worker": view.gpus}),

@@ -1,0 +1,205 @@
+"""How many pods start together, as their owner says it; through the real API server and controller where it decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import Pod
+from kfp_gpuquota.cluster.kubernetes.owners import ALONE, INDEX_ANNOTATION, Owner, Together, owner_of, together
+from tests.kubernetes.controlled import Controlled, pod_body
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tools.devcluster import DevCluster
+
+INDEXED = {INDEX_ANNOTATION: "0"}
+
+
+def template(gpus: int) -> dict[str, Any]:
+    limits = {"limits": {labels.GPU_RESOURCE: gpus}} if gpus else {}
+    return {"metadata": {"labels": {"app": "x"}}, "spec": {"containers": [{"name": "main", "resources": limits}]}}
+
+
+def job(gpus: int = 1, **spec: Any) -> dict[str, Any]:
+    return {"template": template(gpus), **spec}
+
+
+def replicas(count: int | None, gpus: int, **more: Any) -> dict[str, Any]:
+    return {**({} if count is None else {"replicas": count}), "template": template(gpus), **more}
+
+
+def replicated(count: int, parallelism: int, gpus: int) -> dict[str, Any]:
+    return {"name": "x", "replicas": count, "template": {"spec": job(gpus, parallelism=parallelism)}}
+
+
+TORCH = {"pytorchReplicaSpecs": {"Master": replicas(1, 1), "Worker": replicas(3, 2)}}
+MPI = {"mpiReplicaSpecs": {"Launcher": replicas(1, 0), "Worker": replicas(4, 8)}}
+JOBSET = {"replicatedJobs": [replicated(2, 3, 1), replicated(1, 1, 0)]}
+LEAST = {"runPolicy": {"schedulingPolicy": {"minAvailable": 2}}}
+RAY = {"headGroupSpec": {"template": template(0)}, "workerGroupSpecs": [replicas(4, 1, minReplicas=2, numOfHosts=2)]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "expected"),
+    [
+        ("batch/v1 Job", job(parallelism=3, completions=3, completionMode="Indexed"), Together(3, 3)),
+        ("batch/v1 Job", job(parallelism=3, completions=9, completionMode="Indexed"), Together(1, 3)),
+        ("batch/v1 Job", job(parallelism=3, completions=2), Together(1, 2)),
+        ("batch/v1 Job", job(), ALONE),
+        ("batch/v1 Job", job(gpus=0, parallelism=3, completions=3, completionMode="Indexed"), ALONE),
+        ("apps/v1 ReplicaSet", replicas(4, 1), Together(1, 4)),
+        ("apps/v1 StatefulSet", replicas(None, 1), ALONE),
+        ("jobset.x-k8s.io/v1alpha2 JobSet", JOBSET, Together(6, 6)),
+        ("kubeflow.org/v1 PyTorchJob", TORCH, Together(4, 4)),
+        ("kubeflow.org/v1 PyTorchJob", TORCH | LEAST, Together(2, 2)),
+        ("kubeflow.org/v2beta1 MPIJob", MPI, Together(4, 4)),
+        ("ray.io/v1 RayCluster", RAY, Together(8, 8)),
+        ("ray.io/v1 RayCluster", RAY | {"enableInTreeAutoscaling": True}, Together(4, 4)),
+        ("ray.io/v1 RayCluster", RAY | {"headGroupSpec": {"template": template(1)}}, Together(9, 9)),
+        ("scheduling.x-k8s.io/v1alpha1 PodGroup", {"minMember": 5}, Together(5, 5)),
+        ("apps/v1 DaemonSet", {}, ALONE),
+        ("kubeflow.org/v1 PyTorchJob", {"pytorchReplicaSpecs": 7}, ALONE),
+    ],
+)  # fmt: skip
+def test_an_owner_says_how_many_of_its_pods_start_together(kind: str, spec: dict[str, Any], expected: Together) -> None:
+    version, _, name = kind.partition(" ")
+    assert together(Owner(version, name, "team", "x"), msgspec.json.encode({"spec": spec})) == expected
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
+def test_an_owner_that_says_nonsense_leaves_its_pods_alone(value: object) -> None:
+    for field in ("parallelism", "pytorchReplicaSpecs", "template", "completions"):
+        for kind in (Owner("batch/v1", "Job", "t", "x"), Owner("kubeflow.org/v1", "PyTorchJob", "t", "x")):
+            assert together(kind, msgspec.json.encode({"spec": {field: value}})).pods >= 1
+
+
+def owned(api_version: str, kind: str, **meta: Any) -> Owner | None:
+    reference = {"apiVersion": api_version, "kind": kind, "name": "x", "uid": "u", "controller": True}
+    body = {"metadata": {"name": "p", "namespace": "team", "ownerReferences": [reference], **meta}}
+    return owner_of(msgspec.convert(body, Pod))
+
+
+def test_only_owners_that_could_say_more_than_one_are_asked() -> None:
+    assert owned("batch/v1", "Job") is None
+    assert owned("apps/v1", "StatefulSet") is None
+    assert owned("example.com/v1", "Thing") is None
+    indexed = owned("batch/v1", "Job", annotations=INDEXED)
+    assert indexed is not None
+    assert indexed.path == "/apis/batch/v1/namespaces/team/jobs/x"
+    in_group = owned("apps/v1", "StatefulSet", labels={labels.POD_GROUP: "g"})
+    assert in_group is not None
+    assert in_group.path == "/apis/apps/v1/namespaces/team/statefulsets/x"
+
+
+def test_a_jobset_and_a_pod_group_go_before_the_job_that_made_the_pod() -> None:
+    jobset = owned("batch/v1", "Job", labels={"jobset.sigs.k8s.io/jobset-name": "js"}, annotations=INDEXED)
+    assert jobset is not None
+    assert jobset.path == "/apis/jobset.x-k8s.io/v1alpha2/namespaces/team/jobsets/js"
+    group = owned("kubeflow.org/v1", "PyTorchJob", labels={"scheduling.x-k8s.io/pod-group": "pg"})
+    assert group is not None
+    assert group.group == "PodGroup/pg"
+
+
+@pytest.fixture
+def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
+    """Without nodes and without a controller yet; checked and taken away when the test ends."""
+    running = Controlled(system_cluster, tmp_path)
+    yield running
+    running.close()
+
+
+def test_the_pods_of_an_indexed_job_start_together_or_not_at_all(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=4)
+    team = controlled.team(guaranteed=4)
+    blocker = controlled.pod(team, "blocker", gpus=2)
+    controlled.start()
+    controlled.until_bound(blocker)
+    jobs = f"/apis/batch/v1/namespaces/{team}/jobs"
+    body = {**pod_body("x")["spec"], "restartPolicy": "Never"}
+    spec = {"parallelism": 3, "completions": 3, "completionMode": "Indexed", "template": {"spec": body}}
+    controlled.cluster.api.create(jobs, {"metadata": {"name": "train"}, "spec": spec})
+    controlled.wait(lambda: len(controlled.waiting(team)) == 3)
+    controlled.until_bound(controlled.pod(team, "small"))  # it was planned with the job waiting beside it
+    assert len(controlled.waiting(team)) == 3
+    controlled.kill()
+    controlled.cluster.api.delete(blocker)
+    controlled.start()
+    controlled.wait(lambda: len(controlled.bound(team)) == 4, lambda: controlled.log()[-3000:])
+    controlled.cluster.api.delete(f"{jobs}/train")
+
+
+def test_a_training_operators_pods_differ_and_start_together(controlled: Controlled) -> None:
+    install_training_jobs(controlled.cluster)
+    controlled.add_nodes(1, gpus=6)
+    team = controlled.team(guaranteed=6)
+    blocker = controlled.pod(team, "blocker", gpus=2)
+    controlled.start()
+    controlled.until_bound(blocker)
+    path = f"/apis/kubeflow.org/v1/namespaces/{team}/pytorchjobs"
+    spec = {"pytorchReplicaSpecs": {"Master": replicas(1, 1), "Worker": replicas(2, 2)}}
+    body = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "train"}, "spec": spec}
+    uid = controlled.cluster.api.create(path, body)["metadata"]["uid"]
+    owner = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": "train", "uid": uid, "controller": True}
+    controlled.pod(team, "master", gpus=1, owner=owner)
+    controlled.pod(team, "worker-0", gpus=2, owner=owner)
+    controlled.until_bound(controlled.pod(team, "small"))
+    controlled.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/small", 0)
+    assert controlled.waiting(team) == {"master", "worker-0"}  # there is room for both, but not all of the job is there
+    controlled.pod(team, "worker-1", gpus=2, owner=owner)
+    controlled.until_bound(controlled.pod(team, "proof"))
+    assert controlled.waiting(team) == {"master", "worker-0", "worker-1"}
+    controlled.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/proof", 0)
+    controlled.cluster.api.delete(blocker)
+    controlled.wait(lambda: not controlled.waiting(team), lambda: controlled.log()[-3000:])
+    devices = {n: p["metadata"]["annotations"][labels.DEVICES].count(",") for n, p in controlled.pods(team).items()}
+    assert devices == {"master": 0, "worker-0": 1, "worker-1": 1}
+
+
+def install_training_jobs(cluster: DevCluster) -> None:
+    """The operator's kind, as far as we look at it."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": "pytorchjobs.kubeflow.org"},
+        "spec": {
+            "group": "kubeflow.org",
+            "scope": "Namespaced",
+            "names": {"kind": "PyTorchJob", "plural": "pytorchjobs"},
+            "versions": [version],
+        },
+    }
+    cluster.api.apply("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/pytorchjobs.kubeflow.org", definition)
+    cluster.api.until_served("/apis/kubeflow.org/v1/namespaces/default/pytorchjobs")
+
+
+def test_why_a_pod_waits_is_told_on_it_once(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1, limit=1)
+    controlled.start()
+    controlled.until_bound(controlled.pod(team, "runs"))
+    controlled.pod(team, "waits")
+    controlled.pod(team, "lonely", labels_={labels.POD_GROUP: "g"}, annotations={labels.POD_GROUP_SIZE: "2"})
+
+    def told() -> dict[str, list[str]]:
+        events = controlled.cluster.api.items(f"/api/v1/namespaces/{team}/events")
+        why = [(e["involvedObject"]["name"], e["message"]) for e in events if e["reason"] == "Waiting"]
+        return {name: [message for who, message in why if who == name] for name, _ in why}
+
+    controlled.wait(lambda: set(told()) == {"waits", "lonely"}, lambda: controlled.log()[-3000:])
+    found = told()
+    assert "limit of 1" in found["waits"][0]
+    assert found["lonely"] == ["1 of the 2 pods of group g are there; they start together"]
+    for i in range(3):  # each of them is another plan, which says the same
+        controlled.pod(team, f"more-{i}")
+    controlled.wait(lambda: len(told()) == 5)
+    assert len(told()["waits"]) == 1
