@@ -4,9 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CASES ?=
 SEEDS ?= 0:200
+KFP := kfp kfp-pipeline-spec kfp-server-api
+KFP_TESTS := compile caching local check pipeline_file
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test soak lint types layers check docs clean
+.PHONY: help quickstart test newest soak lint types layers check docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -17,6 +19,12 @@ quickstart: $(VENV)/.quickstart  ## Set up, then run the example pipeline on a c
 test: $(VENV)/.dev  ## Set up, then run all tests
 	$(BIN)/python -m tools.devcluster build
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(CASES)
+
+newest: $(VENV)/.dev  ## The tests that use kfp, with the newest kfp 2 instead of the pinned, oldest one
+	rm -rf out/kfp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/kfp $(KFP:%='%>=2.17,<3')
+	PYTHONPATH=out/kfp $(BIN)/python -c 'import kfp; print("kfp", kfp.__version__)'
+	PYTHONPATH=$(CURDIR)/out/kfp $(BIN)/python -m pytest -n auto --dist loadgroup $(KFP_TESTS:%=tests/dsl/test_%.py)
 
 soak: $(VENV)/.dev  ## Random histories of elastic training: SEEDS=0:200 (a range or a list)
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
