@@ -50,7 +50,7 @@ class WorkloadPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_name("name", self.name)
         if self.project is not None:
             check_name("project", self.project)
-        if self.gpu_fraction_limit is None and self.gpu_memory_limit_mib is None:
+        if self.gpu_fraction_limit in (None, PartRule()) and self.gpu_memory_limit_mib in (None, MemoryRule()):
             raise InvalidFieldError(
                 "policy", self.name, "it has no rule", hint="give a limit as default, most or forced"
             )

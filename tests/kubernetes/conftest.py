@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.crds import custom_resource_definitions
+from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH
 from tests.kubernetes.installation import install, install_kubeflow, live_webhook
 from tools.devcluster import DevCluster, Options, binaries
 
@@ -90,6 +91,7 @@ def install_crds(cluster: DevCluster) -> None:
         cluster.api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}", definition)
     cluster.api.until_served(QUOTAS)
     cluster.api.until_served(jobs_of("default"))
+    cluster.api.until_served(PATH)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from kfp_gpuquota.cluster.kubernetes import labels, webhook
 from kfp_gpuquota.cluster.kubernetes.connection import Connection
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
+from kfp_gpuquota.cluster.kubernetes.objects import PolicyObject
+from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook
+from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from tools.devcluster.client import JSON_PATCH, ApiError
 from tools.devcluster.layout import free_ports
 
@@ -90,6 +93,7 @@ def install(cluster: DevCluster, overlay: str) -> None:
     cluster.kubectl("apply", "-k", str(MANIFESTS / "overlays" / overlay))
     cluster.api.until_served("/apis/gpuquota.dev/v1alpha1/gpuquotas")
     cluster.api.until_served("/apis/gpuquota.dev/v1alpha1/elasticjobs")
+    cluster.api.until_served(PATH)
     roles = [*STOCK_ROLES, *(KUBEFLOW_ROLES if overlay == "kubeflow" else ())]
     for role in roles:
         cluster.api.until(f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{role}", _names_our_kinds)
@@ -136,10 +140,17 @@ def live_webhook(cluster: DevCluster) -> Iterator[None]:
             names = (*webhook.service_names(NAMESPACE), "127.0.0.1")
             certificates = webhook.Certificates(connection, NAMESPACE, names)
             await certificates.refresh(time.time())
-            serving = asyncio.create_task(webhook.serve(certificates, CONTROLLER, port))
+            book = PolicyBook()
+            known = Reflector(connection, PATH, PolicyObject, changed=book.put, gone=book.drop)
+            serving = [
+                asyncio.create_task(webhook.serve(certificates, CONTROLLER, port, policies=lambda: book.all)),
+                asyncio.create_task(known.run()),
+            ]
+            await known.synced.wait()
             loop.call_soon(started.set)
             await stop.wait()
-            serving.cancel()
+            for one in serving:
+                one.cancel()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()

@@ -7,7 +7,7 @@
 | asks for no GPU and no share of one                    | let be                                              |
 | asks in a way that cannot be, or names its node itself | refused                                             |
 | asks for GPUs, or for a share of one                   | gated; what only the controller may write is erased |
-| asks for a share                                       | and given the references of gpu_config.py           |
+| asks for a share                                       | and given what share_admission.py says              |
 
 Which namespaces and pods are reviewed at all is said where the webhook is registered. The same rules stand again in
 manifests/base/policies.yaml where they can be said in CEL, since a webhook may be away or configured to fail open.
@@ -21,15 +21,18 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
-from kfp_gpuquota.api.annotations import FRACTION_LIMIT, MEMORY_LIMIT, PREFIX, asks_for_share, share_of_pod
+from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_quantity
 from kfp_gpuquota.api.validation import check_count
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.gpu_config import MEMORY_VARIABLE, is_name, mount, name_for, variables, volume
+from kfp_gpuquota.cluster.kubernetes import labels, share_admission
+from kfp_gpuquota.cluster.kubernetes.share_admission import SharingJob
+from kfp_gpuquota.cluster.kubernetes.writes import escaped
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kfp_gpuquota.api.policy import WorkloadPolicy
 
 FORBIDDEN: Final = 403
 UNPROCESSABLE: Final = 422
@@ -49,6 +52,7 @@ class Variable(_Narrow, frozen=True):
 
     name: str = ""
     value: str | None = None
+    value_from: dict[str, Any] | None = None
 
 
 class Named(_Narrow, frozen=True):
@@ -124,12 +128,19 @@ class User(_Narrow, frozen=True):
     username: str = ""
 
 
+class Resource(_Narrow, frozen=True):
+    """Of which kind the object is."""
+
+    resource: str = "pods"
+
+
 class Request(_Narrow, frozen=True):
     """What the API server asks; `object` is decoded only where it is looked at."""
 
     uid: str
     namespace: str = ""
     user_info: User = User()
+    resource: Resource = Resource()
     object: msgspec.Raw = msgspec.Raw(b"{}")
 
 
@@ -158,13 +169,16 @@ class MalformedReviewError(ValueError):
 
 _REVIEW: Final = msgspec.json.Decoder(Review)
 _POD: Final = msgspec.json.Decoder(Pod)
+_JOB: Final = msgspec.json.Decoder(SharingJob)
 _GATE: Final = {"name": labels.QUOTA_GATE}
 _LET_BE: Final = Verdict()
 _NEW_GATES: Final = Verdict(({"op": "add", "path": "/spec/schedulingGates", "value": [_GATE]},))
 
 
-def answer(body: bytes, controller: str) -> tuple[bytes, Verdict]:
-    """The answer to an AdmissionReview of a pod's creation; `controller` is the user name of the controller.
+def answer(body: bytes, controller: str, policies: Sequence[WorkloadPolicy] = ()) -> tuple[bytes, Verdict]:
+    """The answer to an AdmissionReview of a pod's, or an ElasticJob's, creation.
+
+    `controller` is the user name of the controller, `policies` are those in force.
 
     Raises MalformedReviewError.
     """
@@ -172,30 +186,43 @@ def answer(body: bytes, controller: str) -> tuple[bytes, Verdict]:
         request = _REVIEW.decode(body).request
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedReviewError(f"this is no AdmissionReview: {error}") from None
-    verdict = _verdict(request, controller)
+    verdict = _verdict(request, controller, policies)
     return _encoded(request.uid, verdict), verdict
 
 
-def review(pod: Pod, namespace: str = "", uid: str = "") -> Verdict:
+def review(pod: Pod, namespace: str = "", uid: str = "", policies: Sequence[WorkloadPolicy] = ()) -> Verdict:
     """What becomes of a pod that somebody other than the controller creates. `uid` is the review's."""
     try:
-        return _reviewed(pod, uid)
+        return _reviewed(pod, namespace, uid, policies)
     except InvalidFieldError as error:
         name = pod.metadata.name or f"{pod.metadata.generate_name or ''}*"
         return Verdict((), UNPROCESSABLE, f"pod {namespace}/{name}: {error.message}")
 
 
-def _verdict(request: Request, controller: str) -> Verdict:
+def review_job(job: SharingJob, namespace: str, policies: Sequence[WorkloadPolicy]) -> Verdict:
+    """What becomes of an ElasticJob that somebody creates: its limits are as policies have them."""
+    try:
+        return Verdict(tuple(share_admission.of_job(job, namespace, policies)))
+    except InvalidFieldError as error:
+        return Verdict((), UNPROCESSABLE, error.message)
+
+
+def _verdict(request: Request, controller: str, policies: Sequence[WorkloadPolicy]) -> Verdict:
     if request.user_info.username == controller:
         return _LET_BE
+    if request.resource.resource == "elasticjobs":
+        try:
+            return review_job(_JOB.decode(request.object), request.namespace, policies)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return _LET_BE  # the kind's own schema says what is wrong with it
     try:
         pod = _POD.decode(request.object)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Verdict((), UNPROCESSABLE, f"the pod cannot be read: {error}")
-    return review(pod, request.namespace, request.uid)
+    return review(pod, request.namespace, request.uid, policies)
 
 
-def _reviewed(pod: Pod, uid: str) -> Verdict:
+def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPolicy]) -> Verdict:
     written, notes = pod.metadata.labels or _NOTHING, pod.metadata.annotations or _NOTHING
     if _pretends(pod, written):
         return Verdict(
@@ -212,9 +239,9 @@ def _reviewed(pod: Pod, uid: str) -> Verdict:
         )  # fmt: skip
     if not written and not notes:
         return _gated(pod.spec, notes)
-    spec = _check_wishes(written, notes, gpus, _environment(pod.spec) if shared else _NOTHING)
+    spec = _check_wishes(written, notes, gpus, _environment(pod.spec) if shared else _NOTHING, namespace or "pod")
     gated = _gated(pod.spec, notes)
-    return Verdict((*gated.patch, *_configured(pod, spec, uid))) if shared else gated
+    return Verdict((*gated.patch, *share_admission.of_pod(pod, spec, uid, policies))) if shared else gated
 
 
 def _pretends(pod: Pod, written: Mapping[str, str]) -> bool:
@@ -255,7 +282,7 @@ def _environment(spec: PodSpec) -> dict[str, str]:
 
 
 def _check_wishes(
-    written: Mapping[str, str], notes: Mapping[str, str], gpus: int, environment: Mapping[str, str]
+    written: Mapping[str, str], notes: Mapping[str, str], gpus: int, environment: Mapping[str, str], project: str
 ) -> JobSpec:
     """What it asks for, in the vocabulary. Raises InvalidFieldError for what of ours cannot be."""
     share = share_of_pod(notes, environment)
@@ -266,11 +293,12 @@ def _check_wishes(
             "an annotation asks for a share of a GPU as well",
             hint="leave out one of the two",
         )
-    kind = _one_of(written, labels.KIND, tuple(Kind), Kind.TRAIN)
+    usual = Kind.BUILD if labels.NOTEBOOK in written else Kind.TRAIN
+    kind = _one_of(written, labels.KIND, tuple(Kind), usual)
     preemptible = _one_of(written, labels.PREEMPTIBLE, ("true", "false"), None)
     spec = JobSpec(
         name="pod",
-        project="pod",
+        project=project,
         command=("pod",),
         kind=Kind(kind),
         priority=_whole(written, labels.PRIORITY),
@@ -306,7 +334,7 @@ def _whole(given: Mapping[str, str], name: str) -> int | None:
 
 def _gated(spec: PodSpec, notes: Mapping[str, str]) -> Verdict:
     erased = tuple(
-        {"op": "remove", "path": f"/metadata/annotations/{_escaped(name)}"} for name in OF_THE_PLAN if name in notes
+        {"op": "remove", "path": f"/metadata/annotations/{escaped(name)}"} for name in OF_THE_PLAN if name in notes
     )
     gates = spec.scheduling_gates
     if not gates:
@@ -314,53 +342,6 @@ def _gated(spec: PodSpec, notes: Mapping[str, str]) -> Verdict:
     if any(gate.name == labels.QUOTA_GATE for gate in gates):
         return Verdict(erased) if erased else _LET_BE
     return Verdict(({"op": "add", "path": "/spec/schedulingGates/-", "value": _GATE}, *erased))
-
-
-def _configured(pod: Pod, spec: JobSpec, uid: str) -> Iterator[dict[str, Any]]:
-    """What tells a pod with a share which GPUs it has; once, also where admission comes by twice."""
-    notes = pod.metadata.annotations or _NOTHING
-    main = next(iter(pod.spec.containers or ()), Container())
-    if is_name(notes.get(labels.GPU_CONFIG, "")) and MEMORY_VARIABLE in {one.name for one in main.env or ()}:
-        return
-    name = name_for(uid)
-    yield {"op": "add", "path": f"/metadata/annotations/{_escaped(labels.GPU_CONFIG)}", "value": name}
-    if spec.gpu_fraction_limit is not None:
-        yield _noted(FRACTION_LIMIT, f"{spec.gpu_fraction_limit:g}", notes)
-    if spec.gpu_memory_limit_mib is not None:
-        yield _noted(MEMORY_LIMIT, f"{spec.gpu_memory_limit_mib}Mi", notes)
-    yield from _variables_set(main, variables(name, spec))
-    yield _added("/spec/containers/0/volumeMounts", main.volume_mounts, mount())
-    yield _added("/spec/volumes", pod.spec.volumes, volume())
-
-
-def _noted(name: str, value: str, notes: Mapping[str, str]) -> dict[str, Any]:
-    """The limit that holds, in the annotation that is there already; the controller reads no variables."""
-    own = name if name in notes and PREFIX + name not in notes else PREFIX + name
-    return {"op": "add", "path": f"/metadata/annotations/{_escaped(own)}", "value": value}
-
-
-def _variables_set(main: Container, values: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Each in the place of one of its name, else behind the others."""
-    path, places = "/spec/containers/0/env", {one.name: index for index, one in enumerate(main.env or ())}
-    if main.env is None:
-        yield {"op": "add", "path": path, "value": []}
-    for value in values:
-        index = places.get(value["name"])
-        if index is None:
-            yield {"op": "add", "path": f"{path}/-", "value": value}
-        else:
-            yield {"op": "replace", "path": f"{path}/{index}", "value": value}
-
-
-def _added(path: str, there: tuple[Any, ...] | None, value: dict[str, Any]) -> dict[str, Any]:
-    if there:
-        return {"op": "add", "path": f"{path}/-", "value": value}
-    return {"op": "add", "path": path, "value": [value]}
-
-
-def _escaped(name: str) -> str:
-    """As a part of a JSON pointer (RFC 6901)."""
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _encoded(uid: str, verdict: Verdict) -> bytes:

@@ -18,7 +18,7 @@ import msgspec
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
-from kfp_gpuquota.cluster.kubernetes import labels, objects, views
+from kfp_gpuquota.cluster.kubernetes import labels, objects, policy_objects, views
 from kfp_gpuquota.cluster.kubernetes.calls import Calls
 from kfp_gpuquota.cluster.kubernetes.pod_log import POLL_S, PodLog
 from kfp_gpuquota.errors import (
@@ -119,16 +119,29 @@ class KubernetesClient:
         self.calls.delete(f"{QUOTAS}/{quote(name)}")
 
     def list_policies(self) -> tuple[WorkloadPolicy, ...]:
-        """None yet."""
-        return ()
+        """All policies, by name; malformed ones are left out."""
+        shown = []
+        for stored in self._items(policy_objects.PATH, objects.PolicyObject):
+            with suppress(InvalidFieldError):
+                shown.append(policy_objects.policy_of(stored))
+        return tuple(sorted(shown, key=lambda policy: policy.name))
 
     def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
-        """Not yet: what users may ask for is what their roles and admission policies say."""
-        raise UsageError(f"policy {policy.name!r}: workload policies are for the embedded cluster, so far")
+        """Make or replace it."""
+        path, wanted = f"{policy_objects.PATH}/{quote(policy.name)}", policy_objects.policy_body(policy)
+        try:
+            self.calls.create(policy_objects.PATH, wanted)
+        except AlreadyExistsError:
+            cleared = dict.fromkeys(objects.PolicySpec.__struct_encode_fields__)
+            self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
+        return policy_objects.policy_of(_decode(self.calls.get(path), objects.PolicyObject))
 
     def delete_policy(self, name: str) -> None:
-        """There are none."""
-        raise NotFoundError(f"there is no policy {name!r}: workload policies are for the embedded cluster, so far")
+        """NotFoundError where there is none."""
+        try:
+            self.calls.delete(f"{policy_objects.PATH}/{quote(name)}")
+        except NotFoundError:
+            raise NotFoundError(f"there is no policy {name!r}; see: gpuquota policy list") from None
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes with GPUs, and which pods hold their devices."""

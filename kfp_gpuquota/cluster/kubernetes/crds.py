@@ -1,4 +1,4 @@
-"""The schemas of our two kinds, made from `api` and from the structs that the controller reads and writes.
+"""The schemas of our kinds, made from `api` and from the structs that the controller reads and writes.
 
 `python -m kfp_gpuquota.cluster.kubernetes.crds > manifests/crds/crds.yaml`
 
@@ -19,6 +19,7 @@ from kfp_gpuquota.api import JobSpec, Project
 from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
 from kfp_gpuquota.cluster.kubernetes import labels, objects
 from kfp_gpuquota.cluster.kubernetes.job_rules import job_rules
+from kfp_gpuquota.cluster.kubernetes.policy_schema import workload_policy
 from kfp_gpuquota.cluster.kubernetes.structural import Schema, column, definition, described, rule, status
 
 YEAR_S: Final = 31_536_000
@@ -65,8 +66,8 @@ _DEFAULTED: Final = ("kind", "gracePeriodSeconds", "maxRestarts", "coolDownSecon
 
 
 def custom_resource_definitions() -> list[Schema]:
-    """ElasticJob and GpuQuota, as objects to apply."""
-    return [_elastic_job(), _gpu_quota()]
+    """ElasticJob, GpuQuota and WorkloadPolicy, as objects to apply."""
+    return [_elastic_job(), _gpu_quota(), workload_policy(_metadata(), _name_rule())]
 
 
 def render() -> str:

@@ -17,6 +17,7 @@ An ElasticJob's worker is created when its GPUs are known, so its variables hold
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.annotations import LIMIT_VARIABLE
@@ -68,7 +69,7 @@ def limit_of(spec: JobSpec) -> str:
     """Up to where it may use its devices: a part where it asks for one, bytes where it asks for memory."""
     if spec.gpu_memory_mib is not None:
         return str((spec.gpu_memory_limit_mib or spec.gpu_memory_mib) * MIB)
-    return f"{spec.gpu_fraction_limit or spec.gpu_fraction:g}"
+    return f"{Decimal(repr(spec.gpu_fraction_limit or spec.gpu_fraction)):f}"  # exact, and without an exponent
 
 
 def volume() -> dict[str, Any]:

@@ -402,6 +402,22 @@ class ElasticJob(Struct, frozen=True):
     status: ElasticJobStatus = ElasticJobStatus()
 
 
+class PolicySpec(Struct, frozen=True):
+    """Of whom a policy holds, and its rules: {default, most, forced}, each a number, or a quantity."""
+
+    project: str | None = None
+    kind: str | None = None
+    gpu_fraction_limit: dict[str, Any] | None = None
+    gpu_memory_limit: dict[str, Any] | None = None
+
+
+class PolicyObject(Struct, frozen=True):
+    """A WorkloadPolicy."""
+
+    metadata: Metadata
+    spec: PolicySpec = PolicySpec()
+
+
 class LeaseSpec(Struct, frozen=True):
     """Who leads, and until when."""
 

@@ -18,13 +18,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import coordination, labels, metrics, reservation_pods, webhook
+from kfp_gpuquota.cluster.kubernetes import coordination, labels, metrics, objects, reservation_pods, webhook
 from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
 from kfp_gpuquota.cluster.kubernetes.leader import LeaderElection
+from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook
 from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
+from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class Replica:
         self._options = options
         self._metrics = metrics.Metrics()
         self._controller: Controller | None = None
+        self._policies = PolicyBook()
 
     async def run(self) -> None:
         """Until cancelled, or until it leads no more."""
@@ -76,10 +79,22 @@ class Replica:
             tasks = [self._lead(connection, certificates)]
             if options.webhook_port:
                 user = f"system:serviceaccount:{options.namespace}:{ACCOUNT}"
-                tasks.append(webhook.serve(certificates, user, options.webhook_port, self._reviewed))
+                tasks += [self._policies_of(connection).run(), self._review(certificates, user)]
             else:
                 tasks.append(certificates.keep())
             await first_to_end(*tasks)
+
+    def _policies_of(self, connection: Connection) -> Reflector[objects.PolicyObject]:
+        book = self._policies
+        self._reflector = Reflector(
+            connection, PATH, objects.PolicyObject, changed=book.put, gone=book.drop, optional=True
+        )
+        return self._reflector
+
+    async def _review(self, certificates: webhook.Certificates, user: str) -> None:
+        """Pods wait until the policies are known: what one forces would not hold for those that came before."""
+        await self._reflector.synced.wait()
+        await webhook.serve(certificates, user, self._options.webhook_port, self._reviewed, lambda: self._policies.all)
 
     async def _lead(self, connection: Connection, certificates: webhook.Certificates) -> None:
         """Wait for its turn, and control until it is over."""

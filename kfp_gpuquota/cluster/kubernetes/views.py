@@ -15,6 +15,7 @@ from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DE
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes import labels, quotas, translate
+from kfp_gpuquota.cluster.kubernetes.policy_objects import set_by
 from kfp_gpuquota.cluster.kubernetes.size_changes import reason_of, resizes_of
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
             progress=_progress(stored),
             workers=tuple(workers),
             resizes=resizes_of(status.resizes),
+            set_by=set_by(stored.metadata.annotations),
         ),
     )
 

@@ -27,6 +27,7 @@ from kfp_gpuquota.errors import RunError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.cluster.kubernetes.admission import Verdict
     from kfp_gpuquota.cluster.kubernetes.connection import Connection
 
@@ -45,7 +46,9 @@ log = logging.getLogger(__name__)
 
 
 def build_app(
-    controller: str, observe: Callable[[Verdict, float], None] = lambda _verdict, _seconds: None
+    controller: str,
+    observe: Callable[[Verdict, float], None] = lambda _verdict, _seconds: None,
+    policies: Callable[[], Sequence[WorkloadPolicy]] = tuple,
 ) -> web.Application:
     """The application. `controller` is the controller's own user name; `observe` is told each verdict and its time."""
 
@@ -53,7 +56,7 @@ def build_app(
         body = await request.read()
         started = time.perf_counter()
         try:
-            reply, verdict = admission.answer(body, controller)
+            reply, verdict = admission.answer(body, controller, policies())
         except admission.MalformedReviewError as error:
             return web.Response(status=400, text=str(error))
         observe(verdict, time.perf_counter() - started)
@@ -149,9 +152,10 @@ async def serve(
     controller: str,
     port: int,
     observe: Callable[[Verdict, float], None] = lambda _verdict, _seconds: None,
+    policies: Callable[[], Sequence[WorkloadPolicy]] = tuple,
 ) -> None:
     """Serve reviews until cancelled. The first certificate must be there: call `refresh` before."""
-    runner = web.AppRunner(build_app(controller, observe), access_log=None)
+    runner = web.AppRunner(build_app(controller, observe, policies), access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, port=port, ssl_context=certificates.context).start()

@@ -57,7 +57,7 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) ->
 
 def noting(admission: Write, notes: dict[str, str]) -> Write:
     """The admission, with more annotations: they exist by the time these operations are carried out."""
-    more = [_operation("add", f"/metadata/annotations/{_escaped(name)}", text) for name, text in notes.items()]
+    more = [_operation("add", f"/metadata/annotations/{escaped(name)}", text) for name, text in notes.items()]
     return msgspec.structs.replace(admission, body=[*admission.body, *more])
 
 
@@ -107,7 +107,7 @@ def _pinned(gate: GateShape, node: str) -> list[dict[str, Any]]:
 
 def _annotated(gate: GateShape, notes: dict[str, str]) -> list[dict[str, Any]]:
     if gate.annotated:
-        return [_operation("add", f"/metadata/annotations/{_escaped(name)}", text) for name, text in notes.items()]
+        return [_operation("add", f"/metadata/annotations/{escaped(name)}", text) for name, text in notes.items()]
     # Somebody may have annotated it since: the test keeps that from being overwritten.
     return [_operation("test", "/metadata/annotations", None), _operation("add", "/metadata/annotations", notes)]
 
@@ -116,5 +116,6 @@ def _operation(operation: str, path: str, *value: Any) -> dict[str, Any]:
     return {"op": operation, "path": path, **({"value": value[0]} if value else {})}
 
 
-def _escaped(part: str) -> str:
+def escaped(part: str) -> str:
+    """As a part of a JSON pointer (RFC 6901)."""
     return part.replace("~", "~0").replace("/", "~1")
