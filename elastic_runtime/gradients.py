@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from elastic_runtime.errors import CollectiveError
-from elastic_runtime.layout import Layout, Slot
+from elastic_runtime.layout import Bucket, Layout, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,14 +87,14 @@ class FastReducer:
         """See GradientReducer."""
         for bucket in self._layout.buckets:
             if not bucket.complete:
-                self._gather(bucket.arrived)
+                self._gather(bucket)
 
     def reduce(self) -> None:
         """See GradientReducer."""
         if self._passive:
             return
-        touched = self._layout.touched()
         used = self._layout.used.fill_(1)
+        touched = [] if all(bucket.complete for bucket in self._layout.buckets) else self._layout.touched()
         if not all(touched):
             used.copy_(torch.tensor(touched))
             for slot, was_touched in zip(self._layout.slots, touched, strict=True):
@@ -123,30 +123,33 @@ class FastReducer:
         self._works = []
         self._layout.forget()
 
-    def _on_gradient(self, slot: Slot, _gradient: torch.Tensor) -> None:
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Gradients are gathered a bucket at a time: one operation on many costs less than many on one."""
         if self._passive:
             return
         slot.fired = self._layout.iteration
         bucket = self._layout.buckets[slot.bucket]
         bucket.arrived.append(slot)
-        if bucket.complete:
-            self._gather(bucket.arrived)
+        bucket.gradients.append(gradient)
+        if len(bucket.arrived) == len(bucket.slots):
+            self._gather(bucket)
             if self._last and self._group is not None:
                 self._launch_ready(self._group)
 
-    def _gather(self, slots: list[Slot]) -> None:
+    def _gather(self, bucket: Bucket) -> None:
         """Into the bucket: copied where they are the step's first, else added."""
         step = self._layout.step
-        fresh = [slot for slot in slots if slot.touched != step]
-        more = [] if self._ghost or len(fresh) == len(slots) else [slot for slot in slots if slot.touched == step]
+        gradients, bucket.gradients = bucket.gradients, []
+        pairs = list(zip(bucket.arrived, gradients, strict=True))
+        fresh = [(slot.view, gradient) for slot, gradient in pairs if slot.touched != step]
+        more = [(slot.view, gradient) for slot, gradient in pairs if slot.touched == step and not self._ghost]
         if fresh and self._ghost:
-            torch._foreach_zero_([slot.view for slot in fresh])
+            torch._foreach_zero_([view for view, _ in fresh])
         elif fresh:
-            torch._foreach_copy_([slot.view for slot in fresh], _gradients(fresh))
+            torch._foreach_copy_([view for view, _ in fresh], [gradient for _, gradient in fresh])
         if more:
-            torch._foreach_add_([slot.view for slot in more], _gradients(more))
-        for slot in slots:
+            torch._foreach_add_([view for view, _ in more], [gradient for _, gradient in more])
+        for slot in bucket.arrived:
             slot.touched = step
             slot.parameter.grad = None
 
@@ -166,7 +169,3 @@ class FastReducer:
             self.abandon()
             raise
         self._works = []
-
-
-def _gradients(slots: list[Slot]) -> list[torch.Tensor]:
-    return [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]

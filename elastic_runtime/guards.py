@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def guard_method(
-    target: object, method: str, may_act: Callable[[], bool], around: Callable[[], AbstractContextManager[None]]
+    target: object, method: str, may_act: Callable[[], bool], around: Callable[[], AbstractContextManager[None]] | None
 ) -> None:
-    """`target.method(...)` does nothing, and returns None, unless `may_act()`; it acts within `around()`.
+    """`target.method(...)` does nothing, and returns None, unless `may_act()`; it acts within `around()`, if given.
 
     For optimizers: the replacement is a bound method of the instance like the one that LRScheduler puts there, which
     looks at `optimizer.step.__func__` and at its own mark on it.
@@ -29,6 +29,8 @@ def guard_method(
     def guarded(_self: object, *args: object, **kwargs: object) -> Any:
         if not may_act():
             return None
+        if around is None:
+            return original(*args, **kwargs)
         with around():
             return original(*args, **kwargs)
 

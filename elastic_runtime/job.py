@@ -109,7 +109,7 @@ class Job:
         session, plan = self._make_session(state, scaler)
         session.loader = self._make_loader(loader, session, batch, plan, state)
         for each in optimizers:
-            guard_method(each, "step", session.may_act, partial(self._at_lr, each, batch))
+            guard_method(each, "step", session.may_act, partial(self._at_lr, each, batch) if batch.bounds else None)
         for part in (*schedulers, scaler):
             if part is not None:
                 guard_class(part, ("step", "update", "unscale_"), session.may_act)
@@ -234,7 +234,7 @@ class Job:
     @contextmanager
     def _at_lr(self, optimizer: torch.optim.Optimizer, batch: GlobalBatch) -> Iterator[None]:
         """The learning rates that suit the size, while the optimizer steps; schedulers see those of the script."""
-        factor = batch.lr_factor(self.world_size) if batch.bounds else 1.0
+        factor = batch.lr_factor(self.world_size)
         if factor == 1.0:
             yield
             return

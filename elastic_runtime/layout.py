@@ -16,7 +16,7 @@ import torch
 from elastic_runtime.errors import LoopError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from torch.utils.hooks import RemovableHandle
 
@@ -43,7 +43,7 @@ class Slot:
 
 @dataclass
 class Bucket:
-    """One flat buffer; `arrived` are the slots whose gradient of this iteration is there."""
+    """One flat buffer; `arrived` are the slots whose gradient of this iteration is there, `gradients` are these."""
 
     dtype: torch.dtype
     device: torch.device
@@ -51,6 +51,7 @@ class Bucket:
     slots: list[Slot] = field(default_factory=list)
     whole: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     arrived: list[Slot] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -68,7 +69,13 @@ class Bucket:
 
 
 class Layout:
-    """The buckets, their slots in order of definition, and the tail of `tail_size` numbers for the caller."""
+    """The buckets, their slots in order of definition, and the tail of `tail_size` numbers for the caller.
+
+    `used`: how often each slot's parameter had a gradient in this step. Shape: (slots,).
+    """
+
+    tail: torch.Tensor
+    used: torch.Tensor
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
         self.slots = [Slot(name, p, 0, 0) for name, p in parameters if p.requires_grad]
@@ -85,21 +92,14 @@ class Layout:
             bucket.whole = bucket.memory()
             for slot in bucket.slots:
                 slot.view = view_of(bucket.whole, slot)
+        whole_tail = self.tail_of(self.buckets[-1].whole)
+        self.tail, self.used = whole_tail[: -len(self.slots)], whole_tail[-len(self.slots) :]
+        self._same_dtype = all(slot.view.dtype == slot.parameter.dtype for slot in self.slots)
 
     def tail_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The caller's numbers, then one for each slot, at the end of the last bucket's buffer."""
         size = self.buckets[-1].size
         return whole[size - self._tail_size : size]
-
-    @property
-    def tail(self) -> torch.Tensor:
-        """The caller's numbers. Shape: (tail_size,)."""
-        return self.tail_of(self.buckets[-1].whole)[: self._tail_size - len(self.slots)]
-
-    @property
-    def used(self) -> torch.Tensor:
-        """How often each slot's parameter had a gradient in this step. Shape: (slots,)."""
-        return self.tail_of(self.buckets[-1].whole)[-len(self.slots) :]
 
     def hook(self, on_gradient: Callable[[Slot, torch.Tensor], None]) -> list[RemovableHandle]:
         """Call `on_gradient` with each gradient as it is complete. LoopError for two of one parameter in an iteration.
@@ -125,7 +125,7 @@ class Layout:
         self.iteration += 1
         self.step += first
         for bucket in self.buckets:
-            bucket.arrived = []
+            bucket.arrived, bucket.gradients = [], []
 
     def touched(self) -> list[bool]:
         """Which slots got a gradient in this step."""
@@ -133,17 +133,14 @@ class Layout:
 
     def hand_out(self, factor: float = 1.0) -> None:
         """Each parameter's `grad` is `factor` times its view, or None where nobody used it."""
-        used = self.used
         if factor != 1.0:
             torch._foreach_mul_([slot.view for slot in self.slots], factor)
-        counts: Sequence[float] = [1.0] * len(self.slots) if bool(used.min() > 0) else used.tolist()
-        for slot, count in zip(self.slots, counts, strict=True):
-            if count <= 0:
-                slot.parameter.grad = None
-            elif slot.view.dtype == slot.parameter.dtype:
+        if self._same_dtype and bool(self.used.min() > 0):
+            for slot in self.slots:
                 slot.parameter.grad = slot.view
-            else:
-                slot.parameter.grad = slot.view.to(slot.parameter.dtype)
+            return
+        for slot, count in zip(self.slots, self.used.tolist(), strict=True):
+            slot.parameter.grad = slot.view.to(slot.parameter.dtype) if count > 0 else None
 
     def forget(self) -> None:
         """No gradients, and new memory."""

@@ -131,6 +131,8 @@ class IndexedLoader(ElasticLoader):
 
     def has_more(self, position: Position) -> bool:
         """Whether the epoch has another step."""
+        if position.epoch != self._epoch:
+            self._epoch, self._order = position.epoch, self._source.epoch(position.epoch)
         return next(self._steps(position), None) is not None
 
     def _steps(self, position: Position) -> Iterator[Step]:
@@ -145,8 +147,6 @@ class IndexedLoader(ElasticLoader):
 
     def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
         position, (rank, world_size) = self._loop.position, self._loop.place
-        if position.epoch != self._epoch:
-            self._epoch, self._order = position.epoch, self._source.epoch(position.epoch)
         order = self._order
         self._generator.manual_seed(mix_seed(self._seed, position.step, rank))
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from elastic_runtime.errors import CollectiveError, LoopError, UsageError
 from elastic_runtime.memory import free_cache, is_out_of_memory
 
 if TYPE_CHECKING:
-    import torch
-
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.generations import Generation
     from elastic_runtime.loader import ElasticLoader
@@ -52,6 +52,8 @@ class Session:
         self._backward_done = self._complete = self._repeat = False
         self._catching_up = False  # another's state is ahead of this worker's place in the loop
         self._agreed: Generation | None = None
+        self._share_of: tuple[object, ...] = ()
+        self._share = torch.empty(0)
 
     @property
     def position(self) -> Position:
@@ -145,8 +147,9 @@ class Session:
         factor = self._factor(micro, weight, reduction)
         self._first = False
         try:
-            scaled = loss * factor
-            (self._scaler.scale(scaled) if self._scaler else scaled).backward()  # type: ignore[no-untyped-call]
+            if self._scaler:
+                loss = self._scaler.scale(loss)
+            loss.backward(self._seed(loss, factor))  # type: ignore[no-untyped-call]
             self._mode.end(micro)
             if micro.last:
                 self._complete_step(micro)
@@ -227,6 +230,16 @@ class Session:
         counted = 0.0 if micro.ghost else float(weight)
         self._weight += counted
         return counted / micro.step_samples
+
+    def _seed(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        """What the backward pass begins with; as an operation on the loss it would be one more in each direction."""
+        asked = (loss.shape, loss.dtype, loss.device, factor)
+        if self._share_of != asked:
+            if loss.numel() != 1:
+                raise UsageError(f"job.backward got a loss of shape {tuple(loss.shape)}; it needs one number")
+            self._share = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
+            self._share_of = asked
+        return self._share
 
     def _complete_step(self, micro: MicroBatch) -> None:
         """Sum the gradients; what the tail says is decided by all workers in the same way."""

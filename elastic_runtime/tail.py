@@ -26,14 +26,19 @@ class Tail:
         self._buffers = buffers
         self.size = _HEAD + buffers.size
         self._vote = 0
+        self._numbers = torch.zeros(_HEAD)
+        self._known = (0, 0, 0.0)  # what they were made of: the same in most steps
         self.weight = 0.0  # of all workers' losses in the step that was taken last
 
     def fill(self, section: torch.Tensor, *, leader: bool, samples: int, vote: int, weight: float = 0.0) -> None:
         """This worker's numbers. `weight`: of its losses, beside their samples; whole ones stay exact up to 2**44."""
         self._vote = vote
-        high, low = divmod(weight, _BASE)
-        section[:_HEAD].copy_(torch.tensor([samples, vote, vote * vote, high, low]))
-        self._buffers.fill(section[_HEAD:], leader=leader)
+        if self._known != (samples, vote, weight):
+            self._known = (samples, vote, weight)
+            self._numbers = torch.tensor([samples, vote, vote * vote, *divmod(weight, _BASE)])
+        section[:_HEAD].copy_(self._numbers)
+        if self._buffers.size:
+            self._buffers.fill(section[_HEAD:], leader=leader)
 
     def take(self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int) -> bool:
         """Everybody's sums; whether all voted as this worker did, for a generation. `keeps`: the buffers are its own.
@@ -48,6 +53,6 @@ class Tail:
                 f"the workers counted {counted} samples in a step of {samples}; every worker must run the same loop "
                 "over a dataset of the same length"
             )
-        if not keeps:
+        if not keeps and self._buffers.size:
             self._buffers.take(section[_HEAD:])
         return self._vote > 0 and votes == workers * self._vote and squares == workers * self._vote**2

@@ -143,6 +143,15 @@ def test_the_loader_belongs_inside_the_epochs() -> None:
         next(iter(loader))
 
 
+def test_a_loss_that_is_not_one_number_is_refused() -> None:
+    model = nn.Linear(12, 3)
+    job = elastic_runtime.init(global_batch_size=8)
+    job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(DATA, batch_size=8))
+    x, *_ = next(job.steps(1))
+    with pytest.raises(UsageError, match=r"loss of shape \(8, 3\)"):
+        job.backward(model(x))
+
+
 def test_nothing_works_before_prepare() -> None:
     with pytest.raises(LoopError, match=r"job\.prepare"):
         elastic_runtime.init().backward(torch.zeros(1))
