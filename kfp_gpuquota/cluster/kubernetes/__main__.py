@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes import reservation_pods
+from kfp_gpuquota.cluster.kubernetes import logs, reservation_pods
 from kfp_gpuquota.cluster.kubernetes.replica import Options, Replica, first_to_end
 from kfp_gpuquota.errors import GpuQuotaError
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit code."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=options.log_level.upper())
-    given = {name: value for name, value in vars(options).items() if name != "log_level"}
+    logs.configure(options.log_format, options.log_level)
+    given = {name: value for name, value in vars(options).items() if name not in {"log_format", "log_level"}}
     try:
         return asyncio.run(_serve(Options(**given)))
     except GpuQuotaError as error:
@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reservation-runtime-class", default="", help="of these pods, where GPUs need one (nvidia)")
     parser.add_argument("--reservation-priority-class", default="", help="of these pods")
     parser.add_argument("--leader-elect", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--log-format", default="text", choices=logs.FORMATS, help="json: one object a line")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser
 

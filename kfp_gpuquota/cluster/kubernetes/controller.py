@@ -11,8 +11,10 @@ single pod does not wait, and thousands do not cause thousands of plans.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
+import uuid
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +25,9 @@ from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
 from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.gangs import Gangs
+from kfp_gpuquota.cluster.kubernetes.logs import because_of
 from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
+from kfp_gpuquota.cluster.kubernetes.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.reservations import Reservations
@@ -74,6 +78,7 @@ class Controller:
         self._again: asyncio.TimerHandle | None = None
         self._quotas_timer: asyncio.TimerHandle | None = None
         self._planned_at = self._plan_s = 0.0
+        self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
         self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
         self.pods = self._reflector("/api/v1/pods", objects.Pod, self._pod_changed, self._pod_gone)
         self.reflectors = [self.pods, *self._other_reflectors()]
@@ -199,7 +204,9 @@ class Controller:
         started, now = self._loop.time(), time.time()
         self.snapshot.catch_up()
         plan = scheduler.plan(self.snapshot.state, now)
-        self._carry_out(plan)
+        with because_of(f"{self._name}-{next(self._numbers)}"):
+            log_plan(plan, self._loop.time() - started)
+            self._carry_out(plan)
         self._planning = None  # what carrying it out changed needs no other plan
         self._planned_at = self._loop.time()
         self._plan_s = self._planned_at - started

@@ -79,7 +79,7 @@ class Gangs:
 
     def _ask(self, owner: Owner) -> None:
         self._all_answered.clear()
-        write = Write(verb="GET", path=owner.path, about=f"{owner.namespace}/{owner.group}")
+        write = Write(verb="GET", path=owner.path, about=f"{owner.namespace}/{owner.group}", level=logging.DEBUG)
         self._writer.submit(
             write, lambda body: self._settle(owner, together(owner, body)), partial(self._failed, owner)
         )

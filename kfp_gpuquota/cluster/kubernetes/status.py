@@ -111,6 +111,7 @@ def _apply(built: Built) -> Write:
         about=built.about,
         body=built.body,
         content_type=APPLY_PATCH,
+        level=logging.DEBUG,
     )
 
 

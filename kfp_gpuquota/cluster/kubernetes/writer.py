@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError
+from kfp_gpuquota.cluster.kubernetes.logs import because_of, cause, fields
 from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
@@ -30,14 +32,12 @@ class Writer:
 
     def __init__(self, connection: Connection, parallel: int = PARALLEL) -> None:
         self._connection, self._parallel = connection, parallel
-        self._waiting: asyncio.Queue[tuple[Write, Callable[[bytes], None], Callable[[Exception], None]]] = (
-            asyncio.Queue()
-        )
+        self._waiting: deque[tuple[str, Write, Callable[[bytes], None], Callable[[Exception], None]]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, write: Write, done: Callable[[bytes], None], failed: Callable[[Exception], None]) -> None:
         """Carry it out soon."""
-        self._waiting.put_nowait((write, done, failed))
+        self._waiting.append((cause(), write, done, failed))
         if len(self._tasks) < self._parallel:
             task = asyncio.create_task(self._work())
             self._tasks.add(task)
@@ -50,14 +50,20 @@ class Writer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _work(self) -> None:
-        while not self._waiting.empty():
-            write, done, failed = self._waiting.get_nowait()
-            try:
-                answer = await self._connection.call(
-                    write.verb, write.path, write.body, content_type=write.content_type
-                )
-            except (ApiError, ClusterUnavailableError) as error:
-                log.info("%s %s was refused: %s", write.verb, write.about, error)
-                failed(error)
-            else:
-                done(answer)
+        while self._waiting:
+            why, write, done, failed = self._waiting.popleft()
+            with because_of(why):
+                await self._carry_out(write, done, failed)
+
+    async def _carry_out(
+        self, write: Write, done: Callable[[bytes], None], failed: Callable[[Exception], None]
+    ) -> None:
+        told = fields(verb=write.verb, path=write.path, object=write.about)
+        try:
+            answer = await self._connection.call(write.verb, write.path, write.body, content_type=write.content_type)
+        except (ApiError, ClusterUnavailableError) as error:
+            log.info("%s %s was refused: %s", write.verb, write.about, error, extra=told)
+            failed(error)
+        else:
+            log.log(write.level, "%s %s", write.verb, write.path, extra=told)
+            done(answer)

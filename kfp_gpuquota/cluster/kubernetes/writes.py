@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -18,13 +19,14 @@ _TERMS: Final = f"{_AFFINITY}/nodeAffinity/{REQUIRED}/nodeSelectorTerms"
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True):
-    """One request."""
+    """One request. `level` is that of its line in the log: what is written again and again is for debugging only."""
 
     verb: str
     path: str
     about: str
     body: Any = None
     content_type: str = JSON
+    level: int = logging.INFO
 
 
 def pods_path(namespace: str) -> str:
