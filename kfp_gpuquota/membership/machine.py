@@ -189,8 +189,7 @@ class Membership:
     def _on_adopted(self, event: e.GenerationAdopted) -> None:
         generation = self._note_adoption(event.worker, event.generation, event.step)
         if generation is None:
-            if event.generation > self.generation and event.worker in self.members:
-                self._kill(event.worker, f"it switched to generation {event.generation}, which was given up")
+            self._end_stray(event.worker, event.generation)
             return
         generation.adopted[event.worker] = (event.pause_ms, event.lost_steps)
         if event.worker in generation.leavers and self.members[event.worker].move(WorkerTrigger.RELEASED):
@@ -226,6 +225,20 @@ class Membership:
         if generation.state in _OPEN and number > self.generation:
             self._commit(generation, step)
         return generation if generation is self.base else None
+
+    def _end_stray(self, worker: str, number: int) -> None:
+        """A worker in a generation that is not in force meets nobody there, and cannot be taken back: its state is old.
+
+        Members of the one in force, and those who leave, may be heard late.
+        """
+        member = self.members.get(worker)
+        base = self.base
+        if member is None or (base and number <= base.number and worker in {*base.members, *base.leavers}):
+            return
+        if number > self.generation:
+            self._kill(worker, f"it switched to generation {number}, which was given up")
+        elif member.alive:
+            self._kill(worker, f"it switched to generation {number}, which generation {self.generation} has replaced")
 
     def _commit(self, generation: Generation, step: int) -> None:
         generation.move(GenerationTrigger.ADOPTED)

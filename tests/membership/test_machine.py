@@ -183,6 +183,16 @@ def test_a_joiner_that_gave_up_what_the_others_agreed_on_is_fetched_back_at_once
     assert [drive.machine.order_for(w) for w in "ac"] == [Recover(4, ("a", "c"))] * 2
 
 
+def test_a_joiner_that_switched_alone_to_what_another_generation_has_replaced_is_ended() -> None:
+    drive = training("a", "b")
+    drive(TargetChanged(("a", "b", "c")), *arrive("c"), WorkerGone("a"), GenerationAdopted("b", 3, 5))
+    assert drive.machine.order_for("c") == Propose(4, ("b", "c"), base=3)
+    said = drive(GenerationAdopted("c", 2, 4))
+    assert [c.worker for c in said if isinstance(c, Kill)] == ["c"]
+    assert Tell("b", Stay(3)) in said
+    assert [c for c in drive(GenerationAdopted("b", 2, 4)) if isinstance(c, Kill)] == []
+
+
 def test_a_silent_worker_is_killed_and_its_peers_go_on() -> None:
     drive = training("a", "b")
     said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=10.1)
