@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kfp_gpuquota.api import Job, JobSpec, Project
 from kfp_gpuquota.cluster.connect import connect
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.client import Client
 
 DEADLINE_S = 60.0
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @dataclass
