@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import itertools
 import json
@@ -97,6 +98,13 @@ class Step:
     end: float
 
 
+def parse_steps(path: Path) -> list[Step]:
+    """What a worker has written so far."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    rows = [line.split() for line in lines]
+    return [Step(int(step), int(size), float(end)) for step, size, end in rows]
+
+
 @dataclass(frozen=True)
 class Pause:
     """One change of size, as the loop felt it."""
@@ -158,7 +166,8 @@ class Bench:
 
     def kill(self, worker: str) -> None:
         """With SIGKILL."""
-        os.kill(self._processes[worker].pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended just before
+            os.kill(self._processes[worker].pid, signal.SIGKILL)
 
     def start(self, *workers: str, body: Callable[..., None] = train, arguments: tuple[Any, ...] = ()) -> None:
         """Processes for these workers, which run `body(task, environment, *arguments)`."""
@@ -213,15 +222,12 @@ class Bench:
 
     def steps(self, worker: str) -> list[Step]:
         """What the worker has written so far."""
-        path = self._directory / f"steps-{worker}"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        rows = [line.split() for line in lines]
-        return [Step(int(step), int(size), float(end)) for step, size, end in rows]
+        return parse_steps(self._directory / f"steps-{worker}")
 
     def _watch(self) -> None:
         told: set[str] = set()
         while not self._closing:
-            sentinels = {p.sentinel: w for w, p in self._processes.items() if w not in told}
+            sentinels = {p.sentinel: w for w, p in list(self._processes.items()) if w not in told}
             for sentinel in wait_for_any(list(sentinels), timeout=0.01):
                 worker = sentinels[sentinel]  # type: ignore[index]
                 told.add(worker)

@@ -3,9 +3,9 @@
 Pause: the gap between the last step of the old size and the first of the new one, less the new size's median step, by
 the clock of a worker that stays. For a crash the gap ends when the repeated step is applied. `state_ms` is what a
 joiner needs to take the state over. Last line: JSON with step_ms, join_pause_ms, leave_pause_ms, crash_pause_ms,
-lost_steps (medians), and the largest of each.
+lost_steps (medians), and the largest of each; with `--peer`, the same of a peer right after it, as peer_....
 
-Usage: python benchmarks/resize.py [--mparams 26] [--rounds 3] [--steps 12]
+Usage: python benchmarks/resize.py [--mparams 26] [--rounds 3] [--steps 12] [--peer torchft|torchrun]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+import resize_peers
 import torch
 from elastic_bench import Bench, Pause, Step, Task, pauses
 
@@ -28,7 +29,10 @@ def main() -> None:
     parser.add_argument("--mparams", type=float, default=26)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="steps at each size")
+    parser.add_argument("--peer", choices=resize_peers.PEERS, help="measure it as well, in the same run")
     options = parser.parse_args()
+    if options.peer:
+        resize_peers.check_installed(options.peer)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, gloo, {options.mparams:g} M parameters, AdamW")
     task = Task(mparams=options.mparams)
     with tempfile.TemporaryDirectory() as directory, Bench(Path(directory), task, options.steps) as bench:
@@ -38,7 +42,20 @@ def main() -> None:
         steps = bench.steps("w0")
     for pause in planned + crashes:
         print(f"{pause.from_size} -> {pause.to_size}: {pause.pause_ms:.1f} ms, step {pause.step_ms:.1f} ms")
-    print(json.dumps(summary(planned, crashes, steps)))
+    result: dict[str, object] = dict(summary(planned, crashes, steps))
+    if options.peer:
+        result |= {"peer": options.peer, **measure_peer(options.peer, task, options.rounds, options.steps)}
+    result["load"] = round(os.getloadavg()[0], 1)
+    print(json.dumps(result))
+
+
+def measure_peer(peer: str, task: Task, rounds: int, steps: int) -> dict[str, float]:
+    """The peer's figures."""
+    with tempfile.TemporaryDirectory() as directory:
+        planned, crashes = resize_peers.measure(peer, Path(directory), task, rounds, steps)
+    for pause in planned + crashes:
+        print(f"{peer}: {pause.from_size} -> {pause.to_size}: {pause.pause_ms:.1f} ms, lost {pause.lost_steps}")
+    return {f"peer_{name}": value for name, value in summary(planned, crashes).items()}
 
 
 def crash(bench: Bench, round_: int) -> Pause:
@@ -56,15 +73,16 @@ def crash(bench: Bench, round_: int) -> Pause:
     return found[0]
 
 
-def summary(planned: list[Pause], crashes: list[Pause], steps: list[Step]) -> dict[str, float]:
+def summary(planned: list[Pause], crashes: list[Pause], steps: list[Step] | None = None) -> dict[str, float]:
     """Medians and maxima, in ms."""
     kinds = {
         "join": [p.pause_ms for p in planned if p.to_size > p.from_size],
         "leave": [p.pause_ms for p in planned if p.to_size < p.from_size],
         "crash": [p.pause_ms for p in crashes],
     }
-    ends = [(a, b) for a, b in itertools.pairwise(steps) if a.size == b.size == 2]
-    result = {"step_ms": statistics.median((b.end - a.end) * 1e3 for a, b in ends)}
+    ends = [(a, b) for a, b in itertools.pairwise(steps or []) if a.size == b.size == 2]
+    at_two = [(b.end - a.end) * 1e3 for a, b in ends] or [p.step_ms for p in planned if p.to_size == 2]
+    result = {"step_ms": statistics.median(at_two)}
     result |= {f"{kind}_pause_ms": statistics.median(found) for kind, found in kinds.items()}
     result |= {f"{kind}_pause_max_ms": max(found) for kind, found in kinds.items()}
     result["lost_steps"] = sum(p.lost_steps for p in planned + crashes)

@@ -63,6 +63,7 @@ def init(
     scale_lr: Literal["linear", "sqrt"] = "linear",
     checkpoint_every_s: float = 300.0,
     keep_checkpoints: int = 2,
+    progress: bool | None = None,
 ) -> Job:
     """Become a worker of the job that the environment names; alone, a job of one.
 
@@ -76,6 +77,7 @@ def init(
     computed as `shards` parts of a fixed shape.
     `checkpoint_every_s`: how much a lost node may cost, where ELASTIC_CHECKPOINT_DIR is set; `keep_checkpoints`: how
     many are kept.
+    `progress`: whether rank 0 shows a bar; None: where its standard error is a terminal.
 
     Call it early: the coordinator then knows that the worker is on its way. BatchPlanError and SettingsError for values
     that cannot be, CheckpointError for a directory that cannot be written to.
@@ -94,5 +96,6 @@ def init(
         scale_lr=scale_lr,
         checkpoint_every_s=checkpoint_every_s,
         keep_checkpoints=keep_checkpoints,
+        progress=progress,
     )
     return Job(Environment.read(), options)

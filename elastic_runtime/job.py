@@ -52,6 +52,7 @@ class Job:
             options.seed,
             checkpoint_every_s=options.checkpoint_every_s,
             keep_checkpoints=options.keep_checkpoints,
+            progress=options.progress,
         )
         self._session: Session | None = None
         self._state: TrainingState | None = None

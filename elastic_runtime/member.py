@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +25,7 @@ from elastic_runtime.keeper import Keeper
 from elastic_runtime.leaving import hasten_exit
 from elastic_runtime.order import mix_seed
 from elastic_runtime.preemption import TERMINATED, AtRest, Preemption
+from elastic_runtime.progress import Progress
 from elastic_runtime.reporting import Reporter
 from elastic_runtime.store import CoordinatorStore
 from elastic_runtime.streams import RandomStreams
@@ -45,14 +47,21 @@ class Member:
     """Without a coordinator it is alone: rank 0 of 1, for ever."""
 
     def __init__(
-        self, environment: Environment, seed: int, *, checkpoint_every_s: float, keep_checkpoints: int
+        self,
+        environment: Environment,
+        seed: int,
+        *,
+        checkpoint_every_s: float,
+        keep_checkpoints: int,
+        progress: bool | None = None,
     ) -> None:
         self._environment, self._seed = environment, seed
         self.streams = RandomStreams()
         self._events: dict[str, dict[str, Any]] = {}  # what has to be said again to a coordinator that connects
         self._holds_state = self.leaving = False
         self._generations = Generations(environment.worker_id, self._store, self._say, _backend)
-        self.reporter = Reporter(environment.report_file, environment.worker_id, self._send_progress)
+        shown = Progress(sys.stderr, wanted=progress)
+        self.reporter = Reporter(environment.report_file, environment.worker_id, self._send_progress, shown)
         self._keeper = Keeper(
             environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints
         )
@@ -190,6 +199,7 @@ class Member:
     def finish(self, step: int) -> None:
         """The last step is applied."""
         self.reporter.line("finished", step=step)
+        self.reporter.close()
         self._stand("TrainingFinished", step=step)
         if self._preemption:
             self._preemption.soft = self._coordinator is not None
@@ -338,6 +348,7 @@ class Member:
 
     def _note_leaving(self) -> None:
         self.leaving = True
+        self.reporter.close()
         if self._preemption:
             self._preemption.leaving.set()
 

@@ -24,6 +24,7 @@ class Options:
     scale_lr: str = "linear"
     checkpoint_every_s: float = 300.0
     keep_checkpoints: int = 2
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:

@@ -10,13 +10,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from io import TextIOWrapper
 
+    from elastic_runtime.progress import Progress
+
 PROGRESS_EVERY_S = 1.0
 
 
 class Reporter:
     """Appends lines {"event", "at" (seconds since the epoch), "worker", ...} and passes progress on, once a second."""
 
-    def __init__(self, path: str, worker: str, send_progress: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, path: str, worker: str, send_progress: Callable[[dict[str, Any]], None], shown: Progress
+    ) -> None:
         self._file: TextIOWrapper | None = open(path, "a", buffering=1, encoding="utf-8") if path else None  # noqa: PTH123, SIM115
         self._worker, self._send = worker, send_progress
         self._sent_at = float("-inf")
@@ -24,6 +28,12 @@ class Reporter:
         self._listeners: dict[str, list[Callable[[dict[str, Any]], None]]] = {}
         self._workers, self._samples, self._since = 0, 0, 0.0  # since the last change of the size
         self.checkpoint_at: float | None = None
+        self._shown = shown
+        self.listen("resize", shown.resized)
+
+    def close(self) -> None:
+        """Nothing is shown any more."""
+        self._shown.close()
 
     def line(self, event: str, **fields: object) -> None:
         """Append one line."""
@@ -52,6 +62,7 @@ class Reporter:
 
     def progress(self, step: int, epoch: int, total_steps: int | None, *, force: bool = False) -> None:
         """Tell how far the training is, if the last time is a second ago, or `force`."""
+        self._shown.show(step, total_steps, epoch, self._workers or 1, self._metrics)
         now = time.monotonic()
         if not force and now - self._sent_at < PROGRESS_EVERY_S:
             return

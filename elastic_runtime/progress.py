@@ -1,0 +1,122 @@
+"""Rank 0's progress on the terminal: tqdm's bar where tqdm is installed, else one line that is written anew."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+REDRAW_S = 0.1
+
+
+class Bar(Protocol):
+    """Draws."""
+
+    def draw(self, step: int, text: str) -> None:
+        """The newest step, and what is to be said beside it."""
+
+    def say(self, text: str) -> None:
+        """One line that stays, above the bar."""
+
+    def close(self) -> None:
+        """Nothing is drawn any more."""
+
+
+class Progress:
+    """`wanted`: None: only where `stream` is a terminal."""
+
+    def __init__(self, stream: TextIO, *, wanted: bool | None = None) -> None:
+        self._stream = stream
+        self._on = stream.isatty() if wanted is None else wanted
+        self._bar: Bar | None = None
+        self._drawn_at = 0.0
+
+    def show(self, step: int, total: int | None, epoch: int, workers: int, metrics: Mapping[str, float]) -> None:
+        """The training is at `step`; drawn at most ten times a second, and at the end."""
+        now = time.monotonic()
+        if not self._on or (now - self._drawn_at < REDRAW_S and step != total):
+            return
+        if self._bar is None:
+            self._bar = _make_bar(self._stream, step, total)
+        self._drawn_at = now
+        figures = "".join(f", {name} {value:.4g}" for name, value in metrics.items())
+        self._bar.draw(step, f"epoch {epoch}, {workers} {'worker' if workers == 1 else 'workers'}{figures}")
+
+    def resized(self, line: Mapping[str, Any]) -> None:
+        """The membership changed: the report file's line."""
+        if self._bar is not None and line["rank"] == 0:
+            size = len(line["members"])
+            self._bar.say(
+                f"step {line['step']}: {size} {'worker' if size == 1 else 'workers'} from here on "
+                f"({line['cause']}, {line['pause_ms']:.0f} ms)"
+            )
+        elif self._bar is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Leave what was drawn last."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
+
+
+class PlainLine:
+    """Where there is no tqdm."""
+
+    def __init__(self, stream: TextIO, step: int, total: int | None) -> None:
+        self._stream, self._total = stream, total
+        self._first, self._began = step, time.monotonic()
+        self._width = 0
+
+    def draw(self, step: int, text: str) -> None:
+        """See Bar."""
+        pace = (step - self._first) / max(time.monotonic() - self._began, 1e-9)
+        of = f"/{self._total}" if self._total is not None else ""
+        self._write(f"step {step}{of}, {pace:.1f}/s, {text}", "")
+
+    def say(self, text: str) -> None:
+        """See Bar."""
+        self._write(text, "\n")
+        self._width = 0
+
+    def close(self) -> None:
+        """See Bar."""
+        if self._width:
+            self._stream.write("\n")
+
+    def _write(self, line: str, end: str) -> None:
+        self._stream.write(f"\r{line:<{self._width}}{end}")
+        self._stream.flush()
+        self._width = len(line)
+
+
+class TqdmBar:
+    """tqdm's."""
+
+    def __init__(self, tqdm: Any, stream: TextIO, step: int, total: int | None) -> None:
+        self._tqdm, self._stream = tqdm, stream
+        self._bar = tqdm(total=total, initial=step, file=stream, unit="step", dynamic_ncols=True)
+
+    def draw(self, step: int, text: str) -> None:
+        """See Bar."""
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def say(self, text: str) -> None:
+        """See Bar."""
+        self._tqdm.write(text, file=self._stream)
+
+    def close(self) -> None:
+        """See Bar."""
+        self._bar.close()
+
+
+def _make_bar(stream: TextIO, step: int, total: int | None) -> Bar:
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return PlainLine(stream, step, total)
+    return TqdmBar(tqdm, stream, step, total)
