@@ -84,7 +84,7 @@ class Job:
 
     def prepare(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
         optimizer: Optimizers,
         loader: DataLoader[Any],
         scheduler: Schedulers = None,
@@ -94,19 +94,20 @@ class Job:
         """Make the objects elastic, and return them in the same order: (model, optimizer, loader[, scheduler]).
 
         Model, optimizers and schedulers are returned as they are, the optimizers' and schedulers' methods guarded; the
-        loader is a new one over the same dataset. There may be several optimizers and schedulers, as lists. A `scaler`
-        is given the loss by `backward` itself. UsageError where one of them cannot be used.
+        loader is a new one over the same dataset. There may be several models, optimizers and schedulers, as lists. A
+        `scaler` is given the loss by `backward` itself. UsageError where one of them cannot be used.
         """
         if self._session is not None:
             raise LoopError("prepare was called twice; make one job for each training")
         optimizers, schedulers = _several(optimizer), _several(scheduler)
-        if not isinstance(model, torch.nn.Module) or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
-            raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
+        models = _several(model)
+        _check_kinds(models, optimizers)
         check(loader)
         batch = self._batch(loader)
         parts = [*_named("optimizer", optimizers), *_named("scheduler", schedulers)]
         parts += [("scaler", scaler)] if scaler is not None else []
-        state = TrainingState(model, parts, reduction=self._options.reduction_text)
+        whole = _plain(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(_plain, models))
+        state = TrainingState(whole, parts, reduction=self._options.reduction_text)
         session, plan = self._make_session(state, scaler)
         session.loader = self._make_loader(loader, session, batch, plan, state)
         for each in optimizers:
@@ -268,6 +269,24 @@ def _several(given: Any) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _check_kinds(models: list[Any], optimizers: list[Any]) -> None:
+    if not models or not all(isinstance(model, torch.nn.Module) for model in models):
+        raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
+    if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
+        raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
+    if any(isinstance(part, torch.nn.SyncBatchNorm) for model in models for part in model.modules()):
+        raise UsageError(
+            "the model has SyncBatchNorm layers, which talk to the other workers in each forward pass: workers differ in "
+            "their number of passes, and what is lost with a worker there cannot be repeated; use BatchNorm, whose "
+            "buffers follow rank 0, or a normalisation without batch statistics"
+        )
+
+
+def _plain(model: Any) -> Any:
+    """What `torch.compile` wrapped: names of parameters do not depend on it."""
+    return getattr(model, "_orig_mod", model)
 
 
 def _named(name: str, parts: list[Any]) -> list[tuple[str, Stateful]]:

@@ -27,7 +27,7 @@ from elastic_runtime.packing import pack
 from tests.elastic_runtime.delays import delay_meetings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SAMPLES, FEATURES = 203, 12
 
@@ -92,6 +92,8 @@ class Plan:
     rooms: tuple[int, ...] = ()  # by worker: for how many samples its backward pass has memory
     loader_batch: int = 4
     streamed: bool = False  # an iterable dataset
+    compiled: str = ""  # by which of torch.compile's backends
+    body: Callable[..., None] | None = None  # another training than `train`
 
 
 def build(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -221,7 +223,7 @@ def worker_main(
     if plan.delays is not None:
         delay_meetings(plan.delays * 100 + index)
     try:
-        train(plan, index, Path(directory), gate)
+        (plan.body or train)(plan, index, Path(directory), gate)
     except SystemExit:
         raise
     except Exception as error:  # noqa: BLE001  (what a script does not catch ends it)

@@ -1,0 +1,75 @@
+"""Trainings that have a bit of everything, through joins and losses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import elastic_runtime
+from elastic_runtime.errors import UsageError
+from tests.elastic_runtime.harness import Cluster
+from tests.elastic_runtime.test_resizing import start
+from tests.elastic_runtime.training import Plan, Points
+from tests.elastic_runtime.zoo import train_zoo
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLAN = Plan(epochs=2, body=train_zoo)
+
+
+def alone(directory: Path, plan: Plan = PLAN) -> dict[str, Any]:
+    directory.mkdir()
+    threads = torch.get_num_threads()
+    train_zoo(plan, 0, directory, None)
+    torch.set_num_threads(threads)
+    result: dict[str, Any] = torch.load(directory / "final-0.pt")
+    return result
+
+
+def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert (got["step"], got["scale"]) == (expected["step"], expected["scale"])
+    for name, value in expected["model"].items():
+        torch.testing.assert_close(got["model"][name], value, rtol=2e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("compiled", ["", "aot_eager"])
+def test_several_models_averages_and_scalers_are_carried_through_joins_and_losses(
+    tmp_path: Path, compiled: str
+) -> None:
+    plan = Plan(epochs=2, body=train_zoo, compiled=compiled)
+    with Cluster(tmp_path, plan) as cluster:
+        start(cluster, 0, 1)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.hold_at(15)
+        cluster.wait_for_size(3)
+        cluster.wait_until_at(15, 0, 1, 2)
+        cluster.kill("w0")
+        cluster.let_go()
+        cluster.wait_for_end(1, 2)
+        expected = alone(tmp_path / "alone")
+        for final in cluster.finals().values():
+            same(final, expected)
+
+
+def test_a_checkpoint_of_a_compiled_model_is_read_by_one_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = alone(tmp_path / "alone")
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    first = Plan(epochs=1, body=train_zoo, compiled="eager", options={"checkpoint_every_s": 1e-9})
+    alone(tmp_path / "compiled", first)
+    same(alone(tmp_path / "plain"), expected)
+    assert list((tmp_path / "checkpoints").iterdir())
+
+
+def test_synchronised_normalisation_is_refused_with_a_remedy() -> None:
+    model = nn.Sequential(nn.Linear(12, 8), nn.SyncBatchNorm(8), nn.Linear(8, 3))
+    loader = DataLoader(Points(50), batch_size=8)
+    with pytest.raises(UsageError, match="SyncBatchNorm layers"):
+        elastic_runtime.init().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
