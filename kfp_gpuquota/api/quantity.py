@@ -2,7 +2,8 @@
 
 The grammar is that of `resource.ParseQuantity` in k8s.io/apimachinery: a decimal number, and a binary suffix (Ki ...
 Ei), a decimal one (n, u, m, k, M ... E) or an exponent. Values are rounded up to a thousand-millionth, and capped at
-2^63 - 1.
+2^63 - 1. Not taken over: Kubernetes reads a suffix or a sign without any digit as 0, and is wrong about some amounts
+above 2^63 (1000E is 1).
 """
 
 from __future__ import annotations

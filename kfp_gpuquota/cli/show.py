@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from enum import StrEnum
+from pathlib import Path  # noqa: TC003 (typer reads annotations at run time)
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -15,6 +17,7 @@ from kfp_gpuquota.cli.options import OutputOption, ProjectOption, WatchOption, c
 from kfp_gpuquota.cli.output import Format, age, show, table
 from kfp_gpuquota.cli.output import watch as watch_pictures
 from kfp_gpuquota.cli.projects import project_table
+from kfp_gpuquota.errors import InvalidFieldError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -143,6 +146,10 @@ def top(
     *,
     watch: WatchOption = False,
     gpus: Annotated[bool, typer.Option("--gpus", help="The memory of GPUs that several jobs share.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="With --gpus: draw it over time, until Ctrl-C.")
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="With --plot: for so long at most.")] = 60.0,
 ) -> None:
     """Show projects, nodes and running jobs with what they use.
 
@@ -150,8 +157,12 @@ def top(
       gpuquota top
       gpuquota top -w
       gpuquota top --gpus -w
+      gpuquota top --gpus --plot memory.png --seconds 120
     """
     reached = client()
+    if plot is not None:
+        typer.echo(_plot_memory(reached, plot, seconds))
+        return
     if gpus:
         watch_pictures(_gpu_pictures(reached, once=not watch))
         return
@@ -330,6 +341,24 @@ def _gpu_pictures(reached: ClusterClient, *, once: bool) -> Iterator[str]:
     while not once:
         time.sleep(GPU_REFRESH_S)
         yield gpu_table(reached.list_nodes())
+
+
+def _plot_memory(reached: ClusterClient, path: Path, seconds: float) -> str:
+    """Look until the time is over or somebody interrupts, then draw; a sentence about the picture."""
+    try:
+        from kfp_gpuquota.cli.memory_plot import Look, draw  # noqa: PLC0415
+    except ImportError as error:
+        raise UsageError("pictures need matplotlib; install it with: pip install 'kfp-gpuquota[plots]'") from error
+    if not path.parent.is_dir():
+        raise InvalidFieldError("plot", str(path), "its directory does not exist")
+    looks: list[Look] = []
+    began = time.monotonic()
+    with suppress(KeyboardInterrupt):
+        while (at := time.monotonic() - began) <= seconds or not looks:
+            looks.append(Look(at, reached.list_nodes()))
+            time.sleep(GPU_REFRESH_S)
+    drawn = draw(looks, path)
+    return f"{path}: {drawn} workloads, {len(looks)} looks in {looks[-1].at if looks else 0.0:.0f} s"
 
 
 def _gpus(count: float) -> str:

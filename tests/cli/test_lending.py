@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -114,6 +115,14 @@ def test_top_draws_the_memory_of_shared_gpus(team: Cli) -> None:
     picture = team("top", "--gpus")
     assert "████████▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒┊·······" in picture
     assert picture.splitlines()[1].split()[:6] == ["node-0", "0", "trainer", "team-a", "11.7Gi", "3.9Gi"]
+
+
+def test_a_plot_shows_use_against_request_and_limit_over_time(team: Cli, tmp_path: Path) -> None:
+    hold(team, "trainer", "0.25", "0.75", "listen")
+    until(team, lambda found: used(found, "trainer") == 0.75 * TOTAL)
+    said = team("top", "--gpus", "--plot", str(tmp_path / "memory.png"), "--seconds", "1")
+    assert re.search(r"memory\.png: 1 workloads, \d+ looks in \d s", said)
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_training_yields_memory_between_two_steps_and_loses_none(team: Cli) -> None:

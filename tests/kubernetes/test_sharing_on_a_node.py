@@ -15,6 +15,8 @@ import yaml  # type: ignore[import-untyped]
 
 from elastic_runtime.simulated_memory import create_device, entries
 from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods
+from kfp_gpuquota.cluster.kubernetes.client import KubernetesClient
+from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, holds
 from tests.kubernetes.sharing import config_of, reservations, sharing_pod
@@ -184,11 +186,18 @@ def test_a_borrower_gives_back_what_a_newcomer_has_requested_before_that_starts(
     node.note_agent()
     node.run("trainer", {"gpu-fraction": "0.25", "gpu-fraction-limit": "0.8"}, "listen")
     node.until(lambda: node.used() == [0.8 * TOTAL])
+    node.until(lambda: ledger_of(node) == {"trainer": (0.8 * TOTAL, 0.25 * TOTAL, 0.8 * TOTAL, True)})
     owner = node.run("owner", {"gpu-fraction": "0.75"}, "take", "0.75")
     node.until(lambda: node.used() == [0.25 * TOTAL, 0.75 * TOTAL])
     assert node.api.get(node.path("trainer"))["status"]["phase"] == "Running"
     node.api.delete(owner, 0)
     node.until(lambda: node.used() == [0.8 * TOTAL])
+
+
+def ledger_of(node: Node) -> dict[str, tuple[int, int, int, bool]]:
+    """What `gpuquota top --gpus` shows: by pod (used, request, limit, listens)."""
+    (view,) = KubernetesClient(from_file(node.controlled.cluster.kubeconfig)).list_nodes()
+    return {one.job: (one.used_mib, one.request_mib, one.limit_mib, one.listens) for one in view.shares}
 
 
 def test_one_that_does_not_listen_loses_the_process_and_keeps_the_pod(node: Node) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
-from kfp_gpuquota.cluster.kubernetes import labels, objects, policy_objects, views
+from kfp_gpuquota.cluster.kubernetes import labels, ledger, objects, policy_objects, views
 from kfp_gpuquota.cluster.kubernetes.calls import Calls
 from kfp_gpuquota.cluster.kubernetes.pod_log import POLL_S, PodLog
 from kfp_gpuquota.errors import (
@@ -147,7 +147,10 @@ class KubernetesClient:
         """All nodes with GPUs, and which pods hold their devices."""
         nodes = self._items("/api/v1/nodes", objects.Node)
         pods = self._items("/api/v1/pods", objects.Pod, fieldSelector="spec.nodeName!=")
-        shown = (views.node_view(node, pods) for node in nodes)
+        shown = (
+            msgspec.structs.replace(views.node_view(node, pods), shares=ledger.views_of(node.metadata.name, pods))
+            for node in nodes
+        )
         return tuple(sorted((view for view in shown if view.node.devices), key=lambda view: view.node.name))
 
     # Jobs

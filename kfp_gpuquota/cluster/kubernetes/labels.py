@@ -35,6 +35,7 @@ RESERVES: Final = f"{GROUP}/reserves"
 RESERVES_ON: Final = f"{GROUP}/reserves-on"
 SHARERS: Final = f"{GROUP}/sharers"
 READY: Final = f"{GROUP}/ready"
+LEDGER: Final = f"{GROUP}/ledger"
 SIMULATED: Final = f"{GROUP}/simulated-gpus"
 
 NOTEBOOK: Final = "notebook-name"

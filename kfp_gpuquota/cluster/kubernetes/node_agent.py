@@ -22,11 +22,11 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kfp_gpuquota.api.reason import ReasonCode
-from kfp_gpuquota.cluster.kubernetes import labels, metrics, reservation_pods
+from kfp_gpuquota.cluster.kubernetes import labels, ledger, metrics, reservation_pods
 from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, Connection
 from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
-from kfp_gpuquota.cluster.kubernetes.node_shares import NodeShares, ready_on
+from kfp_gpuquota.cluster.kubernetes.node_shares import NodeShares
 from kfp_gpuquota.cluster.kubernetes.objects import Pod
 from kfp_gpuquota.cluster.kubernetes.replica import first_to_end
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 NAME: Final = "gpuquota-node-agent"
 INTERVAL_S: Final = 0.1
 SOONEST_S: Final = 0.005  # what the watch tells together is looked at together
+LEDGER_EVERY_S: Final = 5.0
 AFTER_TROUBLE_S: Final = 5.0
 _ROUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
 
@@ -110,6 +111,8 @@ class NodeAgent:
         )
         self._pod = msgspec.json.Decoder(Pod)
         self._saying: set[str] = set()
+        self._shown: dict[str, tuple[str, float]] = {}  # uid of a reservation -> (ledger on it, when it was written)
+        self._totals: dict[str, int] = {}
         self._next: asyncio.TimerHandle | None = None
         self.metrics = AgentMetrics()
 
@@ -133,6 +136,7 @@ class NodeAgent:
             self._schedule(SOONEST_S)
 
     def _pod_gone(self, uid: str) -> None:
+        self._shown.pop(uid, None)
         if uid in self._shares.reservations:
             self._schedule(SOONEST_S)
         self._shares.drop(uid)
@@ -159,22 +163,30 @@ class NodeAgent:
         pause = INTERVAL_S
         try:
             with self.metrics.rounds.time():
-                done = self._agent.round(self._shares.shares(self._memory.totals()), time.monotonic())
+                self._totals = self._memory.totals()
+                done = self._agent.round(self._shares.shares(self._totals), time.monotonic())
         except (DeviceError, OSError) as error:
             log.error("GPU memory cannot be read, so nobody who shares a GPU starts: %s", error)
             pause = AFTER_TROUBLE_S
         else:
             self._note(done)
+            notes = self._shares.notes()
             for view in self._shares.reservations.values():
-                self._say_who_may_start(view, ready_on(view, done.ready))
+                shown = ledger.written(done.rows, view.gpu, notes, self._totals.get(view.gpu, 0))
+                self._say(view, self._shares.ready_on(view, done.ready), shown)
         self._schedule(pause)
 
-    def _say_who_may_start(self, view: ReservationView, ready: frozenset[str]) -> None:
-        """One write about a reservation at a time; the round after its answer looks again."""
-        if ready == view.ready or view.leaving or view.uid in self._saying:
+    def _say(self, view: ReservationView, ready: frozenset[str], shown: str) -> None:
+        """Who may start at once, the ledger now and then. One write about a reservation at a time."""
+        now = time.monotonic()
+        before, at = self._shown.get(view.uid, ("", -LEDGER_EVERY_S))
+        due = shown != before and now - at >= LEDGER_EVERY_S
+        if (ready == view.ready and not due) or view.leaving or view.uid in self._saying:
             return
         self._saying.add(view.uid)
-        body = {"metadata": {"uid": view.uid, "annotations": {labels.READY: ",".join(sorted(ready))}}}
+        self._shown[view.uid] = (shown, now)
+        notes = {labels.READY: ",".join(sorted(ready)), labels.LEDGER: shown}
+        body = {"metadata": {"uid": view.uid, "annotations": notes}}
         namespace = self._options.reservation_namespace
         write = Write(
             verb="PATCH",
@@ -191,6 +203,7 @@ class NodeAgent:
 
     def _not_said(self, uid: str, error: Exception) -> None:
         log.warning("who may start could not be written on a reservation: %s", error)
+        self._shown.pop(uid, None)
         asyncio.get_running_loop().call_later(INTERVAL_S, self._saying.discard, uid)
 
     # What is told to people

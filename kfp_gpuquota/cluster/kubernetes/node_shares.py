@@ -39,12 +39,14 @@ class NodeShares:
         self._namespace, self._pods_root = namespace, kubelet_root / "pods"
         self.reservations: dict[str, ReservationView] = {}
         self.pods: dict[str, KnownPod] = {}
+        self._sharers: dict[str, tuple[ShareNote, ...]] = {}  # by the reservation's uid
         self._pod_of_container: dict[str, str] = {}
 
     def put(self, pod: Pod) -> bool:
         """A pod is as given; whether it is a reservation."""
         if pod.metadata.namespace == self._namespace and (view := reservation_pods.view_of(pod)) is not None:
             self.reservations[view.uid] = view
+            self._sharers[view.uid] = share_notes.read(view.sharers)
             return True
         self._forget(pod.metadata.uid)
         statuses = (*pod.status.container_statuses, *pod.status.init_container_statuses)
@@ -56,6 +58,7 @@ class NodeShares:
     def drop(self, uid: str) -> None:
         """A pod is gone."""
         self.reservations.pop(uid, None)
+        self._sharers.pop(uid, None)
         self._forget(uid)
 
     def _forget(self, uid: str) -> None:
@@ -74,15 +77,14 @@ class NodeShares:
 
     def notes(self) -> dict[str, ShareNote]:
         """All that share GPUs of this node, by what their claims are called."""
-        found = [note for view in self.reservations.values() for note in share_notes.read(view.sharers)]
-        return {note.uid or note.ticket: note for note in found}
+        return {note.uid or note.ticket: note for notes in self._sharers.values() for note in notes}
 
     def shares(self, totals: Mapping[str, int]) -> list[Share]:
         """Their claims. `totals`: MiB by UUID; of a GPU that is not there nothing can be claimed."""
         claims: dict[str, list[Claim]] = {}
         for view in self.reservations.values():
             if view.gpu in totals:
-                for note in share_notes.read(view.sharers):
+                for note in self._sharers[view.uid]:
                     claims.setdefault(note.uid or note.ticket, []).append(
                         share_notes.claim(note, view.gpu, totals[view.gpu])
                     )
@@ -92,7 +94,6 @@ class NodeShares:
         """The volume of a pod in which it listens; a newcomer has none yet."""
         return self._pods_root / uid / "volumes" / "kubernetes.io~empty-dir" / MEMORY_VOLUME
 
-
-def ready_on(view: ReservationView, ready: frozenset[str]) -> frozenset[str]:
-    """The newcomers of a GPU that may start."""
-    return frozenset(note.ticket for note in share_notes.read(view.sharers) if not note.uid and note.ticket in ready)
+    def ready_on(self, view: ReservationView, ready: frozenset[str]) -> frozenset[str]:
+        """The newcomers of a GPU that may start."""
+        return frozenset(n.ticket for n in self._sharers[view.uid] if not n.uid and n.ticket in ready)
