@@ -23,7 +23,7 @@ from kfp_gpuquota.cluster.local.start import await_stop, start_with
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kfp_gpuquota.server.client import Client
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 DEADLINE_S = 60.0
 
@@ -37,7 +37,7 @@ class EmbeddedCluster:
     """A running cluster, the client to it, and what tests do with both."""
 
     home: Home
-    client: Client
+    client: ClusterClient
 
     @property
     def environment(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from tests.cli.conftest import PROGRAM
 

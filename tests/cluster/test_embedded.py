@@ -22,6 +22,7 @@ from kfp_gpuquota.errors import (
 )
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.api import Job, Worker
     from collections.abc import Callable
 
     from tests.conftest import EmbeddedCluster
@@ -41,8 +42,8 @@ def gpus(cluster: EmbeddedCluster, name: str, count: int, project: str = "team-a
     )
 
 
-def alive(job: object) -> list[object]:
-    return [w for w in job.status.workers if w.phase != "Gone"]  # type: ignore[attr-defined]
+def alive(job: Job) -> list[Worker]:
+    return [w for w in job.status.workers if w.phase != "Gone"]
 
 
 # Jobs and their ends

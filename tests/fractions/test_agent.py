@@ -54,6 +54,7 @@ class Node:
     hogs: dict[str, Hog] = field(default_factory=dict)
     claims: dict[str, Claim] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    agent: Agent = field(init=False)
 
     def __post_init__(self) -> None:
         create_device(self.directory / "0", TOTAL)

@@ -6,7 +6,7 @@ Nothing here knows how decisions are made. Allocations fail when the device is f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.fractions import Claim, Enforcer, Policy, Process, Round, Sample
 
@@ -69,7 +69,7 @@ class World:
         self.killed: list[str] = []
         self.names: list[str] = []
 
-    def add(self, name: str, request: float, limit: float, *, listens: bool = False, **more: object) -> Workload:
+    def add(self, name: str, request: float, limit: float, *, listens: bool = False, **more: Any) -> Workload:
         workload = Workload(
             name, Process(len(self.names) + 100, 7), int(request * TOTAL), int(limit * TOTAL), self.now, listens, **more
         )

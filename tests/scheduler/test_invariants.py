@@ -82,7 +82,7 @@ class History(RuleBasedStateMachine):
     def build(self, sizes: list[int], data: st.DataObject) -> None:
         scarce = data.draw(st.booleans())
         for i, size in enumerate(sizes):
-            more = data.draw(MACHINES) if scarce else {}
+            more: dict[str, Any] = data.draw(MACHINES) if scarce else {}
             self.world.node(f"n{i}", size, labels={"rack": "ab"[i % 2]}, **more)
         for name in PROJECTS:
             self.set_quota(name, data.draw(st.integers(0, 6)), data.draw(st.none() | st.integers(6, 12)), 1.0)
@@ -140,7 +140,7 @@ class History(RuleBasedStateMachine):
         self.world.remove(data.draw(st.sampled_from(sorted(self.world.specs))))
 
     @rule(name=st.sampled_from(PROJECTS), guaranteed=st.integers(0, 6), weight=st.sampled_from([0.0, 1.0, 3.0]))
-    def set_quota(self, name: str, guaranteed: int, limit: int | None = None, weight: float = 1.0) -> None:
+    def set_quota(self, name: str, guaranteed: int, limit: float | None = None, weight: float = 1.0) -> None:
         limit = self.world.projects[name].limit if name in self.world.projects else limit
         parent = self.world.projects[name].parent if name in self.world.projects else None
         self.world.project(name, guaranteed, limit, over_quota_weight=weight, parent=parent)

@@ -68,7 +68,7 @@ class World:
         self.machines[name] = msgspec.structs.replace(self.machines[name], ready=ready)
         self.state.apply(NodeChanged(self.machines[name]))
 
-    def project(self, name: str, guaranteed: int = 0, limit: int | None = None, **more: object) -> None:
+    def project(self, name: str, guaranteed: float = 0, limit: float | None = None, **more: object) -> None:
         self.projects[name] = Project(name=name, guaranteed=guaranteed, limit=limit, **more)  # type: ignore[arg-type]
         self.state.apply(QuotaChanged(self.projects[name]))
 
