@@ -37,11 +37,9 @@ def main() -> None:
     task = Task(mparams=options.mparams)
     with tempfile.TemporaryDirectory() as directory, Bench(Path(directory), task, options.steps) as bench:
         bench.grow_and_shrink(options.rounds)
-        planned = pauses(bench.steps("w0"))
-        crashes = [crash(bench, round_) for round_ in range(options.rounds)]
+        planned = [told(pause) for pause in pauses(bench.steps("w0"))]
+        crashes = [told(crash(bench, round_)) for round_ in range(options.rounds)]
         steps = bench.steps("w0")
-    for pause in planned + crashes:
-        print(f"{pause.from_size} -> {pause.to_size}: {pause.pause_ms:.1f} ms, step {pause.step_ms:.1f} ms")
     result: dict[str, object] = dict(summary(planned, crashes, steps))
     if options.peer:
         result |= {"peer": options.peer, **measure_peer(options.peer, task, options.rounds, options.steps)}
@@ -56,6 +54,12 @@ def measure_peer(peer: str, task: Task, rounds: int, steps: int) -> dict[str, fl
     for pause in planned + crashes:
         print(f"{peer}: {pause.from_size} -> {pause.to_size}: {pause.pause_ms:.1f} ms, lost {pause.lost_steps}")
     return {f"peer_{name}": value for name, value in summary(planned, crashes).items()}
+
+
+def told(pause: Pause) -> Pause:
+    """Printed, too."""
+    print(f"{pause.from_size} -> {pause.to_size}: {pause.pause_ms:.1f} ms, step {pause.step_ms:.1f} ms", flush=True)
+    return pause
 
 
 def crash(bench: Bench, round_: int) -> Pause:

@@ -16,7 +16,7 @@ from elastic_runtime.errors import CollectiveError
 from elastic_runtime.torch_internals import drop_group, make_default
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch.distributed as dist
 
@@ -105,13 +105,20 @@ class Group:
         with _lost_peers_reported():
             self.wait([self._group.allreduce([torch.zeros(1)])])
 
-    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
-        """Send tensors one after another."""
-        self._in_thread(lambda: [self._group.send([tensor], to, tag) for tag, tensor in enumerate(tensors)])
+    def send(self, tensors: Sequence[torch.Tensor], to: int, *, last: torch.Tensor) -> None:
+        """Send tensors one after another; then `last`, unless the caller was called away in the meantime."""
 
-    def receive(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Receive into tensors of the same shapes."""
-        self._in_thread(lambda: [self._group.recv([tensor], source, tag) for tag, tensor in enumerate(tensors)])
+        def start(called_away: threading.Event) -> Iterator[dist.Work]:
+            works = [self._group.send([tensor], to, tag) for tag, tensor in enumerate(tensors)]
+            yield from works
+            if not called_away.is_set():
+                yield self._group.send([last], to, len(works))
+
+        self._in_thread(start)
+
+    def receive(self, tensors: Sequence[torch.Tensor], source: int, *, first: int = 0) -> None:
+        """Receive into tensors of the same shapes, from the message number `first` on."""
+        self._in_thread(lambda _: [self._group.recv([t], source, tag) for tag, t in enumerate(tensors, first)])
 
     def wait(self, works: Sequence[Pending]) -> None:
         """Until all are done. CollectiveError where one failed, or none will."""
@@ -121,14 +128,14 @@ class Group:
                     if self._interrupt.is_set:
                         raise CollectiveError("the coordinator ended this generation")
 
-    def _in_thread(self, start: Callable[[], list[dist.Work]]) -> None:
+    def _in_thread(self, start: Callable[[threading.Event], Iterable[dist.Work]]) -> None:
         """Wait in a thread of its own: gloo closes the connection where a send or receive is waited for in turns."""
-        ended = threading.Event()
+        ended, called_away = threading.Event(), threading.Event()
         errors: list[BaseException] = []
 
         def transfer() -> None:
             try:
-                for work in start():
+                for work in start(called_away):
                     work.wait()
             except RuntimeError as error:
                 errors.append(error)
@@ -138,6 +145,7 @@ class Group:
         threading.Thread(target=transfer, name="elastic-transfer", daemon=True).start()
         while not ended.wait(POLL.total_seconds()):
             if self._interrupt.is_set:
+                called_away.set()
                 raise CollectiveError("the coordinator ended this generation")
         with _lost_peers_reported():
             for error in errors:

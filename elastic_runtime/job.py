@@ -278,8 +278,8 @@ def _check_kinds(models: list[Any], optimizers: list[Any]) -> None:
         raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
     if any(isinstance(part, torch.nn.SyncBatchNorm) for model in models for part in model.modules()):
         raise UsageError(
-            "the model has SyncBatchNorm layers, which talk to the other workers in each forward pass: workers differ in "
-            "their number of passes, and what is lost with a worker there cannot be repeated; use BatchNorm, whose "
+            "the model has SyncBatchNorm layers, which talk to the other workers in each forward pass: workers differ "
+            "in their number of passes, and what is lost with a worker there cannot be repeated; use BatchNorm, whose "
             "buffers follow rank 0, or a normalisation without batch statistics"
         )
 

@@ -3,7 +3,8 @@
 Messages: the length of the head, the head (pickled: the skeleton, and what to allocate), then the tensors: large ones
 as they are, small ones joined into one buffer for each dtype, because a message costs more than a copy. The last one is
 the sender's word that it stood still until all of it was sent: the tensors are live ones, and a sender that was called
-away trains on while a thread is still sending them.
+away trains on while a thread is still sending them. The sender waits once, for all: each wait is a turn of the
+machine's scheduler, which a busy one makes long.
 """
 
 from __future__ import annotations
@@ -27,10 +28,8 @@ def send_state(group: Group, to: int, state: object) -> None:
     skeleton, tensors = pack(state)
     tensors = [tensor.cpu() for tensor in tensors]
     head = pickle.dumps((skeleton, describe(tensors)), protocol=5)
-    group.send([torch.tensor([len(head)])], to)
-    group.send([torch.frombuffer(bytearray(head), dtype=torch.uint8)], to)
-    group.send(_messages(tensors), to)
-    group.send([torch.ones(1)], to)
+    first = [torch.tensor([len(head)]), torch.frombuffer(bytearray(head), dtype=torch.uint8)]
+    group.send([*first, *_messages(tensors)], to, last=torch.ones(1))
 
 
 def receive_state(group: Group, source: int, own: object = None) -> Any:
@@ -42,12 +41,11 @@ def receive_state(group: Group, source: int, own: object = None) -> Any:
     length = torch.zeros(1, dtype=torch.int64)
     group.receive([length], source)
     head = torch.empty(int(length), dtype=torch.uint8)
-    group.receive([head], source)
+    group.receive([head], source, first=1)
     skeleton, shapes = pickle.loads(ctypes.string_at(head.data_ptr(), head.numel()))  # noqa: S301  (written by a worker of the same job)
     tensors = _room(skeleton, shapes, own)
     messages = _messages(tensors)
-    group.receive(messages, source)
-    group.receive([torch.zeros(1)], source)
+    group.receive([*messages, torch.zeros(1)], source, first=2)
     _scatter(tensors, messages)
     return unpack(skeleton, tensors)
 
