@@ -44,7 +44,8 @@ from kfp_gpuquota.membership import (
     WorkerJoined,
     WorkerReconnected,
 )
-from kfp_gpuquota.server.membership_store import Space, Store
+from kfp_gpuquota.server.membership_store import Store
+from kfp_gpuquota.server.store_operations import OPERATIONS, StoreRequest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 
 TICK_S: Final = 0.25
 PING_S: Final = 1.0
-MAX_STORE_WAIT_S: Final = 300.0
 
 
 class ProgressReported(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
@@ -321,76 +321,13 @@ class MembershipService:
 
     async def _store(self, request: web.Request) -> web.StreamResponse:
         job = self._authorized(request)
-        operation = _OPERATIONS.get(request.match_info["operation"])
+        operation = OPERATIONS.get(request.match_info["operation"])
         if operation is None:
-            raise NotFoundError(f"the store cannot {request.match_info['operation']!r}; it can {sorted(_OPERATIONS)}")
+            raise NotFoundError(f"the store cannot {request.match_info['operation']!r}; it can {sorted(OPERATIONS)}")
         asked = msgspec.json.decode(await request.read(), type=StoreRequest)
         space = job.store.space(int(request.match_info["generation"]))
         return web.Response(body=msgspec.json.encode(await operation(space, asked)), content_type="application/json")
 
-
-class StoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One store operation; values are bytes in base64. What it does not need is left out."""
-
-    key: str = ""
-    keys: tuple[str, ...] = ()
-    value: bytes = b""
-    values: tuple[bytes, ...] = ()
-    expected: bytes = b""
-    amount: int = 0
-    timeout_s: float = 0.0
-
-
-async def _set(space: Space, asked: StoreRequest) -> None:
-    for key, value in zip(asked.keys or (asked.key,), asked.values or (asked.value,), strict=True):
-        space.set(key, value)
-
-
-async def _get(space: Space, asked: StoreRequest) -> list[bytes]:
-    keys = list(asked.keys or (asked.key,))
-    await space.wait(keys, min(asked.timeout_s, MAX_STORE_WAIT_S))
-    return space.values(keys)
-
-
-async def _wait(space: Space, asked: StoreRequest) -> None:
-    await space.wait(list(asked.keys), min(asked.timeout_s, MAX_STORE_WAIT_S))
-
-
-async def _check(space: Space, asked: StoreRequest) -> bool:
-    return space.check(asked.keys)
-
-
-async def _add(space: Space, asked: StoreRequest) -> int:
-    return space.add(asked.key, asked.amount)
-
-
-async def _append(space: Space, asked: StoreRequest) -> None:
-    space.append(asked.key, asked.value)
-
-
-async def _compare_set(space: Space, asked: StoreRequest) -> bytes:
-    return space.compare_set(asked.key, asked.expected, asked.value)
-
-
-async def _delete(space: Space, asked: StoreRequest) -> bool:
-    return space.delete(asked.key)
-
-
-async def _count(space: Space, _asked: StoreRequest) -> int:
-    return len(space)
-
-
-_OPERATIONS: Final[dict[str, Callable[[Space, StoreRequest], Awaitable[object]]]] = {
-    "set": _set,
-    "get": _get,
-    "wait": _wait,
-    "check": _check,
-    "add": _add,
-    "append": _append,
-    "compare_set": _compare_set,
-    "delete": _delete,
-    "count": _count,
-}
 
 _LINE = msgspec.json.Decoder(WorkerEvent | ProgressReported)
 

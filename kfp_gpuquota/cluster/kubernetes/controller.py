@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.connection import Connection
     from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
 
-SOONEST_S: Final = 0.001
 LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
 
@@ -74,7 +73,7 @@ class Controller:
         self.metrics = metrics or Metrics()
         self.snapshot = snapshot = Snapshot(self.wake)
         self._writer = Writer(connection)
-        self._planning: asyncio.TimerHandle | None = None
+        self._planning: asyncio.Handle | None = None
         self._again: asyncio.TimerHandle | None = None
         self._quotas_timer: asyncio.TimerHandle | None = None
         self._planned_at = self._plan_s = 0.0
@@ -168,7 +167,7 @@ class Controller:
     def _place_taken(self, pod: PodView) -> None:
         why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.trouble}"
         if self.elastic.knows(pod):
-            self.elastic.remake(pod)
+            self.elastic.news.remake(pod)
         elif pod.owned:
             self.actions.remake(pod, why)
         else:
@@ -197,8 +196,11 @@ class Controller:
         """Something changed: plan soon."""
         if self._planning is None and self.snapshot.started:
             rest = min(LONGEST_REST_S, 2 * self._plan_s)  # so that planning takes a third of the time at most
-            pause = max(SOONEST_S, self._planned_at + rest - self._loop.time())
-            self._planning = self._loop.call_later(pause, self._plan)
+            pause = self._planned_at + rest - self._loop.time()
+            # What has come in one piece is planned together even without a pause: all of it is read before the loop's
+            # next turn.
+            later = self._loop.call_later
+            self._planning = later(pause, self._plan) if pause > 0 else self._loop.call_soon(self._plan)
 
     def _plan(self) -> None:
         started, now = self._loop.time(), time.time()
@@ -221,7 +223,7 @@ class Controller:
         self._again = None if delay_s is None else self._loop.call_later(max(0.0, delay_s), self.wake)
 
     def _carry_out(self, plan: scheduler.Plan) -> None:
-        self.elastic.plan(plan)
+        self.elastic.decisions.plan(plan)
         self._waiting.note(plan.waiting)
         for evict in plan.evict:
             self.actions.stop(evict.workers, evict.reason)

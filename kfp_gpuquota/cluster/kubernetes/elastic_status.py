@@ -15,6 +15,7 @@ from kfp_gpuquota.cluster.kubernetes.needs import whole
 from kfp_gpuquota.cluster.kubernetes.objects import Condition, ElasticJobStatus, LastEviction, TrainingProgress
 from kfp_gpuquota.cluster.kubernetes.size_changes import resizes_of, size_changes
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
+from kfp_gpuquota.cluster.lifecycle import resized
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
@@ -135,6 +136,14 @@ def counting(job: JobRecord, pod: PodView) -> JobRecord:
     if job.status.phase is Phase.PENDING and pod.stage is Stage.HELD:
         job = with_status(job, phase=Phase.STARTING, started_at=pod.created)
     return job
+
+
+def unmanaged_size(job: JobRecord, alive: Iterable[WorkerRecord], now: float) -> JobRecord:
+    """A job without a membership has the size of its processes."""
+    if job.managed or job.intent is not Intent.RUN:
+        return job
+    running = [w.worker for w in alive if not w.released and w.worker.phase is WorkerPhase.RUNNING]
+    return resized(job, sum(len(worker.devices) for worker in running), now)
 
 
 def without_pods(job: JobRecord, now: float) -> JobRecord:

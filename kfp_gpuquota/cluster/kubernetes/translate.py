@@ -7,8 +7,9 @@ is dropped at once.
 from __future__ import annotations
 
 import re
+from copy import copy
 from enum import IntEnum
-from functools import cache
+from functools import cache, lru_cache
 from sys import intern
 from typing import TYPE_CHECKING, Any, Final
 
@@ -333,19 +334,39 @@ def short_name(name: str) -> str:
 
 
 def pod_job(view: PodView, pods: int = 1) -> JobSpec:
-    """A job of one pod, or of a group of such pods that start together."""
+    """A job of one pod, or of a group of such pods that start together.
+
+    Pods of one template differ in their names only: what they ask for is checked once, which is what it costs most.
+    """
+    quality = view.kind, view.priority, view.preemptible, view.pool
+    spec = copy(_unnamed(view.namespace, view.gpus, pods, view.share, view.needs, view.place, quality))
+    msgspec.structs.force_setattr(spec, "name", short_name(view.group.rpartition("/")[2] or view.name))
+    return spec
+
+
+@lru_cache(4096)
+def _unnamed(
+    namespace: str,
+    gpus: int,
+    pods: int,
+    share: tuple[tuple[str, Any], ...],
+    needs: Needs,
+    place: Place,
+    quality: tuple[Kind, int | None, bool | None, str],
+) -> JobSpec:
+    kind, priority, preemptible, pool = quality
     return JobSpec(
-        name=short_name(view.group.rpartition("/")[2] or view.name),
-        project=view.namespace,
+        name="pod",
+        project=namespace,
         command=("pod",),
-        **(dict(view.share) if view.share else {"gpus": view.gpus * pods, "gpus_per_worker": view.gpus}),
-        kind=view.kind,
-        priority=view.priority,
-        preemptible=view.preemptible,
+        **(dict(share) if share else {"gpus": gpus * pods, "gpus_per_worker": gpus}),
+        kind=kind,
+        priority=priority,
+        preemptible=preemptible,
         cool_down_s=0.0,
-        node_pool=view.pool,
-        **view.needs.constraints(),
-        **view.place.constraints(),
+        node_pool=pool,
+        **needs.constraints(),
+        **place.constraints(),
     )
 
 

@@ -24,9 +24,9 @@ from kfp_gpuquota.cluster.local import shims
 from kfp_gpuquota.cluster.local.environment import worker_environment
 from kfp_gpuquota.cluster.local.home import Home, write_private
 from kfp_gpuquota.cluster.local.sharing import Sharing
-from kfp_gpuquota.cluster.local.transcript import Transcript
 from kfp_gpuquota.cluster.pace import Pace
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.cluster.transcript import Transcript
 from kfp_gpuquota.errors import NotFoundError, StateFileError
 from kfp_gpuquota.fractions import Policy
 from kfp_gpuquota.membership import Limits

@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.api.wire import Event, JobList, NodeView, ProjectView
+from kfp_gpuquota.api.wire import JobList, NodeView, ProjectView
+from kfp_gpuquota.cluster.job_book import Change, JobBook
 from kfp_gpuquota.cluster.local.store import KEPT_EVENTS
-from kfp_gpuquota.cluster.records import JobRecord, WorkerRecord, view, with_status
-from kfp_gpuquota.cluster.scheduling import job_announced, job_changed, worker_changed
+from kfp_gpuquota.cluster.records import JobRecord, view, with_status
 from kfp_gpuquota.cluster.usage import recalled
 from kfp_gpuquota.errors import NotFoundError
 
@@ -29,28 +28,15 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.store import Store
 
 
-@dataclass
-class Change:
-    """What one decision alters; None removes."""
-
-    projects: dict[str, Project | None] = field(default_factory=dict)
-    jobs: dict[str, JobRecord | None] = field(default_factory=dict)
-    workers: dict[str, WorkerRecord] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-
-
-class ClusterState:
+class ClusterState(JobBook):
     """Projects, nodes, jobs and workers, each by its key, and the scheduler's state."""
 
     def __init__(self, store: Store, nodes: Iterable[Node], usage_half_life_s: float | None = None) -> None:
+        super().__init__({node.name: node for node in nodes})
         self._store = store
-        self.nodes: dict[str, Node] = {node.name: node for node in nodes}
         self.projects: dict[str, Project] = {}
-        self.jobs: dict[str, JobRecord] = {}
-        self.workers: dict[str, WorkerRecord] = {}
         self.scheduler = scheduler.State(usage_half_life_s=usage_half_life_s)
         self._uids: dict[tuple[str, str], str] = {}
-        self._workers_of: dict[str, list[str]] = {}
         self._by_request: dict[str, str] = {}
         self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
         self._waiters: set[asyncio.Future[None]] = set()
@@ -90,18 +76,6 @@ class ClusterState:
                 f"project {name!r} does not exist; create it with: gpuquota project create {name} --guaranteed N"
             )
         return self.projects[name]
-
-    def workers_of(self, uid: str) -> list[WorkerRecord]:
-        """All workers that a job ever had, oldest first."""
-        return [self.workers[worker] for worker in self._workers_of.get(uid, [])]
-
-    def attempt_of(self, job: JobRecord) -> list[WorkerRecord]:
-        """The workers of the job's present attempt."""
-        return [worker for worker in self.workers_of(job.uid) if worker.attempt == job.attempt]
-
-    def alive_of(self, uid: str) -> list[WorkerRecord]:
-        """The workers that may still hold devices."""
-        return [worker for worker in self.workers_of(uid) if worker.alive]
 
     def view(self, uid: str) -> Job:
         """The job as clients see it."""
@@ -176,8 +150,8 @@ class ClusterState:
     def commit(self, change: Change) -> None:
         """Write it, then remember it. Raises StateFileError, and nothing has changed then."""
         self._write(change)
-        told = list(self._news(change))
-        self._remember(change)
+        told = list(self.news(change))
+        self.remember(change)
         for event in told:
             self.scheduler.apply(event)
         self.wake()
@@ -199,16 +173,11 @@ class ClusterState:
 
     # Inside
 
-    def _news(self, change: Change) -> Iterator[scheduler.Event]:
-        """What the scheduler has to hear of a change."""
+    def news(self, change: Change) -> Iterator[scheduler.Event]:
+        """What the scheduler has to hear of a change: first of all of its projects."""
         for name, project in change.projects.items():
             yield scheduler.QuotaRemoved(name) if project is None else scheduler.QuotaChanged(project)
-        for uid, job in change.jobs.items():
-            yield from job_announced(self.jobs.get(uid), job)
-        for name, worker in change.workers.items():
-            yield from worker_changed(self.workers.get(name), worker)
-        for uid, job in change.jobs.items():
-            yield from job_changed(self.jobs.get(uid), job)
+        yield from super().news(change)
 
     def _write(self, change: Change) -> None:
         with self._store.transaction():
@@ -228,36 +197,27 @@ class ClusterState:
             for event in change.events:
                 self._store.append_event(event)
 
-    def _remember(self, change: Change) -> None:
+    def remember(self, change: Change) -> None:
+        """It is so from now on."""
         for name, project in change.projects.items():
             if project is None:
                 del self.projects[name]
             else:
                 self.projects[name] = project
-        for worker in change.workers.values():
-            self._remember_worker(worker)
-        for uid, job in change.jobs.items():
-            if job is None:
-                self._forget_job(uid)
-            else:
-                self._remember_job(job)
+        super().remember(change)
 
-    def _remember_job(self, job: JobRecord) -> None:
-        self.jobs[job.uid] = job
+    def remember_job(self, job: JobRecord) -> None:
+        """The job as given from now on, also by its name and by the request that made it."""
+        super().remember_job(job)
         self._uids[job.spec.project, job.spec.name] = job.uid
         self._by_request[job.request_id] = job.uid
 
-    def _remember_worker(self, worker: WorkerRecord) -> None:
-        if worker.worker.id not in self.workers:
-            self._workers_of.setdefault(worker.worker.job_uid, []).append(worker.worker.id)
-        self.workers[worker.worker.id] = worker
-
-    def _forget_job(self, uid: str) -> None:
-        job = self.jobs.pop(uid)
+    def forget_job(self, uid: str) -> list[str]:
+        """Forget it, its name and its workers."""
+        job = self.jobs[uid]
         del self._uids[job.spec.project, job.spec.name]
         self._by_request.pop(job.request_id, None)
-        for worker in self._workers_of.pop(uid, []):
-            del self.workers[worker]
+        return super().forget_job(uid)
 
     def _load(self) -> None:
         """Everything that is stored, as if it happened just now."""
@@ -268,9 +228,9 @@ class ClusterState:
             jobs={job.uid: job for job in self._store.load_jobs()},
             workers={record.worker.id: record for record in self._store.load_workers()},
         )
-        for event in list(self._news(stored)):
+        for event in list(self.news(stored)):
             self.scheduler.apply(event)
-        self._remember(stored)
+        self.remember(stored)
 
     def _recall_usage(self, half_life_s: float) -> None:
         """What projects borrowed before this daemon."""

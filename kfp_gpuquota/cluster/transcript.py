@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota import scheduler
-    from kfp_gpuquota.cluster.local.state import Change, ClusterState
+    from kfp_gpuquota.cluster.job_book import Change, JobBook
 
 
 @dataclass
 class Transcript:
     """Writes decisions into `change`; `started` and `stopped` are to be carried out after the commit."""
 
-    state: ClusterState
+    state: JobBook
     change: Change
     now: float
     started: list[str] = field(default_factory=list)

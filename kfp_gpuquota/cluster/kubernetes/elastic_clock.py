@@ -1,0 +1,90 @@
+"""What time does to ElasticJobs: leases end, runs last too long, finished ones are forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.deadlines import Due, next_deadline
+from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
+from kfp_gpuquota.cluster.kubernetes.writes import Write
+from kfp_gpuquota.cluster.records import Intent, JobRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
+    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+
+PROMPT_S: Final = 5.0  # an API server that takes longer to answer was away
+
+
+class JobClock:
+    """`stop(job, intent, reason)` stops a job, `found(job)` takes an object that is newer than what the watch told."""
+
+    def __init__(
+        self,
+        book: Book,
+        writer: Writer,
+        *,
+        stop: Callable[[JobRecord, Intent, Reason], None],
+        found: Callable[[ElasticJob], None],
+    ) -> None:
+        self._book, self._writer, self._stop, self._found = book, writer, stop, found
+
+    def set(self, uid: str) -> None:
+        """Wait for the next that is due: by its lease, its longest run and when it is to be forgotten."""
+        facts, job = self._book.facts[uid], self._book.jobs[uid]
+        if facts.timer:
+            facts.timer.cancel()
+        deadline = next_deadline(facts.object, job, lease_seen_at=facts.lease_seen_at, ran_s=facts.ran_s)
+        if deadline is not None:
+            delay = max(0.0, deadline.at - time.time())
+            facts.timer = asyncio.get_running_loop().call_later(delay, self._due, uid, deadline.due)
+
+    def _due(self, uid: str, due: Due) -> None:
+        facts, job = self._book.facts.get(uid), self._book.jobs.get(uid)
+        if facts is None or job is None:
+            return
+        meta = facts.object.metadata
+        path = f"/apis/{labels.API_VERSION}/namespaces/{meta.namespace}/elasticjobs/{meta.name}"
+        if due is Due.FORGET:
+            body = {"preconditions": {"uid": meta.uid}, "propagationPolicy": "Background"}
+            write = Write(verb="DELETE", path=path, about=f"{meta.namespace}/{meta.name}", body=body)
+            self._writer.submit(write, lambda _: None, lambda _: None)
+        elif due is Due.LEASE_ENDED:
+            write = Write(verb="GET", path=path, about=f"{meta.namespace}/{meta.name}")
+            found = partial(self._lease_ended, uid, time.time())
+            self._writer.submit(write, found, lambda _: self._lend_a_lease(uid))
+        else:
+            why = f"it ran for {facts.object.spec.max_runtime_seconds:g} s, which is its maxRuntimeSeconds"
+            self._stop(job, Intent.FAIL, Reason(code=ReasonCode.USER, message=why))
+
+    def _lease_ended(self, uid: str, asked_at: float, answer: bytes) -> None:
+        """A lease seems to have ended. Who waits for the job cannot renew it while the API server is away.
+
+        So the server is asked first; where it took its time to answer, they get a whole lease to come back.
+        """
+        facts, job = self._book.facts.get(uid), self._book.jobs.get(uid)
+        if facts is None or job is None or job.status.phase.final or job.ending:
+            return
+        found = msgspec.json.decode(answer, type=ElasticJob)
+        if time.time() - asked_at > PROMPT_S:
+            self._lend_a_lease(uid)
+        elif found.spec.lease != facts.object.spec.lease:
+            self._found(found)
+        else:
+            held = found.spec.lease.duration_seconds if found.spec.lease else 0
+            why = f"nobody has waited for it any more for {held:g} s: its launcher has ended"
+            self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=why))
+
+    def _lend_a_lease(self, uid: str) -> None:
+        if (facts := self._book.facts.get(uid)) and uid in self._book.jobs:
+            facts.lease_seen_at = time.time()
+            self.set(uid)
