@@ -188,6 +188,18 @@ class Session:
         micro = self._micro
         if micro is None or self._complete or error is None or not is_out_of_memory(error):
             return False
+        if not self._memory.grow() and not self._halve(micro, error):
+            return False
+        self._backward_done = True
+        if self._mode.reducer.in_flight and self._member.group is not None:
+            self._repeat_step(CollectiveError("out of memory in the middle of a reduction"))
+        else:
+            self._forget_step()
+        free_cache()
+        return True
+
+    def _halve(self, micro: MicroBatch, error: BaseException) -> bool:
+        """Plan smaller iterations from now on."""
         if self._limit is None:
             error.add_note(
                 "reduction='exact' fixes the shape of a shard: use more shards, so that one fits into memory"
@@ -197,12 +209,6 @@ class Session:
             error.add_note("an iteration of one sample does not fit into memory")
             return False
         self._member.tell_halved(micro.size, self._limit.now)
-        self._backward_done = True
-        if self._mode.reducer.in_flight and self._member.group is not None:
-            self._repeat_step(CollectiveError("out of memory in the middle of a reduction"))
-        else:
-            self._forget_step()
-        free_cache()
         return True
 
     def _check_weight(self, weight: float | None, reduction: str) -> None:

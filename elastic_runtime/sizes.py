@@ -52,6 +52,11 @@ class MicroBatchLimit:
         """What this rank iterates over in a step of `samples`."""
         return micro_batches(samples, rank, world_size, self.now)
 
+    @property
+    def whole(self) -> bool:
+        """It is what the script allows."""
+        return self.now == self._allowed
+
     def note(self, size: int) -> None:
         """An iteration of this size is about to run."""
         self._seen = max(self._seen, size)
