@@ -6,8 +6,8 @@ steps a new limit is followed: the cache is freed, torch's per-process fraction 
 by what is left for samples. The global batch stays. What was taken away comes back when the limit grows.
 
 What a training does not need is left to others: once its steps have shown how much they take, it wants that and a bit
-more. It asks before it grows: where its peak comes near, and where an iteration does not fit, which is repeated then; one
-that has misjudged itself so leaves nothing to others any more.
+more. It asks before it grows: where its peak comes near, and where an iteration does not fit, which is repeated then.
+One that has misjudged itself so leaves nothing to others any more.
 """
 
 from __future__ import annotations

@@ -332,14 +332,14 @@ def _shrink_and_grow(controlled: Controlled) -> None:
     assert f"step {STEPS}" in log, json.dumps(done["status"])
 
 
-def training() -> dict[str, Any]:
+def training(epochs: int = EPOCHS) -> dict[str, Any]:
     """The example script in a pod, with this machine's Python and torch."""
     volumes, mounts = host_python()
     container = {
         "name": "main",
         "image": "localhost/base:1",
         "imagePullPolicy": "Never",
-        "command": [sys.executable, "-u", str(REPOSITORY / "examples" / "train_digits.py"), f"--epochs={EPOCHS}"],
+        "command": [sys.executable, "-u", str(REPOSITORY / "examples" / "train_digits.py"), f"--epochs={epochs}"],
         "env": [
             {"name": "PYTHONPATH", "value": str(REPOSITORY)},
             {"name": "OMP_NUM_THREADS", "value": "1"},

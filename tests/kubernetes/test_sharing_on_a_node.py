@@ -20,6 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, holds
 from tests.kubernetes.sharing import config_of, reservations, sharing_pod
+from tests.kubernetes.test_elastic_job import training
 from tools.devcluster import image
 from tools.devcluster.node import host_python
 
@@ -252,6 +253,34 @@ def test_an_agent_and_a_controller_that_are_killed_find_everything_again(node: N
     node.start_agent("--killer")
     node.until(lambda: node.used() == [0.25 * TOTAL, 0.75 * TOTAL])
     assert node.api.get(node.path("trainer"))["status"]["phase"] == "Running"
+
+
+@pytest.mark.timeout(300)  # a process that imports torch, and the machine may be busy
+def test_a_real_training_gives_memory_back_between_two_steps_and_goes_on(node: Node) -> None:
+    node.start_agent("--killer")
+    node.note_agent()
+    template = training(100_000)
+    pod = template["spec"]
+    pod["hostPID"] = True
+    pod["volumes"].append({"name": "devices", "hostPath": {"path": str(node.folder)}})
+    pod["containers"][0]["volumeMounts"].append({"name": "devices", "mountPath": str(node.folder)})
+    spec = {"gpuFraction": 0.25, "gpuFractionLimit": 0.8, "gracePeriodSeconds": 2}
+    job = node.controlled.job(node.team, "digits", template, **spec)
+    node.controlled.until(job, lambda one: _steps(one) > 20, seconds=150)
+    node.until(lambda: node.used() == [0.8 * TOTAL])
+    owner = node.run("owner", {"gpu-fraction": "0.75"}, "take", "0.75")
+    node.until(lambda: node.used() == [0.25 * TOTAL, 0.75 * TOTAL])
+    yielded = _steps(node.api.get(job))
+    node.controlled.until(job, lambda one: _steps(one) > yielded + 20)
+    node.api.delete(owner)
+    node.until(lambda: node.used() == [0.8 * TOTAL])
+    status = node.api.get(job)["status"]
+    assert (status["restarts"], status["evictions"], status["phase"]) == (0, 0, "Running")
+    node.api.delete(job)
+
+
+def _steps(job: dict[str, Any]) -> int:
+    return int((job.get("status", {}).get("progress") or {}).get("step", 0))
 
 
 def daemon_set(node: Node, component: str) -> list[dict[str, Any]]:
