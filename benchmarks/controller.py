@@ -4,13 +4,16 @@
 
 fill:    4,000 one-GPU pods created as fast as possible, until all are bound
 gang:    one group of 512 pods, until all are bound
-single:  one pod at a time on a cluster that runs 3,600; from its creation to bound; 20 times
+single:  one pod at a time on a cluster that runs 3,600; from its creation to bound; 20 times, each time beside a pod
+         that is kube-scheduler's alone (`alone_ms`, and the median of their differences, `more_ms`)
 reclaim: all GPUs of 250 nodes held by one team's pods, another submits 1,000 within its quota, until all are bound
 start:   how long a controller that starts takes to its first plan, on 5,000 nodes and 40,000 running pods
 idle:    CPU of the controller over 60 s on a cluster that runs 3,600 pods and where nothing happens
 
 `writes_per_pod` are all writes of the API server during the case, whoever made them (the generator's one creation a
 pod, the controller's, kube-scheduler's binding and KWOK's status), by its own metrics.
+
+`controller_ms_per_pod` is CPU time of the controller during the case.
 
 With --alone the pods are not gated and no controller runs: what kube-scheduler alone takes, to compare with.
 """
@@ -23,6 +26,7 @@ import contextlib
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -109,7 +113,7 @@ async def in_parallel(action: Callable[[Any], Awaitable[Any]], items: Iterable[A
 GATED = {"schedulingGates": [{"name": labels.QUOTA_GATE}]}
 
 
-def pod(name: str, group: str = "", size: int = 0, node: str = "") -> dict[str, Any]:
+def pod(name: str, group: str = "", size: int = 0, node: str = "", *, gated: bool = True) -> dict[str, Any]:
     """A one-GPU pod, gated as the webhook would gate it."""
     return {
         "metadata": {
@@ -118,7 +122,7 @@ def pod(name: str, group: str = "", size: int = 0, node: str = "") -> dict[str, 
             "annotations": {labels.POD_GROUP_SIZE: str(size)} if group else {},
         },
         "spec": {
-            **({"nodeName": node} if node else GATED),
+            **({"nodeName": node} if node else GATED if gated else {}),
             "terminationGracePeriodSeconds": 1,
             "containers": [{"name": "main", "image": "none", "resources": {"limits": {labels.GPU_RESOURCE: "1"}}}],
         },
@@ -199,14 +203,27 @@ async def single(bench: Bench, rounds: int) -> dict[str, Any]:
     """As the case says."""
     await fill(bench, 3600)
     await asyncio.sleep(3)  # KWOK still writes the status of the last ones
-    latencies = []
+    gated, alone = [], []
     for i in range(rounds):
-        started = time.perf_counter()
-        names = await bench.create_all("team-a", [pod(f"single-{i}")])
-        await bench.until_bound(names)
-        latencies.append(bench.bound[names[0]] - started)
-        await asyncio.sleep(0.2)
-    return {"latency_ms": milliseconds(latencies), "pods": rounds}
+        gated.append(await one(bench, pod(f"single-{i}")))
+        alone.append(await one(bench, pod(f"alone-{i}", gated=False)))
+    more = statistics.median(ours - theirs for ours, theirs in zip(gated, alone, strict=True))
+    return {
+        "latency_ms": milliseconds(gated),
+        "alone_ms": milliseconds(alone),
+        "more_ms": round(1000 * more, 1),
+        "pods": 2 * rounds,
+    }
+
+
+async def one(bench: Bench, body: dict[str, Any]) -> float:
+    """Seconds from a pod's creation to bound."""
+    started = time.perf_counter()
+    names = await bench.create_all("team-a", [body])
+    await bench.until_bound(names)
+    seconds = bench.bound[names[0]] - started
+    await asyncio.sleep(0.2)
+    return seconds
 
 
 async def reclaim(bench: Bench, gpus: int, count: int) -> dict[str, Any]:
@@ -240,11 +257,13 @@ async def run_case(bench: Bench, options: argparse.Namespace, log: Path) -> dict
     try:
         await bench.until_bound(await bench.create_all("team-a", [pod("first")]))
         await bench.api.call("DELETE", "/api/v1/namespaces/team-a/pods/first")
-        before = await bench.writes()
+        before, cpu_before = await bench.writes(), controller.cpu_s()
         result = await measure(bench, controller, options.case, gpus)
-        writes = await bench.writes() - before
+        writes, cpu_s = await bench.writes() - before, controller.cpu_s() - cpu_before
         print("writes:", dict(writes.most_common(8)))
-        result.setdefault("writes_per_pod", round(writes.total() / result["pods"], 2))
+        result["writes_per_pod"] = round(writes.total() / max(1, writes["POST pods/"]), 2)
+        made = writes["POST pods/"]  # those that fill the cluster first, too
+        result["controller_ms_per_pod"] = round(1000 * cpu_s / max(1, made), 2)
         return {**result, "peak_mib": controller.peak_mib(), "controller_cpu_s": controller.cpu_s()}
     finally:
         controller.stop()

@@ -54,7 +54,8 @@ def shrunk(job: Job, before: int, after: int, cause: tuple[Job, str]) -> Reason:
 
 def stopped(job: Job, cause: tuple[Job, str]) -> Reason:
     """Why a running job stops and returns to the queue."""
-    return _taken(job, "stopped, and back in the queue with its age", cause)
+    then = "back in the queue with its age" if job.movable else "gone, since nobody makes it anew"
+    return _taken(job, f"stopped, and {then}", cause)
 
 
 def moved(task: Task, to: str, cause: tuple[Job, str]) -> Reason:

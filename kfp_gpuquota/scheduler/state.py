@@ -28,6 +28,8 @@ from kfp_gpuquota.scheduler.order import job_key, shape_of
 from kfp_gpuquota.scheduler.tree import graft, set_quota
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kfp_gpuquota.api import Project
 
 
@@ -189,6 +191,14 @@ class State:
     @_apply.register
     def _(self, event: events.ProgressReported) -> None:
         progress.note_progress(self._job(event.job), event)
+
+    def queues_of(self, project: str) -> list[Queue]:
+        """The project's queues: one in nodes of no pool, and one in each pool that it has had anything to do with."""
+        keys = (_key(project, pool) for pool in dict.fromkeys(("", *self.ledger.totals, *self._pools_of(project))))
+        return [self.ledger.queues[key] for key in keys if key in self.ledger.queues]
+
+    def _pools_of(self, project: str) -> Iterable[str]:
+        return self.projects[project].pools if project in self.projects else ()
 
     def add_job(self, job: Job) -> None:
         """Take up a job made by hand (richer than a `JobSpec` can say), with its queue among the ledger's."""

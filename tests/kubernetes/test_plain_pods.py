@@ -239,4 +239,6 @@ def test_a_bare_pod_that_was_borrowed_is_taken_back_and_given_no_place_elsewhere
     plain.put(msgspec.structs.replace(waiting("mine"), namespace="owner", gpus=2))
     decided = scheduler.plan(state, 10.0)
     assert not decided.move
-    assert [evict.job for evict in decided.evict] == ["a"]
+    (evict,) = decided.evict
+    assert evict.job == "a"
+    assert "nobody makes it anew" in evict.reason.message

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.api import Kind
-from kfp_gpuquota.cluster.kubernetes import labels, writes
+from kfp_gpuquota.api import JobSpec, Kind, PoolQuota, Project
+from kfp_gpuquota.cluster.kubernetes import labels, views, writes
 from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, GpuQuota, Node, Pod
-from kfp_gpuquota.cluster.kubernetes.quotas import project_of, project_of_plugin
+from kfp_gpuquota.cluster.kubernetes.quotas import project_of, project_of_plugin, quota_spec, says
 from kfp_gpuquota.cluster.kubernetes.seats import Seats
 from kfp_gpuquota.cluster.kubernetes.translate import (
     KILLED,
@@ -144,6 +144,44 @@ def test_an_elastic_job_asks_for_what_its_object_says() -> None:
     assert (spec.project, spec.smallest, spec.gpus, spec.largest, spec.worker_gpus) == ("team-a", 1, 2, 4, 1)
     assert (spec.effective_priority, spec.grace_period_s, spec.node_selector) == (70, 5.0, {"gpu": "big"})
     assert spec.tolerations[0].key == "gpu"
+
+
+def test_a_job_that_a_client_submits_is_the_job_that_the_controller_plans() -> None:
+    asked = JobSpec(
+        name="digits",
+        project="team-a",
+        command=("python", "train.py"),
+        gpus=4,
+        min_gpus=2,
+        cpu=1.5,
+        memory_mib=2048,
+        node_pool="a100",
+        required_topology="topology.kubernetes.io/zone",
+        spread=True,
+        node_selector={"disk": "fast"},
+    )
+    made = views.elastic_job(asked, views.pod_template(asked, "image:1"), request_id="r", lease=None, now=0.0)
+    planned = elastic_job(msgspec.json.decode(msgspec.json.encode(made), type=ElasticJob))
+    assert planned == msgspec.structs.replace(asked, command=planned.command)
+
+
+AMOUNTS = st.none() | st.integers(0, 1000)
+
+
+@given(AMOUNTS, AMOUNTS, AMOUNTS, st.dictionaries(st.sampled_from(["a100", "h100"]), st.integers(0, 9)))
+def test_a_quota_is_read_as_it_was_written(
+    limit: int | None, cpu: int | None, memory: int | None, pools: dict[str, int]
+) -> None:
+    project = Project(
+        name="team",
+        limit=limit,
+        guaranteed_cpu=None if cpu is None else cpu / 4,
+        limit_memory_mib=memory,
+        pools={name: PoolQuota(guaranteed=count) for name, count in pools.items()},
+    )
+    quota = msgspec.json.decode(msgspec.json.encode(views.gpu_quota(project)), type=GpuQuota)
+    assert project_of(quota) == project
+    assert says(quota, quota_spec(project))
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()), max_size=12))

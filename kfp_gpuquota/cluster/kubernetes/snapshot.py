@@ -34,10 +34,11 @@ log = logging.getLogger(__name__)
 
 
 class Held(NamedTuple):
-    """GPUs held, also by pods that are told to go, and jobs that wait."""
+    """GPUs held, also by pods that are told to go, how many of them beyond the guarantee, and jobs that wait."""
 
-    gpus: float
-    waiting: int
+    gpus: float = 0
+    borrowed: float = 0
+    waiting: int = 0
 
 
 class Snapshot:
@@ -179,12 +180,13 @@ class Snapshot:
         self._wake()
 
     def held(self, name: str) -> Held:
-        """What a project holds and waits for, by the scheduler's own count."""
-        queue = self.state.ledger.queues.get(name)
-        if queue is None:
-            return Held(0, 0)
-        waiting = sum(len(jobs) for shape, jobs in queue.waiting.items() if shape.starts)
-        return Held(as_number((queue.held[0] + queue.leaving[0]) / GPU), waiting)
+        """What a project holds and waits for in all node pools, by the scheduler's own count."""
+        held = borrowed = waiting = 0.0
+        for queue in self.state.queues_of(name):
+            here = queue.held[0] + queue.leaving[0]
+            held, borrowed = held + here, borrowed + max(0.0, here - queue.deserved[0])
+            waiting += sum(len(jobs) for shape, jobs in queue.waiting.items() if shape.starts)
+        return Held(as_number(held / GPU), as_number(borrowed / GPU), int(waiting))
 
     # ElasticJobs
 

@@ -164,7 +164,7 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
     conditions[name] = known
     status = GpuQuotaStatus(
         gpus=held.gpus,
-        borrowed=max(0, held.gpus - (project.guaranteed if project else 0)),
+        borrowed=held.borrowed,
         waiting=held.waiting,
         conditions=known,
     )
