@@ -15,7 +15,7 @@ import pytest
 from kfp_gpuquota.cluster.kubernetes.crds import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH
 from tests.kubernetes.installation import install, install_kubeflow, live_webhook
-from tools.devcluster import DevCluster, Options, binaries
+from tools.devcluster import DevCluster, Options, binaries, built_images
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,6 +46,15 @@ def start_or_skip(directory: Path, options: Options) -> DevCluster:
     if lack:
         pytest.skip(lack)
     return DevCluster.start(directory, options)
+
+
+def built_or_skip(name: str) -> Path:
+    """The archive of one of this project's images; skipped, or failed, as `start_or_skip` does."""
+    if (lack := built_images.missing()) and os.environ.get(REQUIRED) == "1":
+        pytest.fail(f"{REQUIRED}=1, but {lack}")
+    if lack:
+        pytest.skip(lack)
+    return built_images.provide(name)
 
 
 @pytest.fixture(scope="session")

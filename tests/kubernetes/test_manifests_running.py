@@ -1,24 +1,23 @@
-"""manifests/ on a real node: both replicas run as they are described, and pods wait and start through them.
+"""manifests/ on a real node, with the image that images/controller describes: both replicas run, pods wait and start.
 
-Two things differ from a cluster of people's own. No image can be pulled, so that the containers run this machine's
-Python and repository, mounted by hostPath, which pod-security `restricted` would forbid: it only warns here. And there
-is no kube-proxy, so that the API server is given by its address; it calls the webhook through the Service all the same.
+Two things differ from a cluster of people's own: the image is loaded into the node, for there is no registry to pull it
+from, and there is no kube-proxy, so that the API server is given by its address. It calls the webhook through the
+Service all the same, and pod-security `restricted` is enforced.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cluster.kubernetes import labels
-from tests.kubernetes.conftest import QUOTAS, start_or_skip
+from tests.kubernetes.conftest import QUOTAS, built_or_skip, start_or_skip
 from tests.kubernetes.installation import MANIFESTS, NAMESPACE
 from tests.kubernetes.test_crds import quota
 from tests.kubernetes.test_manifests import created_in_the_end, relative
-from tools.devcluster import DevCluster, Options, control_plane, image, node
+from tools.devcluster import DevCluster, Options, control_plane, image
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,18 +31,12 @@ SELECTOR = "app.kubernetes.io/name=gpuquota-controller"
 def kustomization(folder: Path, cluster: DevCluster) -> Path:
     """The standalone overlay, with what this machine needs patched."""
     address = cluster.api.get(f"/api/v1/nodes/{control_plane.NODE}")["status"]["addresses"][0]["address"]
-    volumes, mounts = node.host_python()
     container = {
         "name": "controller",
-        "image": image.BASE,
         "imagePullPolicy": "Never",
-        "command": [sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes"],
-        "workingDir": str(MANIFESTS.parent),
-        "volumeMounts": mounts,
         "env": [
             {"name": "KUBERNETES_SERVICE_HOST", "value": address},
             {"name": "KUBERNETES_SERVICE_PORT", "value": cluster.server.rpartition(":")[2]},
-            {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
         ],
         "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}},
     }
@@ -51,24 +44,13 @@ def kustomization(folder: Path, cluster: DevCluster) -> Path:
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": {"name": "gpuquota-controller"},
-        "spec": {"template": {"spec": {"volumes": volumes, "containers": [container]}}},
-    }
-    namespace = {
-        "apiVersion": "v1",
-        "kind": "Namespace",
-        "metadata": {
-            "name": NAMESPACE,
-            "labels": {
-                "pod-security.kubernetes.io/enforce": "privileged",
-                "pod-security.kubernetes.io/warn": "restricted",
-            },
-        },
+        "spec": {"template": {"spec": {"containers": [container]}}},
     }
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": [relative(folder, MANIFESTS / "overlays" / "standalone")],
-        "patches": [{"patch": yaml.safe_dump(one)} for one in (deployment, namespace)],
+        "patches": [{"patch": yaml.safe_dump(deployment)}],
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
     return folder
@@ -108,8 +90,10 @@ def leaders(cluster: DevCluster) -> list[str]:
 
 
 def test_the_installed_controller_gates_and_admits_and_another_replica_takes_over(tmp_path: Path) -> None:
+    archive = built_or_skip("controller")
     cluster = start_or_skip(tmp_path / "cluster", Options(kubelet=True, gpus=2))
     try:
+        cluster.import_image(archive)
         cluster.kubectl("apply", "-k", str(kustomization(tmp_path, cluster)))
         deployment = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/gpuquota-controller"
         cluster.api.until(deployment, lambda one: one.get("status", {}).get("availableReplicas") == 2, 90.0)

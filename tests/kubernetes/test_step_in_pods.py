@@ -14,8 +14,10 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.dsl.route import route_pipeline
-from tests.kubernetes.conftest import address_of, jobs_of
+from kfp_gpuquota.version import __version__
+from tests.kubernetes.conftest import address_of, built_or_skip, jobs_of
 from tests.kubernetes.controlled import Controlled
+from tools.devcluster import built_images
 from tools.devcluster.node import host_python
 
 if TYPE_CHECKING:
@@ -48,15 +50,15 @@ def controlled(kubelet_system: DevCluster, tmp_path: Path) -> Iterator[Controlle
     running.close()
 
 
-def compiled_step(argv: list[str]) -> dict[str, Any]:
+def compiled_step(argv: list[str], image: str, launcher: str) -> dict[str, Any]:
     """The container of a step that asks for a GPU, as routing leaves it for a KFP backend."""
     container = {
-        "image": IMAGE,
+        "image": image,
         "command": argv,
         "resources": {"accelerator": {"type": "nvidia.com/gpu", "count": "1"}},
     }
     spec = {"deploymentSpec": {"executors": {"exec-shout": {"container": container}}}}
-    routed = route_pipeline(spec, launcher_image=IMAGE)
+    routed = route_pipeline(spec, launcher_image=launcher)
     return dict(routed["deploymentSpec"]["executors"]["exec-shout"]["container"])
 
 
@@ -75,12 +77,15 @@ def executor_input(attempt: int = 0) -> dict[str, Any]:
 
 
 class Steps:
-    """A team whose pipeline runs one step, as KFP's backend would: `run` makes the step's pod."""
+    """A team whose pipeline runs one step, as KFP's backend would: `run` makes the step's pod.
 
-    def __init__(self, controlled: Controlled, argv: list[str]) -> None:
+    The images are those of the workers and of the launcher; where none are given, this machine's Python in both.
+    """
+
+    def __init__(self, controlled: Controlled, argv: list[str], image: str = IMAGE, launcher: str = IMAGE) -> None:
         self.controlled, self.api = controlled, controlled.cluster.api
         self.team = controlled.team(guaranteed=1)
-        self.step = compiled_step(argv)
+        self.step = compiled_step(argv, image, launcher)
         binding = {
             "apiVersion": "rbac.authorization.k8s.io/v1",
             "kind": "RoleBinding",
@@ -95,7 +100,10 @@ class Steps:
         # KFP's launcher fills in the executor input, but no placeholder of the run or the task.
         filled = json.dumps(executor_input(attempt))
         argv = [element.replace("{{$}}", filled) for element in (*self.step["command"], *self.step["args"])]
-        volumes, mounts = host_python()
+        volumes, mounts = host_python() if self.step["image"] == IMAGE else ([], [])
+        found = (
+            {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)} if mounts else {}
+        )
         before = "mkdir -p /tmp/kfp/in /tmp/kfp/out && touch /tmp/launcher-was-here && echo hello > /tmp/kfp/in/data"
         run = '"$@" & pid=$!; trap "kill -TERM $pid" TERM; wait $pid; wait $pid; code=$?'
         after = "cat /tmp/kfp/out/model /tmp/kfp/out/executor_output.json"
@@ -107,8 +115,7 @@ class Steps:
             "command": ["sh", "-c", f"{before}; {run}; {after}; exit $code", "kfp-launcher", *argv],
             "env": [
                 *self.step["env"],
-                {"name": "PATH", "value": f"{Path(sys.executable).parent}:/usr/bin:/bin"},
-                {"name": "PYTHONPATH", "value": str(REPOSITORY)},
+                *({"name": name, "value": value} for name, value in found.items()),
                 {"name": "KUBERNETES_SERVICE_HOST", "value": self.controlled.address},
                 {"name": "KUBERNETES_SERVICE_PORT", "value": str(server.port)},
                 {"name": "KFP_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
@@ -145,9 +152,9 @@ class Steps:
         return {job["metadata"]["name"]: job for job in self.api.items(jobs_of(self.team))}
 
 
-def shout(*more: str) -> list[str]:
+def shout(*more: str, python: str = sys.executable) -> list[str]:
     model = "{{$.outputs.artifacts['model'].path}}"
-    return [sys.executable, "-u", "-c", SCRIPT + "\n".join(more), "/tmp/kfp/in/data", model]
+    return [python, "-u", "-c", SCRIPT + "\n".join(more), "/tmp/kfp/in/data", model]
 
 
 def test_a_steps_worker_runs_in_a_pod_of_its_own_and_its_artifacts_are_relayed(controlled: Controlled) -> None:
@@ -163,6 +170,25 @@ def test_a_steps_worker_runs_in_a_pod_of_its_own_and_its_artifacts_are_relayed(c
     assert job["status"]["phase"] == "Succeeded"
     worker = controlled.pods(steps.team)[job["status"]["resultWorker"]]
     assert worker["spec"]["containers"][0]["image"] == IMAGE
+
+
+def test_the_launcher_runs_from_its_own_image_and_the_worker_in_one_that_has_python_only(
+    controlled: Controlled,
+) -> None:
+    for name in ("launcher", "base"):
+        controlled.cluster.import_image(built_or_skip(name))
+    image = built_images.base_name()
+    seen = "import importlib.util; print('runtime', importlib.util.find_spec('elastic_runtime') is not None)"
+    steps = Steps(controlled, shout(seen, python="python3"), image, f"docker.io/kfp-gpuquota/launcher:{__version__}")
+    controlled.start()
+    ended = steps.until_ended(steps.run("step-0"))
+    said = steps.log("step-0")
+    assert ended["status"]["phase"] == "Succeeded", said
+    assert "[0] runtime True" in said
+    assert "HELLO" in said, said
+    (job,) = steps.jobs().values()
+    worker = controlled.pods(steps.team)[job["status"]["resultWorker"]]
+    assert worker["spec"]["containers"][0]["image"] == image
 
 
 def test_a_step_that_is_made_anew_takes_its_running_job_over(controlled: Controlled) -> None:

@@ -71,10 +71,14 @@ def provide(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Outside the tree, one folder for each content of go.mod: a change of versions never mixes with what was."""
+    """One folder for each content of go.mod: a change of versions never mixes with what was."""
+    return cache_root(environment) / f"kubernetes-{hashlib.sha256((MODULE / 'go.mod').read_bytes()).hexdigest()[:12]}"
+
+
+def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """Outside the tree, for what takes minutes to make."""
     root = environment.get("GPUQUOTA_CACHE")
-    base = Path(root) if root else Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpuquota"
-    return base / f"kubernetes-{hashlib.sha256((MODULE / 'go.mod').read_bytes()).hexdigest()[:12]}"
+    return Path(root) if root else Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpuquota"
 
 
 def version() -> str:

@@ -127,6 +127,10 @@ class DevCluster:
         """The log of a container on the real node."""
         return self.api.text(f"/api/v1/namespaces/{namespace}/pods/{pod}/log", container=container)
 
+    def import_image(self, archive: Path) -> None:
+        """Have the real node know an image, which pods then name with imagePullPolicy Never."""
+        node.import_image(self.layout, archive)
+
     def await_healthy(self, timeout_s: float = 60.0) -> None:
         """Return when the API server takes requests, after it was away."""
         deadline = time.monotonic() + timeout_s

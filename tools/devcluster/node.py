@@ -90,7 +90,12 @@ def runtime(layout: Layout) -> Program:
 def import_images(layout: Layout) -> None:
     """Load the two images; containerd must answer."""
     for name in ("pause", "base"):
-        _ctr(layout, "images", "import", str(layout.root / f"{name}.tar"))
+        import_image(layout, layout.root / f"{name}.tar")
+
+
+def import_image(layout: Layout, archive: Path) -> None:
+    """Load an image, under the names that its archive gives."""
+    _ctr(layout, "images", "import", str(archive))
 
 
 def runtime_answers(layout: Layout) -> bool:
