@@ -82,7 +82,12 @@ class Controller:
         self.pods = self._reflector("/api/v1/pods", objects.Pod, self._pod_changed, self._pod_gone)
         self.reflectors = [self.pods, *self._other_reflectors()]
         self.reservations = Reservations(
-            snapshot.seats, snapshot.nodes, self._writer, reserving or ReservationSettings(), self.pods.note
+            snapshot.seats,
+            snapshot.nodes,
+            self._writer,
+            reserving or ReservationSettings(),
+            noted=self.pods.note,
+            recall=snapshot.share_of,
         )
         self.actions = PodActions(snapshot.plain, self._writer, self.pods.note, self._tell_user, self.reservations)
         self.events = Recorder(self._writer)

@@ -65,13 +65,16 @@ class Sharer(NamedTuple):
 
 @dataclass(slots=True)
 class Room:
-    """A device that is, or was, shared. `writing`: a request about it is under way; `ended`: removed, not yet gone."""
+    """A device that is, or was, shared. `writing`: a request about it is under way; `ended`: removed, not yet gone;
+    `trouble`: why the last request was refused.
+    """
 
     node: str
     device: int
     pod: ReservationView | None = None
     writing: bool = False
     ended: str = ""
+    trouble: str = ""
 
     @property
     def gpu(self) -> str:
@@ -81,7 +84,10 @@ class Room:
 
 
 class Reservations:
-    """All of a cluster's. `noted(pod)` gets the answers of writes, which are news that the watch will repeat."""
+    """All of a cluster's. `noted(pod)` gets the answers of writes, which are news that the watch will repeat.
+
+    `recall(holder)` is the note of one who has been told to start, from what it asked for; `later` a timer.
+    """
 
     def __init__(
         self,
@@ -90,12 +96,15 @@ class Reservations:
         writer: Writer,
         settings: ReservationSettings,
         noted: Callable[[Pod], None],
+        recall: Callable[[str], ShareNote | None],
+        later: Callable[[float, Callable[[], None]], object] | None = None,
     ) -> None:
         self._seats, self._nodes, self._writer, self._settings = seats, nodes, writer, settings
-        self._noted = noted
+        self._noted, self._recall, self._later = noted, recall, later or _on_the_loop
         self._rooms: dict[tuple[str, int], Room] = {}
         self._agents: dict[str, str] = {}  # uid of an agent's pod -> its node
         self._configs: dict[str, str] = {}  # uid of a sharer's pod -> the ConfigMap that it refers to
+        self._bound: dict[str, tuple[str, str]] = {}  # uid of a sharer's pod on its node -> the holder, its GPUs
         self._waiting: dict[str, Sharer] = {}
         self._notes: dict[str, ShareNote] = {}  # of those that were told to start
         self._pod = msgspec.json.Decoder(Pod)
@@ -104,20 +113,27 @@ class Reservations:
 
     def start(self) -> None:
         """All has been listed, and all who hold parts are seated: put right what an earlier controller left."""
-        self._started = True
         for key in list(self._seats.shared()):
             self._room(*key)
         for room in list(self._rooms.values()):
             self._remember(room)
+        self._started = True
         for room in list(self._rooms.values()):
             self._sync(room)
 
     def _remember(self, room: Room) -> None:
-        """Whom an earlier controller has told to start stands on the reservation; who had to wait is planned anew."""
+        """Whom an earlier controller has told to start stands on the reservation; who had to wait is planned anew.
+
+        Where somebody has taken the reservation away meanwhile, what its sharers asked for says the same.
+        """
         sharers = self._seats.sharers(room.node, room.device)
-        for note in share_notes.read(room.pod.sharers) if room.pod is not None else ():
-            if note.holder in sharers:
-                self._notes[note.holder] = note
+        noted = share_notes.read(room.pod.sharers) if room.pod is not None else ()
+        self._notes |= {note.holder: note for note in noted if note.holder in sharers}
+        for holder in sharers - self._notes.keys():
+            if (note := self._recall(holder)) is not None:
+                self._notes[holder] = note
+        for uid, (holder, gpus) in self._bound.items():
+            self._note_bound(holder, uid, gpus)
 
     # What is seen
 
@@ -136,6 +152,7 @@ class Reservations:
     def drop(self, uid: str) -> None:
         """A pod is gone."""
         self._configs.pop(uid, None)
+        self._bound.pop(uid, None)
         if (node := self._agents.pop(uid, None)) is not None:
             for room in [room for room in self._rooms.values() if room.node == node]:
                 self._look_at(room)
@@ -161,10 +178,15 @@ class Reservations:
         meta = pod.metadata
         if meta.namespace == self._settings.agents and meta.labels.get("app.kubernetes.io/name") == AGENT:
             self._agents[meta.uid] = pod.spec.node_name
-        holder = _holder(pod)
-        if (note := self._notes.get(holder)) is not None and note.uid != meta.uid:
-            self._notes[holder] = msgspec.structs.replace(note, uid=meta.uid)
-            self._sync_rooms_of(holder)
+        if gpus := (meta.annotations or {}).get(labels.GPUS, ""):
+            self._bound[meta.uid] = _holder(pod), gpus
+            self._note_bound(_holder(pod), meta.uid, gpus)
+
+    def _note_bound(self, holder: str, uid: str, gpus: str) -> None:
+        if (note := self._notes.get(holder)) is not None and note.uid != uid:
+            self._notes[holder] = msgspec.structs.replace(note, uid=uid, gpus=tuple(gpus.split(",")))
+            if self._started:
+                self._sync_rooms_of(holder)
 
     # What is wanted
 
@@ -172,7 +194,7 @@ class Reservations:
         """Tell the sharer, who has its seat, when it may start, and on which GPUs."""
         holder = sharer.note.holder
         self._waiting[holder] = sharer
-        asyncio.get_running_loop().call_later(PATIENCE_S, self._remind, sharer)
+        self._later(PATIENCE_S, partial(self._remind, sharer))
         self._advance(holder)
 
     def gives_up(self, holder: str) -> bool:
@@ -234,12 +256,15 @@ class Reservations:
             return
         lacking = [room for room in self._rooms_of(holder) if not room.gpu]
         if not lacking:
-            sharer.told("WaitsForGpuMemory", "others give back the GPU memory that it has requested; it starts then")
-            asyncio.get_running_loop().call_later(PATIENCE_S, self._remind, sharer)
+            sharer.told(
+                "WaitsForGpuMemory", "the memory agent of its node makes room for what it has requested; it starts then"
+            )
+            self._later(PATIENCE_S, partial(self._remind, sharer))
             return
-        name = reservation_pods.name_of(lacking[0].node, lacking[0].device)
-        trouble = lacking[0].pod.trouble if lacking[0].pod is not None else "it could not be made"
-        why = f"its GPU on node {lacking[0].node} is not reserved; pod {self._settings.namespace}/{name}: {trouble}"
+        room = lacking[0]
+        name = f"{self._settings.namespace}/{reservation_pods.name_of(room.node, room.device)}"
+        trouble = room.pod.trouble if room.pod is not None else room.trouble
+        why = f"its GPU on node {room.node} is not reserved yet: pod {name}: {trouble or 'it does not run yet'}"
         sharer.told("WaitsForReservation", why)
         self.gives_up(holder)
         sharer.failed(RunError(why))
@@ -289,7 +314,7 @@ class Reservations:
         self._writer.submit(write, partial(self._answered, room, ended), partial(self._refused, room))
 
     def _answered(self, room: Room, ended: str, answer: bytes) -> None:
-        room.writing = False
+        room.writing, room.trouble = False, ""
         if ended:
             room.ended = ended if room.pod is not None and room.pod.uid == ended else ""
             self._sync(room)
@@ -299,14 +324,18 @@ class Reservations:
 
     def _refused(self, room: Room, error: Exception) -> None:
         """Another state than was thought, which the watch will tell; or a trouble that may pass."""
-        status = error.status if isinstance(error, ApiError) else 0
-        if status not in {404, 409, 422}:
+        if not (isinstance(error, ApiError) and error.status == 409) and room.trouble != str(error):
             log.warning("GPU %s of node %s: its reservation: %s", room.device, room.node, error)
-        asyncio.get_running_loop().call_later(AGAIN_S, self._again, room)
+        room.trouble = str(error)
+        self._later(AGAIN_S, partial(self._again, room))
 
     def _again(self, room: Room) -> None:
         room.writing = False
         self._sync(room)
+
+
+def _on_the_loop(seconds: float, action: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(seconds, action)
 
 
 def _may_start(room: Room, ticket: str, *, watched: bool) -> bool:

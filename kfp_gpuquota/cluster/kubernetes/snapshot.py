@@ -18,6 +18,7 @@ from kfp_gpuquota.cluster.kubernetes import quotas, translate
 from kfp_gpuquota.cluster.kubernetes.bystanders import Bystanders
 from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
 from kfp_gpuquota.cluster.kubernetes.seats import Seats
+from kfp_gpuquota.cluster.kubernetes.share_notes import note_of
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 from kfp_gpuquota.scheduler.model import GPU
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Project
     from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
     from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, GpuQuota, Node
+    from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,13 @@ class Snapshot:
         except GpuQuotaError as error:
             log.error("the scheduler refused %r: %s", event, error)
         self._wake()
+
+    def share_of(self, holder: str) -> ShareNote | None:
+        """What was asked for by one who holds parts of GPUs."""
+        if (member := self.plain.members.get(holder)) is not None:
+            pod = member.view
+            return note_of(translate.pod_job(pod), holder, f"{pod.namespace}/{pod.name}", pod.created)
+        return self.elastic.workers.share_of(holder) if self.elastic else None
 
     # Nodes
 
