@@ -55,6 +55,8 @@ REPOSITORY = Path(__file__).parents[1]
 WRITES = {"POST", "PUT", "PATCH", "APPLY", "DELETE"}
 PARALLEL = 16
 DEADLINE_S = 600.0
+QUIET_S = 5.0
+QUIET_WRITES_PER_S = 4
 REQUESTS = re.compile(r"^apiserver_request_total\{(.*)\} (\S+)$", re.MULTILINE)
 TAGS = re.compile(r'(verb|resource|subresource)="([^"]*)"')
 
@@ -139,6 +141,21 @@ async def until_settled(bench: Bench) -> None:
             await asyncio.sleep(1)
 
 
+async def until_quiet(bench: Bench) -> None:
+    """Return when hardly anybody writes any more.
+
+    KWOK follows with the pods' statuses, and on a busy machine nodes for which it was late lose a taint again.
+    """
+    before = await bench.writes()
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            await asyncio.sleep(QUIET_S)
+            now = await bench.writes()
+            if (now - before).total() < QUIET_WRITES_PER_S * QUIET_S:
+                return
+            before = now
+
+
 async def make_team(bench: Bench, name: str, guaranteed: int) -> None:
     """A namespace with a quota, in which pods can be created."""
     await bench.api.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
@@ -202,7 +219,7 @@ async def gang(bench: Bench, count: int) -> dict[str, Any]:
 async def single(bench: Bench, rounds: int) -> dict[str, Any]:
     """As the case says."""
     await fill(bench, 3600)
-    await asyncio.sleep(3)  # KWOK still writes the status of the last ones
+    await until_quiet(bench)
     gated, alone = [], []
     for i in range(rounds):
         gated.append(await one(bench, pod(f"single-{i}")))
@@ -230,7 +247,7 @@ async def reclaim(bench: Bench, gpus: int, count: int) -> dict[str, Any]:
     """As the case says."""
     held = await bench.create_all("team-a", [pod(f"held-{i}") for i in range(gpus)])
     await bench.until_bound(held)
-    await asyncio.sleep(3)  # KWOK still writes the status of the last ones
+    await until_quiet(bench)
     started = time.perf_counter()
     names = await bench.create_all("team-b", [pod(f"back-{i}") for i in range(count)])
     await bench.until_bound(names)
@@ -285,7 +302,7 @@ async def measure(bench: Bench, controller: Controller, case: str, gpus: int) ->
 async def idle(bench: Bench, controller: Controller) -> dict[str, Any]:
     """As the case says."""
     await fill(bench, 3600)
-    await asyncio.sleep(10)
+    await until_quiet(bench)
     before = controller.cpu_s()
     await asyncio.sleep(60)
     return {"idle_percent": round((controller.cpu_s() - before) / 60 * 100, 2), "pods": 3600}

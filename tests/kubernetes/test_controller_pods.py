@@ -335,27 +335,26 @@ def test_a_pod_that_nobody_would_make_anew_is_not_moved_to_make_room(controlled:
     assert controlled.bound(team) == {"small", *(f"on-{node}" for node in nodes)}
 
 
-def test_a_pod_whose_place_was_taken_is_left_to_its_owner_to_make_anew(controlled: Controlled) -> None:
-    (node,) = controlled.add_nodes(1, gpus=1)
-    team = controlled.team(guaranteed=1)
-    asks = {"limits": {labels.GPU_RESOURCE: "1"}}
+def test_a_pod_whose_place_was_taken_is_made_anew_by_its_owner_and_sent_elsewhere(controlled: Controlled) -> None:
+    nodes = sorted(controlled.add_nodes(2, gpus=1))
+    team = controlled.team(guaranteed=2)
     port = {"ports": [{"containerPort": 80, "hostPort": 8080}]}
+    asks = {"limits": {labels.GPU_RESOURCE: "1"}}
     body = pod_body("x", containers=[{"name": "main", "image": "none", "resources": asks, **port}])
     template = {"metadata": {"labels": {"app": "x"}}, "spec": body["spec"]}
-    selector = {"matchLabels": {"app": "x"}}
     sets = f"/apis/apps/v1/namespaces/{team}/replicasets"
-    spec = {"replicas": 1, "selector": selector, "template": template}
+    spec = {"replicas": 1, "selector": {"matchLabels": {"app": "x"}}, "template": template}
     controlled.cluster.api.create(sets, {"metadata": {"name": "set"}, "spec": spec})
-    elsewhere = controlled.cluster.make_namespace("elsewhere-b")
-    hog = {"containers": [{"name": "main", "image": "none", **port}], "nodeName": node}  # the GPU is free, the port not
-    controlled.cluster.api.create(f"/api/v1/namespaces/{elsewhere}/pods", {"metadata": {"name": "hog"}, "spec": hog})
+    elsewhere = f"/api/v1/namespaces/{controlled.team('others')}/pods"
+    hog = {"containers": [{"name": "main", "image": "none", **port}], "nodeName": nodes[0]}  # the first that is planned
+    controlled.cluster.api.create(elsewhere, {"metadata": {"name": "hog"}, "spec": hog})
     controlled.wait(lambda: len(controlled.pods(team)) == 1)
     (first,) = controlled.pods(team)
     controlled.start()
-    controlled.wait(lambda: controlled.pods(team) and first not in controlled.pods(team), controlled.log)
+    controlled.wait(lambda: controlled.bound(team), lambda: controlled.log()[-3000:])
+    assert first not in controlled.pods(team)
     assert "PlaceTaken" in controlled.log()
-    controlled.cluster.api.delete(f"/api/v1/namespaces/{elsewhere}/pods/hog", 0)
-    controlled.wait(lambda: len(controlled.bound(team)) == 1)
+    assert {pod["spec"].get("nodeName") for pod in controlled.pods(team).values()} == {nodes[1]}
     controlled.cluster.api.delete(f"{sets}/set")
 
 

@@ -217,7 +217,9 @@ def test_a_pod_is_moved_only_where_somebody_makes_it_anew(owned: bool) -> None:
     plain = PlainPods(state.apply, seats)
     plain.settle()
     for uid, node in (("a", "n"), ("b", "m")):
-        held = msgspec.structs.replace(waiting(uid), stage=Stage.HELD, node=node, devices=(0,), gate=None, owned=owned)
+        held = msgspec.structs.replace(
+            waiting(uid), stage=Stage.HELD, node=node, devices=(0,), gate=None, maker="rs" if owned else ""
+        )
         plain.put(held)
     plain.put(msgspec.structs.replace(waiting("large"), gpus=2))
     decided = scheduler.plan(state, 10.0)

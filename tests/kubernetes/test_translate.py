@@ -165,6 +165,17 @@ def test_a_job_that_a_client_submits_is_the_job_that_the_controller_plans() -> N
     assert planned == msgspec.structs.replace(asked, command=planned.command)
 
 
+def test_nodes_to_be_avoided_are_left_out_of_every_alternative() -> None:
+    linux = {"matchExpressions": [{"key": "os", "operator": "In", "values": ["linux"]}]}
+    anywhere = {"matchExpressions": [{"key": "os", "operator": "Exists"}]}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [linux, anywhere]}}
+    for affinity in ({}, {"affinity": {"nodeAffinity": required}}):
+        view = msgspec.structs.replace(view_of({"schedulingGates": GATE, **affinity}), avoids=("bad", "worse"))
+        terms = pod_job(view).node_affinity
+        assert [term.admits("good", {"os": "linux"}) for term in terms] == [True] * len(terms)
+        assert not any(term.admits("bad", {"os": "linux"}) for term in terms)
+
+
 AMOUNTS = st.none() | st.integers(0, 1000)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes import coordination, labels, objects
+from kfp_gpuquota.cluster.kubernetes.avoidance import Avoidance
 from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
 from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
@@ -93,6 +94,7 @@ class Controller:
         self.events = Recorder(self._writer)
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
         self._waiting = WaitingPods(snapshot.plain, self._tell_user)
+        self._avoidance = Avoidance(snapshot.pods, snapshot.put_pod)
         self._stuck = StuckPods(snapshot.pods, self._place_taken)
         conditions: dict[str, tuple[objects.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
@@ -166,7 +168,7 @@ class Controller:
             log.error("pod %s/%s is left out: %s", pod.metadata.namespace, pod.metadata.name, error)
 
     def _put_pod(self, view: PodView) -> None:
-        self.snapshot.put_pod(view)
+        self.snapshot.put_pod(self._avoidance.apply(view))
         self._stuck.note(view)
 
     def _place_taken(self, pod: PodView) -> None:
@@ -174,6 +176,7 @@ class Controller:
         if self.elastic.knows(pod):
             self.elastic.news.remake(pod)
         elif pod.owned:
+            self._avoidance.note(pod)
             self.actions.remake(pod, why)
         else:
             self._tell_user(pod, "PlaceTaken", f"{why}; nobody would make it anew: delete it, and create it again")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.api.affinity import NodeTerm, Operator, Requirement, Taint, TaintEffect, Toleration
+from kfp_gpuquota.api.affinity import NODE_NAME, NodeTerm, Operator, Requirement, Taint, TaintEffect, Toleration
 from kfp_gpuquota.api.affinity import TolerationOperator as Tolerates
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -33,6 +33,12 @@ class Place(msgspec.Struct, frozen=True, gc=False):
             "node_affinity": self.terms,
             "tolerations": self.tolerations,
         }
+
+    def avoiding(self, nodes: tuple[str, ...]) -> Place:
+        """The same, but for these nodes: terms are alternatives, so each of them says so."""
+        apart = Requirement(NODE_NAME, Operator.NOT_IN, nodes)
+        terms = tuple(NodeTerm((*term.requirements, apart)) for term in self.terms or (NodeTerm(()),))
+        return Place(self.selector, terms, self.tolerations)
 
 
 _KNOWN: dict[Place, Place] = {}

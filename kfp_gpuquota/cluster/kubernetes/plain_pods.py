@@ -323,5 +323,5 @@ def _split(members: list[Member]) -> dict[str, JobSpec]:
 
 def _wish(view: PodView) -> tuple[object, ...]:
     """What it asks for."""
-    quality = view.kind, view.priority, view.preemptible, view.pool, view.place
+    quality = view.kind, view.priority, view.preemptible, view.pool, view.place, view.avoids
     return view.gpus, view.share, view.needs, *quality, view.group, view.group_size

@@ -87,6 +87,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each. `needs` is what it takes
     of its node beside these, `pool` the node pool that it asks for, `owner` who may say how many start together.
+    `maker` is the uid of who would make it anew, `avoids` are nodes on which there was no room for another of its pods.
     """
 
     uid: str
@@ -105,7 +106,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     preemptible: bool | None = None
     group: str = ""
     group_size: int = 0
-    owned: bool = False
+    maker: str = ""
     job_uid: str = ""
     index: int = 0
     attempt: int = 0
@@ -116,6 +117,12 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     needs: Needs = Needs()
     pool: str = ""
     owner: Owner | None = None
+    avoids: tuple[str, ...] = ()
+
+    @property
+    def owned(self) -> bool:
+        """Somebody makes it anew when it is gone."""
+        return bool(self.maker)
 
     @property
     def holds(self) -> bool:
@@ -146,7 +153,7 @@ def pod_view(pod: Pod) -> PodView:
         running=pod.status.phase == "Running",
         devices=_devices((meta.annotations or {}).get(labels.DEVICES, ""), gpus),
         gate=gate,
-        owned=owner is not None,
+        maker=intern(owner.uid) if owner is not None else "",
         job_uid=owner.uid if owner is not None and elastic else "",
         exit_code=_exit_code(pod),
         trouble=_trouble(pod),
@@ -339,7 +346,8 @@ def pod_job(view: PodView, pods: int = 1) -> JobSpec:
     Pods of one template differ in their names only: what they ask for is checked once, which is what it costs most.
     """
     quality = view.kind, view.priority, view.preemptible, view.pool
-    spec = copy(_unnamed(view.namespace, view.gpus, pods, view.share, view.needs, view.place, quality))
+    place = view.place.avoiding(view.avoids) if view.avoids else view.place
+    spec = copy(_unnamed(view.namespace, view.gpus, pods, view.share, view.needs, place, quality))
     msgspec.structs.force_setattr(spec, "name", short_name(view.group.rpartition("/")[2] or view.name))
     return spec
 

@@ -1,0 +1,46 @@
+"""Nodes that an owner's pods avoid for a while, since kube-scheduler had no room there for one that was sent.
+
+It has reasons that are not planned with (affinity to other pods, host ports, where a volume can be mounted). Without
+this the pod that the owner makes anew would be sent to the same node again, and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+AVOIDED_S: Final = 600.0
+
+
+class Avoidance:
+    """`known` are the pods that were put, by uid; `put` gets those that may use a node again."""
+
+    def __init__(self, known: Mapping[str, PodView], put: Callable[[PodView], None]) -> None:
+        self._known, self._put = known, put
+        self._until: dict[str, dict[str, float]] = {}  # owner -> node -> the loop's time
+
+    def note(self, pod: PodView) -> None:
+        """The pod found no room on the node that it was sent to."""
+        loop = asyncio.get_running_loop()
+        self._until.setdefault(pod.maker, {})[pod.node] = loop.time() + AVOIDED_S
+        loop.call_later(AVOIDED_S, self._look, pod.maker)
+
+    def apply(self, pod: PodView) -> PodView:
+        """The pod, with what its owner's pods avoid."""
+        nodes = self._until.get(pod.maker) if pod.stage is Stage.WAITING else None
+        return msgspec.structs.replace(pod, avoids=tuple(sorted(nodes))) if nodes else pod
+
+    def _look(self, maker: str) -> None:
+        now = asyncio.get_running_loop().time()
+        left = {node: until for node, until in self._until.pop(maker, {}).items() if until > now}
+        if left:
+            self._until[maker] = left
+        for pod in [pod for pod in self._known.values() if pod.maker == maker and pod.stage is Stage.WAITING]:
+            self._put(self.apply(msgspec.structs.replace(pod, avoids=())))
