@@ -124,14 +124,25 @@ def test_an_elastic_jobs_worker_shares_a_gpu_too(controlled: Controlled) -> None
     assert "nvidia.com/gpu" not in pod["spec"]["containers"][0].get("resources", {}).get("limits", {})
 
 
-def test_a_reservation_that_somebody_deletes_is_made_again(controlled: Controlled) -> None:
+def test_a_reservation_that_somebody_deletes_is_made_again_with_what_stood_on_it(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=1)
     team = controlled.team(guaranteed=1)
     controlled.start()
-    controlled.until_bound(share(controlled, team, "a"))
+    controlled.until_phase(controlled.job(team, "worker", gpuFraction=0.5, gracePeriodSeconds=1), "Running")
+    controlled.until_bound(share(controlled, team, "pod"))
     ((name, before),) = reservations(controlled).items()
+    controlled.kill()
     controlled.cluster.api.delete(f"{RESERVATIONS}/{name}")
+    controlled.start()
     controlled.wait(lambda: _uids(controlled) not in (set(), {before["metadata"]["uid"]}))
+    pods = {pod["metadata"]["uid"]: f"{team}/{name}" for name, pod in controlled.pods(team).items()}
+
+    def noted() -> dict[str, str]:
+        (found,) = reservations(controlled).values()
+        notes = share_notes.read(found["metadata"]["annotations"].get(labels.SHARERS, ""))
+        return {note.uid: note.pod for note in notes}
+
+    controlled.wait(lambda: noted() == pods, lambda: f"{noted()} for {pods}")
 
 
 def _uids(controlled: Controlled) -> set[str]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
     from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.reservations import Place, Reservations
+    from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote
     from kfp_gpuquota.cluster.kubernetes.translate import PodView
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
     from kfp_gpuquota.cluster.records import JobRecord
@@ -108,12 +109,19 @@ class WorkerPods:
 
     def _reserve(self, reservations: Reservations, job: JobRecord, worker: Worker) -> None:
         """It shares GPUs: its pod is made when these are reserved, and its part of them is free."""
-        pod = (
-            f"{job.spec.project}/{elastic_pods.pod_name(self._book.facts[job.uid].object.metadata.name, worker.index)}"
-        )
-        note = note_of(job.spec, worker.id, pod, worker.started_at)
+        note = self.share_of(worker.id)
+        assert note is not None, "a worker that is to be made is in the book"
         ready, failed = partial(self._make_pod, job.uid, worker), partial(self._not_made, worker)
         reservations.prepare(Sharer(note, ready, failed))
+
+    def share_of(self, worker: str) -> ShareNote | None:
+        """The part of GPUs that a worker was given; None for one that is not known."""
+        record = self._book.workers.get(worker)
+        if record is None:
+            return None
+        meta = self._book.facts[record.worker.job_uid].object.metadata
+        pod = f"{meta.namespace}/{elastic_pods.pod_name(meta.name, record.worker.index)}"
+        return note_of(self._book.jobs[record.worker.job_uid].spec, worker, pod, record.worker.started_at)
 
     def _made(self, worker: Worker, answer: bytes) -> None:
         self._noted(self._pod.decode(answer))
