@@ -2,8 +2,8 @@
 
 Both train copies of one model over one process group, in turns of `--turn` steps, so that whatever else the machine
 does falls on both. `ratio` is the median step of elastic_runtime over that of DDP; `python_us_per_step` the CPU time
-of the loop's thread that a step of a tiny model of 16 parameters takes beyond forward, backward and optimizer.
-Last line: JSON with both.
+of the loop's thread that a step of a tiny model of 16 parameters takes beyond forward, backward and optimizer; in it is
+what starting a collective and waiting for it costs, as in `ddp_us_per_step`, the same for DDP. Last line: JSON with all.
 
 Usage: python benchmarks/overhead.py [--mparams 26] [--workers 2] [--steps 60]
 """
@@ -114,12 +114,14 @@ def main() -> None:
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, gloo, {options.mparams:g} M parameters, AdamW")
     elastic, ddp, _ = measure(Task(mparams=options.mparams), options.workers, options.steps, options.turn)
-    tiny_elastic, _, tiny_local = measure(Task(mparams=0.001), options.workers, 2000, 50)
+    tiny_elastic, tiny_ddp, tiny_local = measure(Task(mparams=0.001), options.workers, 2000, 50)
     result = {
         "ratio": round(median(elastic, 0) / median(ddp, 0), 4),
         "step_ms": round(median(elastic, 0) * 1e3, 2),
         "ddp_step_ms": round(median(ddp, 0) * 1e3, 2),
         "python_us_per_step": round((median(tiny_elastic, 1) - median(tiny_local, 1)) * 1e6, 1),
+        "ddp_us_per_step": round((median(tiny_ddp, 1) - median(tiny_local, 1)) * 1e6, 1),
+        "load": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(result))
 

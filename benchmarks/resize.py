@@ -17,10 +17,14 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import resize_peers
 import torch
 from elastic_bench import Bench, Pause, Step, Task, pauses
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.membership import AnnounceCommit
 
 
 def main() -> None:
@@ -39,8 +43,8 @@ def main() -> None:
         bench.grow_and_shrink(options.rounds)
         planned = [told(pause) for pause in pauses(bench.steps("w0"))]
         crashes = [told(crash(bench, round_)) for round_ in range(options.rounds)]
-        steps = bench.steps("w0")
-    result: dict[str, object] = dict(summary(planned, crashes, steps))
+        steps, commits = bench.steps("w0"), bench.commits
+    result: dict[str, object] = {**summary(planned, crashes, steps), **switches(commits, len(planned))}
     if options.peer:
         result |= {"peer": options.peer, **measure_peer(options.peer, task, options.rounds, options.steps)}
     result["load"] = round(os.getloadavg()[0], 1)
@@ -54,6 +58,15 @@ def measure_peer(peer: str, task: Task, rounds: int, steps: int) -> dict[str, fl
     for pause in planned + crashes:
         print(f"{peer}: {pause.from_size} -> {pause.to_size}: {pause.pause_ms:.1f} ms, lost {pause.lost_steps}")
     return {f"peer_{name}": value for name, value in summary(planned, crashes).items()}
+
+
+def switches(commits: list[AnnounceCommit], count: int) -> dict[str, float]:
+    """Of the first `count` planned changes, by the workers' own clocks."""
+    whole = [commit for commit in commits if commit.complete][: count + 1]
+    found: dict[str, list[float]] = {"join": [], "leave": []}
+    for before, after in itertools.pairwise(whole):
+        found["join" if len(after.members) > len(before.members) else "leave"].append(after.pause_ms)
+    return {f"{kind}_switch_ms": round(statistics.median(each), 2) for kind, each in found.items() if each}
 
 
 def told(pause: Pause) -> Pause:
