@@ -42,8 +42,8 @@ from benchmarks.common import milliseconds, print_conditions, print_result
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.connection import Connection
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
+from kfp_gpuquota.cluster.kubernetes.nodes import is_ready
 from kfp_gpuquota.cluster.kubernetes.objects import Node, Page, Pod
-from kfp_gpuquota.cluster.kubernetes.translate import is_ready
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from tools.devcluster import DevCluster, Options
 from tools.devcluster.fake_nodes import fake_node

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import JobSpec
 from kfp_gpuquota.cluster.kubernetes.bystanders import Bystanders, Taken
 from kfp_gpuquota.cluster.kubernetes.needs import Needs, needs_of
+from kfp_gpuquota.cluster.kubernetes.nodes import node_of
 from kfp_gpuquota.cluster.kubernetes.objects import Node, PodSpec
-from kfp_gpuquota.cluster.kubernetes.translate import node_of
 
 GI = 1 << 30
 

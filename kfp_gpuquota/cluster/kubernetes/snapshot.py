@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.kubernetes import quotas, translate
+from kfp_gpuquota.cluster.kubernetes import nodes, quotas
 from kfp_gpuquota.cluster.kubernetes.bystanders import Bystanders
 from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
 from kfp_gpuquota.cluster.kubernetes.seats import Seats
 from kfp_gpuquota.cluster.kubernetes.share_notes import note_of
-from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage, pod_job
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 from kfp_gpuquota.scheduler.model import GPU
 
@@ -100,7 +100,7 @@ class Snapshot:
         """What was asked for by one who holds parts of GPUs."""
         if (member := self.plain.members.get(holder)) is not None:
             pod = member.view
-            return note_of(translate.pod_job(pod), holder, f"{pod.namespace}/{pod.name}", pod.created)
+            return note_of(pod_job(pod), holder, f"{pod.namespace}/{pod.name}", pod.created)
         return self.elastic.workers.share_of(holder) if self.elastic else None
 
     # Nodes
@@ -109,7 +109,7 @@ class Snapshot:
         """A node is as given. Most of what comes is heartbeats, which say nothing new."""
         before, self.nodes[node.metadata.name] = self.nodes.get(node.metadata.name), node
         self._node_names[node.metadata.uid] = node.metadata.name
-        if self.started and (before is None or not translate.same_node(before, node)):
+        if self.started and (before is None or not nodes.same_node(before, node)):
             self._tell_node(node.metadata.name)
 
     def drop_node(self, uid: str) -> None:
@@ -127,10 +127,10 @@ class Snapshot:
         node = self.nodes.get(name)
         if node is None:
             return
-        self.seats.resize(name, translate.gpu_count(node))
+        self.seats.resize(name, nodes.gpu_count(node))
         self._outdated.pop(name, None)
         try:
-            seen = translate.node_of(node, self.seats.foreign(name), self._bystanders.on(name))
+            seen = nodes.node_of(node, self.seats.foreign(name), self._bystanders.on(name))
         except InvalidFieldError as error:
             log.error("node %s is left out: %s", name, error)
             return
@@ -145,7 +145,7 @@ class Snapshot:
 
     def _note_less(self, node: str | None) -> None:
         """Less is left there: that can wait for the next plan."""
-        if node is not None and self.started and node in self.nodes and translate.gpu_count(self.nodes[node]):
+        if node is not None and self.started and node in self.nodes and nodes.gpu_count(self.nodes[node]):
             self._outdated[node] = None
 
     def _note_more(self, node: str | None) -> None:

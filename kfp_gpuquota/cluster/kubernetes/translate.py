@@ -9,42 +9,34 @@ from __future__ import annotations
 import re
 from copy import copy
 from enum import IntEnum
-from functools import cache, lru_cache
+from functools import lru_cache
 from sys import intern
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Device, JobSpec, Kind
-from kfp_gpuquota.api import Node as ApiNode
+from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.bystanders import Taken
 from kfp_gpuquota.cluster.kubernetes.needs import (
-    MILLI,
     Needs,
     gpus_of,
-    mebibytes_left,
-    millicores,
     needs_of,
     whole,
-    whole_bytes,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import PodSpec
 from kfp_gpuquota.cluster.kubernetes.owners import Owner, owner_of
-from kfp_gpuquota.cluster.kubernetes.places import Place, place_of, taints_of
+from kfp_gpuquota.cluster.kubernetes.places import Place, place_of
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, Node, NodeSelectorTerm, Pod
+    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, NodeSelectorTerm, Pod
 
 NODE_NAME_FIELD: Final = "metadata.name"
-PLACES_OF_A_DEVICE: Final = 32  # so many pods share no GPU: where more of them have a place, places are not scarce
 KILLED: Final = 137  # 128 + SIGKILL: what a shell says of a process that was killed
-_EFFECTS_THAT_BAR: Final = frozenset({"NoSchedule", "NoExecute"})
 _TROUBLE: Final = frozenset(
     {
         "ErrImagePull",
@@ -280,56 +272,6 @@ def _trouble(pod: Pod) -> str:
 
 
 # What the scheduler is told
-
-
-def same_node(before: Node, after: Node) -> bool:
-    """Nothing differs that matters here."""
-    return (
-        before.metadata.uid == after.metadata.uid
-        and before.metadata.labels == after.metadata.labels
-        and before.spec == after.spec
-        and before.status.allocatable == after.status.allocatable
-        and is_ready(before) == is_ready(after)
-    )
-
-
-def node_of(node: Node, foreign: Iterable[int] = (), taken: Taken | None = None) -> ApiNode:
-    """The node, without the devices that pods outside the quota hold, and what `taken` says beside these.
-
-    Of a node without GPUs nothing counts: a team's share of CPU is one of what can be used together with GPUs.
-    """
-    held, taken, allocatable = set(foreign), taken or Taken(), node.status.allocatable
-    count, memory = gpu_count(node), whole(node.metadata.labels.get(labels.GPU_MEMORY, "0"))
-    places = whole(allocatable.get("pods", "0")) - taken.pods
-    return ApiNode(
-        name=node.metadata.name,
-        devices=tuple(device(i, memory) for i in range(count) if i not in held),
-        ready=is_ready(node),
-        labels=node.metadata.labels,
-        taints=taints_of(node.spec.taints),
-        cpu=max(0, millicores(allocatable.get("cpu", "0")) - taken.cpu) / MILLI if count else 0.0,
-        memory_mib=mebibytes_left(whole_bytes(allocatable.get("memory", "0")) - taken.memory) if count else 0,
-        max_workers=max(0, places) if places < count * PLACES_OF_A_DEVICE else None,
-        pool=node.metadata.labels.get(labels.POOL, ""),
-    )
-
-
-@cache
-def device(index: int, memory_mib: int) -> Device:
-    """One of a node's devices; the kubelet's plugin decides which one that is. Thousands of nodes share these."""
-    return Device(index=index, memory_mib=memory_mib)
-
-
-def gpu_count(node: Node) -> int:
-    """How many GPUs its device plugin has announced, and are healthy."""
-    return whole(node.status.allocatable.get(labels.GPU_RESOURCE, "0"))
-
-
-def is_ready(node: Node) -> bool:
-    """Whether new pods may be sent there."""
-    ready = any(c.type == "Ready" and c.status == "True" for c in node.status.conditions)
-    barred = any(t.effect in _EFFECTS_THAT_BAR and t.key.startswith("node.kubernetes.io/") for t in node.spec.taints)
-    return ready and not barred and not node.spec.unschedulable
 
 
 _NOT_IN_NAMES: Final = re.compile(r"[^a-z0-9-]+")

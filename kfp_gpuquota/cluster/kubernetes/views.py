@@ -14,7 +14,7 @@ from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Progress, Reason, 
 from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_RESTARTS
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import NodeView, ProjectView
-from kfp_gpuquota.cluster.kubernetes import labels, quotas, translate
+from kfp_gpuquota.cluster.kubernetes import labels, nodes, quotas, translate
 from kfp_gpuquota.cluster.kubernetes.policy_objects import set_by
 from kfp_gpuquota.cluster.kubernetes.size_changes import reason_of, resizes_of
 
@@ -199,7 +199,7 @@ def node_view(node: Node, pods: Iterable[Pod]) -> NodeView:
         if pod.spec.node_name == node.metadata.name and pod.status.phase not in {"Succeeded", "Failed"}:
             for device in worker_of(pod, "").devices:
                 held[device] = (*held.get(device, ()), pod.metadata.name)
-    return NodeView(node=translate.node_of(node), held=held)
+    return NodeView(node=nodes.node_of(node), held=held)
 
 
 def _reason(code: str, message: str) -> Reason | None:
