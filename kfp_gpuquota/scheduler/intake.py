@@ -56,7 +56,8 @@ def request_of(spec: JobSpec) -> Request:
         devices=spec.worker_gpus,
         share=GPU if spec.gpu_fraction is None else round(spec.share_of(0) * GPU),
         memory_mib=spec.gpu_memory_mib or 0,
-        cpu=0 if spec.cpu is None else ceil(spec.cpu * MILLI),
+        # 1.1 * 1000 is a little more than 1100: what floating point adds must not count as a thousandth more.
+        cpu=0 if spec.cpu is None else ceil(round(spec.cpu * MILLI, 3)),
         memory=(spec.memory_mib or 0) * MIB,
         nodes=None if spec.node is None else frozenset({spec.node}),
         rules=NO_RULES if rules == NO_RULES else rules,

@@ -14,6 +14,7 @@ from kfp_gpuquota.cluster.kubernetes.bystanders import Bystanders, Taken
 from kfp_gpuquota.cluster.kubernetes.needs import Needs, needs_of
 from kfp_gpuquota.cluster.kubernetes.nodes import node_of
 from kfp_gpuquota.cluster.kubernetes.objects import Node, PodSpec
+from kfp_gpuquota.scheduler.intake import request_of
 
 GI = 1 << 30
 
@@ -57,8 +58,13 @@ def test_memory_is_counted_in_bytes_and_planned_in_whole_mebibytes() -> None:
 
 @given(st.integers(0, 1 << 70), st.integers(0, 1 << 70))
 def test_whatever_a_pod_asks_for_is_a_job_that_can_be(cpu: int, memory: int) -> None:
-    spec = JobSpec(name="x", project="x", command=("x",), **Needs(cpu, memory).constraints())
-    assert (spec.cpu or 0) * 1000 <= cpu
+    JobSpec(name="x", project="x", command=("x",), **Needs(cpu, memory).constraints())
+
+
+@given(st.integers(1, 10**7))
+def test_no_thousandth_of_a_core_is_counted_that_was_not_asked_for(milli: int) -> None:
+    spec = JobSpec(name="x", project="x", command=("x",), **Needs(milli).constraints())
+    assert request_of(spec).cpu == milli
 
 
 def node(gpus: str, pods: str = "250") -> Node:
