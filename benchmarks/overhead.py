@@ -3,7 +3,7 @@
 Both train copies of one model over one process group, in turns of `--turn` steps, so that whatever else the machine
 does falls on both. `ratio` is the median step of elastic_runtime over that of DDP; `python_us_per_step` the CPU time
 of the loop's thread that a step of a tiny model of 16 parameters takes beyond forward, backward and optimizer; in it is
-what starting a collective and waiting for it costs, as in `ddp_us_per_step`, the same for DDP. Last line: JSON with all.
+what starting a collective and waiting for it costs, as in `ddp_us_per_step`, the same for DDP. Last line: JSON.
 
 Usage: python benchmarks/overhead.py [--mparams 26] [--workers 2] [--steps 60]
 """
