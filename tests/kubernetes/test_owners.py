@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.owners import ALONE, INDEX_ANNOTATION, Owner, Together, owner_of, together
+from kfp_gpuquota.cluster.kubernetes.owners import (
+    ALONE,
+    INDEX_ANNOTATION,
+    JOBSET_LABEL,
+    Owner,
+    Together,
+    owner_of,
+    together,
+)
 from tests.kubernetes.controlled import Controlled, pod_body
 
 if TYPE_CHECKING:
@@ -161,6 +169,33 @@ def test_a_training_operators_pods_differ_and_start_together(controlled: Control
     controlled.wait(lambda: not controlled.waiting(team), lambda: controlled.log()[-3000:])
     devices = {n: p["metadata"]["annotations"][labels.DEVICES].count(",") for n, p in controlled.pods(team).items()}
     assert devices == {"master": 0, "worker-0": 1, "worker-1": 1}
+
+
+def test_a_pod_whose_owner_cannot_be_read_starts_alone(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1)
+    controlled.start()
+    controlled.until_bound(controlled.pod(team, "orphan", labels_={JOBSET_LABEL: "gone"}))  # JobSet is not installed
+    assert "planned one by one" in controlled.log()
+
+
+def test_a_replica_set_of_which_a_label_makes_a_group_says_how_large_it_is(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    blocker = controlled.pod(team, "blocker")
+    controlled.start()
+    controlled.until_bound(blocker)
+    sets = f"/apis/apps/v1/namespaces/{team}/replicasets"
+    body = {"metadata": {"labels": {"app": "x", labels.POD_GROUP: "g"}}, "spec": pod_body("x")["spec"]}
+    spec = {"replicas": 2, "selector": {"matchLabels": {"app": "x"}}, "template": body}
+    controlled.cluster.api.create(sets, {"metadata": {"name": "set"}, "spec": spec})
+    controlled.wait(lambda: len(controlled.waiting(team)) == 2)
+    controlled.until_bound(controlled.pod(team, "small"))  # it was planned with the group waiting beside it
+    assert len(controlled.waiting(team)) == 2
+    for name in ("blocker", "small"):
+        controlled.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/{name}")
+    controlled.wait(lambda: len(controlled.bound(team)) == 2, lambda: controlled.log()[-3000:])
+    controlled.cluster.api.delete(f"{sets}/set")
 
 
 def install_training_jobs(cluster: DevCluster) -> None:
