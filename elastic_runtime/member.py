@@ -226,7 +226,7 @@ class Member:
                 self._give_up(generation, state, error)
                 generation = self._generations.wait_for_next(after=generation.number)
         self._adopt(state, generation, received=received)
-        pause_ms = (time.perf_counter() - began) * 1e3
+        pause_ms = 0.0 if cause == "join" else (time.perf_counter() - began) * 1e3  # a joiner has no loop yet
         self._events.pop("CollectiveFailed", None)
         self._say(
             "GenerationAdopted", generation=generation.number, step=state.position.step, pause_ms=pause_ms, lost_steps=0
