@@ -58,7 +58,7 @@ class State:
 
     def apply(self, event: events.Event) -> None:
         """Take note of what happened."""
-        self._apply(event)
+        _handler_of(type(event))(self, event)
 
     @singledispatchmethod
     def _apply(self, event: events.Event) -> None:
@@ -286,6 +286,10 @@ class State:
             index[job.uid] = job
         else:
             index.pop(job.uid, None)
+
+
+# A singledispatchmethod makes a new function at each access (Python 3.11), which costs as much as many events do.
+_handler_of = State.__dict__["_apply"].dispatcher.dispatch
 
 
 def _take_pending(job: Job, part: str) -> Task | None:
