@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_fractions.py [--devices 8] [--processes 200] [--rounds 200]
 
-cpu_ms: CPU time of one round (sample, attribute, decide) over simulated devices that many real processes use.
+cpu_ms: CPU time of one round (sample, attribute, decide) over simulated devices that many real processes use;
+node_cpu_ms: of the agent of a Kubernetes node.
 demand_ms: from an owner's arrival until its request is free, with a borrower that listens every 20 ms and an agent
 that samples every 100 ms: the median of ten.
 """
@@ -10,6 +11,7 @@ that samples every 100 ms: the median of ten.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import statistics
 import subprocess
@@ -17,12 +19,17 @@ import tempfile
 import time
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from common import print_conditions, print_result
 
 from elastic_runtime.simulated_memory import create_device
+from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.node_agent import AgentOptions, NodeAgent
+from kfp_gpuquota.cluster.kubernetes.objects import Pod
+from kfp_gpuquota.cluster.kubernetes.reservation_pods import NAMESPACE
+from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote, written
 from kfp_gpuquota.fractions import Claim, Policy, Process
 from kfp_gpuquota.fractions.agent import Agent, Share
 from kfp_gpuquota.fractions.devices import SimulatedMemory
@@ -45,19 +52,20 @@ def main() -> None:
     options = parser.parse_args()
     print_conditions("GPU fractions, one node's agent", **vars(options))
     with tempfile.TemporaryDirectory() as directory:
-        cpu_ms = round_cost(Path(directory), options.devices, options.processes, options.rounds)
+        cpu_ms, node_ms = round_cost(Path(directory), options.devices, options.processes, options.rounds)
     with tempfile.TemporaryDirectory() as directory:
         demand_ms = [demand(Path(directory) / str(i)) * 1000 for i in range(10)]
     print_result(
         cpu_ms=round(statistics.median(cpu_ms), 2),
         cpu_ms_max=round(max(cpu_ms), 2),
+        node_cpu_ms=round(statistics.median(node_ms), 2),
         demand_ms=round(statistics.median(demand_ms), 1),
         demand_ms_max=round(max(demand_ms), 1),
     )
 
 
-def round_cost(root: Path, devices: int, processes: int, rounds: int) -> list[float]:
-    """CPU milliseconds of each round."""
+def round_cost(root: Path, devices: int, processes: int, rounds: int) -> tuple[list[float], list[float]]:
+    """CPU milliseconds of each round: of the agent alone, and of a Kubernetes node's."""
     sleepers = [subprocess.Popen(["sleep", "600"], env={"ELASTIC_WORKER_ID": f"worker-{i}"}) for i in range(processes)]
     try:
         directories = {str(i): root / str(i) for i in range(devices)}
@@ -73,11 +81,52 @@ def round_cost(root: Path, devices: int, processes: int, rounds: int) -> list[fl
             shares.append(Share((claim,), root / name))
         agent = Agent(SimulatedMemory(directories), worker_of, Policy())
         agent.round(shares, time.monotonic())
-        return [cpu_of(lambda: agent.round(shares, time.monotonic())) for _ in range(rounds)]
+        alone = [cpu_of(lambda: agent.round(shares, time.monotonic())) for _ in range(rounds)]
+        return alone, asyncio.run(node_cost(directories, [claim for share in shares for claim in share.claims], rounds))
     finally:
         for sleeper in sleepers:
             sleeper.kill()
             sleeper.wait()
+
+
+class Silent:
+    """An API server that takes what is written and never answers."""
+
+    async def call(self, *_: object, **_more: object) -> bytes:
+        """Hangs."""
+        await asyncio.Event().wait()
+        return b""
+
+
+async def node_cost(directories: dict[str, Path], claims: list[Claim], rounds: int) -> list[float]:
+    """The same for the agent of a Kubernetes node, which has learnt from reservations who shares what."""
+    silent: Any = Silent()
+    agent = NodeAgent(silent, AgentOptions(node="node-0"), SimulatedMemory(directories), worker_of)
+    for device in directories:
+        agent.put(reservation(device, [claim for claim in claims if claim.device == device]))
+    agent.round()
+    return [cpu_of(agent.round) for _ in range(rounds)]
+
+
+def reservation(device: str, claims: list[Claim]) -> Pod:
+    """The pod that holds a device, and names its sharers."""
+    notes = [
+        ShareNote(
+            ticket=f"{claim.workload}@0",
+            pod=f"team/{claim.workload}",
+            uid=claim.workload,
+            since=0.0,
+            gpus=(device,),
+            gpu_memory_mib=claim.request_mib,
+            gpu_memory_limit_mib=claim.limit_mib,
+        )
+        for claim in claims
+    ]
+    annotations = {labels.RESERVES_ON: "node-0", labels.SHARERS: written(notes)}
+    named = {"name": f"gpu-{device}", "namespace": NAMESPACE, "uid": device, "labels": {labels.RESERVES: device}}
+    said = [{"name": "report", "state": {"terminated": {"exitCode": 0, "message": device}}}]
+    status = {"phase": "Running", "initContainerStatuses": said}
+    return msgspec.convert({"metadata": {**named, "annotations": annotations}, "status": status}, Pod)
 
 
 def cpu_of(act: Callable[[], object]) -> float:

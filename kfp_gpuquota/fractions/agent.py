@@ -52,9 +52,7 @@ class Agent:
         )
         for share in shares:
             _tell(share, decided)
-        for kill in decided.kills:
-            self._carry_out(kill)
-        return decided
+        return msgspec.structs.replace(decided, kills=tuple(map(self._carry_out, decided.kills)))
 
     def _samples(self, claimed: set[str]) -> list[Sample]:
         """What processes use. Of those whose workload has no claim (any more) nothing is known but that they use it."""
@@ -66,17 +64,20 @@ class Agent:
             for owner in (self._processes.owner_of(process),)
         ]
 
-    def _carry_out(self, kill: Kill) -> None:
+    def _carry_out(self, kill: Kill) -> Kill:
+        """What became of it."""
         why = f"for {kill.beneficiary}, whose request it holds" if kill.beneficiary else "it is over its limit"
         facts = (kill.process.pid, kill.workload, kill.device, kill.over_mib, why)
         if kill.only_reported:
             log.warning("process %s of %s on device %s would be ended: %s MiB too many (%s); the killer is off", *facts)
-            return
+            return kill
         try:
             self._processes.end(kill.process, force=kill.force)
             log.warning("process %s of %s on device %s is ended: %s MiB too many (%s)", *facts)
         except PermissionError:
             log.error("process %s of %s on device %s cannot be ended: %s MiB too many (%s); it lacks CAP_KILL", *facts)
+            return msgspec.structs.replace(kill, only_reported=True, refused=True)
+        return kill
 
     def close(self) -> None:
         """Let go of the processes it watches."""
@@ -88,6 +89,7 @@ def explain(kill: Kill, beneficiary: str, container: str = "") -> str:
     over = f"it held {show_mib(kill.over_mib)} of GPU memory above"
     why = f"{over} its request, which {beneficiary} has asked for" if kill.beneficiary else f"{over} its limit"
     verb = "would be ended, were the killer on" if kill.only_reported else "was ended"
+    verb = "cannot be ended, for the agent lacks CAP_KILL" if kill.refused else verb
     where = f" in container {container}" if container else ""
     return f"its process {kill.process.pid}{where} {verb}: {why}"
 

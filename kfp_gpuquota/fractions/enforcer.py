@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class Kill(msgspec.Struct, frozen=True, kw_only=True):
     """End a process of `workload` on `device`: `over_mib` above what it may use, for `beneficiary` ("": its own limit).
 
-    `force`: SIGKILL, for it was asked before. With the killer off it is `only_reported`.
+    `force`: SIGKILL, for it was asked before. With the killer off it is `only_reported`; `refused`: the kernel did not
+    let the agent.
     """
 
     process: Process
@@ -41,6 +42,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
     beneficiary: str = ""
     force: bool = False
     only_reported: bool = False
+    refused: bool = False
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.conftest import jobs_of
 from tests.kubernetes.test_admission import environment, patched, pod
 from tests.kubernetes.test_client import run
+from tests.kubernetes.test_rbac import denied, user
 from tools.devcluster import ApiError
 
 if TYPE_CHECKING:
@@ -207,6 +208,14 @@ def test_a_policy_that_is_applied_holds_for_the_next_pod_and_the_next_job(kubefl
     finally:
         api.delete(f"{PATH}/{team}")
     await_(lambda: limit(api.create(pods, body, dryRun="All")) != "2048Mi")
+
+
+def test_everybody_reads_policies_and_a_teams_administrator_makes_none(kubeflow_cluster: DevCluster) -> None:
+    team = kubeflow_cluster.make_namespace(f"policies-{uuid.uuid4().hex[:6]}")
+    owner, trusted = user(kubeflow_cluster, "admin", team), user(kubeflow_cluster, "gpuquota-quota-admin")
+    assert "workloadpolicies" in denied(owner.create, PATH, policy_body(TIGHT))
+    assert trusted.create(PATH, policy_body(TIGHT), dryRun="All")["metadata"]["name"] == "tight"
+    assert isinstance(owner.items(PATH), list)
 
 
 def await_(holds: Callable[[], bool]) -> None:

@@ -39,16 +39,18 @@ from kfp_gpuquota.fractions.devices import NvmlMemory, SimulatedMemory
 from kfp_gpuquota.fractions.processes import place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationView
     from kfp_gpuquota.fractions.devices import DeviceMemory
+    from kfp_gpuquota.fractions.processes import Place
 
 NAME: Final = "gpuquota-node-agent"
 INTERVAL_S: Final = 0.1
 SOONEST_S: Final = 0.005  # what the watch tells together is looked at together
 LEDGER_EVERY_S: Final = 5.0
 AFTER_TROUBLE_S: Final = 5.0
+REMEMBERED: Final = 4096
 _ROUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
 
 log = logging.getLogger(__name__)
@@ -93,12 +95,20 @@ class AgentMetrics:
 
 
 class NodeAgent:
-    """One node's. `memory` and the agent's rules are those of fractions/."""
+    """One node's. `memory` and the rules are those of fractions/; `owner_of` says whose a process is, by default by its
+    cgroup.
+    """
 
-    def __init__(self, connection: Connection, options: AgentOptions, memory: DeviceMemory) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        options: AgentOptions,
+        memory: DeviceMemory,
+        owner_of: Callable[[int], str] | None = None,
+    ) -> None:
         self._options, self._memory = options, memory
         self._shares = NodeShares(options.reservation_namespace, Path(options.kubelet_root))
-        self._agent = Agent(memory, lambda pid: self._shares.owner_of(place_of(pid)), options.policy)
+        self._agent = Agent(memory, owner_of or self._owner_of, options.policy)
         self._writer = Writer(connection)
         self._events = Recorder(self._writer, NAME)
         self._pods = Reflector(
@@ -113,6 +123,8 @@ class NodeAgent:
         self._saying: set[str] = set()
         self._shown: dict[str, tuple[str, float]] = {}  # uid of a reservation -> (ledger on it, when it was written)
         self._totals: dict[str, int] = {}
+        self._last = Round()
+        self._places: dict[int, Place] = {}
         self._next: asyncio.TimerHandle | None = None
         self.metrics = AgentMetrics()
 
@@ -123,13 +135,24 @@ class NodeAgent:
             stack.callback(self._agent.close)
             stack.callback(self._cancel)
             serving = metrics.serving(
-                self.metrics, self._options.metrics_port, ready=self._pods.synced.is_set, look=lambda: None
+                self.metrics, self._options.metrics_port, ready=self._pods.synced.is_set, look=self._look
             )
             log.info("metrics and probes on port %d", await stack.enter_async_context(serving))
             log.info("on node %s it %s", self._options.node, what_it_can_do(self._options.policy))
             await self._pods.run()
 
+    def _owner_of(self, pid: int) -> str:
+        """Asked when a process is first seen; where it ran is to be said when it is gone, too."""
+        if len(self._places) >= REMEMBERED:
+            self._places.clear()
+        self._places[pid] = place_of(pid)
+        return self._shares.owner_of(self._places[pid])
+
     # What is seen
+
+    def put(self, pod: Pod) -> None:
+        """A pod of the node is as given."""
+        self._shares.put(pod)
 
     def _pod_changed(self, pod: Pod) -> None:
         if self._shares.put(pod) or self._next is None:
@@ -160,32 +183,40 @@ class NodeAgent:
             if not self._pods.synced.is_set():
                 self._schedule(INTERVAL_S)
             return
-        pause = INTERVAL_S
         try:
             with self.metrics.rounds.time():
-                self._totals = self._memory.totals()
-                done = self._agent.round(self._shares.shares(self._totals), time.monotonic())
+                self.round()
         except (DeviceError, OSError) as error:
             log.error("GPU memory cannot be read, so nobody who shares a GPU starts: %s", error)
-            pause = AFTER_TROUBLE_S
+            self._schedule(AFTER_TROUBLE_S)
         else:
-            self._note(done)
-            notes = self._shares.notes()
-            for view in self._shares.reservations.values():
-                shown = ledger.written(done.rows, view.gpu, notes, self._totals.get(view.gpu, 0))
-                self._say(view, self._shares.ready_on(view, done.ready), shown)
-        self._schedule(pause)
+            self._schedule(INTERVAL_S)
 
-    def _say(self, view: ReservationView, ready: frozenset[str], shown: str) -> None:
-        """Who may start at once, the ledger now and then. One write about a reservation at a time."""
-        now = time.monotonic()
+    def round(self) -> None:
+        """Sample, decide, act, say. Raises DeviceError, OSError."""
+        self._totals = self._memory.totals()
+        done = self._agent.round(self._shares.shares(self._totals), time.monotonic())
+        self._note(done)
+        for view in self._shares.reservations.values():
+            if not view.leaving and view.uid not in self._saying:  # one write about it at a time
+                self._say(view, done)
+
+    def _say(self, view: ReservationView, done: Round) -> None:
+        """Who may start: at once. The ledger: now and then, and only where it has changed."""
+        now, notes = time.monotonic(), {}
+        if (ready := self._shares.ready_on(view, done.ready)) != view.ready:
+            notes[labels.READY] = ",".join(sorted(ready))
         before, at = self._shown.get(view.uid, ("", -LEDGER_EVERY_S))
-        due = shown != before and now - at >= LEDGER_EVERY_S
-        if (ready == view.ready and not due) or view.leaving or view.uid in self._saying:
-            return
+        if now - at >= LEDGER_EVERY_S:
+            shown = ledger.written(done.rows, view.gpu, self._shares.notes(), self._totals.get(view.gpu, 0))
+            self._shown[view.uid] = (shown, now)
+            if shown != before:
+                notes[labels.LEDGER] = shown
+        if notes:
+            self._write(view, notes)
+
+    def _write(self, view: ReservationView, notes: dict[str, str]) -> None:
         self._saying.add(view.uid)
-        self._shown[view.uid] = (shown, now)
-        notes = {labels.READY: ",".join(sorted(ready)), labels.LEDGER: shown}
         body = {"metadata": {"uid": view.uid, "annotations": notes}}
         namespace = self._options.reservation_namespace
         write = Write(
@@ -208,19 +239,22 @@ class NodeAgent:
 
     # What is told to people
 
-    def _note(self, done: Round) -> None:
-        notes = self._shares.notes() if done.rows or done.kills else {}
+    def _look(self) -> None:
+        """The gauges, read off when somebody asks for them: in each round they would cost as much as the round."""
+        notes = self._shares.notes()
         gauges = (self.metrics.used, self.metrics.request, self.metrics.limit, self.metrics.granted)
         for gauge in gauges:
             gauge.clear()
-        for row in done.rows:
-            note = notes.get(row.workload)
-            if note is not None and note.uid:
+        for row in self._last.rows:
+            if (note := notes.get(row.workload)) is not None and note.uid:
                 of = (note.project, note.pod.partition("/")[2], row.device)
-                for gauge, mib in zip(
-                    gauges, (row.used_mib, row.request_mib, row.limit_mib, row.granted_mib), strict=True
-                ):
+                amounts = (row.used_mib, row.request_mib, row.limit_mib, row.granted_mib)
+                for gauge, mib in zip(gauges, amounts, strict=True):
                     gauge.labels(*of).set(mib)
+
+    def _note(self, done: Round) -> None:
+        self._last = done
+        notes = self._shares.notes() if done.kills else {}
         for kill in done.kills:
             note, other = notes.get(kill.workload), notes.get(kill.beneficiary)
             if note is not None and not kill.force:
@@ -230,8 +264,8 @@ class NodeAgent:
         code = ReasonCode.GPU_MEMORY_RECLAIMED if kill.beneficiary else ReasonCode.OVER_GPU_MEMORY_LIMIT
         reason = "".join(word.capitalize() for word in code.split("-"))
         namespace, _, name = pod.partition("/")
-        container = self._shares.container_of(place_of(kill.process.pid))
-        message = explain(kill, f"pod {beneficiary}", container)
+        place = self._places.get(kill.process.pid)
+        message = explain(kill, f"pod {beneficiary}", self._shares.container_of(place) if place else "")
         self._events.tell(Subject("Pod", name, namespace, uid), reason, message, warning=True)
         self.metrics.ended.labels(namespace, name, reason, beneficiary, str(not kill.only_reported).lower()).inc()
         self.metrics.over.labels(namespace, name).inc(kill.over_mib)

@@ -6,6 +6,7 @@ containers they have, for the cgroups of some machines name the container and no
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota.cluster.kubernetes import reservation_pods, share_notes
@@ -15,7 +16,6 @@ from kfp_gpuquota.fractions.claims import UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from kfp_gpuquota.cluster.kubernetes.objects import Pod
     from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationView
@@ -92,7 +92,7 @@ class NodeShares:
 
     def directory_of(self, uid: str) -> Path:
         """The volume of a pod in which it listens; a newcomer has none yet."""
-        return self._pods_root / uid / "volumes" / "kubernetes.io~empty-dir" / MEMORY_VOLUME
+        return Path(f"{self._pods_root}/{uid}/volumes/kubernetes.io~empty-dir/{MEMORY_VOLUME}")
 
     def ready_on(self, view: ReservationView, ready: frozenset[str]) -> frozenset[str]:
         """The newcomers of a GPU that may start."""
