@@ -59,7 +59,12 @@ class Keeper:
     def save_soon(
         self, step: int, capture: Callable[[], dict[str, Any]], standing_still: Callable[[Callable[[], None]], bool]
     ) -> bool:
-        """Copy the state while it stands still, and have it written; False where it does not stand still."""
+        """Copy the state while it stands still, and have it written; False where it does not stand still.
+
+        Without a directory there is nothing to do.
+        """
+        if not self._directory:
+            return True
         with self._lock:
             self.settle()
             return standing_still(lambda: self._start_writing(step, capture))

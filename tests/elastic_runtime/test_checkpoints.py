@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
@@ -18,6 +19,9 @@ import torch
 import elastic_runtime
 from elastic_runtime import checkpoint
 from elastic_runtime.errors import CheckpointError, SettingsError, StateError
+from elastic_runtime.keeper import Keeper
+from elastic_runtime.progress import Progress
+from elastic_runtime.reporting import Reporter
 from tests.elastic_runtime.harness import until
 from tests.elastic_runtime.training import Plan, train
 
@@ -155,6 +159,15 @@ def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(tmp_path: Pat
         assert torch.equal(value, got["model"][name])
     events = [json.loads(line)["event"] for line in (disturbed / "report.jsonl").read_text().splitlines()]
     assert events == ["checkpoint", "left", "restored", "finished"]
+
+
+def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    keeper = Keeper("", Reporter("", "w", lambda _: None, Progress(io.StringIO())), every_s=1.0, keep=1)
+    assert keeper.save_soon(1, dict, lambda _: False)
+    keeper.save_now(1, dict)
+    keeper.settle()
+    assert list(tmp_path.iterdir()) == []
 
 
 STUCK = """

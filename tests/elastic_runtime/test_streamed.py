@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +166,13 @@ def test_the_state_may_be_the_iterators(tmp_path: Path, monkeypatch: pytest.Monk
     both = [*whole, *whole[:7]]
     assert 0 < len(rest) < 14
     assert rest == both[-len(rest) :]
+
+
+def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path("examples/train_stream.py", run_name="__main__")
+    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 2
 
 
 class Stateless(IterableDataset[Any]):
