@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.cluster.kubernetes import labels, webhook
 from kfp_gpuquota.cluster.kubernetes.connection import Connection
+from kfp_gpuquota.cluster.kubernetes.kinds import PolicyObject
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
-from kfp_gpuquota.cluster.kubernetes.objects import PolicyObject
 from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from tools.devcluster.client import JSON_PATCH, ApiError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec
 from kfp_gpuquota.api.quantity import parse_mib
-from kfp_gpuquota.cluster.kubernetes import crds, objects
+from kfp_gpuquota.cluster.kubernetes import crds, kinds, objects
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.conftest import QUOTAS, jobs_of
 from tools.devcluster import ApiError
@@ -73,8 +73,8 @@ def test_the_file_is_what_the_program_makes() -> None:
 @pytest.mark.parametrize(
     ("kind", "spec", "status"),
     [
-        ("ElasticJob", objects.ElasticJobSpec, objects.ElasticJobStatus),
-        ("GpuQuota", objects.GpuQuotaSpec, objects.GpuQuotaStatus),
+        ("ElasticJob", kinds.ElasticJobSpec, kinds.ElasticJobStatus),
+        ("GpuQuota", kinds.GpuQuotaSpec, kinds.GpuQuotaStatus),
     ],
 )
 def test_the_schema_has_every_field_that_the_controller_reads_or_writes(kind: str, spec: Any, status: Any) -> None:
@@ -224,12 +224,12 @@ def test_the_status_is_a_subresource_and_keeps_all_that_is_written(crds_cluster:
     crds_cluster.api.create(jobs, job() | {"status": {"phase": "Succeeded"}})
     assert "status" not in crds_cluster.api.get(f"{jobs}/a")
     condition = objects.Condition(type="Running", status="True", reason="fits", message="1 GPU")
-    status = objects.ElasticJobStatus(
+    status = kinds.ElasticJobStatus(
         phase="Running",
         gpus=0.25,
         message="lends 1 GPU to team-b",
         conditions=(condition,),
-        progress=objects.TrainingProgress(step=3, metrics={"loss": 0.5}),
+        progress=kinds.TrainingProgress(step=3, metrics={"loss": 0.5}),
     )
     written = msgspec.json.decode(msgspec.json.encode(status))
     kept = crds_cluster.api.patch(f"{jobs}/a/status", {"status": written})["status"]
@@ -294,7 +294,7 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = sorted(objects.ElasticJobSpec.__struct_encode_fields__)
+FIELDS = sorted(kinds.ElasticJobSpec.__struct_encode_fields__)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -306,4 +306,4 @@ def test_whatever_the_api_server_has_taken_the_controller_can_read(
     if isinstance(made, ApiError):
         assert made.status in {400, 422}, made
     else:
-        msgspec.json.decode(msgspec.json.encode(made), type=objects.ElasticJob)
+        msgspec.json.decode(msgspec.json.encode(made), type=kinds.ElasticJob)

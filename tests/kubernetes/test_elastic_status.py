@@ -15,15 +15,8 @@ from kfp_gpuquota.api.job import Resize
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.deadlines import Deadline, Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.elastic_status import record_of, status_of, with_condition, without_pods
-from kfp_gpuquota.cluster.kubernetes.objects import (
-    Condition,
-    ElasticJob,
-    ElasticJobSpec,
-    ElasticJobStatus,
-    JobLease,
-    Metadata,
-    Pod,
-)
+from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, ElasticJobSpec, ElasticJobStatus, JobLease
+from kfp_gpuquota.cluster.kubernetes.objects import Condition, Metadata, Pod
 from kfp_gpuquota.cluster.kubernetes.views import job_of
 from kfp_gpuquota.cluster.records import Intent, with_status
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import Kind
 from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
 from kfp_gpuquota.cluster.kubernetes import admission, labels
-from kfp_gpuquota.cluster.kubernetes.objects import PolicyObject
+from kfp_gpuquota.cluster.kubernetes.kinds import PolicyObject
 from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook, policy_body, policy_of
 from kfp_gpuquota.cluster.kubernetes.share_admission import SharingJob
 from kfp_gpuquota.errors import InvalidFieldError

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec, Kind, PoolQuota, Project
 from kfp_gpuquota.cluster.kubernetes import labels, views, writes
+from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, GpuQuota
 from kfp_gpuquota.cluster.kubernetes.nodes import node_of
-from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, GpuQuota, Node, Pod
+from kfp_gpuquota.cluster.kubernetes.objects import Node, Pod
 from kfp_gpuquota.cluster.kubernetes.quotas import project_of, project_of_plugin, quota_spec, says
 from kfp_gpuquota.cluster.kubernetes.seats import Seats
 from kfp_gpuquota.cluster.kubernetes.translate import (

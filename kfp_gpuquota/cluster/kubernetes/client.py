@@ -18,7 +18,7 @@ import msgspec
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
-from kfp_gpuquota.cluster.kubernetes import labels, ledger, objects, policy_objects, views
+from kfp_gpuquota.cluster.kubernetes import kinds, labels, ledger, objects, policy_objects, views
 from kfp_gpuquota.cluster.kubernetes.calls import Calls
 from kfp_gpuquota.cluster.kubernetes.pod_log import POLL_S, PodLog
 from kfp_gpuquota.errors import (
@@ -70,7 +70,7 @@ class KubernetesClient:
     def list_projects(self) -> tuple[ProjectView, ...]:
         """All quotas, by name; malformed ones are left out, their condition tells."""
         shown = []
-        for quota_ in self._items(QUOTAS, objects.GpuQuota):
+        for quota_ in self._items(QUOTAS, kinds.GpuQuota):
             with suppress(InvalidFieldError):
                 shown.append(views.project_view(quota_))
         return tuple(sorted(shown, key=lambda view: view.project.name))
@@ -78,7 +78,7 @@ class KubernetesClient:
     def get_project(self, name: str) -> ProjectView:
         """One project; NotFoundError."""
         try:
-            found = _decode(self.calls.get(f"{QUOTAS}/{quote(name)}"), objects.GpuQuota)
+            found = _decode(self.calls.get(f"{QUOTAS}/{quote(name)}"), kinds.GpuQuota)
         except NotFoundError:
             raise NotFoundError(
                 f"project {name!r} has no GPU quota; an admin sets it in its Profile, or with: "
@@ -100,7 +100,7 @@ class KubernetesClient:
         """Make it, or change its quota to what is given; ConflictError where a Profile says it."""
         path, wanted = f"{QUOTAS}/{quote(project.name)}", views.gpu_quota(project)
         try:
-            before = _decode(self.calls.get(path), objects.GpuQuota)
+            before = _decode(self.calls.get(path), kinds.GpuQuota)
         except NotFoundError:
             return self.create_project(project)
         if before.metadata.labels.get(labels.SOURCE) == "profile":
@@ -108,20 +108,20 @@ class KubernetesClient:
                 f"the quota of {project.name!r} stands in its Profile; change it there: kubectl edit profile "
                 f"{project.name} (spec.plugins, kind GpuQuota)"
             )
-        cleared = dict.fromkeys(objects.GpuQuotaSpec.__struct_encode_fields__)
+        cleared = dict.fromkeys(kinds.GpuQuotaSpec.__struct_encode_fields__)
         self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
         return self.get_project(project.name)
 
     def delete_project(self, name: str) -> None:
         """Remove its quota; its namespace stays. ConflictError while it has jobs."""
-        if jobs := [job.metadata.name for job in self._items(_jobs(name), objects.ElasticJob)]:
+        if jobs := [job.metadata.name for job in self._items(_jobs(name), kinds.ElasticJob)]:
             raise ConflictError(f"project {name!r} still has {len(jobs)} jobs; delete them first: {' '.join(jobs[:5])}")
         self.calls.delete(f"{QUOTAS}/{quote(name)}")
 
     def list_policies(self) -> tuple[WorkloadPolicy, ...]:
         """All policies, by name; malformed ones are left out."""
         shown = []
-        for stored in self._items(policy_objects.PATH, objects.PolicyObject):
+        for stored in self._items(policy_objects.PATH, kinds.PolicyObject):
             with suppress(InvalidFieldError):
                 shown.append(policy_objects.policy_of(stored))
         return tuple(sorted(shown, key=lambda policy: policy.name))
@@ -132,9 +132,9 @@ class KubernetesClient:
         try:
             self.calls.create(policy_objects.PATH, wanted)
         except AlreadyExistsError:
-            cleared = dict.fromkeys(objects.PolicySpec.__struct_encode_fields__)
+            cleared = dict.fromkeys(kinds.PolicySpec.__struct_encode_fields__)
             self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
-        return policy_objects.policy_of(_decode(self.calls.get(path), objects.PolicyObject))
+        return policy_objects.policy_of(_decode(self.calls.get(path), kinds.PolicyObject))
 
     def delete_policy(self, name: str) -> None:
         """NotFoundError where there is none."""
@@ -190,14 +190,14 @@ class KubernetesClient:
                     f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it "
                     f"first: gpuquota delete -p {spec.project} {spec.name}"
                 ) from None
-        return views.job_of(_decode(made, objects.ElasticJob))
+        return views.job_of(_decode(made, kinds.ElasticJob))
 
     def list_jobs(self, project: str = "", *, after: int | None = None, timeout_s: float = 0.0) -> JobList:
         """All jobs, or a project's. With `after`: once one has changed since that revision, or `timeout_s` is over."""
         if after is not None and timeout_s > 0:
             self._await_change(project, after, timeout_s)
         listed = self.calls.get(_jobs(project))
-        found = [_decode(item, objects.ElasticJob) for item in listed.get("items", [])]
+        found = [_decode(item, kinds.ElasticJob) for item in listed.get("items", [])]
         pods = self._pods(project) if found else {}
         jobs = []
         for each in found:
@@ -207,7 +207,7 @@ class KubernetesClient:
 
     def get_job(self, project: str, name: str) -> Job:
         """One job; NotFoundError."""
-        stored = _decode(self._found(project, name), objects.ElasticJob)
+        stored = _decode(self._found(project, name), kinds.ElasticJob)
         return views.job_of(stored, self._pods(project, name).get((project, name), ()))
 
     def delete_job(self, project: str, name: str) -> None:
@@ -234,7 +234,7 @@ class KubernetesClient:
         """Keep the job alive, in one call; ConflictError when another holder took it over, or it is being stopped."""
         renewed = views.job_lease(lease, time.time())
         if lease.take_over:
-            stored = _decode(self._found(project, name), objects.ElasticJob)
+            stored = _decode(self._found(project, name), kinds.ElasticJob)
             held = stored.spec.lease
             if Phase(stored.status.phase).final or (held is not None and held.holder == _CANCELLED):
                 raise ConflictError(f"job {name!r} is being stopped, and cannot be taken over; submit it again instead")

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.cluster.kubernetes import coordination, labels, objects
+from kfp_gpuquota.cluster.kubernetes import coordination, kinds, labels, objects
 from kfp_gpuquota.cluster.kubernetes.avoidance import Avoidance
 from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
 from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
@@ -137,8 +137,8 @@ class Controller:
         ours, snapshot, profiles = f"/apis/{labels.API_VERSION}", self.snapshot, self.profiles
         return [
             self._reflector("/api/v1/nodes", objects.Node, snapshot.put_node, snapshot.drop_node),
-            self._reflector(f"{ours}/gpuquotas", objects.GpuQuota, self._quota_changed, self._quota_gone),
-            self._reflector(f"{ours}/elasticjobs", objects.ElasticJob, snapshot.put_job, snapshot.drop_job),
+            self._reflector(f"{ours}/gpuquotas", kinds.GpuQuota, self._quota_changed, self._quota_gone),
+            self._reflector(f"{ours}/elasticjobs", kinds.ElasticJob, snapshot.put_job, snapshot.drop_job),
             Reflector(
                 self._connection,
                 "/apis/kubeflow.org/v1/profiles",
@@ -181,7 +181,7 @@ class Controller:
         else:
             self._tell_user(pod, "PlaceTaken", f"{why}; nobody would make it anew: delete it, and create it again")
 
-    def _quota_changed(self, quota: objects.GpuQuota) -> None:
+    def _quota_changed(self, quota: kinds.GpuQuota) -> None:
         self.snapshot.put_quota(quota)
         self.profiles.quota_changed(quota.metadata.name)
         self.wake()

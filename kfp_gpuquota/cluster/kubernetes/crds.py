@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.api import JobSpec, Project
 from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
-from kfp_gpuquota.cluster.kubernetes import labels, objects
+from kfp_gpuquota.cluster.kubernetes import kinds, labels
 from kfp_gpuquota.cluster.kubernetes.job_rules import job_rules
 from kfp_gpuquota.cluster.kubernetes.policy_schema import workload_policy
 from kfp_gpuquota.cluster.kubernetes.structural import Schema, column, definition, described, rule, status
@@ -94,7 +94,7 @@ def _elastic_job() -> Schema:
         "properties": {
             "metadata": _metadata(),
             "spec": _elastic_job_spec(),
-            "status": status(objects.ElasticJobStatus),
+            "status": status(kinds.ElasticJobStatus),
         },
         "x-kubernetes-validations": [_name_rule()],
     }
@@ -124,7 +124,7 @@ def _gpu_quota() -> Schema:
         "properties": {
             "metadata": _metadata(),
             "spec": _quota_spec(),
-            "status": status(objects.GpuQuotaStatus),
+            "status": status(kinds.GpuQuotaStatus),
         },
         "x-kubernetes-validations": [_name_rule(), own_parent],
     }
@@ -132,7 +132,7 @@ def _gpu_quota() -> Schema:
 
 
 def _quota_spec() -> Schema:
-    properties = described(_QUOTA_FIELDS, Project, objects.GpuQuotaSpec)
+    properties = described(_QUOTA_FIELDS, Project, kinds.GpuQuotaSpec)
     for wire in ("guaranteed", "priority", "overQuotaWeight"):
         properties[wire]["default"] = getattr(Project(name="x"), _QUOTA_FIELDS[wire][0])
     limit = rule(
@@ -174,7 +174,7 @@ def _amounts_rule(of: str) -> Schema:
 
 
 def _elastic_job_spec() -> Schema:
-    properties = described(_JOB_FIELDS, JobSpec, objects.ElasticJobSpec)
+    properties = described(_JOB_FIELDS, JobSpec, kinds.ElasticJobSpec)
     defaults = JobSpec(name="x", project="x", command=("x",))
     for wire in _DEFAULTED:
         properties[wire]["default"] = msgspec.to_builtins(getattr(defaults, _JOB_FIELDS[wire][0]))

@@ -12,7 +12,7 @@ import msgspec
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.deadlines import Due, next_deadline
-from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
+from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
 from kfp_gpuquota.cluster.kubernetes.writes import Write
 from kfp_gpuquota.cluster.records import Intent, JobRecord
 

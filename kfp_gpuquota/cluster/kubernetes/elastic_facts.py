@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import asyncio
 
-    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
 
 FIRST_HOLD_S: Final = 2.0
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Node
     from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
-    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, Pod
+    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.objects import Pod
     from kfp_gpuquota.cluster.kubernetes.seats import Seats
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
 

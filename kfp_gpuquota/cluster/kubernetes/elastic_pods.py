@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota.api import Worker
-    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
     from kfp_gpuquota.cluster.records import JobRecord
 
 Body = dict[str, Any]

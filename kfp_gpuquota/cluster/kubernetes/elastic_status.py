@@ -11,8 +11,8 @@ from kfp_gpuquota.api import Eviction, JobStatus, Phase, Progress, Reason, Reaso
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes import translate
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import pod_name
+from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJobStatus, LastEviction, TrainingProgress
 from kfp_gpuquota.cluster.kubernetes.needs import whole
-from kfp_gpuquota.cluster.kubernetes.objects import Condition, ElasticJobStatus, LastEviction, TrainingProgress
 from kfp_gpuquota.cluster.kubernetes.size_changes import resizes_of, size_changes
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
 from kfp_gpuquota.cluster.lifecycle import resized
@@ -21,7 +21,8 @@ from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_s
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.objects import Condition
 
 RESERVED_AT_ONCE: Final = 32
 """Generations are reserved in blocks: one write for many of them, made long before they are needed."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Worker
     from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
-    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.reservations import Place, Reservations
     from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote
     from kfp_gpuquota.cluster.kubernetes.translate import PodView

@@ -16,7 +16,7 @@ from kfp_gpuquota.errors import InvalidFieldError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects import PolicyObject
+    from kfp_gpuquota.cluster.kubernetes.kinds import PolicyObject
 
 PATH = f"/apis/{labels.API_VERSION}/workloadpolicies"
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from kfp_gpuquota.cluster.kubernetes.objects import GpuQuota, Namespace, Profile
+    from kfp_gpuquota.cluster.kubernetes.kinds import GpuQuota
+    from kfp_gpuquota.cluster.kubernetes.objects import Namespace, Profile
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
 
 PLUGIN: Final = "GpuQuota"

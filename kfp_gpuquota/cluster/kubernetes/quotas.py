@@ -9,7 +9,8 @@ import msgspec
 
 from kfp_gpuquota.api import Project
 from kfp_gpuquota.api.quantity import MIB, parse_cores, parse_quantity
-from kfp_gpuquota.cluster.kubernetes.objects import GpuQuota, GpuQuotaSpec, Metadata
+from kfp_gpuquota.cluster.kubernetes.kinds import GpuQuota, GpuQuotaSpec
+from kfp_gpuquota.cluster.kubernetes.objects import Metadata
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:

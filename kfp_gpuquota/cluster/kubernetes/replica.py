@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import coordination, labels, metrics, objects, reservation_pods, webhook
+from kfp_gpuquota.cluster.kubernetes import coordination, kinds, labels, metrics, reservation_pods, webhook
 from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
@@ -84,10 +84,10 @@ class Replica:
                 tasks.append(certificates.keep())
             await first_to_end(*tasks)
 
-    def _policies_of(self, connection: Connection) -> Reflector[objects.PolicyObject]:
+    def _policies_of(self, connection: Connection) -> Reflector[kinds.PolicyObject]:
         book = self._policies
         self._reflector = Reflector(
-            connection, PATH, objects.PolicyObject, changed=book.put, gone=book.drop, optional=True
+            connection, PATH, kinds.PolicyObject, changed=book.put, gone=book.drop, optional=True
         )
         return self._reflector
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Reason, ReasonCode, Resize
-from kfp_gpuquota.cluster.kubernetes.objects import SizeChange
+from kfp_gpuquota.cluster.kubernetes.kinds import SizeChange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Node as ApiNode
     from kfp_gpuquota.api import Project
     from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
-    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, GpuQuota, Node
+    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, GpuQuota
+    from kfp_gpuquota.cluster.kubernetes.objects import Node
     from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote
 
 log = logging.getLogger(__name__)

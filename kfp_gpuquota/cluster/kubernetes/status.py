@@ -18,7 +18,8 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.connection import APPLY_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.elastic_status import status_of, with_condition
-from kfp_gpuquota.cluster.kubernetes.objects import Condition, ElasticJobStatus, GpuQuotaStatus
+from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJobStatus, GpuQuotaStatus
+from kfp_gpuquota.cluster.kubernetes.objects import Condition
 from kfp_gpuquota.cluster.kubernetes.writes import Write
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ from kfp_gpuquota.errors import InvalidFieldError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, NodeSelectorTerm, Pod
+    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.objects import NodeSelectorTerm, Pod
 
 NODE_NAME_FIELD: Final = "metadata.name"
 KILLED: Final = 137  # 128 + SIGKILL: what a shell says of a process that was killed

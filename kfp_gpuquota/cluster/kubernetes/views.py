@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import JobSpec, Project
     from kfp_gpuquota.api.wire import Lease
-    from kfp_gpuquota.cluster.kubernetes.objects import ElasticJob, GpuQuota, Node, Pod
+    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, GpuQuota
+    from kfp_gpuquota.cluster.kubernetes.objects import Node, Pod
 
 Json = dict[str, Any]
 
