@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,6 +184,44 @@ def test_a_stale_entry_of_a_reused_process_number_counts_nothing_and_ends_nobody
     for _ in range(3):
         assert not node.round().kills
     assert node.used("quiet") == 100
+
+
+def test_what_the_kernel_refuses_is_told_as_refused(node: Node) -> None:
+    may_end = os.geteuid() != 0  # somebody who is not root cannot be anybody else, and ends a process of their own
+    deaf = node.start("deaf", 0.25, 0.5)
+    deaf.do("take 8500")
+    folder = Path(tempfile.mkdtemp())
+    try:
+        shutil.copytree(node.directory / "0", folder / "0")
+        folder.chmod(0o755)
+        said = as_nobody(lambda: [kill.refused for kill in round_of(folder, node.claims["deaf"]).kills])
+    finally:
+        shutil.rmtree(folder)
+    assert said == repr([not may_end])
+    assert may_end or not deaf.ended
+
+
+def round_of(folder: Path, claim: Claim) -> Round:
+    """One round of an agent that knows whose every process is."""
+    agent = Agent(SimulatedMemory({"0": folder / "0"}), lambda _: claim.workload, Policy(killer=True))
+    return agent.round([Share((claim,), folder)], time.monotonic())
+
+
+def as_nobody(act: Callable[[], object]) -> str:
+    """What it returns, in a process of a user without any right, where root may become one."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            if os.geteuid() == 0:
+                os.setresgid(65534, 65534, 65534)
+                os.setresuid(65534, 65534, 65534)
+            os.write(writing, repr(act()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as answer:
+        return answer.read()
 
 
 def test_a_process_that_was_reborn_under_the_same_number_is_not_signalled(node: Node) -> None:

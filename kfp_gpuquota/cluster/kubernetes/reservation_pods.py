@@ -165,7 +165,8 @@ def _body(node: str, device: int, settings: ReservationSettings, simulated: str)
             "sidecar.istio.io/inject": "false",
             labels.RESERVES: str(device),
         },
-        "annotations": {labels.RESERVES_ON: node},
+        # an autoscaler that would remove the node asks its sharers, and not this
+        "annotations": {labels.RESERVES_ON: node, "cluster-autoscaler.kubernetes.io/safe-to-evict": "true"},
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
