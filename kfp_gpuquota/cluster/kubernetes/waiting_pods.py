@@ -11,6 +11,7 @@ would be one more write for every pod that waits at all, since it would have to 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.translate import PodView
 
 LOOK_EVERY_S: Final = 5.0
+MOMENTS_S: Final = 3.0
 MOST_AT_ONCE: Final = 10
 NEWS_AFTER_S: Final = 300.0
 
@@ -56,9 +58,11 @@ class WaitingPods:
     def _look(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
+        since = time.time() - MOMENTS_S
         waiting = sorted(self._waiting(), key=lambda found: (found[0].created, found[0].uid))
         self._known = {pod.uid: self._known[pod.uid] for pod, _, _ in waiting if pod.uid in self._known}
-        news = (found for found in waiting if self._is_news(found[0].uid, found[1], found[2], now))
+        old = (found for found in waiting if found[0].created <= since)
+        news = (found for found in old if self._is_news(found[0].uid, found[1], found[2], now))
         for (pod, code, message), _ in zip(news, range(MOST_AT_ONCE), strict=False):
             self._known[pod.uid] = Told(code, message, now)
             self._told(pod, "Waiting", message)
