@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import milliseconds, print_conditions, print_result
 from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.connection import Connection
+from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, Connection
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
 from kfp_gpuquota.cluster.kubernetes.nodes import is_ready
 from kfp_gpuquota.cluster.kubernetes.objects import Node, Page, Pod
@@ -66,7 +66,7 @@ class Bench:
     """One cluster, a connection to it, and what the watch has told of its pods."""
 
     api: Connection
-    kubeconfig: Path
+    cluster: DevCluster
     bound: dict[str, float] = field(default_factory=dict)  # "namespace/name" -> when the watch told
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -129,6 +129,21 @@ def pod(name: str, group: str = "", size: int = 0, node: str = "", *, gated: boo
             "containers": [{"name": "main", "image": "none", "resources": {"limits": {labels.GPU_RESOURCE: "1"}}}],
         },
     }
+
+
+async def make_nodes(bench: Bench, options: argparse.Namespace, *, ready: bool = False) -> None:
+    """The case's nodes; `ready` ones need nobody who says so."""
+
+    async def make(number: int) -> None:
+        body = fake_node(f"fake-{number}", options.gpus)
+        if ready:
+            body["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
+        await bench.api.call("POST", "/api/v1/nodes", body)
+        if ready:  # the API server taints each node that is new
+            path = f"/api/v1/nodes/fake-{number}"
+            await bench.api.call("PATCH", path, {"spec": {"taints": None}}, content_type=MERGE_PATCH)
+
+    await in_parallel(make, range(options.nodes))
 
 
 async def until_settled(bench: Bench) -> None:
@@ -257,18 +272,17 @@ async def reclaim(bench: Bench, gpus: int, count: int) -> dict[str, Any]:
 async def run_case(bench: Bench, options: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Nodes, teams, the controller and the case."""
     gpus = options.nodes * options.gpus
-    await in_parallel(
-        lambda i: bench.api.call("POST", "/api/v1/nodes", fake_node(f"fake-{i}", options.gpus)), range(options.nodes)
-    )
-    await until_settled(bench)
     await bench.api.call("POST", "/api/v1/namespaces", {"metadata": {"name": "gpuquota-system"}})
     await make_team(bench, "team-a", gpus // 2)
     await make_team(bench, "team-b", gpus // 2)
     if options.case == "start":
-        return await start(bench, options, log)
+        with bench.cluster.frozen("kwok"), bench.cluster.frozen("kube-controller-manager"):
+            return await start(bench, options, log)
+    await make_nodes(bench, options)
+    await until_settled(bench)
     if options.alone:
         GATED.clear()
-    controller = Controller(bench.kubeconfig, log)
+    controller = Controller(bench.cluster.kubeconfig, log)
     if options.alone:
         controller.pause()
     try:
@@ -309,14 +323,18 @@ async def idle(bench: Bench, controller: Controller) -> dict[str, Any]:
 
 
 async def start(bench: Bench, options: argparse.Namespace, log: Path) -> dict[str, Any]:
-    """As the case says: the pods are bound by their creator, so that they need no scheduler."""
+    """As the case says: the pods are bound by their creator, so that they need no scheduler.
+
+    Nobody sends the nodes' heartbeats, nor waits for them: 5,000 nodes' would keep two cores busy.
+    """
+    await make_nodes(bench, options, ready=True)
     running = options.nodes * options.gpus - 1
     path = "/api/v1/namespaces/team-a/pods"
     bodies = (pod(f"run-{i}", node=f"fake-{i // options.gpus}") for i in range(running))
     await in_parallel(lambda body: bench.api.call("POST", path, body), bodies)
     await asyncio.sleep(5)
     names = await bench.create_all("team-b", [pod("next")])
-    controller = Controller(bench.kubeconfig, log)
+    controller = Controller(bench.cluster.kubeconfig, log)
     try:
         await bench.until_bound(names)
         seconds = bench.bound[names[0]] - controller.started
@@ -326,10 +344,10 @@ async def start(bench: Bench, options: argparse.Namespace, log: Path) -> dict[st
 
 
 @contextlib.asynccontextmanager
-async def watching(kubeconfig: Path) -> AsyncIterator[Bench]:
+async def watching(cluster: DevCluster) -> AsyncIterator[Bench]:
     """A bench whose watch runs."""
-    async with Connection(from_file(kubeconfig)) as api:
-        bench = Bench(api, kubeconfig)
+    async with Connection(from_file(cluster.kubeconfig)) as api:
+        bench = Bench(api, cluster)
         reflector = Reflector(api, "/api/v1/pods", Pod, changed=bench.saw, gone=lambda _: None)
         task = asyncio.create_task(reflector.run())
         await reflector.synced.wait()
@@ -346,7 +364,7 @@ async def main(options: argparse.Namespace) -> None:
         try:
             install(cluster)
             print_conditions("controller", case=options.case, nodes=options.nodes, gpus_per_node=options.gpus)
-            async with watching(cluster.kubeconfig) as bench:
+            async with watching(cluster) as bench:
                 result = await run_case(bench, options, Path(folder) / "controller.log")
         finally:
             cluster.stop()
