@@ -1,7 +1,8 @@
 """Random histories of growing, shrinking, killing and stopping against real processes.
 
 One command replays one: `ELASTIC_SEEDS=17 pytest tests/elastic_runtime/test_histories.py`; a list or a range (`0:200`,
-as `make soak` does) runs more of them. Even seeds add random delays where the runtime's threads meet.
+as `make soak` does) runs more of them. Even seeds add random delays where the runtime's threads meet; those divisible
+by three read a stream.
 """
 
 from __future__ import annotations
@@ -25,20 +26,23 @@ PLAN = Plan(epochs=4)
 
 
 def seeds() -> list[int]:
-    asked = os.environ.get("ELASTIC_SEEDS", "1,2")
+    asked = os.environ.get("ELASTIC_SEEDS", "1,2,3")
     if ":" in asked:
         return list(range(*(int(bound) for bound in asked.split(":"))))
     return [int(seed) for seed in asked.split(",")]
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("reference")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[str, Any]]:
+    """What one undisturbed process gets, from a stream or not."""
     threads = torch.get_num_threads()
-    train(PLAN, 0, directory, None)
+    found = {}
+    for streamed in (False, True):
+        directory = tmp_path_factory.mktemp("reference")
+        train(replace(PLAN, streamed=streamed), 0, directory, None)
+        found[streamed] = torch.load(directory / "final-0.pt")
     torch.set_num_threads(threads)
-    result: dict[str, Any] = torch.load(directory / "final-0.pt")
-    return result
+    return found
 
 
 class History:
@@ -83,8 +87,10 @@ class History:
 
 
 @pytest.mark.parametrize("seed", seeds())
-def test_any_history_ends_with_the_undisturbed_model(tmp_path: Path, reference: dict[str, Any], seed: int) -> None:
-    plan = replace(PLAN, delays=None if seed % 2 else seed)
+def test_any_history_ends_with_the_undisturbed_model(
+    tmp_path: Path, references: dict[bool, dict[str, Any]], seed: int
+) -> None:
+    plan = replace(PLAN, delays=None if seed % 2 else seed, streamed=seed % 3 == 0)
     with Cluster(tmp_path, plan) as cluster:
         history = History(cluster, seed)
         cluster.hold_at(3)
@@ -99,4 +105,4 @@ def test_any_history_ends_with_the_undisturbed_model(tmp_path: Path, reference: 
         for worker, process in cluster.processes.items():
             process.join(30)
             assert process.exitcode is not None, f"{worker} still runs\n{cluster.logs()}"
-        cluster.check_result(reference)
+        cluster.check_result(references[plan.streamed])
