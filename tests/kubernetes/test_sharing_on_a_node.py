@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tools.devcluster import DevCluster
     from tools.devcluster.client import Api
 
+pytestmark = pytest.mark.timeout(420)  # containers that start Python, on a machine that may be busy
+
 TOTAL = 16_000
 REPOSITORY = Path(__file__).parents[2]
 NODE = "/api/v1/nodes/real-0"
@@ -84,7 +86,8 @@ class Node:
         return sorted(mib for _, mib in entries(self.folder / gpu) if mib)
 
     def until(self, condition: Any) -> None:
-        self.controlled.wait(condition, lambda: f"{self.used()}; {self.controlled.log()[-3000:]}; {self.agent_log()}")
+        said = lambda: f"{self.used()}; {self.controlled.log()[-3000:]}; {self.agent_log()}"  # noqa: E731
+        self.controlled.wait(condition, said, seconds=120.0)
 
     def start_agent(self, *options: str) -> subprocess.Popen[bytes]:
         """An agent beside the kubelet, and its pod: what tells the controller that the node has one."""
@@ -255,7 +258,6 @@ def test_an_agent_and_a_controller_that_are_killed_find_everything_again(node: N
     assert node.api.get(node.path("trainer"))["status"]["phase"] == "Running"
 
 
-@pytest.mark.timeout(300)  # a process that imports torch, and the machine may be busy
 def test_a_real_training_gives_memory_back_between_two_steps_and_goes_on(node: Node) -> None:
     node.start_agent("--killer")
     node.note_agent()
