@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kfp_gpuquota.api.reason import ReasonCode
 from kfp_gpuquota.cluster.kubernetes import labels, ledger, metrics, reservation_pods
+from kfp_gpuquota.cluster.kubernetes.agent_metrics import AgentMetrics
 from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, Connection
 from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
@@ -51,7 +51,6 @@ SOONEST_S: Final = 0.005  # what the watch tells together is looked at together
 LEDGER_EVERY_S: Final = 5.0
 AFTER_TROUBLE_S: Final = 5.0
 REMEMBERED: Final = 4096
-_ROUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
 
 log = logging.getLogger(__name__)
 
@@ -67,31 +66,6 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     simulated: str = ""
     metrics_port: int = 0
     policy: Policy = Policy()
-
-
-class AgentMetrics:
-    """Of one node. Gauges have a line for each pod and GPU."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        of = ["namespace", "pod", "gpu"]
-        self.used = Gauge("gpuquota_gpu_memory_used_mib", "GPU memory in use", of, registry=self.registry)
-        self.request = Gauge("gpuquota_gpu_memory_request_mib", "GPU memory guaranteed", of, registry=self.registry)
-        self.limit = Gauge("gpuquota_gpu_memory_limit_mib", "The most it may ever use", of, registry=self.registry)
-        self.granted = Gauge("gpuquota_gpu_memory_granted_mib", "What it may use now", of, registry=self.registry)
-        self.ended = Counter(
-            "gpuquota_gpu_memory_ended_processes",
-            "Processes ended (or reported, with the killer off) for holding GPU memory that others have requested, or "
-            "above their limit",
-            ["namespace", "pod", "reason", "beneficiary", "carried_out"],
-            registry=self.registry,
-        )
-        self.over = Counter(
-            "gpuquota_gpu_memory_over_mib", "By how much they were over", ["namespace", "pod"], registry=self.registry
-        )
-        self.rounds = Histogram(
-            "gpuquota_gpu_memory_round_seconds", "Time of a round", buckets=_ROUNDS, registry=self.registry
-        )
 
 
 class NodeAgent:
@@ -240,17 +214,7 @@ class NodeAgent:
     # What is told to people
 
     def _look(self) -> None:
-        """The gauges, read off when somebody asks for them: in each round they would cost as much as the round."""
-        notes = self._shares.notes()
-        gauges = (self.metrics.used, self.metrics.request, self.metrics.limit, self.metrics.granted)
-        for gauge in gauges:
-            gauge.clear()
-        for row in self._last.rows:
-            if (note := notes.get(row.workload)) is not None and note.uid:
-                of = (note.project, note.pod.partition("/")[2], row.device)
-                amounts = (row.used_mib, row.request_mib, row.limit_mib, row.granted_mib)
-                for gauge, mib in zip(gauges, amounts, strict=True):
-                    gauge.labels(*of).set(mib)
+        self.metrics.show(self._last.rows, self._shares.notes())
 
     def _note(self, done: Round) -> None:
         self._last = done
