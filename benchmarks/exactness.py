@@ -79,8 +79,8 @@ class Schedule:
             victim = self.random.choice(killable)
             self.cluster.kill(f"w{victim}", signal.SIGKILL)
             self.wanted.remove(victim)
-        elif self.fresh < 12 and (len(self.wanted) == 1 or self.random.random() < 0.6):
-            more = self.random.randint(1, min(12 - self.fresh, 8 - len(self.wanted), 3) or 1)
+        elif self.fresh < 12 and len(self.wanted) < 8 and (len(self.wanted) == 1 or self.random.random() < 0.6):
+            more = self.random.randint(1, min(12 - self.fresh, 8 - len(self.wanted), 3))
             self.wanted += range(self.fresh, self.fresh + more)
             self.fresh += more
         elif len(self.wanted) > 1:

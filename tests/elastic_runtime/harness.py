@@ -162,7 +162,8 @@ class Cluster:
         self._serve(self.highest + 1)
 
     def logs(self) -> str:
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.directory.glob("log-*")))
+        logs = [f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.directory.glob("log-*"))]
+        return "\n".join([f"killed by the coordinator: {self.kills}", *logs])
 
     # What was trained
 
