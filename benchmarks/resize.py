@@ -91,7 +91,7 @@ def crash(bench: Bench, round_: int) -> Pause:
 
 
 def summary(planned: list[Pause], crashes: list[Pause], steps: list[Step] | None = None) -> dict[str, float]:
-    """Medians and maxima, in ms."""
+    """Medians and maxima, in ms; nothing of a kind that did not happen."""
     kinds = {
         "join": [p.pause_ms for p in planned if p.to_size > p.from_size],
         "leave": [p.pause_ms for p in planned if p.to_size < p.from_size],
@@ -100,8 +100,8 @@ def summary(planned: list[Pause], crashes: list[Pause], steps: list[Step] | None
     ends = [(a, b) for a, b in itertools.pairwise(steps or []) if a.size == b.size == 2]
     at_two = [(b.end - a.end) * 1e3 for a, b in ends] or [p.step_ms for p in planned if p.to_size == 2]
     result = {"step_ms": statistics.median(at_two)}
-    result |= {f"{kind}_pause_ms": statistics.median(found) for kind, found in kinds.items()}
-    result |= {f"{kind}_pause_max_ms": max(found) for kind, found in kinds.items()}
+    result |= {f"{kind}_pause_ms": statistics.median(found) for kind, found in kinds.items() if found}
+    result |= {f"{kind}_pause_max_ms": max(found) for kind, found in kinds.items() if found}
     result["lost_steps"] = sum(p.lost_steps for p in planned + crashes)
     return {name: round(value, 2) for name, value in result.items()}
 
