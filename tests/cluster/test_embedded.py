@@ -22,9 +22,9 @@ from kfp_gpuquota.errors import (
 )
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.api import Job, Worker
     from collections.abc import Callable
 
+    from kfp_gpuquota.api import Job, Worker
     from tests.conftest import EmbeddedCluster
 
 
