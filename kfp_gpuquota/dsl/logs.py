@@ -1,4 +1,8 @@
-"""The log of a job's first worker, as the step's own log."""
+"""The log of a job's first worker, as the step's own log.
+
+The first is rank 0. Before ranks are known one that runs is followed, so that nothing is missed that goes wrong by
+then; where another turns out to lead, its log is told instead, from its beginning.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
 TAIL_LINES: Final = 20
 _LONG_POLL_S: Final = 10.0
+_SHORT_POLL_S: Final = 0.5
 
 
 class LogFollower(threading.Thread):
@@ -43,14 +48,22 @@ class LogFollower(threading.Thread):
         client = self._connect()
         while found := self._next_worker():
             job, worker = found
-            skip = bool(self.followed) and ran_beside(job, self.followed[-1], worker)
+            leads = leader_unheard(job, self.followed) is worker
+            skip = bool(self.followed) and not leads and ran_beside(job, self.followed[-1], worker)
             self.followed.append(worker.id)
             rank = shown_rank(job, worker)
             try:
-                for line in lines_of(_chunks(client, job, worker.id, skip=skip)):
+                for line in lines_of(_chunks(client, job, worker.id, skip=skip, another_leads=self._another_leads)):
                     self._write(f"[{rank}] {line}")
             except GpuQuotaError as error:
                 self._write(f"gpuquota: the log of worker {rank} cannot be read: {error.message}")
+
+    def _another_leads(self) -> bool | None:
+        """Whether the step's log is that of another worker than the one followed; None where nobody knows yet."""
+        with self._changed:
+            job, last = self._job, self.followed[-1]
+        rank = next((worker.rank for worker in job.status.workers if worker.id == last), None)
+        return None if rank is None else leader_unheard(job, self.followed) is not None
 
     def _next_worker(self) -> tuple[Job, Worker] | None:
         with self._changed:
@@ -66,6 +79,8 @@ def to_follow(job: Job, followed: Sequence[str]) -> list[Worker]:
 
     One that runs; else one that has come and gone since the one followed last, be it that nobody saw it run.
     """
+    if (leader := leader_unheard(job, followed)) is not None:
+        return [leader]
     left = [worker for worker in job.status.workers if worker.id not in followed]
     if running := [worker for worker in left if worker.phase is WorkerPhase.RUNNING]:
         return sorted(running, key=_order)
@@ -74,6 +89,15 @@ def to_follow(job: Job, followed: Sequence[str]) -> list[Worker]:
         gone = [worker for worker in gone if not ran_beside(job, followed[-1], worker)]
     newest = max((worker.started_at for worker in gone), default=0.0)
     return sorted((worker for worker in gone if worker.started_at == newest), key=_order)
+
+
+def leader_unheard(job: Job, followed: Sequence[str]) -> Worker | None:
+    """Rank 0, where the worker that was followed has turned out to be another."""
+    last = next((worker for worker in job.status.workers if followed and worker.id == followed[-1]), None)
+    if last is None or not last.rank:
+        return None
+    leaders = [worker for worker in job.status.workers if worker.rank == 0 and worker.id not in followed]
+    return max(leaders, key=lambda worker: (worker.phase is WorkerPhase.RUNNING, worker.started_at), default=None)
 
 
 def _order(worker: Worker) -> tuple[bool, int, int]:
@@ -101,7 +125,7 @@ def shown_rank(job: Job, worker: Worker) -> int:
 def tail(client: ClusterClient, job: Job, worker: Worker, lines: int = TAIL_LINES) -> list[str]:
     """The end of a worker's log."""
     rank = shown_rank(job, worker)
-    written = list(lines_of(_chunks(client, job, worker.id, skip=False)))
+    written = list(lines_of(_chunks(client, job, worker.id, skip=False, another_leads=lambda: False)))
     return [f"[{rank}] {line}" for line in written[-lines:]]
 
 
@@ -121,11 +145,13 @@ def _last_written(line: str) -> str:
     return line.removesuffix("\r").rpartition("\r")[2]
 
 
-def _chunks(client: ClusterClient, job: Job, worker: str, *, skip: bool) -> Iterator[bytes]:
-    """Pieces of a worker's log until it has ended; with `skip` only what comes from now on."""
+def _chunks(
+    client: ClusterClient, job: Job, worker: str, *, skip: bool, another_leads: Callable[[], bool | None]
+) -> Iterator[bytes]:
+    """Pieces of a worker's log until it has ended, or `another_leads`; with `skip` only what comes from now on."""
     offset, more = 0, True
-    while more:
-        wait_s = 0.0 if skip else _LONG_POLL_S
+    while more and not (another := another_leads()):
+        wait_s = 0.0 if skip else _SHORT_POLL_S if another is None else _LONG_POLL_S
         piece = client.read_log(job.spec.project, job.spec.name, worker=worker, offset=offset, timeout_s=wait_s)
         offset, more = piece.next_offset, piece.more
         if piece.text and not skip:

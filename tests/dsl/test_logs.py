@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Worker, WorkerPhase
-from kfp_gpuquota.dsl.logs import lines_of, ran_beside, shown_rank, to_follow
+from kfp_gpuquota.dsl.logs import leader_unheard, lines_of, ran_beside, shown_rank, to_follow
 
 RUNNING, GONE = WorkerPhase.RUNNING, WorkerPhase.GONE
 
@@ -28,6 +28,19 @@ def _next(job: Job, *followed: str) -> list[str]:
 
 def test_rank_0_is_followed_first_and_a_worker_without_a_rank_last() -> None:
     assert _next(_job(_worker(0, rank=1), _worker(1, rank=0), _worker(2))) == ["w-1", "w-0", "w-2"]
+
+
+def test_where_another_turns_out_to_lead_its_log_comes_next_also_when_it_has_ended() -> None:
+    beside = {"started_at": 1.0, "finished_at": 9.0}
+    assert _next(_job(_worker(0), _worker(1)), "w-0") == ["w-1"], "nobody knows yet: as they come"
+    assert _next(_job(_worker(0, rank=1), _worker(1, rank=0), _worker(2, rank=2)), "w-0") == ["w-1"]
+    assert _next(_job(_worker(0, GONE, rank=1, **beside), _worker(1, GONE, rank=0, **beside)), "w-0") == ["w-1"]
+
+
+def test_who_led_before_is_not_told_again_when_the_next_one_leads() -> None:
+    assert (
+        leader_unheard(_job(_worker(0, GONE, rank=0), _worker(1, rank=0), _worker(2, rank=1)), ["w-0", "w-1"]) is None
+    )
 
 
 def test_when_the_followed_worker_leaves_the_next_one_is_followed() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tools.devcluster import DevCluster
 
 REPOSITORY = Path(__file__).parents[2]
-EPOCHS = 120
+EPOCHS = 300
 STEPS = EPOCHS * 15  # 1,797 digits in batches of 128
 
 
@@ -316,9 +316,9 @@ def _shrink_and_grow(controlled: Controlled) -> None:
     controlled.kill()  # the training goes on without it, and the next one learns its size from the workers
     controlled.cluster.api.delete(path)
     controlled.start()
-    grown = controlled.until(job, lambda j: j["status"]["gpus"] == 2 and _steps(j) > _steps(shrunk), seconds=120)
+    grown = controlled.until(job, lambda j: _sizes(j)[-1:] == [(1, 2)] and _steps(j) > _steps(shrunk), seconds=120)
     assert grown["status"]["restarts"] == 0
-    done = controlled.until_phase(job, "Succeeded", seconds=150)
+    done = controlled.until_phase(job, "Succeeded", seconds=280)
     assert _steps(done) == STEPS
     assert done["status"]["restarts"] == done["status"]["evictions"] == 0
     assert (2, 1) in _sizes(done)
