@@ -29,7 +29,7 @@ PAGE: Final = 1000
 WATCH_S: Final = 300
 NOT_INSTALLED_S: Final = 30.0
 FIRST_PAUSE_S: Final = 0.2
-LONGEST_PAUSE_S: Final = 15.0
+LONGEST_PAUSE_S: Final = 5.0
 REMEMBERED_DEAD: Final = 1024  # a write's answer may come after the watch told of the object's end
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Reflector(Generic[O]):
         self._versions: dict[str, int] = {}  # uid -> newest version seen
         self._buried: deque[str] = deque(maxlen=REMEMBERED_DEAD)
         self._version = ""
+        self._heard = False
         self.synced = asyncio.Event()
         self.installed = True
         self.lists = 0
@@ -89,6 +90,7 @@ class Reflector(Generic[O]):
         """Until cancelled."""
         pause = FIRST_PAUSE_S
         while True:
+            self._heard = False
             try:
                 if not self._version:
                     await self._list()
@@ -102,6 +104,8 @@ class Reflector(Generic[O]):
             except msgspec.DecodeError as error:  # a proxy's page, or half a line: nothing of it can be relied on
                 log.warning("%s: an answer cannot be read, so all is listed again: %s", self._path, error)
                 self._version = ""
+            if self._heard:  # what has worked until now is taken up at once: pauses are for a server that has troubles
+                pause = FIRST_PAUSE_S
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -183,6 +187,7 @@ class Reflector(Generic[O]):
         if line.type == "ERROR":
             status = msgspec.json.decode(line.object, type=StatusBody)
             raise ApiError(status.code, status.reason, status.message)
+        self._heard = True
         if line.type == "BOOKMARK":
             self._version = msgspec.json.decode(line.object, type=_Bookmark).metadata.resource_version
             return
