@@ -138,7 +138,10 @@ class _Store:
 def _mirror() -> str:
     """Where this machine's own packages come from."""
     listed = _run("apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)").splitlines()
-    return next((line.split()[0] for line in listed if line.endswith(f" {RELEASE}")), "http://deb.debian.org/debian")
+    found = [line.split()[0] for line in listed if line.endswith(f" {RELEASE}")]
+    if not found:
+        raise UnavailableError(f"apt knows no source of Debian {RELEASE}, of which the images' base is made")
+    return found[0]
 
 
 def _run(*command: str) -> str:
