@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.cluster.kubernetes import labels
-from tests.kubernetes.conftest import QUOTAS, jobs_of
-from tools.devcluster import ApiError, DevCluster, fake_nodes, image
+from tests.kubernetes.installation import QUOTAS, jobs_of
+from tools.devcluster import DevCluster, fake_nodes, image
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,15 +188,15 @@ class Controlled:
             for team in self.teams:
                 self._drop_team(team)
             for node in self.nodes:
-                _forgiving(self.cluster, f"/api/v1/nodes/{node}")
+                self.cluster.api.delete(f"/api/v1/nodes/{node}")
 
     def _drop_team(self, team: str) -> None:
         for job in self.cluster.api.items(jobs_of(team)):
-            _forgiving(self.cluster, f"{jobs_of(team)}/{job['metadata']['name']}")
+            self.cluster.api.delete(f"{jobs_of(team)}/{job['metadata']['name']}")
         for name in self.pods(team):
-            _forgiving(self.cluster, f"/api/v1/namespaces/{team}/pods/{name}", 0)
-        _forgiving(self.cluster, f"{QUOTAS}/{team}")
-        _forgiving(self.cluster, f"/api/v1/namespaces/{team}")
+            self.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/{name}", 0)
+        self.cluster.api.delete(f"{QUOTAS}/{team}")
+        self.cluster.api.delete(f"/api/v1/namespaces/{team}")
 
 
 def pod_body(
@@ -268,11 +268,3 @@ def _is_ready(process: subprocess.Popen[bytes], log: Path) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _forgiving(cluster: DevCluster, path: str, grace_s: int | None = None) -> None:
-    try:
-        cluster.api.delete(path, grace_s)
-    except ApiError as error:
-        if error.status != 404:
-            raise

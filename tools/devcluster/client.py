@@ -96,8 +96,14 @@ class Api:
         return self.patch(path, body, APPLY, fieldManager=manager, force="true")
 
     def delete(self, path: str, grace_s: int | None = None, **query: str) -> Object:
-        """DELETE; ask with grace_s=0 to have a pod's object gone at once."""
-        return self.request("DELETE", path, None if grace_s is None else {"gracePeriodSeconds": grace_s}, query=query)
+        """DELETE; ask with grace_s=0 to have a pod's object gone at once. What is gone already is no error."""
+        body = None if grace_s is None else {"gracePeriodSeconds": grace_s}
+        try:
+            return self.request("DELETE", path, body, query=query)
+        except ApiError as error:
+            if error.status != http.client.NOT_FOUND:
+                raise
+            return {}
 
     def exists(self, path: str) -> bool:
         """Whether GET answers."""
