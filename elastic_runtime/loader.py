@@ -76,10 +76,14 @@ class ElasticLoader:
     steps: int | None = None
     """Global steps of an epoch (of `global_batch_size` samples); None: known when it ends."""
 
-    def __init__(self, loader: DataLoader[Any], loop: Loop, batch: GlobalBatch) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], loop: Loop, seed: int, batch: GlobalBatch, plan: Plan, *, seeded: bool = False
+    ) -> None:
         self.dataset = loader.dataset
         self.batch = batch
-        self._loop = loop
+        self._loop, self._seed, self._split, self._seeded = loop, seed, plan, seeded
+        self._batches: Batches[Any] = Batches()
+        self._generator = torch.Generator()
 
     def __len__(self) -> int:
         """Global steps of an epoch. Iterations are more where a share is cut. TypeError where it is not known."""
@@ -102,6 +106,10 @@ class ElasticLoader:
         """Whether the epoch has another step, as far as is known."""
         raise NotImplementedError
 
+    def _reseed(self) -> None:
+        """What loader processes draw in a span is a function of where it begins, and of the rank."""
+        self._generator.manual_seed(mix_seed(self._seed, self._loop.position.step, self._loop.place[0]))
+
     def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Micro-batches and batches from here to the end of the epoch, as long as nothing changes."""
         raise NotImplementedError
@@ -113,9 +121,7 @@ class IndexedLoader(ElasticLoader):
     def __init__(
         self, loader: DataLoader[Any], loop: Loop, seed: int, batch: GlobalBatch, plan: Plan, *, seeded: bool = False
     ) -> None:
-        check(loader)
-        super().__init__(loader, loop, batch)
-        self._seed, self._split, self._seeded = seed, plan, seeded
+        super().__init__(loader, loop, seed, batch, plan, seeded=seeded)
         self._source = Source(loader, seed)
         self.steps = self._source.steps(batch.samples)
         if self.steps == 0:
@@ -124,8 +130,6 @@ class IndexedLoader(ElasticLoader):
                 f"{batch.samples} is ever full; lower global_batch_size, or leave drop_last out"
             )
         self._epoch, self._order = -1, cast("Sequence[int]", ())
-        self._batches: Batches[Sequence[int]] = Batches()
-        self._generator = torch.Generator()
         dataset = SeededDataset(loader.dataset) if seeded else loader.dataset
         self._inner = like(loader, dataset, self._batches, loader.collate_fn, self._generator)
 
@@ -148,7 +152,7 @@ class IndexedLoader(ElasticLoader):
     def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
         position, (rank, world_size) = self._loop.position, self._loop.place
         order = self._order
-        self._generator.manual_seed(mix_seed(self._seed, position.step, rank))
+        self._reseed()
 
         def micros() -> Iterator[tuple[Step, MicroBatch]]:
             for step in self._steps(position):

@@ -10,10 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from elastic_runtime.errors import UsageError
-from elastic_runtime.loader import Batches, ElasticLoader, Step, like
+from elastic_runtime.loader import ElasticLoader, Step, like
 from elastic_runtime.order import mix_seed
 from elastic_runtime.reader import Mark, Read, Request, StreamedDataset, check_stateful
 from elastic_runtime.streams import RandomStreams
@@ -37,14 +35,11 @@ class StreamedLoader(ElasticLoader):
     def __init__(
         self, loader: DataLoader[Any], loop: Loop, seed: int, batch: GlobalBatch, plan: Plan, *, seeded: bool = False
     ) -> None:
-        super().__init__(loader, loop, batch)
+        super().__init__(loader, loop, seed, batch, plan, seeded=seeded)
         check_stateful(loader.dataset)  # type: ignore[arg-type]
-        self._seed, self._split, self._seeded = seed, plan, seeded
         self._drop_last = bool(loader.drop_last)
         self._marks = (Mark(), Mark())  # at the beginning of the step, and at its end once that has been read
         self._length: int | None = None  # of the epoch, once it is known
-        self._batches: Batches[Request] = Batches()
-        self._generator = torch.Generator()
         dataset = StreamedDataset(loader.dataset, seed)  # type: ignore[arg-type]
         self._inner = like(loader, dataset, self._batches, partial(_collate, loader.collate_fn), self._generator)
 
@@ -84,8 +79,7 @@ class StreamedLoader(ElasticLoader):
             number, start = number + 1, start + samples
 
     def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
-        position = self._loop.position
-        self._generator.manual_seed(mix_seed(self._seed, position.step, self._loop.place[0]))
+        self._reseed()
         self._batches.of_span = (self._request(step, micro, first=first) for step, micro, first in self._micros())
         for (step, micro, _), fetched in zip(self._micros(), self._inner, strict=False):
             batch, length, mark = fetched

@@ -4,9 +4,10 @@ them for CPU. The same words wherever a share is asked for: command line, API, d
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from decimal import Decimal
+from typing import TYPE_CHECKING, Protocol
 
-from kfp_gpuquota.api.quantity import show_mib
+from kfp_gpuquota.api.quantity import MIB, show_mib
 from kfp_gpuquota.api.validation import MAX_MIB, check_count
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -14,6 +15,45 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.job import JobSpec
 
 _WHOLE = ("min_gpus", "max_gpus", "gpus_per_worker")
+
+
+class Asked(Protocol):
+    """A share as it is asked for: a fraction of each device, or MiB; without a limit the request is one."""
+
+    @property
+    def gpu_fraction(self) -> float | None:
+        """The part that is guaranteed."""
+
+    @property
+    def gpu_fraction_limit(self) -> float | None:
+        """The largest part that may be used."""
+
+    @property
+    def gpu_memory_mib(self) -> int | None:
+        """MiB that are guaranteed."""
+
+    @property
+    def gpu_memory_limit_mib(self) -> int | None:
+        """The most MiB that may be used."""
+
+
+def request_mib(asked: Asked, total_mib: int) -> int:
+    """What is guaranteed of a device of so much memory."""
+    return asked.gpu_memory_mib or int((asked.gpu_fraction or 0.0) * total_mib)
+
+
+def limit_mib(asked: Asked, total_mib: int) -> int:
+    """The most that may be used of such a device."""
+    if asked.gpu_memory_mib is not None:
+        return asked.gpu_memory_limit_mib or asked.gpu_memory_mib
+    return int((asked.gpu_fraction_limit or asked.gpu_fraction or 0.0) * total_mib)
+
+
+def limit_text(asked: Asked) -> str:
+    """For RUNAI_GPU_MEMORY_LIMIT: a part where a fraction is asked for, bytes where memory is."""
+    if asked.gpu_memory_mib is not None:
+        return str((asked.gpu_memory_limit_mib or asked.gpu_memory_mib) * MIB)
+    return f"{Decimal(repr(asked.gpu_fraction_limit or asked.gpu_fraction)):f}"  # exact, and without an exponent
 
 
 def check_share(spec: JobSpec) -> None:

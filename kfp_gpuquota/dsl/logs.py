@@ -59,11 +59,16 @@ class LogFollower(threading.Thread):
                 self._write(f"gpuquota: the log of worker {rank} cannot be read: {error.message}")
 
     def _another_leads(self) -> bool | None:
-        """Whether the step's log is that of another worker than the one followed; None where nobody knows yet."""
+        """Whether the step's log is that of another worker than the one followed; None where that is open.
+
+        A worker that is alone, as most are, leads: its log needs no looking at the job again and again.
+        """
         with self._changed:
             job, last = self._job, self.followed[-1]
         rank = next((worker.rank for worker in job.status.workers if worker.id == last), None)
-        return None if rank is None else leader_unheard(job, self.followed) is not None
+        if rank is None and sum(worker.phase is not WorkerPhase.GONE for worker in job.status.workers) > 1:
+            return None
+        return leader_unheard(job, self.followed) is not None
 
     def _next_worker(self) -> tuple[Job, Worker] | None:
         with self._changed:

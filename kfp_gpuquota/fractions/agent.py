@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kfp_gpuquota.api.quantity import show_mib
+from kfp_gpuquota.api.reason import ReasonCode
 from kfp_gpuquota.fractions import mailbox
 from kfp_gpuquota.fractions.claims import UNKNOWN, Claim, Sample
 from kfp_gpuquota.fractions.enforcer import Enforcer, Kill, Round
@@ -92,6 +93,11 @@ def explain(kill: Kill, beneficiary: str, container: str = "") -> str:
     verb = "cannot be ended, for the agent lacks CAP_KILL" if kill.refused else verb
     where = f" in container {container}" if container else ""
     return f"its process {kill.process.pid}{where} {verb}: {why}"
+
+
+def code_of(kill: Kill) -> ReasonCode:
+    """What it was ended for."""
+    return ReasonCode.GPU_MEMORY_RECLAIMED if kill.beneficiary else ReasonCode.OVER_GPU_MEMORY_LIMIT
 
 
 def what_it_can_do(policy: Policy) -> str:

@@ -155,6 +155,23 @@ class Cluster:
             process.join(PATIENCE_S)
             assert process.exitcode == 0, f"w{index} ended with {process.exitcode}:\n{self.logs()}"
 
+    def start(self, *indices: int, step: int = 5) -> None:
+        """These workers train, and wait at `step`."""
+        self.hold_at(step)
+        self.target(*indices)
+        self.wait_until_at(step, *indices)
+
+    def grow_lose_the_first_and_end(self) -> None:
+        """Of workers 0 and 1, which wait: a third one joins them, then the first is killed at step 15; two end."""
+        self.target(0, 1, 2)
+        self.wait_until_prepared(0, 1, 2)
+        self.hold_at(15)
+        self.wait_for_size(3)
+        self.wait_until_at(15, 0, 1, 2)
+        self.kill("w0")
+        self.let_go()
+        self.wait_for_end(1, 2)
+
     def restart_coordinator(self, *, away_s: float = 0.0) -> None:
         """A new service that knows only the highest number, at another address."""
         self.coordinator.__exit__(None, None, None)

@@ -40,12 +40,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return train_alone(PLAN, tmp_path_factory.mktemp("reference"))
 
 
-def start(cluster: Cluster, *indices: int, step: int = 5) -> None:
-    cluster.hold_at(step)
-    cluster.target(*indices)
-    cluster.wait_until_at(step, *indices)
-
-
 def finish(cluster: Cluster, *indices: int) -> set[str]:
     cluster.let_go()
     cluster.wait_for_end(*indices)
@@ -62,7 +56,7 @@ def test_a_job_of_any_size_gets_the_bits_of_one_worker(tmp_path: Path, undisturb
 
 def test_growing_shrinking_and_losing_workers_change_no_bit(tmp_path: Path, undisturbed: str) -> None:
     with Cluster(tmp_path, PLAN) as cluster:
-        start(cluster, 0, 1)
+        cluster.start(0, 1)
         for newcomer, step in ((2, 8), (3, 11), (4, 14)):
             cluster.target(*range(newcomer + 1))
             cluster.wait_until_prepared(*range(newcomer + 1))
@@ -80,7 +74,7 @@ def test_growing_shrinking_and_losing_workers_change_no_bit(tmp_path: Path, undi
 
 def test_a_stopped_worker_changes_no_bit(tmp_path: Path, undisturbed: str) -> None:
     with Cluster(tmp_path, PLAN) as cluster:
-        start(cluster, 0, 1, 2)
+        cluster.start(0, 1, 2)
         cluster.kill("w0", signal.SIGSTOP)
         assert finish(cluster, 1, 2) == {undisturbed}
 
@@ -93,7 +87,7 @@ def test_loader_processes_change_no_bit(tmp_path: Path, undisturbed: str) -> Non
 
 def test_a_checkpoint_goes_on_at_another_size_without_a_bit_changed(tmp_path: Path, undisturbed: str) -> None:
     with Cluster(tmp_path, PLAN, checkpoints=True) as cluster:
-        start(cluster, 0, 1)
+        cluster.start(0, 1)
         cluster.target()
         cluster.wait_until_prepared()
         cluster.let_go()
@@ -110,7 +104,7 @@ def test_fast_is_not_exact_and_another_seed_is_another_training(tmp_path: Path, 
 
 def test_a_worker_that_computes_with_another_number_of_threads_is_refused(tmp_path: Path) -> None:
     with Cluster(tmp_path, PLAN) as cluster:
-        start(cluster, 0)
+        cluster.start(0)
         cluster.plan = replace(PLAN, threads=2)
         cluster.target(0, 1)
         cluster.wait_until_prepared(0, 1)

@@ -26,13 +26,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-def start(cluster: Cluster, *indices: int, step: int = 5) -> None:
-    """These workers train, and wait at `step`."""
-    cluster.hold_at(step)
-    cluster.target(*indices)
-    cluster.wait_until_at(step, *indices)
-
-
 def finish(cluster: Cluster, reference: dict[str, Any], *indices: int) -> None:
     cluster.let_go()
     cluster.wait_for_end(*indices)
@@ -41,7 +34,7 @@ def finish(cluster: Cluster, reference: dict[str, Any], *indices: int) -> None:
 
 def test_a_job_of_two_grows_to_three(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
-        start(cluster, 0, 1)
+        cluster.start(0, 1)
         cluster.target(0, 1, 2)
         cluster.wait_until_prepared(0, 1, 2)
         cluster.hold_at(20)
@@ -52,7 +45,7 @@ def test_a_job_of_two_grows_to_three(tmp_path: Path, reference: dict[str, Any]) 
 
 def test_a_job_of_three_shrinks_to_one_without_its_leader(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
-        start(cluster, 0, 1, 2)
+        cluster.start(0, 1, 2)
         cluster.target(1)
         cluster.wait_until_prepared(1)
         cluster.hold_at(20)
@@ -65,7 +58,7 @@ def test_a_job_of_three_shrinks_to_one_without_its_leader(tmp_path: Path, refere
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_the_death_of_any_worker_costs_nothing(tmp_path: Path, reference: dict[str, Any], victim: int) -> None:
     with Cluster(tmp_path) as cluster:
-        start(cluster, 0, 1, 2)
+        cluster.start(0, 1, 2)
         cluster.kill(f"w{victim}")
         cluster.let_go()
         commit = cluster.wait_for_size(2)
@@ -75,7 +68,7 @@ def test_the_death_of_any_worker_costs_nothing(tmp_path: Path, reference: dict[s
 
 def test_two_deaths_at_once_leave_one_that_goes_on(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
-        start(cluster, 0, 1, 2)
+        cluster.start(0, 1, 2)
         cluster.kill("w0")
         cluster.kill("w1")
         finish(cluster, reference, 2)
@@ -83,7 +76,7 @@ def test_two_deaths_at_once_leave_one_that_goes_on(tmp_path: Path, reference: di
 
 def test_the_death_of_a_joiner_disturbs_nobody(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
-        start(cluster, 0, 1)
+        cluster.start(0, 1)
         cluster.target(0, 1, 2)
         cluster.wait_until_prepared(0, 1, 2)
         cluster.kill("w2")
@@ -92,7 +85,7 @@ def test_the_death_of_a_joiner_disturbs_nobody(tmp_path: Path, reference: dict[s
 
 def test_a_stopped_worker_is_killed_and_the_others_repeat_the_step(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
-        start(cluster, 0, 1, 2)
+        cluster.start(0, 1, 2)
         cluster.kill("w1", signal.SIGSTOP)
         finish(cluster, reference, 0, 2)
         assert [worker for worker, _ in cluster.kills] == ["w1"]
@@ -102,7 +95,7 @@ def test_training_goes_on_while_the_coordinator_is_away_and_resizes_after_its_re
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
     with Cluster(tmp_path) as cluster:
-        start(cluster, 0, 1)
+        cluster.start(0, 1)
         cluster.hold_at(12)
         cluster.restart_coordinator()
         cluster.wait_until_at(12, 0, 1)
@@ -115,7 +108,7 @@ def test_training_goes_on_while_the_coordinator_is_away_and_resizes_after_its_re
 
 def test_a_worker_may_be_replaced_by_another(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
-        start(cluster, 0)
+        cluster.start(0)
         cluster.target(1)
         cluster.wait_until_prepared(0, 1)
         cluster.let_go()
@@ -125,7 +118,7 @@ def test_a_worker_may_be_replaced_by_another(tmp_path: Path, reference: dict[str
 
 def test_an_evicted_job_saves_and_goes_on_at_another_size(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path, checkpoints=True) as cluster:
-        start(cluster, 0, 1)
+        cluster.start(0, 1)
         cluster.target()
         cluster.wait_until_prepared()
         cluster.let_go()
@@ -137,7 +130,7 @@ def test_an_evicted_job_saves_and_goes_on_at_another_size(tmp_path: Path, refere
 
 def test_sigterm_lets_a_worker_go_by_agreement(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
-        start(cluster, 0, 1)
+        cluster.start(0, 1)
         cluster.kill("w0", signal.SIGTERM)
         cluster.wait_until_prepared(1)
         finish(cluster, reference, 1)
@@ -148,15 +141,8 @@ def test_sigterm_lets_a_worker_go_by_agreement(tmp_path: Path, reference: dict[s
 def test_loader_processes_and_buffers_live_through_resizes(tmp_path: Path) -> None:
     plan = Plan(loader_workers=1, normalise=True, max_batch=None)
     with Cluster(tmp_path, plan) as cluster:
-        start(cluster, 0, 1)
-        cluster.target(0, 1, 2)
-        cluster.wait_until_prepared(0, 1, 2)
-        cluster.hold_at(15)
-        cluster.wait_for_size(3)
-        cluster.wait_until_at(15, 0, 1, 2)
-        cluster.kill("w0")
-        cluster.let_go()
-        cluster.wait_for_end(1, 2)
+        cluster.start(0, 1)
+        cluster.grow_lose_the_first_and_end()
         cluster.check_samples()
         first, second = cluster.finals().values()
         for name, value in first["model"].items():
@@ -166,7 +152,7 @@ def test_loader_processes_and_buffers_live_through_resizes(tmp_path: Path) -> No
 def test_more_workers_than_samples_in_a_step(tmp_path: Path) -> None:
     plan = Plan(epochs=2, samples=10, global_batch=4)
     with Cluster(tmp_path, plan) as cluster:
-        start(cluster, 0, 1, 2, step=2)
+        cluster.start(0, 1, 2, step=2)
         cluster.let_go()
         cluster.wait_for_end(0, 1, 2)
         alone = tmp_path / "alone"
@@ -177,7 +163,7 @@ def test_more_workers_than_samples_in_a_step(tmp_path: Path) -> None:
 
 def test_a_worker_with_another_model_is_refused_and_the_others_go_on(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
-        start(cluster, 0, 1)
+        cluster.start(0, 1)
         cluster.plan = Plan(normalise=True)
         cluster.target(0, 1, 2)
         cluster.wait_until_prepared(0, 1, 2)

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 import elastic_runtime
 from elastic_runtime.errors import StateError, UsageError
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.test_resizing import start
 from tests.elastic_runtime.training import Plan, Points, Stream, train
 
 if TYPE_CHECKING:
@@ -42,15 +41,8 @@ def test_a_stream_is_read_once_though_workers_join_and_die(
 ) -> None:
     plan = Plan(streamed=True, loader_workers=loader_workers)
     with Cluster(tmp_path, plan) as cluster:
-        start(cluster, 0, 1)
-        cluster.target(0, 1, 2)
-        cluster.wait_until_prepared(0, 1, 2)
-        cluster.hold_at(15)
-        cluster.wait_for_size(3)
-        cluster.wait_until_at(15, 0, 1, 2)
-        cluster.kill("w0")
-        cluster.let_go()
-        cluster.wait_for_end(1, 2)
+        cluster.start(0, 1)
+        cluster.grow_lose_the_first_and_end()
         cluster.check_result(reference)
         rows = [json.loads(line) for line in (tmp_path / "consumed-1.jsonl").read_text().splitlines()]
         assert len({tuple(sorted(row["processes"])) for row in rows}) == 1, "loader processes were replaced"
@@ -59,7 +51,7 @@ def test_a_stream_is_read_once_though_workers_join_and_die(
 
 def test_a_stream_goes_on_from_a_checkpoint_at_another_size(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path, PLAN, checkpoints=True) as cluster:
-        start(cluster, 0, 1, step=20)
+        cluster.start(0, 1, step=20)
         cluster.target()
         cluster.wait_until_prepared()
         cluster.let_go()
@@ -72,7 +64,7 @@ def test_a_stream_goes_on_from_a_checkpoint_at_another_size(tmp_path: Path, refe
 def test_more_workers_than_samples_in_a_step_of_a_stream(tmp_path: Path) -> None:
     plan = Plan(epochs=2, samples=10, global_batch=4, streamed=True)
     with Cluster(tmp_path, plan) as cluster:
-        start(cluster, 0, 1, 2, step=2)
+        cluster.start(0, 1, 2, step=2)
         cluster.let_go()
         cluster.wait_for_end(0, 1, 2)
         alone = tmp_path / "alone"

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 import elastic_runtime
 from elastic_runtime.errors import UsageError
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.test_resizing import start
 from tests.elastic_runtime.training import Plan, Points
 from tests.elastic_runtime.zoo import train_zoo
 
@@ -43,15 +42,8 @@ def test_several_models_averages_and_scalers_are_carried_through_joins_and_losse
 ) -> None:
     plan = Plan(epochs=2, body=train_zoo, compiled=compiled)
     with Cluster(tmp_path, plan) as cluster:
-        start(cluster, 0, 1)
-        cluster.target(0, 1, 2)
-        cluster.wait_until_prepared(0, 1, 2)
-        cluster.hold_at(15)
-        cluster.wait_for_size(3)
-        cluster.wait_until_at(15, 0, 1, 2)
-        cluster.kill("w0")
-        cluster.let_go()
-        cluster.wait_for_end(1, 2)
+        cluster.start(0, 1)
+        cluster.grow_lose_the_first_and_end()
         expected = alone(tmp_path / "alone")
         for final in cluster.finals().values():
             same(final, expected)

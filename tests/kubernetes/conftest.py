@@ -14,7 +14,8 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.crds import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH
-from tests.kubernetes.installation import install, install_kubeflow, live_webhook
+from tests.kubernetes.controlled import Controlled
+from tests.kubernetes.installation import QUOTAS, install, install_kubeflow, jobs_of, live_webhook
 from tools.devcluster import DevCluster, Options, binaries, built_images
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ REQUIRED = "GPUQUOTA_REQUIRE_KUBERNETES"
 HERE = Path(__file__).parent
 GROUPS = {"kubelet_cluster": "kubelet", "kubeflow_cluster": "kubeflow", "standalone": "kubeflow"}
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
-QUOTAS = "/apis/gpuquota.dev/v1alpha1/gpuquotas"
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
@@ -81,11 +81,6 @@ def namespace(cluster: DevCluster) -> Iterator[str]:
     cluster.api.delete(f"/api/v1/namespaces/{name}")
 
 
-def jobs_of(namespace: str) -> str:
-    """The path of a namespace's ElasticJobs."""
-    return f"/apis/gpuquota.dev/v1alpha1/namespaces/{namespace}/elasticjobs"
-
-
 @pytest.fixture(scope="session")
 def crds_cluster(cluster: DevCluster) -> DevCluster:
     """The control plane with our two kinds."""
@@ -122,6 +117,14 @@ def system_cluster(crds_cluster: DevCluster) -> DevCluster:
     crds_cluster.make_namespace("gpuquota-system")
     crds_cluster.make_namespace("gpuquota-reservations", RESTRICTED)
     return crds_cluster
+
+
+@pytest.fixture
+def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
+    """Without nodes and without a controller yet; checked and taken away when the test ends."""
+    running = Controlled(system_cluster, tmp_path)
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 NAMESPACE = "gpuquota-system"
+QUOTAS = "/apis/gpuquota.dev/v1alpha1/gpuquotas"
 ACCOUNT = "gpuquota-controller"
 CONTROLLER = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/gpuquota"
@@ -32,6 +33,11 @@ PROFILES = "/apis/kubeflow.org/v1/profiles"
 STOCK_ROLES = ("admin", "edit", "view")
 KUBEFLOW_ROLES = ("kubeflow-admin", "kubeflow-edit", "kubeflow-view")
 KUBEFLOW_LABEL = "rbac.authorization.kubeflow.org/aggregate-to-kubeflow-"
+
+
+def jobs_of(namespace: str) -> str:
+    """The path of a namespace's ElasticJobs."""
+    return f"/apis/gpuquota.dev/v1alpha1/namespaces/{namespace}/elasticjobs"
 
 
 def install_kubeflow(cluster: DevCluster) -> None:

@@ -24,8 +24,8 @@ from kfp_gpuquota.errors import (
     UnauthorizedError,
     UsageError,
 )
-from tests.kubernetes.conftest import QUOTAS, jobs_of
 from tests.kubernetes.faulty_proxy import FaultyProxy
+from tests.kubernetes.installation import QUOTAS, jobs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes import labels
-from tests.kubernetes.conftest import QUOTAS
 from tests.kubernetes.controlled import Controlled, holds, is_leaving, pod_body
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tools.devcluster import DevCluster
-
-
-@pytest.fixture
-def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
-    """Without nodes and without a controller yet; checked and taken away when the test ends."""
-    running = Controlled(system_cluster, tmp_path)
-    yield running
-    running.close()
+from tests.kubernetes.installation import QUOTAS
 
 
 def test_a_pod_waits_at_its_gate_until_its_turn_and_then_runs_where_it_was_sent(controlled: Controlled) -> None:

@@ -15,7 +15,7 @@ from kfp_gpuquota.api import JobSpec
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.cluster.kubernetes import crds, kinds, objects
 from kfp_gpuquota.errors import InvalidFieldError
-from tests.kubernetes.conftest import QUOTAS, jobs_of
+from tests.kubernetes.installation import QUOTAS, jobs_of
 from tools.devcluster import ApiError
 
 if TYPE_CHECKING:

@@ -15,27 +15,18 @@ from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.client import KubernetesClient
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
 from kfp_gpuquota.dsl.narration import Narrator
-from tests.kubernetes.conftest import address_of, jobs_of
+from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over
+from tests.kubernetes.installation import jobs_of
 from tools.devcluster import ApiError
 from tools.devcluster.node import host_python
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tools.devcluster import DevCluster
 
 REPOSITORY = Path(__file__).parents[2]
 EPOCHS = 300
 STEPS = EPOCHS * 15  # 1,797 digits in batches of 128
-
-
-@pytest.fixture
-def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
-    """Without nodes and without a controller yet; checked and taken away when the test ends."""
-    running = Controlled(system_cluster, tmp_path)
-    yield running
-    running.close()
 
 
 def alive(controlled: Controlled, team: str) -> dict[str, dict[str, Any]]:

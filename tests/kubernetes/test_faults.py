@@ -15,18 +15,7 @@ from tests.kubernetes.controlled import Controlled, is_leaving, is_over
 from tests.kubernetes.faulty_proxy import FaultyProxy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-    from tools.devcluster import DevCluster
-
-
-@pytest.fixture
-def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
-    """Without nodes and without a controller yet; checked and taken away when the test ends."""
-    running = Controlled(system_cluster, tmp_path)
-    yield running
-    running.close()
 
 
 def active(controlled: Controlled, team: str) -> int:

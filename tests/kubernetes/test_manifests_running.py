@@ -13,8 +13,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cluster.kubernetes import labels
-from tests.kubernetes.conftest import QUOTAS, built_or_skip, start_or_skip
-from tests.kubernetes.installation import MANIFESTS, NAMESPACE
+from tests.kubernetes.conftest import built_or_skip, start_or_skip
+from tests.kubernetes.installation import MANIFESTS, NAMESPACE, QUOTAS
 from tests.kubernetes.test_crds import quota
 from tests.kubernetes.test_manifests import created_in_the_end, relative
 from tools.devcluster import DevCluster, Options, control_plane, image

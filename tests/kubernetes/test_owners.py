@@ -23,9 +23,6 @@ from kfp_gpuquota.cluster.kubernetes.owners import (
 from tests.kubernetes.controlled import Controlled, pod_body
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from tools.devcluster import DevCluster
 
 INDEXED = {INDEX_ANNOTATION: "0"}
@@ -114,14 +111,6 @@ def test_a_jobset_and_a_pod_group_go_before_the_job_that_made_the_pod() -> None:
     group = owned("kubeflow.org/v1", "PyTorchJob", labels={"scheduling.x-k8s.io/pod-group": "pg"})
     assert group is not None
     assert group.group == "PodGroup/pg"
-
-
-@pytest.fixture
-def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
-    """Without nodes and without a controller yet; checked and taken away when the test ends."""
-    running = Controlled(system_cluster, tmp_path)
-    yield running
-    running.close()
 
 
 def test_the_pods_of_an_indexed_job_start_together_or_not_at_all(controlled: Controlled) -> None:

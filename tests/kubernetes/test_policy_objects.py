@@ -20,7 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.kinds import PolicyObject
 from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook, policy_body, policy_of
 from kfp_gpuquota.cluster.kubernetes.share_admission import SharingJob
 from kfp_gpuquota.errors import InvalidFieldError
-from tests.kubernetes.conftest import jobs_of
+from tests.kubernetes.installation import jobs_of
 from tests.kubernetes.test_admission import environment, patched, pod
 from tests.kubernetes.test_client import run
 from tests.kubernetes.test_rbac import denied, user

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes import labels
-from tests.kubernetes.conftest import QUOTAS
 from tests.kubernetes.controlled import Controlled, pod_body
-from tests.kubernetes.installation import ACCOUNT, NAMESPACE, PROFILES
+from tests.kubernetes.installation import ACCOUNT, NAMESPACE, PROFILES, QUOTAS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes import labels
-from tests.kubernetes.conftest import QUOTAS, jobs_of
 from tests.kubernetes.controlled import Controlled
-from tests.kubernetes.installation import ACCOUNT, CONTROLLER, NAMESPACE, PROFILES, await_gate, refused_in_the_end
+from tests.kubernetes.installation import (
+    ACCOUNT,
+    CONTROLLER,
+    NAMESPACE,
+    PROFILES,
+    QUOTAS,
+    await_gate,
+    jobs_of,
+    refused_in_the_end,
+)
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.test_webhook import GATE, MANAGED, pod
 from tools.devcluster import Api, ApiError

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from kfp_gpuquota.api.share import limit_mib, request_mib
 from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods, share_notes
 from tests.kubernetes.controlled import Controlled, holds
 from tests.kubernetes.sharing import RESERVATIONS, config_of, reservations, share
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tools.devcluster import DevCluster
-
-
-@pytest.fixture
-def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlled]:
-    """Without nodes and without a controller yet; reservations must be gone when its pods are."""
-    running = Controlled(system_cluster, tmp_path)
-    yield running
-    running.close()
 
 
 def environment(pod: dict[str, Any]) -> dict[str, str]:
@@ -71,7 +58,7 @@ def test_a_sharer_learns_which_gpu_is_reserved_and_what_is_noted_of_it_stands_th
     note = noted()
     assert note is not None
     assert (note.uid, note.pod, note.gpus) == (pod["metadata"]["uid"], f"{team}/a", (gpu,))
-    assert (note.request_mib(40_000), note.limit_mib(40_000)) == (10_000, 32_000)
+    assert (request_mib(note, 40_000), limit_mib(note, 40_000)) == (10_000, 32_000)
 
 
 def test_its_config_goes_with_the_pod(controlled: Controlled) -> None:

@@ -15,8 +15,9 @@ import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.dsl.route import route_pipeline
 from kfp_gpuquota.version import __version__
-from tests.kubernetes.conftest import address_of, built_or_skip, jobs_of
+from tests.kubernetes.conftest import address_of, built_or_skip
 from tests.kubernetes.controlled import Controlled
+from tests.kubernetes.installation import jobs_of
 from tools.devcluster import built_images
 from tools.devcluster.node import host_python
 

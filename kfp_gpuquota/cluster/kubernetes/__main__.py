@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
 import sys
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes import logs, reservation_pods
-from kfp_gpuquota.cluster.kubernetes.replica import Options, Replica, first_to_end
+from kfp_gpuquota.cluster.kubernetes.replica import Options, Replica, until_told_to_stop
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
@@ -34,11 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(options: Options) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await first_to_end(Replica(options).run(), stop.wait())
-    return 0 if stop.is_set() else LEADS_NO_MORE
+    return 0 if await until_told_to_stop(Replica(options).run()) else LEADS_NO_MORE
 
 
 def _parser() -> argparse.ArgumentParser:

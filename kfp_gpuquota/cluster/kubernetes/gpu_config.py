@@ -17,11 +17,10 @@ An ElasticJob's worker is created when its GPUs are known, so its variables hold
 from __future__ import annotations
 
 import re
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.annotations import LIMIT_VARIABLE
-from kfp_gpuquota.api.quantity import MIB
+from kfp_gpuquota.api.share import limit_text
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.connection import APPLY_PATCH
 from kfp_gpuquota.cluster.kubernetes.writes import Write
@@ -61,15 +60,8 @@ def variables(name: str, spec: JobSpec) -> list[dict[str, Any]]:
         *(reference(key) for key in VISIBLE),
         reference(SIMULATED, optional=True),
         {"name": MEMORY_VARIABLE, "value": MEMORY_DIRECTORY},
-        {"name": LIMIT_VARIABLE, "value": limit_of(spec)},
+        {"name": LIMIT_VARIABLE, "value": limit_text(spec)},
     ]
-
-
-def limit_of(spec: JobSpec) -> str:
-    """Up to where it may use its devices: a part where it asks for one, bytes where it asks for memory."""
-    if spec.gpu_memory_mib is not None:
-        return str((spec.gpu_memory_limit_mib or spec.gpu_memory_mib) * MIB)
-    return f"{Decimal(repr(spec.gpu_fraction_limit or spec.gpu_fraction)):f}"  # exact, and without an exponent
 
 
 def volume() -> dict[str, Any]:
@@ -104,7 +96,7 @@ def with_place(body: dict[str, Any], spec: JobSpec, place: Place) -> dict[str, A
     """The pod of an ElasticJob's worker, with the GPUs that it shares."""
     pod = {**body["spec"]}
     main = {**pod["containers"][0]}
-    values = {**_data(place), MEMORY_VARIABLE: MEMORY_DIRECTORY, LIMIT_VARIABLE: limit_of(spec)}
+    values = {**_data(place), MEMORY_VARIABLE: MEMORY_DIRECTORY, LIMIT_VARIABLE: limit_text(spec)}
     kept = [variable for variable in main.get("env") or [] if variable.get("name") not in values]
     main["env"] = [*kept, *({"name": name, "value": value} for name, value in values.items())]
     main["volumeMounts"] = [*(main.get("volumeMounts") or []), mount()]

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import sys
 import time
 from contextlib import AsyncExitStack
@@ -20,21 +19,20 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.api.reason import ReasonCode
-from kfp_gpuquota.cluster.kubernetes import labels, ledger, metrics, reservation_pods
+from kfp_gpuquota.cluster.kubernetes import labels, ledger, logs, metrics, reservation_pods
 from kfp_gpuquota.cluster.kubernetes.agent_metrics import AgentMetrics
 from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, Connection
 from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
 from kfp_gpuquota.cluster.kubernetes.node_shares import NodeShares
 from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.replica import first_to_end
+from kfp_gpuquota.cluster.kubernetes.replica import until_told_to_stop
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from kfp_gpuquota.cluster.kubernetes.writer import Writer
 from kfp_gpuquota.cluster.kubernetes.writes import Write, pods_path
 from kfp_gpuquota.errors import DeviceError, GpuQuotaError
 from kfp_gpuquota.fractions import Kill, Policy, Round
-from kfp_gpuquota.fractions.agent import Agent, explain, what_it_can_do
+from kfp_gpuquota.fractions.agent import Agent, code_of, explain, what_it_can_do
 from kfp_gpuquota.fractions.devices import NvmlMemory, SimulatedMemory
 from kfp_gpuquota.fractions.processes import place_of
 
@@ -225,8 +223,7 @@ class NodeAgent:
                 self._tell(kill, note.uid, note.pod, "" if other is None else other.pod)
 
     def _tell(self, kill: Kill, uid: str, pod: str, beneficiary: str) -> None:
-        code = ReasonCode.GPU_MEMORY_RECLAIMED if kill.beneficiary else ReasonCode.OVER_GPU_MEMORY_LIMIT
-        reason = "".join(word.capitalize() for word in code.split("-"))
+        reason = "".join(word.capitalize() for word in code_of(kill).split("-"))
         namespace, _, name = pod.partition("/")
         place = self._places.get(kill.process.pid)
         message = explain(kill, f"pod {beneficiary}", self._shares.container_of(place) if place else "")
@@ -238,7 +235,7 @@ class NodeAgent:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit code."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=options.log_level.upper())
+    logs.configure("text", options.log_level)
     given = {name: value for name, value in vars(options).items() if name != "log_level"}
     rules = {name: given.pop(name) for name in ("killer", "lend_silent", "yield_s", "term_s", "slack_mib")}
     try:
@@ -249,11 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(options: AgentOptions) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with Connection(load_credentials(options.kubeconfig, options.context)) as connection:
-        await first_to_end(NodeAgent(connection, options, _memory(options)).run(), stop.wait())
+        await until_told_to_stop(NodeAgent(connection, options, _memory(options)).run())
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import time
 import uuid
@@ -169,6 +170,15 @@ async def first_to_end(*running: Coroutine[Any, Any, Any]) -> None:
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+async def until_told_to_stop(program: Coroutine[Any, Any, Any]) -> bool:
+    """Run it until SIGTERM or SIGINT comes; False where it has ended by itself."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await first_to_end(program, stop.wait())
+    return stop.is_set()
 
 
 async def _label(connection: Connection, *, leads: bool) -> None:

@@ -21,7 +21,7 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.connection import JSON_PATCH
-from kfp_gpuquota.cluster.kubernetes.writes import REQUIRED, Write, deletion, node_term, pods_path
+from kfp_gpuquota.cluster.kubernetes.writes import REQUIRED, Write, deletion, escaped, node_term, pods_path
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects import Pod
@@ -91,7 +91,7 @@ def annotation(view: ReservationView, settings: ReservationSettings, sharers: st
     path = f"{pods_path(settings.namespace)}/{view.name}"
     operations = [
         {"op": "test", "path": "/metadata/uid", "value": view.uid},
-        {"op": "add", "path": f"/metadata/annotations/{labels.SHARERS.replace('/', '~1')}", "value": sharers},
+        {"op": "add", "path": f"/metadata/annotations/{escaped(labels.SHARERS)}", "value": sharers},
     ]
     about = f"{settings.namespace}/{view.name}"
     return Write(verb="PATCH", path=path, about=about, body=operations, content_type=JSON_PATCH)

@@ -14,11 +14,11 @@ from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import FRACTION_LIMIT, MEMORY_LIMIT, PREFIX
 from kfp_gpuquota.api.policy import admit
 from kfp_gpuquota.api.quantity import parse_mib
+from kfp_gpuquota.api.share import limit_text
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.gpu_config import (
     MEMORY_DIRECTORY,
     is_name,
-    limit_of,
     mount,
     name_for,
     variables,
@@ -132,7 +132,7 @@ def _limit_of(spec: JobSpec) -> tuple[str, str]:
     """(annotation, value); its request where it has none. The controller reads no variables."""
     if spec.gpu_memory_mib is not None:
         return MEMORY_LIMIT, f"{spec.gpu_memory_limit_mib or spec.gpu_memory_mib}Mi"
-    return FRACTION_LIMIT, limit_of(spec)
+    return FRACTION_LIMIT, limit_text(spec)
 
 
 def _noted(name: str, value: str, notes: Mapping[str, str]) -> Iterator[Operation]:

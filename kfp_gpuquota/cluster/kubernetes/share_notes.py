@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kfp_gpuquota.api.share import limit_mib, request_mib
 from kfp_gpuquota.fractions.claims import Claim
 
 if TYPE_CHECKING:
@@ -46,16 +47,6 @@ class ShareNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def project(self) -> str:
         """The namespace."""
         return self.pod.partition("/")[0]
-
-    def request_mib(self, total_mib: int) -> int:
-        """What is guaranteed of a device of so much memory."""
-        return self.gpu_memory_mib or int((self.gpu_fraction or 0.0) * total_mib)
-
-    def limit_mib(self, total_mib: int) -> int:
-        """The most it may use of such a device."""
-        if self.gpu_memory_mib is not None:
-            return self.gpu_memory_limit_mib or self.gpu_memory_mib
-        return int((self.gpu_fraction_limit or self.gpu_fraction or 0.0) * total_mib)
 
 
 _NOTES = msgspec.json.Decoder(tuple[ShareNote, ...])
@@ -94,8 +85,8 @@ def claim(note: ShareNote, gpu: str, total_mib: int) -> Claim:
     return Claim(
         workload=note.uid or note.ticket,
         device=gpu,
-        request_mib=note.request_mib(total_mib),
-        limit_mib=note.limit_mib(total_mib),
+        request_mib=request_mib(note, total_mib),
+        limit_mib=limit_mib(note, total_mib),
         priority=note.priority,
         since=note.since,
         running=bool(note.uid),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api.quantity import MIB
+from kfp_gpuquota.api.annotations import LIMIT_VARIABLE
+from kfp_gpuquota.api.share import limit_text
 from kfp_gpuquota.cluster.local.devices import environment_of, threads_per_slot
 from kfp_gpuquota.cluster.local.sharing import memory_directory, simulated_directory
 
@@ -59,8 +60,4 @@ def _sharing(home: Home, worker: Worker, held: tuple[Device, ...]) -> dict[str, 
 
 def _memory_limit(spec: JobSpec) -> dict[str, str]:
     """How much of each device it may use: a part where it asked for one, bytes where it asked for memory."""
-    if spec.gpu_fraction is not None:
-        return {"RUNAI_GPU_MEMORY_LIMIT": f"{spec.gpu_fraction_limit or spec.gpu_fraction:g}"}
-    if spec.gpu_memory_mib is not None:
-        return {"RUNAI_GPU_MEMORY_LIMIT": str((spec.gpu_memory_limit_mib or spec.gpu_memory_mib) * MIB)}
-    return {}
+    return {LIMIT_VARIABLE: limit_text(spec)} if spec.shared else {}

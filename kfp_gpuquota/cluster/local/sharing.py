@@ -10,11 +10,12 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.api import Reason
+from kfp_gpuquota.api.share import limit_mib, request_mib
 from kfp_gpuquota.api.wire import ShareView
 from kfp_gpuquota.errors import DeviceError
 from kfp_gpuquota.fractions import Claim, Kill, Policy, Round
-from kfp_gpuquota.fractions.agent import Agent, Share, explain, what_it_can_do
+from kfp_gpuquota.fractions.agent import Agent, Share, code_of, explain, what_it_can_do
 from kfp_gpuquota.fractions.devices import NvmlMemory, SimulatedMemory, simulate
 from kfp_gpuquota.fractions.processes import worker_of
 
@@ -137,10 +138,8 @@ class Sharing:
             Claim(
                 workload=worker.id,
                 device=device_name(node, device),
-                request_mib=spec.gpu_memory_mib or int(worker.share * device.memory_mib),
-                limit_mib=spec.gpu_memory_limit_mib
-                or spec.gpu_memory_mib
-                or int((spec.gpu_fraction_limit or worker.share) * device.memory_mib),
+                request_mib=request_mib(spec, device.memory_mib),
+                limit_mib=limit_mib(spec, device.memory_mib),
                 priority=spec.effective_priority,
                 since=worker.started_at,
                 running=worker.id not in self._held,
@@ -173,12 +172,11 @@ class Sharing:
 
     def _explain(self, kill: Kill) -> None:
         job = self._state.jobs[self._state.workers[kill.workload].worker.job_uid]
-        other, code = job, ReasonCode.OVER_GPU_MEMORY_LIMIT
+        other = job
         if kill.beneficiary:
             other = self._state.jobs[self._state.workers[kill.beneficiary].worker.job_uid]
-            code = ReasonCode.GPU_MEMORY_RECLAIMED
         reason = Reason(
-            code=code,
+            code=code_of(kill),
             message=explain(kill, f"{other.spec.name} of project {other.spec.project}"),
             beneficiary=other.uid if kill.beneficiary else "",
             project=other.spec.project if kill.beneficiary else "",
