@@ -73,6 +73,16 @@ class JobResumed(Event, frozen=True, tag=True):
     uid: str
 
 
+class NodesBarred(Event, frozen=True, tag=True):
+    """No worker of the job is placed on these nodes from now on, instead of those named before; what runs there stays.
+
+    Where its workers found no room for a reason that is not planned with.
+    """
+
+    uid: str
+    nodes: tuple[str, ...]
+
+
 class WorkerStarted(Event, frozen=True, tag=True):
     """The worker holds `devices` (indices on `node`) from now on. `worker` is unique for ever.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,18 @@ def request_of(spec: JobSpec) -> Request:
         nodes=None if spec.node is None else frozenset({spec.node}),
         rules=NO_RULES if rules == NO_RULES else rules,
     )
+
+
+def bar(job: Job, nodes: frozenset[str]) -> None:
+    """Place none of its tasks on these nodes from now on."""
+    after: dict[Request, Request] = {}  # tasks that ask for the same go on sharing one request
+    asking: tuple[Job | Task, ...] = (job, *job.tasks.values(), *job.pending)
+    for one in asking:
+        request = one.request
+        if request not in after:
+            rules = replace(request.rules, barred=nodes)
+            after[request] = replace(request, rules=NO_RULES if rules == NO_RULES else rules)
+        one.request = after[request]
 
 
 def _topology_of(spec: JobSpec) -> Group | None:

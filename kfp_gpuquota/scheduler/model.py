@@ -50,15 +50,16 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which hosts a task may use, apart from their names: labels they must have, terms of which one must admit them."""
+    """Which hosts a task may use: labels they must have, terms of which one must admit them; `barred` are names."""
 
     labels: tuple[tuple[str, str], ...] = ()
     terms: tuple[NodeTerm, ...] = ()
     tolerations: tuple[Toleration, ...] = ()
+    barred: frozenset[str] = frozenset()
 
     def admit(self, host: Host) -> bool:
         """The host has the labels, and no taint that is not tolerated."""
-        if any(host.labels.get(key) != value for key, value in self.labels):
+        if host.name in self.barred or any(host.labels.get(key) != value for key, value in self.labels):
             return False
         if self.terms and not any(term.admits(host.name, host.labels) for term in self.terms):
             return False

@@ -108,6 +108,8 @@ def _nowhere(request: Request, pool: str) -> Cause:
     if pool:
         return Cause(ReasonCode.NODE_AFFINITY, f"node pool {pool} has no ready node that it may use")
     why = "no node that is ready has the labels it asks for, or none whose taints it tolerates"
+    if request.rules.barred:
+        why += f"; on {', '.join(sorted(request.rules.barred))} there was lately no room for a worker of it"
     return Cause(ReasonCode.NODE_AFFINITY, why)
 
 

@@ -10,7 +10,7 @@ from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
 from kfp_gpuquota.scheduler import events, progress, usage
 from kfp_gpuquota.scheduler.groups import below, next_tasks
-from kfp_gpuquota.scheduler.intake import new_job
+from kfp_gpuquota.scheduler.intake import bar, new_job
 from kfp_gpuquota.scheduler.ledger import Ledger
 from kfp_gpuquota.scheduler.model import (
     BOUNDLESS,
@@ -144,6 +144,12 @@ class State:
     def _(self, event: events.JobResumed) -> None:
         job = self._job(event.uid)
         job.suspended = False
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.NodesBarred) -> None:
+        job = self._job(event.uid)
+        bar(job, frozenset(event.nodes))
         self._changed(job)
 
     @_apply.register

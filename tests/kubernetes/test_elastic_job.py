@@ -107,6 +107,28 @@ def test_a_job_grows_with_what_is_idle_and_gives_single_workers_back(controlled:
     assert "elastic-4" in alive(controlled, team)  # an index is used once
 
 
+def test_a_worker_whose_place_was_taken_is_made_anew_elsewhere_and_the_others_stay(controlled: Controlled) -> None:
+    nodes = sorted(controlled.add_nodes(3, gpus=1))
+    team = controlled.team(guaranteed=3)
+    port = {"ports": [{"containerPort": 80, "hostPort": 8080}]}  # which is not planned with
+    elsewhere = f"/api/v1/namespaces/{controlled.team('others')}/pods"
+    hog = {"containers": [{"name": "main", "image": "none", **port}], "nodeName": nodes[0]}  # the first that is planned
+    controlled.cluster.api.create(elsewhere, {"metadata": {"name": "hog"}, "spec": hog})
+    controlled.start()
+    template = {"spec": {"containers": [{"name": "main", "image": "none", **port}]}}
+    job = controlled.job(team, "ports", template, gpus=2, minGpus=1, gpusPerWorker=1, gracePeriodSeconds=1)
+    controlled.wait(lambda: controlled.bound(team))
+    (kept,) = controlled.bound(team)
+    first = controlled.pods(team)[kept]["metadata"]["uid"]
+    controlled.wait(lambda: len(controlled.bound(team)) == 2, lambda: controlled.log()[-3000:])
+    pods = controlled.pods(team)
+    assert {pods[name]["spec"]["nodeName"] for name in controlled.bound(team)} == set(nodes[1:])
+    assert pods[kept]["metadata"]["uid"] == first
+    assert "PlaceTaken" in controlled.log()
+    ready = controlled.until(job, lambda j: _condition(j, "WorkersReady").get("status") == "True")
+    assert ready["status"]["restarts"] == 0
+
+
 def test_a_job_succeeds_with_its_workers_and_names_the_one_with_the_result(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=2)
     team = controlled.team(guaranteed=2)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kfp_gpuquota.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
-from kfp_gpuquota.scheduler import JobRemoved, JobSubmitted, NodeRemoved, QuotaRemoved, WorkerGone, WorkerStarted
+from kfp_gpuquota.scheduler import (
+    JobRemoved,
+    JobSubmitted,
+    NodeRemoved,
+    NodesBarred,
+    QuotaRemoved,
+    WorkerGone,
+    WorkerStarted,
+)
 from tests.scheduler.world import World
 
 
@@ -31,6 +39,24 @@ def test_what_was_never_announced_is_refused(world: World) -> None:
 def test_a_job_is_submitted_once(world: World) -> None:
     with pytest.raises(AlreadyExistsError):
         world.state.apply(JobSubmitted("j", world.specs["j"], 9.0))
+
+
+def test_a_job_is_kept_off_nodes_that_are_barred_until_they_are_so_no_more(world: World) -> None:
+    world.node("n1", 2)
+    world.project("a", 4)
+    world.submit("k", "a", 3, 1, 3, gpus_per_worker=1)
+    world.state.apply(NodesBarred("k", ("n0", "n1")))
+    assert "on n0, n1 there was lately no room" in world.plan().waiting["k"].message
+    world.state.apply(NodesBarred("k", ("n0",)))
+    world.settle()
+    assert {world.workers[worker].node for worker in world.of("k")} == {"n1"}
+    world.state.apply(NodesBarred("k", ("n1",)))
+    assert world.size("k") == 2, "what runs there stays"
+    world.state.apply(NodesBarred("k", ()))
+    world.remove("j")
+    world.settle()
+    assert {world.workers[worker].node for worker in world.of("k")} == {"n0", "n1"}
+    world.check_indexes()
 
 
 def test_departments_cannot_contain_each_other(world: World) -> None:

@@ -94,7 +94,7 @@ class Controller:
         self.events = Recorder(self._writer)
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
         self._waiting = WaitingPods(snapshot.plain, self._tell_user)
-        self._avoidance = Avoidance(snapshot.pods, snapshot.put_pod)
+        self._avoidance = Avoidance(snapshot.pods, snapshot.put_pod, self._avoided)
         self._stuck = StuckPods(snapshot.pods, self._place_taken)
         conditions: dict[str, tuple[objects.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
@@ -173,13 +173,18 @@ class Controller:
 
     def _place_taken(self, pod: PodView) -> None:
         why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.trouble}"
+        if pod.owned:
+            self._avoidance.note(pod)
         if self.elastic.knows(pod):
             self.elastic.news.remake(pod)
+            self._tell_user(pod, "PlaceTaken", why)
         elif pod.owned:
-            self._avoidance.note(pod)
             self.actions.remake(pod, why)
         else:
             self._tell_user(pod, "PlaceTaken", f"{why}; nobody would make it anew: delete it, and create it again")
+
+    def _avoided(self, maker: str, nodes: tuple[str, ...]) -> None:
+        self.elastic.avoid(maker, nodes)
 
     def _quota_changed(self, quota: kinds.GpuQuota) -> None:
         self.snapshot.put_quota(quota)

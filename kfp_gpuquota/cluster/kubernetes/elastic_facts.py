@@ -27,6 +27,7 @@ class Facts:
         self.held_back = ""  # why its pods could not be made
         self.hold_s = FIRST_HOLD_S
         self.trouble: dict[str, str] = {}  # worker -> why it does not get going
+        self.avoids: tuple[str, ...] = ()  # nodes on which there was no room for a worker of it
         self.has_secret = False
         self.timer: asyncio.TimerHandle | None = None
         self.conditions = job.status.conditions

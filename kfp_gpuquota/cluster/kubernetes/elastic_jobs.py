@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Reason, ReasonCode, Worker
 from kfp_gpuquota.cluster.job_book import Change
 from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
@@ -35,7 +36,6 @@ from kfp_gpuquota.errors import GpuQuotaError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Node
     from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
     from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
@@ -64,7 +64,7 @@ class ElasticJobs:
         changed: Callable[[str], None],
     ) -> None:
         self.book = Book(tell, seats, nodes)
-        self._changed = changed
+        self._tell, self._changed = tell, changed
         self.membership = JobMembership(self.book, settings.key, kill=self._kill, changed=changed)
         self.workers = WorkerPods(
             self.book, writer, settings, tell=tell, noted=noted, changed=changed, given_up=self._never_made
@@ -96,6 +96,17 @@ class ElasticJobs:
         """An earlier controller has drawn its conclusions from the worker's end."""
         facts = self.book.facts.get(pod.job_uid)
         return facts is not None and pod.stage is Stage.OVER and pod.index in facts.ended
+
+    def avoid(self, uid: str, nodes: tuple[str, ...]) -> None:
+        """No worker of the job is sent to these nodes from now on, instead of those named before."""
+        if (facts := self.book.facts.get(uid)) is not None and uid in self.book.jobs:
+            facts.avoids = nodes
+            self._tell_avoided(uid)
+
+    def _tell_avoided(self, uid: str) -> None:
+        job = self.book.jobs[uid]
+        if not (job.status.phase.final or job.ending):
+            self._tell(scheduler.NodesBarred(uid, self.book.facts[uid].avoids))
 
     # Objects
 
@@ -180,6 +191,8 @@ class ElasticJobs:
             return
         self.book.commit(Change(jobs={uid: None}))
         self.book.commit(Change(jobs={uid: after}))
+        if self.book.facts[uid].avoids:
+            self._tell_avoided(uid)
 
     def _forget(self, uid: str) -> None:
         self.membership.service.close(uid)
