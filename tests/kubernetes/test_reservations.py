@@ -63,7 +63,14 @@ class World:
         later = lambda seconds, action: self.timers.append((seconds, action))  # noqa: E731
         writer: Any = self
         self.reservations = Reservations(
-            self.seats, {}, writer, SETTINGS, noted=self._note, recall=self._recall, later=later
+            self.seats,
+            {},
+            writer,
+            SETTINGS,
+            noted=self._note,
+            recall=self._recall,
+            displaced=lambda holder, _: self.news.append(("displaced", holder)),
+            later=later,
         )
         for body in self.stored.values():
             self.reservations.see(msgspec.convert(body, Pod))
@@ -71,7 +78,7 @@ class World:
             self.reservations.see(msgspec.convert(_agent(number, node), Pod))
         for holder in self.admitted:
             self._seat(holder)
-            self.reservations.see(msgspec.convert(_sharer(holder, self.wishes[holder][0]), Pod))
+            self.reservations.see(self._sharer(holder))
         self.reservations.start()
         for holder in self.wishes:
             if holder not in self.admitted:
@@ -111,7 +118,21 @@ class World:
                 if self.agents:
                     assert place.note.ticket in body["metadata"]["annotations"][labels.READY]
         self.admitted[holder] = place
-        self.reservations.see(msgspec.convert(_sharer(holder, node), Pod))
+        self.reservations.see(self._sharer(holder))
+
+    def _sharer(self, holder: str) -> Pod:
+        gpus = ",".join(self.admitted[holder].note.gpus)
+        named = {"name": holder, "namespace": "t", "uid": holder, "annotations": {labels.GPUS: gpus}}
+        return msgspec.convert({"metadata": named, "spec": {"nodeName": self.wishes[holder][0]}}, Pod)
+
+    def _made_anew(self, holder: str) -> None:
+        """It is ended, and another one comes in its place."""
+        if holder in self.admitted:
+            wish = self.wishes[holder]
+            self._end(holder)
+            self.made += 1
+            self.wishes[f"holder-{self.made}"] = wish
+            self._prepare(f"holder-{self.made}")
 
     def _not_reserved(self, holder: str, _: Exception) -> None:
         """Given back, and planned anew."""
@@ -172,6 +193,8 @@ class World:
         kind, what = self.news.pop(0)
         if kind == "changed":
             self.reservations.see(msgspec.convert(what, Pod))
+        elif kind == "displaced":
+            self._made_anew(what)
         else:
             self.reservations.drop(what)
 
@@ -215,7 +238,9 @@ class World:
         self._prepare(holder)
 
     def go(self) -> None:
-        holder = self.chance.choice(sorted(self.wishes))
+        self._end(self.chance.choice(sorted(self.wishes)))
+
+    def _end(self, holder: str) -> None:
         self.reservations.drop(holder)
         self.seats.release(holder)
         del self.wishes[holder]
@@ -252,7 +277,13 @@ class World:
             or not wanted == standing == set(self.stored)
         ):
             return False
-        return all(self._noted(name) == self._sharers(name) for name in wanted)
+        return all(self._noted(name) == self._sharers(name) for name in wanted) and all(map(self._at_home, self.wishes))
+
+    def _at_home(self, holder: str) -> bool:
+        """It runs on the GPUs that are reserved."""
+        node, devices = self.wishes[holder]
+        reserved = (self.stored[reservation_pods.name_of(node, device)]["metadata"]["uid"] for device in devices)
+        return self.admitted[holder].note.gpus == tuple(f"GPU-{uid}" for uid in reserved)
 
     def _noted(self, name: str) -> dict[str, str]:
         notes = share_notes.read(self.stored[name]["metadata"]["annotations"].get(labels.SHARERS, ""))
@@ -271,13 +302,6 @@ class World:
 def _agent(number: int, node: str) -> Json:
     named = {"name": f"agent-{number}", "uid": f"agent-{number}", "labels": {"app.kubernetes.io/name": AGENT}}
     return {"metadata": {**named, "namespace": SETTINGS.agents}, "spec": {"nodeName": node}}
-
-
-def _sharer(holder: str, node: str) -> Json:
-    return {
-        "metadata": {"name": holder, "namespace": "t", "uid": holder, "annotations": {labels.GPUS: "GPU"}},
-        "spec": {"nodeName": node},
-    }
 
 
 @pytest.mark.parametrize("agents", [False, True], ids=["no-agents", "agents"])

@@ -111,25 +111,36 @@ def test_an_elastic_jobs_worker_shares_a_gpu_too(controlled: Controlled) -> None
     assert "nvidia.com/gpu" not in pod["spec"]["containers"][0].get("resources", {}).get("limits", {})
 
 
-def test_a_reservation_that_somebody_deletes_is_made_again_with_what_stood_on_it(controlled: Controlled) -> None:
+def test_who_runs_on_the_gpu_of_a_reservation_that_somebody_deletes_is_made_anew_on_the_next_one(
+    controlled: Controlled,
+) -> None:
     controlled.add_nodes(1, gpus=1)
     team = controlled.team(guaranteed=1)
     controlled.start()
     controlled.until_phase(controlled.job(team, "worker", gpuFraction=0.5, gracePeriodSeconds=1), "Running")
-    controlled.until_bound(share(controlled, team, "pod"))
+    alone = controlled.until_bound(share(controlled, team, "alone"))  # nobody would make it anew
     ((name, before),) = reservations(controlled).items()
     controlled.kill()
     controlled.cluster.api.delete(f"{RESERVATIONS}/{name}")
     controlled.start()
-    controlled.wait(lambda: _uids(controlled) not in (set(), {before["metadata"]["uid"]}))
-    pods = {pod["metadata"]["uid"]: f"{team}/{name}" for name, pod in controlled.pods(team).items()}
+    controlled.wait(lambda: "worker-1" in controlled.bound(team), lambda: controlled.log()[-3000:])
+    (after,) = reservations(controlled).values()
+    gpu = f"GPU-{after['metadata']['uid']}"  # a fake node's kubelet says another one for each reservation
+    assert after["metadata"]["uid"] != before["metadata"]["uid"]
+    assert environment(controlled.pods(team)["worker-1"])["NVIDIA_VISIBLE_DEVICES"] == gpu
+    assert controlled.pods(team)["alone"]["metadata"]["uid"] == alone["metadata"]["uid"]
+    told = f"it runs on GPU-{before['metadata']['uid']}; the reservation was made anew and has {gpu}"
+    controlled.wait(lambda: f"Pod {team}/alone: GpuChanged: {told}" in controlled.log())
 
     def noted() -> dict[str, str]:
         (found,) = reservations(controlled).values()
         notes = share_notes.read(found["metadata"]["annotations"].get(labels.SHARERS, ""))
         return {note.uid: note.pod for note in notes}
 
-    controlled.wait(lambda: noted() == pods, lambda: f"{noted()} for {pods}")
+    def pods() -> dict[str, str]:
+        return {pod["metadata"]["uid"]: f"{team}/{name}" for name, pod in controlled.pods(team).items()}
+
+    controlled.wait(lambda: noted() == pods(), lambda: f"{noted()} for {pods()}")
 
 
 def _uids(controlled: Controlled) -> set[str]:

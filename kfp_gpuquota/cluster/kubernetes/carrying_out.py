@@ -73,11 +73,11 @@ class PodActions:
                 self._told(member.view, "Evicted", reason.message)
                 self._evict(member.view)
 
-    def remake(self, pod: PodView, why: str) -> None:
-        """Take away a pod whose place was taken, for its owner to make it anew."""
+    def remake(self, pod: PodView, reason: str, why: str) -> None:
+        """Take away a pod that cannot stay where it is, for its owner to make it anew."""
         if pod.uid in self._pods.members:
             self._pods.assume_leaving(pod.uid)
-            self._told(pod, "PlaceTaken", why)
+            self._told(pod, reason, why)
             self._evict(pod)
 
     def _prepare(self, pod: PodView, admission: Write) -> None:

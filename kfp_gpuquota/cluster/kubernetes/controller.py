@@ -89,6 +89,7 @@ class Controller:
             reserving or ReservationSettings(),
             noted=self.pods.note,
             recall=snapshot.share_of,
+            displaced=self._gpu_changed,
         )
         self.actions = PodActions(snapshot.plain, self._writer, self.pods.note, self._tell_user, self.reservations)
         self.events = Recorder(self._writer)
@@ -179,9 +180,20 @@ class Controller:
             self.elastic.news.remake(pod)
             self._tell_user(pod, "PlaceTaken", why)
         elif pod.owned:
-            self.actions.remake(pod, why)
+            self.actions.remake(pod, "PlaceTaken", why)
         else:
             self._tell_user(pod, "PlaceTaken", f"{why}; nobody would make it anew: delete it, and create it again")
+
+    def _gpu_changed(self, holder: str, why: str) -> None:
+        """Its GPU may be given to others: whoever is made anew gets the one that is reserved."""
+        member, worker = self.snapshot.plain.members.get(holder), self.elastic.workers.pods.get(holder)
+        if member is not None and member.view.owned:
+            self.actions.remake(member.view, "GpuChanged", why)
+        elif member is not None:
+            self._tell_user(member.view, "GpuChanged", f"{why}; delete it, and create it again: nobody else would")
+        elif worker is not None:
+            self._tell_user(worker, "GpuChanged", why)
+            self.elastic.news.remake(worker)
 
     def _avoided(self, maker: str, nodes: tuple[str, ...]) -> None:
         self.elastic.avoid(maker, nodes)

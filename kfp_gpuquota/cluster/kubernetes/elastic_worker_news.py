@@ -173,7 +173,7 @@ class WorkerNews:
         self._moved(job.uid)
 
     def remake(self, pod: PodView) -> None:
-        """Take away a worker whose place was taken: that says nothing about the job, which is given another one."""
+        """Take away a worker that cannot stay where it is: that says nothing about the job, which gets another one."""
         worker = worker_id(pod.job_uid, pod.index)
         record = self._book.workers.get(worker)
         if record is not None and record.alive and not record.released:

@@ -87,6 +87,7 @@ class Reservations:
     """All of a cluster's. `noted(pod)` gets the answers of writes, which are news that the watch will repeat.
 
     `recall(holder)` is the note of one who has been told to start, from what it asked for; `later` a timer.
+    `displaced(holder, why)` is told once of one who runs on a GPU that is not reserved any more.
     """
 
     def __init__(
@@ -97,10 +98,12 @@ class Reservations:
         settings: ReservationSettings,
         noted: Callable[[Pod], None],
         recall: Callable[[str], ShareNote | None],
+        displaced: Callable[[str, str], None],
         later: Callable[[float, Callable[[], None]], object] | None = None,
     ) -> None:
         self._seats, self._nodes, self._writer, self._settings = seats, nodes, writer, settings
         self._noted, self._recall, self._later = noted, recall, later or _on_the_loop
+        self._displaced, self._told_displaced = displaced, set[str]()
         self._rooms: dict[tuple[str, int], Room] = {}
         self._agents: dict[str, str] = {}  # uid of an agent's pod -> its node
         self._configs: dict[str, str] = {}  # uid of a sharer's pod -> the ConfigMap that it refers to
@@ -120,6 +123,7 @@ class Reservations:
         self._started = True
         for room in list(self._rooms.values()):
             self._sync(room)
+            self._find_displaced(room)
 
     def _remember(self, room: Room) -> None:
         """Whom an earlier controller has told to start stands on the reservation; who had to wait is planned anew.
@@ -172,6 +176,7 @@ class Reservations:
         room.pod = view
         if self._started:
             self._look_at(room)
+            self._find_displaced(room)
 
     def _see_bound(self, pod: Pod) -> None:
         """An agent, or a sharer that was sent to its node and is there now."""
@@ -187,6 +192,20 @@ class Reservations:
             self._notes[holder] = msgspec.structs.replace(note, uid=uid, gpus=tuple(gpus.split(",")))
             if self._started:
                 self._sync_rooms_of(holder)
+                for room in self._rooms_of(holder):
+                    self._find_displaced(room)
+
+    def _find_displaced(self, room: Room) -> None:
+        """A reservation that was made anew may have another GPU: who runs on the one before shares it with anybody."""
+        for holder in self._seats.sharers(room.node, room.device) if room.gpu else ():
+            note = self._notes.get(holder)
+            if note is None or not note.uid or room.gpu in note.gpus or holder in self._told_displaced:
+                continue
+            self._told_displaced.add(holder)
+            held = ", ".join(note.gpus)
+            self._displaced(
+                holder, f"it runs on {held}; the reservation was made anew and has {room.gpu} of {room.node}"
+            )
 
     # What is wanted
 
@@ -208,6 +227,7 @@ class Reservations:
         if self._seats.held(holder) is None:
             self._waiting.pop(holder, None)
             self._notes.pop(holder, None)
+            self._told_displaced.discard(holder)
         if self._started:
             for device in devices:
                 self._sync(self._room(node, device))
