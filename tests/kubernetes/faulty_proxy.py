@@ -29,8 +29,9 @@ FAULTS = ("429", "500", "503", "reset", "lost answer", "409", "410")
 class FaultyProxy:
     """`with FaultyProxy(cluster, folder, rate=0.2, seed=1) as proxy:` and use `proxy.kubeconfig`.
 
-    `rate` is the share of calls that fail; set it at any time. `injected` counts them by (verb, fault). `restart` does
-    what a server does that starts again: every connection breaks, and then all are refused until it has its roles.
+    `rate` is the share of calls that fail; set it at any time. `injected` counts them by (verb, fault). The next
+    `conflicts[verb, end]` calls to paths that end so are answered with 409. `restart` does what a server does that
+    starts again: every connection breaks, and then all are refused until it has its roles.
     """
 
     def __init__(self, cluster: DevCluster, folder: Path, rate: float, seed: int) -> None:
@@ -39,6 +40,7 @@ class FaultyProxy:
         self._random = random.Random(seed)
         self._faults = itertools.cycle(self._random.sample(FAULTS, len(FAULTS)))
         self.injected: Counter[tuple[str, str]] = Counter()
+        self.conflicts: Counter[tuple[str, str]] = Counter()
         self._live: set[asyncio.BaseTransport] = set()
         self._refusals = 0
         self._loop = asyncio.new_event_loop()
@@ -126,6 +128,10 @@ class FaultyProxy:
         return response
 
     def _draw(self, request: web.Request) -> str:
+        for (wanted, end), left in self.conflicts.items():
+            if left and request.method == wanted and request.path.endswith(end):
+                self.conflicts[wanted, end] -= 1
+                return "409"
         if self._random.random() >= self.rate:
             return ""
         verb = "WATCH" if "watch" in request.query else request.method

@@ -63,6 +63,29 @@ def test_every_call_may_fail_and_the_cluster_comes_out_right(controlled: Control
             process.wait(30)
 
 
+def test_a_conflict_that_passes_delays_a_write_and_does_not_end_it(controlled: Controlled, tmp_path: Path) -> None:
+    controlled.add_nodes(1, gpus=2)
+    borrower, jobs = controlled.team("borrower"), controlled.team("jobs", guaranteed=2)
+    with FaultyProxy(controlled.cluster, tmp_path, 0.0, seed=1) as proxy:
+        controlled.kubeconfig = proxy.kubeconfig
+        controlled.start()
+        for i in range(2):
+            controlled.pod(borrower, f"b{i}")
+        settles(controlled, borrower, 2)
+        proxy.conflicts.update({("PATCH", "/status"): 1, ("POST", "/eviction"): 1, ("POST", "/pods"): 1})
+        job = controlled.job(jobs, "elastic", gpus=2, gpusPerWorker=1, gracePeriodSeconds=1)
+        controlled.until(job, lambda j: j.get("status", {}).get("gpus", 0) == 2)
+        worker = min(controlled.pods(jobs))
+        proxy.conflicts.update({("DELETE", worker): 1, ("PATCH", "/status"): 1})
+        controlled.cluster.api.patch(job, {"spec": {"suspend": True}})
+        controlled.until(job, lambda j: j["status"]["phase"] == "Suspended" and not j["status"]["gpus"])
+        assert not controlled.pods(jobs)
+        assert not +proxy.conflicts  # all of them were met
+        for process in controlled.processes:
+            process.terminate()
+            process.wait(30)
+
+
 def test_a_controller_that_is_killed_at_any_moment_leaves_nothing_wrong_behind(
     controlled: Controlled, pytestconfig: pytest.Config
 ) -> None:

@@ -116,8 +116,8 @@ class PodActions:
         self._writer.submit(writes.eviction(pod), lambda _: None, partial(self._eviction_failed, pod))
 
     def _eviction_failed(self, pod: PodView, error: Exception) -> None:
-        if isinstance(error, ApiError) and error.status in {404, 409}:
-            return  # it is gone, or another pod has its name: the watch says so
+        if isinstance(error, ApiError) and error.status == 404:
+            return  # the watch says so as well; 409 may be another pod of that name, or a conflict that passes
         if isinstance(error, ApiError) and is_budget(error):
             self._told(pod, "EvictionBlocked", f"its team's borrowed GPUs are asked back, but {error}")
         self._later(BUDGET_PAUSE_S, lambda: self._evict_again(pod))

@@ -169,8 +169,8 @@ class WorkerPods:
             self._writer.submit(write, lambda _: None, partial(self._not_deleted, worker, grace_s))
 
     def _not_deleted(self, worker: str, grace_s: float, error: Exception) -> None:
-        if isinstance(error, ApiError) and error.status in {404, 409}:
-            return  # it is gone: the watch says so
+        if isinstance(error, ApiError) and error.status == 404:
+            return  # the watch says so as well; 409 may also be a conflict that passes
         asyncio.get_running_loop().call_later(DELETE_AGAIN_S, self.delete, worker, grace_s)
 
 

@@ -90,7 +90,7 @@ class StatusWriter:
     def _failed(self, key: str, error: Exception) -> None:
         self._under_way.discard(key)
         self._written.pop(key, None)
-        if isinstance(error, ApiError) and error.status in {404, 409}:
+        if isinstance(error, ApiError) and error.status == 404:
             return
         log.warning("the status of %s is written again in %g s: %s", key, AGAIN_S, error)
         self._dirty[key] = asyncio.get_running_loop().call_later(AGAIN_S, self._look, key)
