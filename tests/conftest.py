@@ -19,13 +19,13 @@ from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import await_stop, start_with
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
-DEADLINE_S = 60.0
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -59,7 +59,7 @@ class EmbeddedCluster:
 
     def wait_for(self, name: str, condition: Callable[[Job], bool], project: str = "team-a") -> Job:
         """The job, as soon as `condition` holds for it; fails the test when it does not in time."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S
         after: int | None = None
         while time.monotonic() < deadline:
             listed = self.client.list_jobs(project, after=after, timeout_s=0.0 if after is None else 1.0)
@@ -67,7 +67,7 @@ class EmbeddedCluster:
             for job in listed.jobs:
                 if job.spec.name == name and condition(job):
                     return job
-        pytest.fail(f"not within {DEADLINE_S:g} s: {self.job(name, project)}")
+        pytest.fail(f"not within {PATIENCE_S:g} s: {self.job(name, project)}")
 
     def wait_for_phase(self, name: str, phase: str, project: str = "team-a") -> Job:
         """The job, as soon as it is in `phase`."""
@@ -116,7 +116,7 @@ def running_cluster(root: Path, config: ClusterConfig | None = None) -> Iterator
 def _shut_down(cluster: EmbeddedCluster) -> None:
     for job in cluster.client.list_jobs().jobs:
         cluster.client.delete_job(job.spec.project, job.spec.name)
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + PATIENCE_S
     while cluster.client.list_jobs().jobs and time.monotonic() < deadline:
         time.sleep(0.02)
     cluster.client.stop_cluster()

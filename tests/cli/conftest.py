@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
-from tests.conftest import DEADLINE_S, EmbeddedCluster, running_cluster
+from tests.conftest import EmbeddedCluster, running_cluster
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,7 +71,7 @@ class Cli:
 
     def await_jobs(self, project: str, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
         """GPUs in running processes by job, as soon as `condition` holds for them."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S
         held: dict[str, int] = {}
         while time.monotonic() < deadline:
             jobs = self.cluster.client.list_jobs(project).jobs
@@ -80,7 +81,7 @@ class Cli:
             if condition(held) and all(w.phase in {"Running", "Gone"} for job in jobs for w in job.status.workers):
                 return held
             time.sleep(0.02)
-        pytest.fail(f"not within {DEADLINE_S:g} s: {held}")
+        pytest.fail(f"not within {PATIENCE_S:g} s: {held}")
 
 
 @pytest.fixture

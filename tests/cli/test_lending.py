@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,10 @@ import pytest
 
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.fractions import Policy
+from tests import patience
 from tests.cli.conftest import Cli
 from tests.cli.test_training import Steps
-from tests.conftest import DEADLINE_S, running_cluster
+from tests.conftest import running_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,10 +48,14 @@ def memory(cli: Cli) -> dict[str, dict[str, Any]]:
 
 
 def until(cli: Cli, holds: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, dict[str, Any]]:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds(found := memory(cli)):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
+    found: dict[str, dict[str, Any]] = {}
+
+    def is_so() -> bool:
+        found.clear()
+        found.update(memory(cli))
+        return holds(found)
+
+    patience.until(is_so, lambda: found)
     return found
 
 
@@ -89,9 +93,7 @@ def test_an_owner_waits_for_its_part_and_can_be_deleted_before_it_starts(team: C
     until(team, lambda found: used(found, "deaf") == 0.8 * TOTAL)
     hold(team, "owner", "0.75", "", "take", "10")
     said = "would be ended, were the killer on"
-    deadline = time.monotonic() + DEADLINE_S
-    while said not in team("describe", "deaf"):
-        assert time.monotonic() < deadline
+    patience.until(lambda: said in team("describe", "deaf"))
     assert team.job("owner", "team-a")["status"]["phase"] == "Starting"
     team("delete", "owner")
     until(team, lambda found: "owner" not in found)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
+
+from tests.patience import until
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Cli
@@ -146,9 +147,8 @@ def test_6_a_session_within_quota_starts_at_once_and_is_never_preempted(wide_cli
     train(cli, "b", "bigger", 10, "--interactive")
     cli.await_gpus("b", bigger=10)
     cli("submit", "over", "-p", "b", "-g", "1", "--interactive", "--", "sleep", "infinity")
-    deadline = time.monotonic() + 20
-    while "guaranteed" not in (said := cli("explain over -p b")) and time.monotonic() < deadline:
-        pass
+    until(lambda: "guaranteed" in cli("explain over -p b"))
+    said = cli("explain over -p b")
     assert "over is pending with 0 GPUs: needs 1 GPU; project b uses 20 GPUs of its guaranteed 20 GPUs" in said
     train(cli, "a", "more", 10)
     cli.await_gpus("b", notebook=10, bigger=10)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conftest import DEADLINE_S
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Cli
@@ -28,7 +28,7 @@ class Steps:
 
     def go_on_with(self, gpus: int) -> None:
         """Return when the job has trained some more steps at this size."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S
         begin: int | None = None
         while time.monotonic() < deadline:
             job = self.cli.cluster.job(self.name, self.project)

@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.errors import ConflictError, NotFoundError
 from tests.conftest import running_cluster
+from tests.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,16 +127,16 @@ class History:
         for job in listed:
             assert (job.status.phase.final or job.status.phase is Phase.PENDING) <= (job.status.gpus == 0), job
 
+    def unended(self) -> list[Job]:
+        return [job for job in self.cluster.client.list_jobs().jobs if not ended(job)]
+
     def settle(self) -> None:
         """Everybody gets a turn in the end: what may run does, what was stopped is gone."""
         for job in self.cluster.client.list_jobs().jobs:
             if job.spec.command[0] == "sleep" or job.status.phase in {Phase.SUSPENDED, Phase.STOPPING}:
                 with contextlib.suppress(NotFoundError):
                     self.cluster.client.delete_job(job.spec.project, job.spec.name)
-        deadline = time.monotonic() + SETTLE_S
-        while any(not ended(job) for job in self.cluster.client.list_jobs().jobs):
-            assert time.monotonic() < deadline, [job for job in self.cluster.client.list_jobs().jobs if not ended(job)]
-            time.sleep(0.05)
+        until(lambda: not self.unended(), self.unended, SETTLE_S)
         assert all(not view.held for view in self.cluster.client.list_nodes())
 
 

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.local import shim
+from tests.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-DEADLINE_S = 20.0
+    from collections.abc import Iterator
 
 
 class Shim:
@@ -50,7 +49,7 @@ class Shim:
 
     def read(self, name: str) -> dict[str, Any]:
         path = self.directory / name
-        wait_until(path.exists)
+        until(path.exists)
         content: dict[str, Any] = json.loads(path.read_text())
         return content
 
@@ -60,13 +59,6 @@ class Shim:
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
         self.process.send_signal(number)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def is_running(pid: int) -> bool:
@@ -81,7 +73,7 @@ def a_shim(tmp_path: Path) -> Iterator[Shim]:
     yield made
     if made.process is not None:
         made.process.send_signal(signal.SIGUSR1)
-        made.process.wait(DEADLINE_S)
+        made.process.wait(PATIENCE_S)
 
 
 def test_the_exit_code_and_the_output_are_written_down(a_shim: Shim) -> None:
@@ -99,21 +91,21 @@ def test_a_worker_id_never_runs_twice(a_shim: Shim) -> None:
     a_shim.start("sleep", "infinity")
     a_shim.worker()
     second = a_shim.spawn()
-    assert second.wait(DEADLINE_S) == shim.EXIT_LOCKED
+    assert second.wait(PATIENCE_S) == shim.EXIT_LOCKED
 
 
 def test_a_worker_that_has_ended_is_not_run_again(a_shim: Shim) -> None:
     a_shim.start("sh", "-c", "echo once")
     a_shim.read("exit.json")
     assert a_shim.process is not None
-    a_shim.process.wait(DEADLINE_S)
-    assert a_shim.spawn().wait(DEADLINE_S) == shim.EXIT_LOCKED
+    a_shim.process.wait(PATIENCE_S)
+    assert a_shim.spawn().wait(PATIENCE_S) == shim.EXIT_LOCKED
     assert a_shim.log() == "once\n"
 
 
 def test_sigterm_reaches_the_workers_whole_group(a_shim: Shim) -> None:
     a_shim.start("sh", "-c", "sleep infinity & trap 'echo told; exit 5' TERM; echo ready; wait")
-    wait_until(lambda: (a_shim.directory / "log").exists() and "ready" in a_shim.log())
+    until(lambda: (a_shim.directory / "log").exists() and "ready" in a_shim.log())
     a_shim.signal(signal.SIGTERM)
     assert a_shim.read("exit.json")["code"] == 5
     assert "told" in a_shim.log()
@@ -121,7 +113,7 @@ def test_sigterm_reaches_the_workers_whole_group(a_shim: Shim) -> None:
 
 def test_a_worker_that_ignores_sigterm_is_killed_when_its_grace_period_is_over(a_shim: Shim) -> None:
     a_shim.start("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done", grace_period_s=0.3)
-    wait_until(lambda: (a_shim.directory / "log").exists() and "ready" in a_shim.log())
+    until(lambda: (a_shim.directory / "log").exists() and "ready" in a_shim.log())
     begin = time.monotonic()
     a_shim.signal(signal.SIGTERM)
     assert a_shim.read("exit.json")["code"] == 128 + signal.SIGKILL
@@ -138,7 +130,7 @@ def test_the_worker_dies_with_its_shim(a_shim: Shim) -> None:
     a_shim.start("sleep", "infinity")
     worker = a_shim.worker()
     a_shim.signal(signal.SIGKILL)
-    wait_until(lambda: not is_running(worker))
+    until(lambda: not is_running(worker))
     assert not (a_shim.directory / "exit.json").exists()
 
 
@@ -165,9 +157,9 @@ def test_a_missing_directory_is_named_in_the_log(a_shim: Shim) -> None:
 
 def test_zombies_of_the_workers_descendants_are_collected(a_shim: Shim) -> None:
     a_shim.start("sh", "-c", "(sleep 0.05 & echo $!) & wait; sleep infinity")
-    wait_until(lambda: (a_shim.directory / "log").exists() and a_shim.log().strip() != "")
+    until(lambda: (a_shim.directory / "log").exists() and a_shim.log().strip() != "")
     orphan = int(a_shim.log())
-    wait_until(lambda: not Path(f"/proc/{orphan}").exists())
+    until(lambda: not Path(f"/proc/{orphan}").exists())
 
 
 def test_nobody_else_can_read_the_log(a_shim: Shim) -> None:

@@ -9,7 +9,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +18,7 @@ from kfp_gpuquota.dsl.pod_template import BOOTSTRAP
 from kfp_gpuquota.dsl.relay import Relay
 from kfp_gpuquota.dsl.remote import RelayClient, RelayError
 from kfp_gpuquota.dsl.staging import Staging
+from tests.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,9 +171,7 @@ def test_a_transfer_that_breaks_leaves_nothing_and_is_repeated(step: Step) -> No
     source = step.root / "source"
     source.write_bytes(b"whole")
     RelayClient(str(step.mount)).upload(str(source), str(place))
-    deadline = time.monotonic() + 10
-    while list(place.parent.glob("*.part")):
-        assert time.monotonic() < deadline
+    until(lambda: not list(place.parent.glob("*.part")))
     assert place.read_bytes() == b"whole"
 
 

@@ -22,31 +22,21 @@ import torch
 from kfp_gpuquota.membership import AnnounceCommit, Limits
 from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
 from tests.elastic_runtime.training import Gate, Plan, worker_main
+from tests.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from kfp_gpuquota.api import Progress
     from kfp_gpuquota.server.membership import MembershipService
 
 JOB = "job"
-PATIENCE_S = 60.0
 LIMITS = Limits(silence_s=5.0, leave_s=20.0, forming_s=5.0, failure_s=1.0)
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     ["tests.elastic_runtime.training", "elastic_runtime.job", "torch.distributed", "torch._dynamo"]
 )
-
-
-def until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
-    """Poll, because the other side is another process; fail with words."""
-    end = time.monotonic() + patience_s
-    while not (found := condition()):
-        assert time.monotonic() < end, f"not within {patience_s} s: {what}"
-        time.sleep(0.002)
-    return found
 
 
 def _newest_rows(path: Path) -> list[dict[str, Any]]:
@@ -130,6 +120,9 @@ class Cluster:
     def wait_until_at(self, step: int, *indices: int) -> None:
         until(lambda: all(self.gate.at[i] >= step for i in indices), f"workers {indices} at step {step}")
 
+    def wait_until_somebody_is_at(self, step: int) -> None:
+        until(lambda: max(self.gate.at) >= step, lambda: f"step {step}\n{self.logs()}")
+
     def wait_until_prepared(self, *indices: int) -> None:
         """A generation of exactly these workers is built and waits for the end of a step."""
         wanted = {f"w{i}" for i in indices}
@@ -138,15 +131,14 @@ class Cluster:
             pending = self.coordinator.call(lambda service: service.machine(JOB)).pending
             return pending is not None and wanted == set(pending.members) == pending.prepared & wanted
 
-        until(prepared, f"a generation of {wanted} prepared\n{self.logs()}")
+        until(prepared, lambda: f"a generation of {wanted} prepared\n{self.logs()}")
 
     def wait_for_size(self, size: int) -> AnnounceCommit:
         def found() -> AnnounceCommit | None:
             last = self.commits[-1] if self.commits else None
             return last if last and last.complete and len(last.members) == size else None
 
-        result: AnnounceCommit = until(found, f"a generation of {size}, seen {self.commits}\n{self.logs()}")
-        return result
+        return until(found, lambda: f"a generation of {size}, seen {self.commits}\n{self.logs()}")
 
     def wait_for_end(self, *indices: int) -> None:
         """These workers end well."""

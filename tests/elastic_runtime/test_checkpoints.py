@@ -22,8 +22,8 @@ from elastic_runtime.errors import CheckpointError, SettingsError, StateError
 from elastic_runtime.keeper import Keeper
 from elastic_runtime.progress import Progress
 from elastic_runtime.reporting import Reporter
-from tests.elastic_runtime.harness import until
 from tests.elastic_runtime.training import Plan, train
+from tests.patience import until
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event

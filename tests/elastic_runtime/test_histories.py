@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.elastic_runtime.harness import Cluster, until
+from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, train
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def test_any_history_ends_with_the_undisturbed_model(
         for step in range(8, 48, 8):
             history.next()
             cluster.hold_at(step)
-            until(lambda step=step: max(cluster.gate.at) >= step, f"step {step} of seed {seed}\n{cluster.logs()}")  # type: ignore[misc]
+            cluster.wait_until_somebody_is_at(step)
         cluster.let_go()
         cluster.wait_for_end(*history.wanted)
         for worker, process in cluster.processes.items():

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.cluster.kubernetes import labels
 from tests.kubernetes.installation import QUOTAS, jobs_of
+from tests.patience import PATIENCE_S, until
 from tools.devcluster import DevCluster, fake_nodes, image
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 REPOSITORY = Path(__file__).parents[2]
-DEADLINE_S = 60.0
 Object = dict[str, Any]
 
 
@@ -131,25 +130,22 @@ class Controlled:
         """Names of its pods that are gated."""
         return {name for name, pod in self.pods(team).items() if pod["spec"].get("schedulingGates")}
 
-    def wait(self, condition: Callable[[], object], what: object = "", seconds: float = DEADLINE_S) -> None:
-        """Return when it holds; fails the test when it does not in time."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {seconds:g} s: {what() if callable(what) else what}"
-            time.sleep(0.05)
+    def wait(self, condition: Callable[[], object], what: object = "", seconds: float = PATIENCE_S) -> None:
+        """Return when it holds."""
+        until(condition, what, seconds)
 
-    def until(self, path: str, condition: Callable[[Object], object], seconds: float = DEADLINE_S) -> Object:
+    def until(self, path: str, condition: Callable[[Object], object], seconds: float = PATIENCE_S) -> Object:
         """The object, as soon as it is so."""
         try:
             return self.cluster.api.until(path, condition, seconds)
         except TimeoutError as error:
-            raise AssertionError(f"{error}\n{self.log()[-6000:]}") from None
+            raise TimeoutError(f"{error}\n{self.log()[-6000:]}") from None
 
     def until_bound(self, path: str) -> Object:
         """The pod, once it has a node."""
         return self.until(path, holds)
 
-    def until_phase(self, path: str, phase: str, seconds: float = DEADLINE_S) -> Object:
+    def until_phase(self, path: str, phase: str, seconds: float = PATIENCE_S) -> Object:
         """The ElasticJob, once it is there."""
         return self.until(path, lambda job: job.get("status", {}).get("phase") == phase, seconds)
 

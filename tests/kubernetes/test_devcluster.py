@@ -6,13 +6,13 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kubernetes.conftest import REQUIRED, start_or_skip
+from tests.patience import until
 from tools.devcluster import Api, ApiError, DevCluster, Options, binaries, fake_nodes, image, processes
 from tools.devcluster.__main__ import main
 from tools.devcluster.layout import SUPERVISOR, Layout, free_ports
@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 from tools.devcluster import DevCluster, Options
+from tests.patience import until
 DevCluster.start(Path(sys.argv[1]), Options(kwok_nodes=0))
 print("started", flush=True)
 sys.stdin.read()
@@ -161,10 +162,8 @@ def test_a_container_runs_on_the_real_node_and_its_log_is_read(kubelet_cluster: 
     kubelet_cluster.api.create(pods, pod("a"))
     found = kubelet_cluster.api.until(f"{pods}/a", running)
     assert found["spec"]["nodeName"] == "real-0"
-    deadline = time.monotonic() + 30.0
-    while not (log := kubelet_cluster.container_log(namespace, "a", "main")) and time.monotonic() < deadline:
-        time.sleep(0.05)  # it runs before it speaks
-    assert log == "it runs\n"
+    said = until(lambda: kubelet_cluster.container_log(namespace, "a", "main"))  # it runs before it speaks
+    assert said == "it runs\n"
     kubelet_cluster.api.delete(f"{pods}/a")
     kubelet_cluster.api.until_gone(f"{pods}/a")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +23,10 @@ from tests.kubernetes.installation import jobs_of
 from tests.kubernetes.test_admission import environment, patched, pod
 from tests.kubernetes.test_client import run
 from tests.kubernetes.test_rbac import denied, user
+from tests.patience import until
 from tools.devcluster import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tools.devcluster import DevCluster
 
 SESSIONS = WorkloadPolicy(name="sessions", project="team-a", kind=Kind.BUILD, gpu_fraction_limit=PartRule(default=1.0))
@@ -199,7 +197,7 @@ def test_a_policy_that_is_applied_holds_for_the_next_pod_and_the_next_job(kubefl
         return str(made["metadata"]["annotations"].get("gpuquota.dev/gpu-memory-limit"))
 
     try:
-        await_(lambda: limit(api.create(pods, body, dryRun="All")) == "2048Mi")
+        until(lambda: limit(api.create(pods, body, dryRun="All")) == "2048Mi")
         template = {"spec": {"containers": [{"name": "main", "image": "none"}]}}
         spec = {"template": template, "gpuMemory": "1Gi", "gpuMemoryLimit": "4Gi"}
         job = {"apiVersion": labels.API_VERSION, "kind": "ElasticJob", "metadata": {"name": "j"}, "spec": spec}
@@ -207,7 +205,7 @@ def test_a_policy_that_is_applied_holds_for_the_next_pod_and_the_next_job(kubefl
         assert made["spec"]["gpuMemoryLimit"] == "2048Mi"
     finally:
         api.delete(f"{PATH}/{team}")
-    await_(lambda: limit(api.create(pods, body, dryRun="All")) != "2048Mi")
+    until(lambda: limit(api.create(pods, body, dryRun="All")) != "2048Mi")
 
 
 def test_everybody_reads_policies_and_a_teams_administrator_makes_none(kubeflow_cluster: DevCluster) -> None:
@@ -216,11 +214,3 @@ def test_everybody_reads_policies_and_a_teams_administrator_makes_none(kubeflow_
     assert "workloadpolicies" in denied(owner.create, PATH, policy_body(TIGHT))
     assert trusted.create(PATH, policy_body(TIGHT), dryRun="All")["metadata"]["name"] == "tight"
     assert isinstance(owner.items(PATH), list)
-
-
-def await_(holds: Callable[[], bool]) -> None:
-    """The webhook hears of a policy a moment after it was made."""
-    deadline = time.monotonic() + 30.0
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.05)

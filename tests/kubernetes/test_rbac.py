@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import urllib.request
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from tests.kubernetes.installation import (
 )
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.test_webhook import GATE, MANAGED, pod
+from tests.patience import until
 from tools.devcluster import Api, ApiError
 from tools.devcluster.client import JSON_PATCH
 
@@ -45,10 +45,8 @@ def user(cluster: DevCluster, role: str, namespace: str = "") -> Api:
     cluster.api.create(where, {"metadata": {"name": name}, "subjects": [subject], "roleRef": reference})
     somebody = cluster.api.as_user(name, "system:authenticated")
     nobody = len(rules_of(cluster.api.as_user("nobody", "system:authenticated"), namespace))
-    deadline = time.monotonic() + 30.0
-    while len(rules_of(somebody, namespace)) == nobody:  # the API server takes a moment to follow
-        assert time.monotonic() < deadline, f"{name} has no right that nobody has"
-        time.sleep(0.02)
+    followed = lambda: len(rules_of(somebody, namespace)) > nobody  # noqa: E731
+    until(followed, f"{name} has no right that nobody has")  # the API server takes a moment
     return somebody
 
 
