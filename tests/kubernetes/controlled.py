@@ -73,6 +73,13 @@ class Controlled:
         self.processes[-1].kill()
         self.processes[-1].wait()
 
+    def stop(self) -> None:
+        """End all controllers as a kubelet does."""
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.wait(30)
+
     def log(self) -> str:
         """What the controllers said."""
         return "\n".join(log.read_text() for log in sorted(self.folder.glob("controller-*.log")))
@@ -177,10 +184,7 @@ class Controlled:
         try:
             self.check()
         finally:
-            for process in self.processes:
-                process.terminate()
-            for process in self.processes:
-                process.wait(30)
+            self.stop()
             for team in self.teams:
                 self._drop_team(team)
             for node in self.nodes:

@@ -58,9 +58,7 @@ def test_every_call_may_fail_and_the_cluster_comes_out_right(controlled: Control
         controlled.pod(borrower, "last")
         controlled.wait(lambda: "last" in controlled.bound(borrower), controlled.log, seconds=90)
         assert {fault for _, fault in proxy.injected} >= {"429", "500", "503", "reset", "lost answer", "409"}
-        for process in controlled.processes:
-            process.terminate()
-            process.wait(30)
+        controlled.stop()
 
 
 def test_a_conflict_that_passes_delays_a_write_and_does_not_end_it(controlled: Controlled, tmp_path: Path) -> None:
@@ -81,9 +79,7 @@ def test_a_conflict_that_passes_delays_a_write_and_does_not_end_it(controlled: C
         controlled.until(job, lambda j: j["status"]["phase"] == "Suspended" and not j["status"]["gpus"])
         assert not controlled.pods(jobs)
         assert not +proxy.conflicts  # all of them were met
-        for process in controlled.processes:
-            process.terminate()
-            process.wait(30)
+        controlled.stop()
 
 
 def test_a_controller_that_is_killed_at_any_moment_leaves_nothing_wrong_behind(

@@ -9,6 +9,7 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes import labels
 from tests.kubernetes.controlled import Controlled, pod_body
+from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import ACCOUNT, NAMESPACE, PROFILES, QUOTAS
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ def controlled(kubeflow_cluster: DevCluster, tmp_path: Path) -> Iterator[Control
     running.close()
 
 
-def profile(controlled: Controlled, quota: object, **spec: object) -> str:
+def profile(controlled: Controlled, quota: object, *, name: str = "", **spec: object) -> str:
     """A Profile with its namespace, as Kubeflow's own controller would make it; the name."""
-    name = f"profile-{uuid.uuid4().hex[:6]}"
+    name = name or f"profile-{uuid.uuid4().hex[:6]}"
     controlled.cluster.make_namespace(name)
     plugins = [{"kind": "WorkloadIdentity", "spec": {}}, {"kind": "GpuQuota", "spec": quota}]
     body = {"apiVersion": "kubeflow.org/v1", "kind": "Profile", "metadata": {"name": name}}
@@ -59,6 +60,23 @@ def test_a_profiles_quota_is_mirrored_and_its_pods_wait_for_it(controlled: Contr
         f"{PROFILES}/{name}", {"spec": {"plugins": [{"kind": "GpuQuota", "spec": {"guaranteed": 3}}]}}
     )
     controlled.wait(lambda: len(controlled.bound(name)) == 3)
+
+
+def test_a_quota_that_could_not_be_written_is_written_later(controlled: Controlled, tmp_path: Path) -> None:
+    with FaultyProxy(controlled.cluster, tmp_path, 0.0, seed=1) as proxy:
+        controlled.kubeconfig = proxy.kubeconfig
+        controlled.start()
+        gone = profile(controlled, {"guaranteed": 1})
+        controlled.until(f"{QUOTAS}/{gone}", lambda q: q["spec"]["guaranteed"] == 1)
+        kept = f"kept-{uuid.uuid4().hex[:6]}"
+        proxy.conflicts.update({("PATCH", kept): 2, ("DELETE", gone): 1})  # its quota, and its namespace's label
+        profile(controlled, {"guaranteed": 2}, name=kept)
+        controlled.cluster.api.patch(f"{PROFILES}/{gone}", {"spec": {"plugins": []}})
+        controlled.until(f"{QUOTAS}/{kept}", lambda q: q["spec"]["guaranteed"] == 2)
+        controlled.until(f"/api/v1/namespaces/{kept}", lambda n: n["metadata"]["labels"].get(labels.MANAGED) == "true")
+        controlled.cluster.api.until_gone(f"{QUOTAS}/{gone}")
+        assert not +proxy.conflicts  # all of them were met
+        controlled.stop()
 
 
 def test_a_malformed_plugin_is_told_of_and_leaves_the_last_good_quota(controlled: Controlled) -> None:

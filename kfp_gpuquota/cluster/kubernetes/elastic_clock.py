@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
 
+AGAIN_S: Final = 5.0
 PROMPT_S: Final = 5.0  # an API server that takes longer to answer was away
 
 
@@ -57,7 +58,7 @@ class JobClock:
         if due is Due.FORGET:
             body = {"preconditions": {"uid": meta.uid}, "propagationPolicy": "Background"}
             write = Write(verb="DELETE", path=path, about=f"{meta.namespace}/{meta.name}", body=body)
-            self._writer.submit(write, lambda _: None, lambda _: None)
+            self._writer.submit(write, lambda _: None, lambda _: self._later(uid))
         elif due is Due.LEASE_ENDED:
             write = Write(verb="GET", path=path, about=f"{meta.namespace}/{meta.name}")
             found = partial(self._lease_ended, uid, time.time())
@@ -65,6 +66,9 @@ class JobClock:
         else:
             why = f"it ran for {facts.object.spec.max_runtime_seconds:g} s, which is its maxRuntimeSeconds"
             self._stop(job, Intent.FAIL, Reason(code=ReasonCode.USER, message=why))
+
+    def _later(self, uid: str) -> None:
+        asyncio.get_running_loop().call_later(AGAIN_S, self._due, uid, Due.FORGET)
 
     def _lease_ended(self, uid: str, asked_at: float, answer: bytes) -> None:
         """A lease seems to have ended. Who waits for the job cannot renew it while the API server is away.

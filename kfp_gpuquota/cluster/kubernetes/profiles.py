@@ -6,6 +6,7 @@ in the mirrored quota's conditions and as an event on the Profile's namespace.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 PLUGIN: Final = "GpuQuota"
 SOURCE: Final = "profile"
+AGAIN_S: Final = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +48,8 @@ class Profiles:
     def start(self) -> None:
         """All is listed: bring quotas and namespaces in line with the Profiles."""
         self._started = True
-        for name in self._profiles:
-            self._mirror(name)
-        for name, quota in list(self._quotas.items()):
-            if quota.metadata.labels.get(labels.SOURCE) == SOURCE and not self._asks(name):
-                self._drop(name)
+        for name in {*self._profiles, *self._quotas}:
+            self._look(name)
 
     def put_profile(self, profile: Profile) -> None:
         """A Profile is as given."""
@@ -83,6 +82,13 @@ class Profiles:
         if self._started and name in self._profiles:
             self._mirror(name)
 
+    def _look(self, name: str) -> None:
+        quota = self._quotas.get(name)
+        if name in self._profiles:
+            self._mirror(name)
+        elif quota is not None and quota.metadata.labels.get(labels.SOURCE) == SOURCE:
+            self._drop(name)
+
     def _asks(self, name: str) -> bool:
         profile = self._profiles.get(name)
         return profile is not None and plugin_of(profile) is not None
@@ -103,13 +109,11 @@ class Profiles:
             return
         wanted = quota_spec(project)
         if quota is None or not _says(quota, wanted):
-            write = mirrored(profile, wanted)
-            self._writer.submit(write, lambda _: None, partial(_refused, write))
+            self._write(name, mirrored(profile, wanted))
         self._label(name)
 
     def _drop(self, name: str) -> None:
-        write = Write(verb="DELETE", path=f"{_quotas_path()}/{name}", about=name)
-        self._writer.submit(write, lambda _: None, partial(_refused, write))
+        self._write(name, Write(verb="DELETE", path=f"{_quotas_path()}/{name}", about=name))
 
     def _label(self, name: str) -> None:
         namespace = self._namespaces.get(name)
@@ -117,8 +121,16 @@ class Profiles:
             return  # "false", set by an admin, stays
         body = {"metadata": {"labels": {labels.MANAGED: "true"}}}
         path = f"/api/v1/namespaces/{name}?fieldManager={labels.FIELD_MANAGER}"
-        write = Write(verb="PATCH", path=path, about=name, body=body, content_type=MERGE_PATCH)
-        self._writer.submit(write, lambda _: None, partial(_refused, write))
+        self._write(name, Write(verb="PATCH", path=path, about=name, body=body, content_type=MERGE_PATCH))
+
+    def _write(self, name: str, write: Write) -> None:
+        self._writer.submit(write, lambda _: None, partial(self._refused, name, write))
+
+    def _refused(self, name: str, write: Write, error: Exception) -> None:
+        if isinstance(error, ApiError) and error.gone:
+            return
+        log.warning("%s %s was refused, and is looked at again in %g s: %s", write.verb, name, AGAIN_S, error)
+        asyncio.get_running_loop().call_later(AGAIN_S, self._look, name)
 
     def _warn_of_resource_quota(self, profile: Profile) -> None:
         hard = profile.spec.resource_quota_spec.hard if profile.spec.resource_quota_spec else {}
@@ -166,8 +178,3 @@ def _says(quota: GpuQuota, wanted: dict[str, Any]) -> bool:
 
 def _quotas_path() -> str:
     return f"/apis/{labels.API_VERSION}/gpuquotas"
-
-
-def _refused(write: Write, error: Exception) -> None:
-    if not (isinstance(error, ApiError) and error.gone):
-        log.warning("%s %s was refused: %s", write.verb, write.about, error)
