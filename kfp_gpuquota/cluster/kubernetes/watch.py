@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 from collections import deque
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 import aiohttp
@@ -21,7 +22,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import ListMetadata, Metadata, Page
 from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from kfp_gpuquota.cluster.kubernetes.connection import Connection
 
@@ -137,22 +138,35 @@ class Reflector(Generic[O]):
 
     async def _list(self) -> None:
         seen: set[str] = set()
-        token = ""
-        while True:
-            page = self._page.decode(await self._connection.call("GET", self._path, params=self._list_params(token)))
-            for raw in page.items or ():
-                if (found := self._read(raw)) is not None:
-                    seen.add(found.metadata.uid)
-                    self._tell(found)
-            token = page.metadata.continue_
-            if not token:
-                break
-            await asyncio.sleep(0)  # others take their turn between pages
+        async with aclosing(self._pages()) as pages:
+            async for page in pages:
+                for raw in page.items or ():
+                    if (found := self._read(raw)) is not None:
+                        seen.add(found.metadata.uid)
+                        self._tell(found)
         self._drop_missing(seen)
         self._version, self.installed = page.metadata.resource_version, True
         self.lists += 1
         self._batch_done()
         self.synced.set()
+
+    async def _pages(self) -> AsyncGenerator[Page[msgspec.Raw], None]:
+        """All pages. The server makes the next one while we read this one."""
+        token, asked = "", self._ask_for_page("")
+        try:
+            while True:
+                page = self._page.decode(await asked)
+                if token := page.metadata.continue_:
+                    asked = self._ask_for_page(token)
+                    await asyncio.sleep(0)  # it is sent, and others take their turn
+                yield page
+                if not token:
+                    return
+        finally:
+            asked.cancel()
+
+    def _ask_for_page(self, token: str) -> asyncio.Task[bytes]:
+        return asyncio.create_task(self._connection.call("GET", self._path, params=self._list_params(token)))
 
     def _list_params(self, token: str) -> dict[str, str]:
         params = {"limit": str(PAGE)}
