@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -34,20 +37,37 @@ training.train(training.Plan(), rank, pathlib.Path(sys.argv[1]), Gate())
 """
 
 
-def test_a_training_that_torchrun_restarts_ends_as_one_that_was_not_disturbed(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]
-    command += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+def torchrun(folder: Path, nodes: int, workers: int) -> None:
+    """So many of torchrun, as on so many nodes; all end well."""
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={workers}"]
+    command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path.cwd()),
-        "ELASTIC_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
+        "ELASTIC_CHECKPOINT_DIR": str(folder / "checkpoints"),
     }
-    ended = subprocess.run(
-        [*command, str(tmp_path / "script.py"), str(tmp_path)],
-        env=environment, check=False, capture_output=True, text=True, timeout=170,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    with ExitStack() as stack:
+        agents = []
+        for node in range(nodes):
+            log = stack.enter_context((folder / f"node-{node}.log").open("wb"))
+            run = subprocess.Popen(
+                [*command, str(folder / "script.py"), str(folder)], env=environment, stdout=log, stderr=log
+            )
+            agents.append(run)
+            stack.callback(run.kill)
+        codes = [agent.wait(170) for agent in agents]
+    assert not any(codes), "\n".join((folder / f"node-{n}.log").read_text()[-3000:] for n in range(nodes))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_training_that_torchrun_restarts_ends_as_one_that_was_not_disturbed(tmp_path: Path, nodes: int) -> None:
+    torchrun(tmp_path, nodes, workers=2 // nodes)
     alone = tmp_path / "alone"
     alone.mkdir()
     train(Plan(), 0, alone, None)
