@@ -45,6 +45,10 @@ def replicated(count: int, parallelism: int, gpus: int) -> dict[str, Any]:
     return {"name": "x", "replicas": count, "template": {"spec": job(gpus, parallelism=parallelism)}}
 
 
+def leader_workers(size: int, **more: Any) -> dict[str, Any]:
+    return {"replicas": 2, "leaderWorkerTemplate": {"size": size, "workerTemplate": template(1), **more}}
+
+
 TORCH = {"pytorchReplicaSpecs": {"Master": replicas(1, 1), "Worker": replicas(3, 2)}}
 MPI = {"mpiReplicaSpecs": {"Launcher": replicas(1, 0), "Worker": replicas(4, 8)}}
 JOBSET = {"replicatedJobs": [replicated(2, 3, 1), replicated(1, 1, 0)]}
@@ -63,6 +67,10 @@ RAY = {"headGroupSpec": {"template": template(0)}, "workerGroupSpecs": [replicas
         ("apps/v1 ReplicaSet", replicas(4, 1), Together(1, 4)),
         ("apps/v1 StatefulSet", replicas(None, 1), ALONE),
         ("jobset.x-k8s.io/v1alpha2 JobSet", JOBSET, Together(6, 6)),
+        ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4), Together(4, 4)),
+        ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4, leaderTemplate=template(0)), Together(3, 3)),
+        ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4) | {"startupPolicy": "LeaderReady"}, ALONE),
+        ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(1, workerTemplate=template(0)), ALONE),
         ("kubeflow.org/v1 PyTorchJob", TORCH, Together(4, 4)),
         ("kubeflow.org/v1 PyTorchJob", TORCH | LEAST, Together(2, 2)),
         ("kubeflow.org/v2beta1 MPIJob", MPI, Together(4, 4)),
@@ -104,10 +112,15 @@ def test_only_owners_that_could_say_more_than_one_are_asked() -> None:
     assert in_group.path == "/apis/apps/v1/namespaces/team/statefulsets/x"
 
 
-def test_a_jobset_and_a_pod_group_go_before_the_job_that_made_the_pod() -> None:
+def test_a_jobset_a_leader_worker_set_and_a_pod_group_go_before_the_job_that_made_the_pod() -> None:
     jobset = owned("batch/v1", "Job", labels={"jobset.sigs.k8s.io/jobset-name": "js"}, annotations=INDEXED)
     assert jobset is not None
     assert jobset.path == "/apis/jobset.x-k8s.io/v1alpha2/namespaces/team/jobsets/js"
+    named = {"leaderworkerset.sigs.k8s.io/name": "lws", "leaderworkerset.sigs.k8s.io/group-index": "1"}
+    replica = owned("apps/v1", "StatefulSet", labels=named)
+    assert replica is not None
+    assert replica.path == "/apis/leaderworkerset.x-k8s.io/v1/namespaces/team/leaderworkersets/lws"
+    assert replica.group == "LeaderWorkerSet/lws/1"
     group = owned("kubeflow.org/v1", "PyTorchJob", labels={"scheduling.x-k8s.io/pod-group": "pg"})
     assert group is not None
     assert group.group == "PodGroup/pg"

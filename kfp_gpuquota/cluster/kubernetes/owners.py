@@ -4,6 +4,7 @@
 |---|---|---|
 | PodGroup (scheduling.x-k8s.io, Volcano) | label, annotation | `minMember` of them |
 | JobSet | label | all replicas of all its jobs |
+| LeaderWorkerSet | label | the leader and its workers: each replica is a group of its own |
 | PyTorchJob, MPIJob, ... (kubeflow.org) | owner | all replicas, or `runPolicy.schedulingPolicy.minAvailable` |
 | RayCluster | owner | all replicas, or `minReplicas` where Ray scales it |
 | Job | owner | all, where it is Indexed and runs all its indexes at once |
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects import Pod
 
 JOBSET_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
+LEADER_WORKER_LABEL: Final = "leaderworkerset.sigs.k8s.io/name"
+REPLICA_LABEL: Final = "leaderworkerset.sigs.k8s.io/group-index"
 POD_GROUP_LABEL: Final = "scheduling.x-k8s.io/pod-group"
 VOLCANO_ANNOTATION: Final = "scheduling.k8s.io/group-name"
 INDEX_ANNOTATION: Final = "batch.kubernetes.io/job-completion-index"
@@ -36,12 +39,13 @@ _ONE_BY_ONE: Final = frozenset({"Job", "ReplicaSet", "StatefulSet"})  # where ne
 
 
 class Owner(NamedTuple):
-    """An object of the pod's namespace."""
+    """An object of the pod's namespace. `replica`: which of its groups of pods, where it makes several."""
 
     api_version: str
     kind: str
     namespace: str
     name: str
+    replica: str = ""
 
     @property
     def path(self) -> str:
@@ -52,7 +56,7 @@ class Owner(NamedTuple):
     @property
     def group(self) -> str:
         """What its pods are called as a group; no label has a '/' in its value."""
-        return f"{self.kind}/{self.name}"
+        return f"{self.kind}/{self.name}" + (f"/{self.replica}" if self.replica else "")
 
 
 class Together(NamedTuple):
@@ -75,6 +79,9 @@ def owner_of(pod: Pod) -> Owner | None:
         return Owner("scheduling.volcano.sh/v1beta1", "PodGroup", namespace, name)
     if name := written.get(JOBSET_LABEL):
         return Owner("jobset.x-k8s.io/v1alpha2", "JobSet", namespace, name)
+    if name := written.get(LEADER_WORKER_LABEL):
+        replica = written.get(REPLICA_LABEL, "")
+        return Owner("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", namespace, name, replica)
     owner = next((o for o in meta.owner_references if o.controller), None)
     if owner is None or _reader(owner.api_version, owner.kind) is None:
         return None
@@ -160,6 +167,17 @@ class _RunPolicy(Struct, frozen=True):
     scheduling_policy: _SchedulingPolicy | None = None
 
 
+class _LeaderAndWorkers(Struct, frozen=True):
+    size: int = 1
+    worker_template: _Template = _Template()
+    leader_template: _Template | None = None
+
+
+class _LeaderWorkerSet(Struct, frozen=True):
+    startup_policy: str = ""
+    leader_worker_template: _LeaderAndWorkers = _LeaderAndWorkers()
+
+
 class _PodGroup(Struct, frozen=True):
     min_member: int = 1
 
@@ -200,6 +218,16 @@ def _ray_cluster(spec: msgspec.Raw) -> Together:
     return _all(workers + cluster.head_group_spec.template.counts)
 
 
+def _leader_worker_set(spec: msgspec.Raw) -> Together:
+    """Where the leader is to be ready before there are workers, they cannot start together."""
+    found = msgspec.json.decode(spec, type=_LeaderWorkerSet)
+    if found.startup_policy == "LeaderReady":
+        return ALONE
+    group = found.leader_worker_template
+    leader = group.leader_template or group.worker_template
+    return _all(leader.counts + (group.size - 1) * group.worker_template.counts)
+
+
 def _replicas(spec: msgspec.Raw) -> Together:
     found = msgspec.json.decode(spec, type=_Replicas)
     return Together(1, max(1, _count(found.replicas)) if found.template.counts else 1)
@@ -221,6 +249,7 @@ def _count(replicas: int | None) -> int:
 _READERS: Final[dict[tuple[str, str], Callable[[msgspec.Raw], Together]]] = {
     ("batch", "Job"): _job,
     ("jobset.x-k8s.io", "JobSet"): _job_set,
+    ("leaderworkerset.x-k8s.io", "LeaderWorkerSet"): _leader_worker_set,
     ("ray.io", "RayCluster"): _ray_cluster,
     ("scheduling.x-k8s.io", "PodGroup"): _pod_group,
     ("scheduling.volcano.sh", "PodGroup"): _pod_group,

@@ -291,7 +291,7 @@ def pod_job(view: PodView, pods: int = 1) -> JobSpec:
     quality = view.kind, view.priority, view.preemptible, view.pool
     place = view.place.avoiding(view.avoids) if view.avoids else view.place
     spec = copy(_unnamed(view.namespace, view.gpus, pods, view.share, view.needs, place, quality))
-    msgspec.structs.force_setattr(spec, "name", short_name(view.group.rpartition("/")[2] or view.name))
+    msgspec.structs.force_setattr(spec, "name", short_name(view.group.partition("/")[2] or view.group or view.name))
     return spec
 
 
