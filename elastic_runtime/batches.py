@@ -58,6 +58,16 @@ def micro_batches(samples: int, rank: int, world_size: int, max_batch: int | Non
     return [MicroBatch(start + a, start + b, samples, last=b == stop - start) for a, b in cuts]
 
 
+def lockstep_batches(samples: int, rank: int, world_size: int, max_batch: int | None) -> list[MicroBatch]:
+    """What `rank` iterates over where every rank has to iterate equally often: a short share may end in ghosts."""
+    shares = split(samples, world_size)
+    start, stop = shares[rank]
+    largest = shares[0][1] - shares[0][0]
+    count = -(-largest // (max_batch or largest))
+    cuts = split(stop - start, count)
+    return [MicroBatch(start + a, start + b, samples, last=n == count) for n, (a, b) in enumerate(cuts, 1)]
+
+
 def shard_batches(samples: int, rank: int, world_size: int, shards: int) -> list[MicroBatch]:
     """What `rank` iterates over where a step is computed in `shards` parts, whatever the number of workers.
 

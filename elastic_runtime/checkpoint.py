@@ -47,7 +47,7 @@ def save(directory: str, step: int, state: object, *, keep: int = KEEP) -> Path:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(target)
-        _sync_directory(target.parent)
+        sync_directory(target.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -61,11 +61,19 @@ def load_newest(directory: str) -> tuple[int, Any] | None:
     """(step, state) of the newest whole checkpoint, or None; a damaged one is warned of and skipped."""
     for path in checkpoints(directory):
         try:
-            with path.open("rb") as file:
-                return _read(file)
-        except (OSError, CheckpointError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            _log.warning("checkpoint %s is damaged (%s); falling back to the one before", path, error)
+            return load(path)
+        except CheckpointError as error:
+            _log.warning("%s; falling back to the one before", error)
     return None
+
+
+def load(path: Path) -> tuple[int, Any]:
+    """(step, state). CheckpointError where it is damaged."""
+    try:
+        with path.open("rb") as file:
+            return _read(file)
+    except (OSError, CheckpointError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"checkpoint {path} is damaged ({error})") from error
 
 
 def checkpoints(directory: str) -> list[Path]:
@@ -113,7 +121,8 @@ def _bytes_of(tensors: list[torch.Tensor]) -> Iterator[memoryview]:
             yield memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Until a file that was renamed into it is there to stay."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

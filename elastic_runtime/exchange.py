@@ -27,8 +27,8 @@ def exchange(group: Group, state: TrainingState, *, holds_state: bool) -> bool:
     mine = [step, state.fingerprint(), state.numerics_fingerprint()]
     steps, models, numerics = group.all_gather(torch.tensor(mine, dtype=torch.int64)).T.tolist()
     source = steps.index(max(steps))
-    _check_same(group, source, models, _OTHER_MODEL)
-    _check_same(group, source, numerics, f"{_OTHER_NUMERICS} ({state.reduction}; {state.numerics or 'any machine'})")
+    check_same(group, source, models, OTHER_MODEL)
+    check_same(group, source, numerics, f"{_OTHER_NUMERICS} ({state.reduction}; {state.numerics or 'any machine'})")
     behind = [rank for rank, known in enumerate(steps) if rank != source and (known < steps[source] or known < 0)]
     if group.rank == source:
         for rank in behind:
@@ -50,7 +50,7 @@ def _received(group: Group, source: int, state: TrainingState, *, holds_state: b
     return received
 
 
-_OTHER_MODEL = (
+OTHER_MODEL = (
     "parameters must have the same names, shapes and types, and optimizers the same number, on every worker; do not "
     "build them from the rank"
 )
@@ -60,7 +60,8 @@ _OTHER_NUMERICS = (
 )
 
 
-def _check_same(group: Group, source: int, fingerprints: list[int], remedy: str) -> None:
+def check_same(group: Group, source: int, fingerprints: list[int], remedy: str) -> None:
+    """ModelMismatchError in a rank whose number is not the source's, CollectiveError in the others."""
     different = [rank for rank, known in enumerate(fingerprints) if known != fingerprints[source]]
     if group.rank in different:
         raise ModelMismatchError(f"the model of rank {group.rank} differs from that of rank {source}: {remedy}")

@@ -11,14 +11,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_runtime.errors import CollectiveError
 from elastic_runtime.torch_internals import drop_group, make_default
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    import torch.distributed as dist
 
 POLL = timedelta(milliseconds=10)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -99,6 +99,22 @@ class Group:
         with _lost_peers_reported():
             self.wait([self._group.allgather([rows], [tensor])])
         return torch.stack(rows)
+
+    def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Equal parts of all ranks, in order, as one flat tensor. `part` may lie in `whole` already."""
+        with _lost_peers_reported():
+            self.wait([self._group._allgather_base(whole, part)])  # noqa: SLF001  (torch's own name for it)
+
+    def reduce_scatter_into(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """This rank's part of the sum of all ranks' `whole`, a flat tensor of equal parts."""
+        with _lost_peers_reported():
+            self.wait([self._group._reduce_scatter_base(part, whole, dist.ReduceScatterOptions())])  # noqa: SLF001
+
+    def mesh(self, device: str, name: str) -> DeviceMesh:
+        """The one-dimensional mesh of its ranks, once it is published. No two may have one name: torch keeps what it
+        has learned about tensors of one mesh for every equal one.
+        """
+        return DeviceMesh.from_group(self._group, device, mesh_dim_names=(name,))
 
     def barrier(self) -> None:
         """Until all are here."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
-from elastic_runtime.batches import shard_batches
+from elastic_runtime.batches import lockstep_batches, shard_batches
 from elastic_runtime.buffers import FollowedBuffers
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.guards import guard_class, guard_method
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from elastic_runtime.environment import Environment
     from elastic_runtime.loader import Plan
     from elastic_runtime.options import Options
+    from elastic_runtime.sharded_wrap import ShardFunction
 
     Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     Schedulers = Stateful | Sequence[Stateful] | None
@@ -90,12 +91,16 @@ class Job:
         scheduler: Schedulers = None,
         *,
         scaler: torch.amp.GradScaler | None = None,
+        shard: ShardFunction | None = None,
     ) -> tuple[Any, ...]:
         """Make the objects elastic, and return them in the same order: (model, optimizer, loader[, scheduler]).
 
         Model, optimizers and schedulers are returned as they are, the optimizers' and schedulers' methods guarded; the
         loader is a new one over the same dataset. There may be several models, optimizers and schedulers, as lists. A
         `scaler` is given the loss by `backward` itself. UsageError where one of them cannot be used.
+
+        `shard(model, mesh)` wraps the model by `fully_shard` (FSDP2) for a mesh of all workers; it is called again at
+        each change of size. The model given is the plain one, and the optimizers are made of its parameters.
         """
         if self._session is not None:
             raise LoopError("prepare was called twice; make one job for each training")
@@ -108,7 +113,10 @@ class Job:
         parts += [("scaler", scaler)] if scaler is not None else []
         whole = _plain(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(_plain, models))
         state = TrainingState(whole, parts, reduction=self._options.reduction_text)
-        session, plan = self._make_session(state, scaler)
+        if shard is not None:
+            session, plan = self._make_sharded(state, models, shard, scaler)
+        else:
+            session, plan = self._make_session(state, scaler)
         session.loader = self._make_loader(loader, session, batch, plan, state)
         for each in optimizers:
             guard_method(each, "step", session.may_act, partial(self._at_lr, each, batch) if batch.bounds else None)
@@ -128,6 +136,8 @@ class Job:
         assert self._state is not None
         if session.started:
             raise LoopError("job.track comes before job.epochs")
+        if self._member.sharding and any(isinstance(each, torch.nn.Module) for each in objects.values()):
+            raise UsageError("job.track got a module, whose parameters would not be sharded: it cannot be with shard=")
         for name, each in objects.items():
             self._state.parts.append((f"track:{name}", each))
             if hasattr(each, "update_parameters"):
@@ -145,7 +155,10 @@ class Job:
             epoch = session.position.epoch
             yield epoch
             session.leave_epoch(epoch)
-        session.finish()
+            if session.position.epoch >= count:
+                session.finish()
+        if not session.finished:
+            session.finish()
 
     def steps(self, count: int) -> Iterator[Any]:
         """The loader's batches, epoch after epoch, until `count` global steps are applied: in place of both loops."""
@@ -156,7 +169,10 @@ class Job:
             yield from session.loader
             if session.position.step < count:
                 session.leave_epoch(epoch)
-        session.finish()
+            else:
+                session.finish()
+        if not session.finished:
+            session.finish()
 
     def backward(self, loss: torch.Tensor, *, weight: float | None = None, reduction: str = "mean") -> None:
         """Backpropagate this micro-batch's share of the global batch, in place of `loss.backward()`.
@@ -222,6 +238,24 @@ class Job:
         limit = MicroBatchLimit(allowed if isinstance(allowed, int) else None)
         mode = FastMode(state, buffers, streams)
         return Session(state, self._member, mode, scaler, limit, MemoryFollower(directory, limit)), limit.plan
+
+    def _make_sharded(
+        self, state: TrainingState, models: list[Any], shard: ShardFunction, scaler: torch.amp.GradScaler | None
+    ) -> tuple[Session, Plan]:
+        from elastic_runtime.sharded_mode import ShardedMode  # noqa: PLC0415  (FSDP costs a second to import)
+        from elastic_runtime.sharded_wrap import Wrapping  # noqa: PLC0415
+
+        options = self._options
+        options.check_sharded(scaled=scaler is not None)
+        optimizers = {name: part for name, part in state.parts if isinstance(part, torch.optim.Optimizer)}
+        wrapping = Wrapping(state.model, list(map(_plain, models)), optimizers, shard)
+        sharding = self._member.shard(
+            state, wrapping, every_s=options.checkpoint_every_s, keep=options.keep_checkpoints
+        )
+        mode = ShardedMode(sharding, FollowedBuffers([state.model]), self._member.streams)
+        most = options.max_batch_per_gpu
+        plan = partial(lockstep_batches, max_batch=most if isinstance(most, int) else None)
+        return Session(state, self._member, mode, None, None, MemoryFollower(self._environment.memory_dir, None)), plan
 
     def _make_loader(
         self, loader: DataLoader[Any], session: Session, batch: GlobalBatch, plan: Plan, state: TrainingState

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from elastic_runtime.environment import Environment
     from elastic_runtime.modes import Mode
     from elastic_runtime.position import Position
+    from elastic_runtime.sharded import Sharding
+    from elastic_runtime.sharded_wrap import Wrapping
     from elastic_runtime.state import TrainingState
     from elastic_runtime.torch_internals import Store
 
@@ -74,6 +76,7 @@ class Member:
             self._coordinator.start()
             atexit.register(self._coordinator.close)
         self.at_rest = AtRest()
+        self.sharding: Sharding | None = None
         self._preemption: Preemption | None = None
         saves = bool(environment.checkpoint_dir) and (environment.static is None or environment.static[0] == 0)
         if environment.coordinator or saves:
@@ -101,6 +104,18 @@ class Member:
         if adopted is None:
             raise LoopError("rank and world_size are known once the loop has begun; use them inside job.epochs(...)")
         return adopted.members.index(self._environment.worker_id), len(adopted.members)
+
+    def shard(self, state: TrainingState, wrapping: Wrapping, *, every_s: float, keep: int) -> Sharding:
+        """Hold the state in shards from now on."""
+        from elastic_runtime.sharded import Sharding  # noqa: PLC0415  (FSDP costs a second to import)
+        from elastic_runtime.sharded_keeper import ShardKeeper  # noqa: PLC0415
+
+        directory = self._environment.checkpoint_dir
+        if directory and self._preemption is None:
+            self._preemption = Preemption(self._on_told)
+        keeper = ShardKeeper(directory, self.reporter, every_s=every_s, keep=keep)
+        self.sharding = Sharding(state, wrapping, self.streams, keeper, lambda: self._told)
+        return self.sharding
 
     # Asked by the loop at each step
 
@@ -139,10 +154,13 @@ class Member:
         """
         if self._environment.static:
             self._join_static(state, *self._environment.static)
+        elif self._coordinator is None and self.sharding:
+            self._join_static(state, 0, 1)
         elif self._coordinator is None:
             self._load_checkpoint(state)
         elif self._generations.adopted is None:
-            state.rehearse()
+            if not self.sharding:
+                state.rehearse()
             self._stand("WorkerReady")
             self._settle(state, self._generations.wait_for_next(after=0), "join")
         if self._preemption:
@@ -154,17 +172,26 @@ class Member:
         if self._generations.adopted is not None:
             return
         if not dist.is_initialized():
-            static.init_process_group(_backend(), rank, size, COLLECTIVE_TIMEOUT)
+            if self._environment.static:
+                static.init_process_group(_backend(), rank, size, COLLECTIVE_TIMEOUT)
+            else:
+                static.init_alone(_backend())
         assert dist.group.WORLD is not None
         group = Group(dist.group.WORLD, rank, size, self._generations.interrupt)
         members = tuple(f"rank{other}" for other in range(size))
         generation = Generation(1, members, group)
-        if rank == 0:
+        if rank == 0 and not self.sharding:
             self._holds_state = self._load_checkpoint(state)
-        self._adopt(state, generation, received=exchange(group, state, holds_state=self._holds_state), publish=False)
+        self._adopt(state, generation, received=self._exchange(group, 1, state), publish=False)
 
     def switch_to(self, generation: Generation, state: TrainingState) -> None:
         """Make the switch that all members agreed on."""
+        adopted = self._generations.adopted
+        if self.sharding and adopted and adopted.group and generation.members:
+            self.sharding.prepare_switch(adopted.group)
+            if not generation.includes(self._environment.worker_id):
+                old = {worker: rank for rank, worker in enumerate(adopted.members)}
+                self.sharding.hand_over([old.get(worker, -1) for worker in generation.members])
         self._settle(state, generation, "agreed")
 
     def recover(self, state: TrainingState, error: CollectiveError | None) -> None:
@@ -173,7 +200,7 @@ class Member:
         Under torchrun nobody is told: rank 0 saves the state of the step's beginning, and all are started again.
         """
         if self._environment.static:
-            if self.place[0] == 0:
+            if self.place[0] == 0 and not self.sharding:
                 self._save_checkpoint(state)
             self.leave_if_told(state)
             raise error or CollectiveError("this process was told to end")
@@ -204,10 +231,13 @@ class Member:
         if self._preemption:
             self._preemption.soft = self._coordinator is not None
         self._keeper.settle()
+        if self.sharding:
+            self.sharding.keeper.settle()
 
     def leave_if_told(self, state: TrainingState) -> None:
         """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""
-        if self._told and self._coordinator is None:
+        told = self.sharding.told if self.sharding else self._told  # where all have to save, all have to be told
+        if told and self._coordinator is None:
             self._note_leaving()
             self._save_checkpoint(state)
             self.reporter.line("left", generation=0, step=state.position.step)
@@ -215,7 +245,7 @@ class Member:
 
     def _settle(self, state: TrainingState, generation: Generation | None, cause: str) -> None:
         """Enter `generation`, or whatever comes in its place, or leave."""
-        began = time.perf_counter()
+        began, stood = time.perf_counter(), state.position.step
         while True:
             if generation is None or not generation.includes(self._environment.worker_id):
                 self._leave(state, generation)
@@ -228,8 +258,13 @@ class Member:
         self._adopt(state, generation, received=received)
         pause_ms = 0.0 if cause == "join" else (time.perf_counter() - began) * 1e3  # a joiner has no loop yet
         self._events.pop("CollectiveFailed", None)
+        lost = max(stood - state.position.step, 0)  # where a shard was lost
         self._say(
-            "GenerationAdopted", generation=generation.number, step=state.position.step, pause_ms=pause_ms, lost_steps=0
+            "GenerationAdopted",
+            generation=generation.number,
+            step=state.position.step,
+            pause_ms=pause_ms,
+            lost_steps=lost,
         )
         self.reporter.line(
             "resize",
@@ -239,18 +274,27 @@ class Member:
             rank=self.place[0],
             step=state.position.step,
             pause_ms=pause_ms,
-            lost_steps=0,
+            lost_steps=lost,
         )
 
     def _enter(self, state: TrainingState, generation: Generation) -> bool:
         """Bring everybody in it to the newest state; whether this worker received it."""
         group = generation.group
+        if self.sharding and group:
+            return self._exchange(group, generation.number, state)
         if not self._holds_state and generation.members[0] == self._environment.worker_id:
             state.forget_rehearsal()  # rank 0 without state: the first generation
             self._holds_state = self._load_checkpoint(state)
         if group is None or group.size == 1:
             return False
-        return exchange(group, state, holds_state=self._holds_state)
+        return self._exchange(group, generation.number, state)
+
+    def _exchange(self, group: Group, number: int, state: TrainingState) -> bool:
+        if self.sharding is None:
+            return exchange(group, state, holds_state=self._holds_state)
+        received = self.sharding.enter(group, number)
+        self._holds_state = not received
+        return received
 
     def _adopt(self, state: TrainingState, generation: Generation, *, received: bool, publish: bool = True) -> None:
         if generation.group and publish:
@@ -274,7 +318,7 @@ class Member:
     def _leave(self, state: TrainingState, generation: Generation | None) -> NoReturn:
         self._note_leaving()
         if generation is not None:
-            if not generation.members and self.place[0] == 0:
+            if not generation.members and (self.place[0] == 0 or self.sharding):
                 self._save_checkpoint(state)
             self.reporter.line("left", generation=generation.number, step=state.position.step)
             self._stand("GenerationAdopted", generation=generation.number, step=state.position.step)
@@ -288,7 +332,9 @@ class Member:
 
     def save_if_due(self, state: TrainingState) -> None:
         """Rank 0 keeps a checkpoint now and then."""
-        if self.place[0] == 0:
+        if self.sharding:
+            self.sharding.save_if_agreed()
+        elif self.place[0] == 0:
             self._keeper.save_if_due(state.position.step, lambda: self._capture(state))
 
     def _capture(self, state: TrainingState) -> dict[str, Any]:
@@ -304,6 +350,9 @@ class Member:
         return True
 
     def _save_checkpoint(self, state: TrainingState) -> None:
+        if self.sharding:
+            self.sharding.save_now()
+            return
         self._keeper.save_now(state.position.step, lambda: self._capture(state))
 
     # The coordinator
@@ -343,7 +392,7 @@ class Member:
 
     def _on_told(self) -> None:
         self._stand("LeaveRequested")
-        if self._environment.static:
+        if self._environment.static and not self.sharding:
             self._generations.interrupt.set()  # its peers are being ended as well
 
     def _note_leaving(self) -> None:
@@ -354,7 +403,7 @@ class Member:
 
     def _save_in_time(self, state: TrainingState, mode: Mode) -> bool:
         """From another thread: rank 0 saves the state of the beginning of the step that takes so long."""
-        if self.place[0] != 0:
+        if self.place[0] != 0 or self.sharding:
             return True
         return self._keeper.save_soon(state.position.step, lambda: mode.rewound(self._capture(state)), self.at_rest.use)
 

@@ -57,6 +57,24 @@ class Options:
             )
         check_shards(global_batch, self.shards, self.max_batch_per_gpu)
 
+    def check_sharded(self, *, scaled: bool) -> None:
+        """SettingsError for what does not go together with shard=. `scaled`: a GradScaler was given."""
+        if self.exact:
+            raise SettingsError(
+                "reduction='exact' and shard= exclude each other, for FSDP adds up gradients in its own order; leave "
+                "one of them out"
+            )
+        if isinstance(self.max_batch_per_gpu, str):
+            raise SettingsError(
+                "shard= and max_batch_per_gpu='auto' exclude each other: all workers have to iterate in step, and none "
+                "can cut its share by itself; give a number"
+            )
+        if scaled:
+            raise SettingsError(
+                "shard= and a GradScaler exclude each other: each worker would skip steps by itself; use bfloat16, by "
+                "fully_shard's mp_policy"
+            )
+
     def batch(self, global_batch: int, per_worker: int) -> GlobalBatch:
         """The samples of a step at each size."""
         return GlobalBatch(global_batch, per_worker, self.scale_batch, self.scale_lr)

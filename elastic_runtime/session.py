@@ -107,8 +107,11 @@ class Session:
     def finish(self) -> None:
         """All epochs are done: wait for the others, so that whoever is a step behind finds a state to go on from."""
         self._catching_up = False
+        step = self.position.step
         while not self._member.all_here(self._state):
             self._member.recover(self._state, None)
+            if self.position.step < step:
+                return  # a shard was lost, and the steps since the checkpoint are to be trained again
         self._tell_progress(force=True)
         self._end()
 
@@ -188,6 +191,9 @@ class Session:
         micro = self._micro
         if micro is None or self._complete or error is None or not is_out_of_memory(error):
             return False
+        if self._mode.name == "sharded":
+            error.add_note("with shard= all workers iterate in step: lower max_batch_per_gpu")
+            return False
         if not self._memory.grow() and not self._halve(micro, error):
             return False
         self._backward_done = True
@@ -228,7 +234,7 @@ class Session:
         """What this micro-batch's loss is multiplied by, so that the sum over the step is what was asked for."""
         self._weighted = weight is not None
         if reduction == "sum":
-            return 1.0
+            return 0.0 if micro.ghost else 1.0
         if weight is None:
             return micro.weight
         if self._mode.reducer.passive:

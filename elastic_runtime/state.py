@@ -54,6 +54,20 @@ class TrainingState:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a captured state over. StateError where it is another model's."""
+        self.check(state)
+        own = self.model.state_dict()
+        if not all(_same_memory(value, own.get(name)) for name, value in state["model"].items()):
+            self.model.load_state_dict(state["model"])
+        self.load_parts(state)
+
+    def load_parts(self, state: dict[str, Any]) -> None:
+        """Take over all but the model."""
+        for name, part in self.parts:
+            part.load_state_dict(state["parts"][name])
+        self.position = Position(*state["position"])
+
+    def check(self, state: dict[str, Any]) -> None:
+        """StateError where a captured state is another model's, or was trained in another way."""
         if state.get("reduction", self.reduction) != self.reduction:
             raise StateError(
                 f"the saved state was trained with {state['reduction']}, this script asks for {self.reduction}; what "
@@ -64,12 +78,6 @@ class TrainingState:
                 "the saved state belongs to another model: its parameters have other names, shapes or types; "
                 "build the same model, or remove the checkpoints to begin anew"
             )
-        own = self.model.state_dict()
-        if not all(_same_memory(value, own.get(name)) for name, value in state["model"].items()):
-            self.model.load_state_dict(state["model"])
-        for name, part in self.parts:
-            part.load_state_dict(state["parts"][name])
-        self.position = Position(*state["position"])
 
     def rehearse(self) -> None:
         """Make the optimizer allocate what a step allocates, so that a joiner receives into memory that is there.

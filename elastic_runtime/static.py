@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from elastic_runtime.errors import RunError
 
@@ -42,6 +42,11 @@ def init_process_group(backend: str, rank: int, size: int, timeout: timedelta) -
     dist.init_process_group(
         backend, store=PrefixStore(f"elastic/{name}", store), rank=rank, world_size=size, timeout=timeout
     )
+
+
+def init_alone(backend: str) -> None:
+    """torch's default group of this process alone, which a mesh needs."""
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def agree_on_round(store: Store, rank: int, size: int) -> str:

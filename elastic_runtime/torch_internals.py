@@ -4,7 +4,8 @@ torch has no public way to build a second default process group beside the first
 what keeps a resize off the training loop. Used here, all of `torch.distributed.distributed_c10d` (checked with torch
 2.14 and 2.15): `_new_process_group_helper` builds a group without making it the default one, `_update_default_pg` and
 `_world` make it so. torch 2.15's own `reconfigure` was rejected as the only way: private as well, experimental, and it
-hangs when a collective is in flight. And of `torch.utils.data` what `get_worker_info` returns.
+hangs when a collective is in flight. And of `torch.utils.data` what `get_worker_info` returns; and where `fully_shard`
+keeps which modules it has wrapped.
 """
 
 from __future__ import annotations
@@ -17,12 +18,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, _unregister_process_group
+from torch.distributed import _composable_state as composable
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.data._utils import worker as data_worker
 
 from elastic_runtime.errors import RunError
 
-__all__ = ["Store", "build_group", "check_torch", "drop_group", "make_default", "no_worker_info"]
+__all__ = [
+    "Store",
+    "build_group",
+    "check_torch",
+    "drop_group",
+    "forget_composable_state",
+    "make_default",
+    "no_worker_info",
+]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,3 +103,8 @@ def no_worker_info() -> Iterator[None]:
         yield
     finally:
         data_worker._worker_info = info  # noqa: SLF001
+
+
+def forget_composable_state(module: torch.nn.Module) -> None:
+    """`fully_shard` may wrap the module again: it refuses those that it finds here."""
+    composable._module_state_mapping.pop(module, None)  # noqa: SLF001

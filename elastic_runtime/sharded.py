@@ -1,0 +1,303 @@
+"""A training whose state lies in shards over the ranks of a generation (FSDP2), and how it comes to the next one.
+
+Whoever enters a generation first tells the others what it holds. Then one of three ways leads to the same end, a model
+wrapped for the new group with this rank's parts in it:
+
+    all parts are here, or their holders still are    resharding in memory (`sharded_transfer`)
+    a part is lost with its worker                    everybody goes back to the newest whole checkpoint
+    nobody holds anything, the training begins        a checkpoint, or else rank 0's model, cut up
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_runtime import checkpoint, sharded_files
+from elastic_runtime.errors import CheckpointError, CollectiveError
+from elastic_runtime.exchange import OTHER_MODEL, check_same
+from elastic_runtime.sharded_comms import Link
+from elastic_runtime.sharded_files import Saved
+from elastic_runtime.sharded_state import Parts, own_parts, places, take_apart
+from elastic_runtime.sharded_transfer import Resharding
+from elastic_runtime.transfer import receive_state, send_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from elastic_runtime.groups import Group
+    from elastic_runtime.sharded_keeper import ShardKeeper
+    from elastic_runtime.sharded_wrap import Wrapping
+    from elastic_runtime.state import TrainingState
+    from elastic_runtime.streams import RandomStreams
+
+_NOTHING = Saved(-1, 0, 0)
+
+_log = logging.getLogger("elastic_runtime")
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """What one rank of a new generation holds: rank `old` of `ranks` in generation `number`; 0: nothing.
+
+    `bridged`: the old group is whole, and those who leave hand their parts over. `whole`: nothing yet, but the model it
+    was started with.
+    """
+
+    step: int
+    fingerprint: int
+    number: int
+    old: int
+    ranks: int
+    bridged: int
+    whole: int
+    began: int
+
+
+@dataclass
+class _Move:
+    """From `ranks` old ranks, of which new rank r was `held[r]`, or none (-1). `tree`: the state as this rank holds it,
+    `whole` where it is not sharded yet.
+    """
+
+    held: list[int]
+    ranks: int
+    tree: dict[str, Any] | None
+    whole: bool
+
+
+class Sharding:
+    """One worker's part of a sharded training. `is_told`: whether this worker was told to go."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        wrapping: Wrapping,
+        streams: RandomStreams,
+        keeper: ShardKeeper,
+        is_told: Callable[[], bool],
+    ) -> None:
+        self.wrapping, self.keeper, self.is_told = wrapping, keeper, is_told
+        self._state, self._streams = state, streams
+        self._fingerprint = state.fingerprint()  # later, names may be of unsharded parameters of another type
+        self._device = next(state.model.parameters()).device
+        self._initial: dict[str, Any] | None = None  # the whole state, until the training has begun
+        self._held: tuple[int, int, int] | None = None  # generation, rank and number of ranks
+        self._wrapped = self._began = False
+        self._old_group: Group | None = None  # of a switch that is being made
+        self._link: Link | None = None
+        self._save = 0
+        self.told = False
+
+    @property
+    def link(self) -> Link:
+        """The generation's connection."""
+        assert self._link is not None
+        return self._link
+
+    # What is agreed on at a step's end
+
+    def due(self) -> int:
+        """Rank 0: the number of the checkpoint that is to be made after this step; 0: none."""
+        return _new_number() if self.keeper.due() else 0
+
+    def agreed(self, *, save: int, told: bool) -> None:
+        """What the sum at a step's end said."""
+        self._save = save
+        self.told |= told
+
+    # Changes of membership
+
+    def prepare_switch(self, group: Group) -> None:
+        """All members of `group` have agreed on a switch: those who leave stay for the handing over."""
+        self._old_group = group
+
+    def hand_over(self, held: Sequence[int]) -> None:
+        """This worker leaves: its parts go to those who stay. `held`: of each new rank its old one, or -1."""
+        group, self._old_group = self._old_group, None
+        if group is None or self._held is None:
+            return
+        parts = take_apart(self._state.capture(), {})
+        resharding = Resharding(parts.sharded, group.size, held, self._device)
+        try:
+            resharding.hand_over(group, group.rank, parts.shards)
+        except CollectiveError as error:
+            _log.warning("the shards of this worker could not be handed over: %s", error)
+
+    def enter(self, group: Group, number: int) -> bool:
+        """Wrap for this group, with the newest state; whether this worker's random streams are to be new ones.
+
+        Raises CollectiveError where a member was lost, CheckpointError where a shard is and no checkpoint is there.
+        """
+        old_group, self._old_group = self._old_group, None
+        if not self._wrapped and self._initial is None:
+            self._initial = self._state.capture()
+        seats = self._meet(group, bridged=old_group is not None)
+        newest = max(seat.number for seat in seats)
+        held = [seat.old if seat.number == newest > 0 else -1 for seat in seats]
+        if _complete(seats, held):
+            ranks = max(seat.ranks for seat in seats if seat.number == newest)
+            self._initial = None
+            fresh = held[group.rank] < 0
+            tree = None if fresh else self._state.capture()
+            self._move(group, number, _Move(held, ranks, tree, whole=False), old_group)
+            return fresh
+        fresh = not any(seat.began for seat in seats)
+        saved = self._restore(group, number)
+        if saved is not None:
+            self._say_where(number, saved, seats[group.rank].step, fresh=fresh)
+            return group.rank > 0
+        if not fresh or not seats[0].whole:
+            raise CheckpointError(
+                f"generation {number}: a worker was lost, its shards of the model with it, and there is no checkpoint; "
+                "set ELASTIC_CHECKPOINT_DIR, or lower checkpoint_every_s"
+            )
+        first = self._initial if group.rank == 0 else None
+        self._move(group, number, _Move([0] + [-1] * (group.size - 1), 1, first, whole=True), None)
+        return group.rank > 0
+
+    def _meet(self, group: Group, *, bridged: bool) -> list[_Seat]:
+        number, old, ranks = self._held or (0, -1, 0)
+        step = self._state.position.step if self._held or self._began else -1
+        whole = self._initial is not None
+        mine = _Seat(step, self._fingerprint, number, old, ranks, bridged, whole, self._began)
+        rows = group.all_gather(torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)).tolist()
+        seats = [_Seat(*row) for row in rows]
+        source = max(range(group.size), key=lambda rank: (seats[rank].number, -rank))
+        check_same(group, source, [seat.fingerprint for seat in seats], OTHER_MODEL)
+        return seats
+
+    def _move(self, group: Group, number: int, move: _Move, old_group: Group | None) -> None:
+        """Bring the parts of the old ranks to those of the new group."""
+        mesh = self._rewrap(group, number)
+        parts = self._share_structure(group, move)
+        moving = Resharding(parts.sharded, move.ranks, move.held, self._device)
+        parts.shards = moving.run(group, old_group, move.held[group.rank], parts.shards)
+        self._take(parts, mesh)
+        self._hold(group, number)
+
+    def _rewrap(self, group: Group, number: int) -> DeviceMesh:
+        """From here on this worker holds nothing, until it holds its part of the new layout."""
+        self._held, self._wrapped = None, True
+        group.publish()
+        mesh = group.mesh(self._device.type, f"elastic{number}")
+        self.wrapping.rewrap(mesh)
+        self._link = Link(group)
+        if self._device.type == "cpu":
+            self._link.install(self.wrapping.modules)
+        return mesh
+
+    def _hold(self, group: Group, number: int) -> None:
+        self._held, self._began, self._initial = (number, group.rank, group.size), True, None
+
+    def _share_structure(self, group: Group, move: _Move) -> Parts:
+        """All but the shards: from the first rank that holds some to those that hold none."""
+        source = next(rank for rank, old in enumerate(move.held) if old >= 0)
+        tree, move.tree = move.tree, None  # its shards are given up one after another
+        if tree is None:
+            return Parts(shards=[], **receive_state(group, source))
+        parts = take_apart(tree, self._places(tree) if move.whole else {})
+        if group.rank == source:
+            shared = {"skeleton": parts.skeleton, "kinds": parts.kinds, "replicated": parts.replicated}
+            for rank in [rank for rank, old in enumerate(move.held) if old < 0]:
+                send_state(group, rank, shared)
+        return parts
+
+    def _places(self, tree: dict[str, Any]) -> dict[str, int]:
+        return places(tree, self.wrapping.aliases, self.wrapping.dims, self.wrapping.order)
+
+    def _take(self, parts: Parts, mesh: DeviceMesh) -> dict[str, Any]:
+        """Model and all else as the parts say; what was captured beside the training's state."""
+        tree: dict[str, Any] = parts.tree(mesh)
+        self._state.check(tree)
+        self.wrapping.assign(tree["model"])
+        others = {name: value for name, value in tree["model"].items() if name not in self.wrapping.aliases}
+        self._state.model.load_state_dict(others, strict=False)
+        self._state.load_parts(tree)
+        return tree
+
+    # Checkpoints
+
+    def save_if_agreed(self) -> None:
+        """Between two steps: have this rank's parts written where all said so."""
+        number, self._save = self._save, 0
+        if number:
+            group = self.link.group
+            saved = Saved(self._state.position.step, number, group.size)
+            self.keeper.save_soon(saved, group.rank, self._capture)
+
+    def save_now(self) -> None:
+        """Everybody at the same step: write all parts before returning."""
+        group = self.link.group
+        try:
+            number = int(group.all_gather(torch.tensor([_new_number()]))[0])
+        except CollectiveError as error:
+            _log.warning("the steps since the last checkpoint are lost with a worker: %s", error)
+            return
+        self.keeper.save_now(Saved(self._state.position.step, number, group.size), group.rank, self._capture)
+
+    def _capture(self) -> Parts:
+        return take_apart({**self._state.capture(), "streams": self._streams.capture()}, {})
+
+    def _restore(self, group: Group, number: int) -> Saved | None:
+        """Everybody takes its parts from the newest checkpoint that everybody can read; None: there is none."""
+        self.keeper.settle()
+        directory = self.keeper.directory
+        known = iter(sharded_files.whole_ones(directory) if directory and group.rank == 0 else [])
+        mesh: DeviceMesh | None = None
+        while True:
+            mine = next(known, _NOTHING)
+            saved = Saved(*group.all_gather(torch.tensor(dataclasses.astuple(mine), dtype=torch.int64))[0].tolist())
+            if saved == _NOTHING:
+                return None
+            mesh = mesh or self._rewrap(group, number)
+            parts = self._read(saved, group)
+            if int(group.all_gather(torch.tensor([parts is not None])).min()) and parts is not None:
+                break
+        tree = self._take(parts, mesh)
+        if group.rank == 0:
+            self._streams.load(tree["streams"])
+        self._hold(group, number)
+        return saved
+
+    def _read(self, saved: Saved, group: Group) -> Parts | None:
+        directory = self.keeper.directory
+        try:
+            if saved.ranks:
+                return sharded_files.read_parts(directory, saved, group.rank, group.size)
+            tree = checkpoint.load(saved.path(directory, 0))[1]
+            self._state.check(tree)
+            return own_parts(take_apart(tree, self._places(tree)), group.rank, group.size)
+        except CheckpointError as error:
+            _log.warning("%s; falling back to the one before", error)
+            return None
+
+    def _say_where(self, number: int, saved: Saved, before: int, *, fresh: bool) -> None:
+        if not fresh:
+            _log.warning(
+                "generation %d: a worker was lost, its shards of the model with it: back to %s; %d steps are repeated",
+                number,
+                saved,
+                max(before - saved.step, 0),
+            )
+        self.keeper.note_restored(saved.step)
+
+
+def _complete(seats: list[_Seat], held: list[int]) -> bool:
+    """Whether all parts of the newest layout are at hand, all of one step."""
+    holders = [seat for seat, old in zip(seats, held, strict=True) if old >= 0]
+    if not holders or len({seat.step for seat in holders}) > 1:
+        return False
+    return len(holders) == holders[0].ranks or all(seat.bridged for seat in holders)
+
+
+def _new_number() -> int:
+    """Not 0, and small enough to travel among 32-bit floats."""
+    return 1 + secrets.randbelow((1 << 24) - 1)

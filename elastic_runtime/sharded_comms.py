@@ -1,0 +1,78 @@
+"""FSDP's two collectives over a generation's group, by FSDP's own hooks for them.
+
+Why not its defaults: a rank that waits for a peer which is alive but has given the step up would wait for half an hour,
+and a peer that is lost would end the script inside `model(x)`, where nobody can take the step back. So a collective
+that fails is noted here, and every one after it does nothing: forward and backward pass end with numbers that mean
+nothing, as large as usual, and `job.backward` repeats.
+
+On CUDA FSDP's defaults stay: waiting in the host's thread would end their overlap with the computation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from elastic_runtime.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.fsdp import FSDPModule
+
+    from elastic_runtime.groups import Group
+
+
+class Link:
+    """One generation's connection, and what broke it."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.broken: CollectiveError | None = None
+
+    def check(self) -> None:
+        """CollectiveError where a collective of this generation has failed."""
+        if self.broken is not None:
+            raise self.broken
+
+    def install(self, modules: Sequence[FSDPModule]) -> None:
+        """Use it for all collectives of these modules."""
+        for module in modules:
+            module.set_custom_all_gather(_AllGather(self))
+            module.set_custom_reduce_scatter(_ReduceScatter(self))
+
+
+class _Allocating:
+    """Memory for a collective: nothing special."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocating, AllGather):
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        link = self._link
+        if link.broken is None:
+            try:
+                link.group.all_gather_into(output_tensor, input_tensor)
+            except CollectiveError as error:
+                link.broken = error
+        if link.broken is not None:
+            output_tensor.view(link.group.size, -1).copy_(input_tensor.clone().view(1, -1))
+
+
+class _ReduceScatter(_Allocating, ReduceScatter):
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        link = self._link
+        if link.broken is None:
+            try:
+                link.group.reduce_scatter_into(output_tensor, input_tensor)
+            except CollectiveError as error:
+                link.broken = error
+        if link.broken is not None:
+            output_tensor.zero_()

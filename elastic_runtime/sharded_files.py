@@ -1,0 +1,225 @@
+"""Checkpoints of a sharded job: each rank writes its parts, and whoever reads takes what it needs.
+
+    checkpoint-STEP-SAVE.part-RANK-of-RANKS
+
+SAVE is a number of its own for each time that a checkpoint is made, so that the parts of two attempts at one step are
+never mixed. A part is written beside its place, synced, and renamed; a checkpoint is whole when all its parts are
+there: no rank waits for another, and no last word has to be written. One file, gathered by rank 0, was rejected: all of
+the model would pass through one worker while the others wait.
+
+Layout of a part: magic, tensors, head (pickled: skeleton, kinds, ranges, and of each tensor offset, length and CRC-32),
+length of the head (8 bytes), its CRC-32 (4 bytes). So a reader checks just what it reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import pickle
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_runtime import checkpoint
+from elastic_runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from io import BufferedReader
+
+    from elastic_runtime.sharded_layout import Range, Sharded
+    from elastic_runtime.sharded_state import Parts
+
+MAGIC = b"ELASTICS"
+_PART = re.compile(r"checkpoint-(\d{12})-([0-9a-f]{8})\.part-(\d+)-of-(\d+)")
+_TAIL = 12
+
+_log = logging.getLogger("elastic_runtime")
+
+
+@dataclass(frozen=True, order=True)
+class Saved:
+    """One whole checkpoint. `ranks` and `save` are 0 for one that a job which is not sharded has written."""
+
+    step: int
+    save: int
+    ranks: int
+
+    def path(self, directory: str, rank: int) -> Path:
+        """Of one rank's part."""
+        if self.ranks == 0:
+            return Path(directory) / f"checkpoint-{self.step:012d}.elastic"
+        return Path(directory) / f"checkpoint-{self.step:012d}-{self.save:08x}.part-{rank}-of-{self.ranks}"
+
+    def __str__(self) -> str:
+        return self.path("", 0).name.split(".")[0]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    offset: int
+    length: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class _Head:
+    skeleton: bytes
+    kinds: list[Sharded | None]
+    ranges: list[Range]
+    shards: list[_Stored]
+    replicated: list[tuple[_Stored, torch.dtype, tuple[int, ...]]]
+
+
+def whole_ones(directory: str) -> list[Saved]:
+    """All whole checkpoints, newest first, those of jobs that are not sharded as well."""
+    found = [saved for saved, ranks in _parts(directory).items() if len(ranks) == saved.ranks]
+    found += [Saved(int(path.stem.removeprefix("checkpoint-")), 0, 0) for path in checkpoint.checkpoints(directory)]
+    return sorted(found, reverse=True)
+
+
+def write_part(directory: str, saved: Saved, rank: int, parts: Parts) -> Path:
+    """This rank's part; every rank writes those tensors that all have, too. CheckpointError where it cannot be done."""
+    target = saved.path(directory, rank)
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            for block in _blocks(parts, rank, saved.ranks):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(target)
+        checkpoint.sync_directory(target.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"step {saved.step} could not be saved to {directory}: {error}; free or mount it"
+        ) from error
+    return target
+
+
+def prune(directory: str, keep: int) -> None:
+    """Leave the newest `keep` whole ones, and what may still be in the making."""
+    whole = whole_ones(directory)
+    if not whole:
+        return
+    kept = set(whole[:keep])
+    for saved, ranks in _parts(directory).items():
+        if saved not in kept and saved < whole[0]:
+            for rank in ranks:
+                saved.path(directory, rank).unlink(missing_ok=True)
+    for saved in whole[keep:]:
+        saved.path(directory, 0).unlink(missing_ok=True)
+    for partial in Path(directory).glob("checkpoint-*.part-*.partial"):
+        if int(partial.name.split("-")[1]) < whole[0].step:
+            partial.unlink(missing_ok=True)
+
+
+def read_parts(directory: str, saved: Saved, rank: int, ranks: int) -> Parts:
+    """The parts of one rank among `ranks`, whatever their number was. CheckpointError where something is damaged."""
+    from elastic_runtime.sharded_state import Parts  # noqa: PLC0415  (a job that is not sharded needs no DTensor)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            files = [stack.enter_context(saved.path(directory, r).open("rb")) for r in range(saved.ranks)]
+            heads = [_head(file) for file in files]
+            replicated = [_typed(_read(files[0], at), dtype, shape) for at, dtype, shape in heads[0].replicated]
+            sharded = [kind for kind in heads[0].kinds if kind is not None]
+            shards = [_shard(index, kind, kind.part(rank, ranks), files, heads) for index, kind in enumerate(sharded)]
+        except (OSError, ValueError, EOFError, pickle.UnpicklingError, IndexError) as error:
+            raise CheckpointError(f"checkpoint {saved} is damaged: {error}") from error
+    return Parts(heads[0].skeleton, heads[0].kinds, shards, replicated)
+
+
+def load_newest(directory: str) -> tuple[int, Any] | None:
+    """(step, state) of the newest whole checkpoint of either kind, for a job that is not sharded; None: there is none.
+
+    A damaged one is warned of and skipped.
+    """
+    for saved in whole_ones(directory):
+        try:
+            if saved.ranks == 0:
+                return checkpoint.load(saved.path(directory, 0))
+            return saved.step, read_parts(directory, saved, 0, 1).tree(None)
+        except CheckpointError as error:
+            _log.warning("%s; falling back to the one before", error)
+    return None
+
+
+def _parts(directory: str) -> dict[Saved, list[int]]:
+    """The ranks whose parts are there, of each checkpoint."""
+    found: dict[Saved, list[int]] = {}
+    for path in Path(directory).glob("checkpoint-*.part-*-of-*"):
+        if match := _PART.fullmatch(path.name):
+            step, save, rank, ranks = match.groups()
+            found.setdefault(Saved(int(step), int(save, 16), int(ranks)), []).append(int(rank))
+    return found
+
+
+def _blocks(parts: Parts, rank: int, ranks: int) -> Iterator[bytes | memoryview]:
+    yield MAGIC
+    at, stored = len(MAGIC), []
+    tensors = [tensor.cpu().contiguous() for tensor in (*parts.shards, *parts.replicated)]
+    for tensor in tensors:
+        raw = _raw(tensor)
+        stored.append(_Stored(at, len(raw), zlib.crc32(raw)))
+        at += len(raw)
+        yield raw
+    ranges = [kind.part(rank, ranks) for kind in parts.sharded]
+    common = tensors[len(ranges) :]
+    described = [(s, t.dtype, tuple(t.shape)) for s, t in zip(stored[len(ranges) :], common, strict=True)]
+    head = pickle.dumps(_Head(parts.skeleton, parts.kinds, ranges, stored[: len(ranges)], described), protocol=5)
+    yield head
+    yield len(head).to_bytes(8, "little") + zlib.crc32(head).to_bytes(4, "little")
+
+
+def _head(file: BufferedReader) -> _Head:
+    if file.read(len(MAGIC)) != MAGIC:
+        raise ValueError("it does not begin as one does")
+    end = file.seek(-_TAIL, os.SEEK_END)
+    tail = file.read(_TAIL)
+    length = int.from_bytes(tail[:8], "little")
+    file.seek(max(end - length, 0))
+    head = file.read(length)
+    if zlib.crc32(head) != int.from_bytes(tail[8:], "little"):
+        raise ValueError("the checksum of its head does not match")
+    found: _Head = pickle.loads(head)  # noqa: S301  (written by a worker of the same job)
+    return found
+
+
+def _shard(index: int, kind: Sharded, wanted: Range, files: list[BufferedReader], heads: list[_Head]) -> torch.Tensor:
+    """Part `wanted` of a tensor, from the old ranks' parts that overlap with it."""
+    shard = torch.empty(kind.local_shape(wanted), dtype=kind.dtype)
+    for file, head in zip(files, heads, strict=True):
+        old = head.ranges[index]
+        start, stop = max(wanted[0], old[0]), min(wanted[1], old[1])
+        if start < stop:
+            part = _typed(_read(file, head.shards[index]), kind.dtype, kind.local_shape(old))
+            shard.narrow(kind.dim, start - wanted[0], stop - start).copy_(
+                part.narrow(kind.dim, start - old[0], stop - start)
+            )
+    return shard
+
+
+def _read(file: BufferedReader, stored: _Stored) -> bytearray:
+    raw = bytearray(stored.length)
+    file.seek(stored.offset)
+    if file.readinto(raw) != stored.length or zlib.crc32(raw) != stored.crc:
+        raise ValueError("a checksum does not match")
+    return raw
+
+
+def _typed(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")

@@ -1,0 +1,127 @@
+"""The steps of a sharded job: FSDP sums the gradients, one small sum more carries what the workers have to agree on.
+
+FSDP divides by the number of ranks; here it does not, because each micro-batch's loss is scaled to its part of the
+global batch. It communicates in each forward pass, so all ranks need the same number of iterations in a step
+(`batches.lockstep_batches`). Between the micro-batches of a step FSDP keeps the sums on the unsharded parameters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from elastic_runtime.tail import Tail
+
+if TYPE_CHECKING:
+    from elastic_runtime.batches import MicroBatch
+    from elastic_runtime.buffers import FollowedBuffers
+    from elastic_runtime.gradients import GradientReducer
+    from elastic_runtime.groups import Group
+    from elastic_runtime.sharded import Sharding
+    from elastic_runtime.streams import RandomStreams
+
+_OWN = 2
+
+
+class ShardedReducer:
+    """See GradientReducer."""
+
+    def __init__(self, sharding: Sharding, tail_size: int) -> None:
+        self._sharding = sharding
+        self._whole_tail = torch.zeros(tail_size + _OWN)
+        self.own = self._whole_tail[-_OWN:]
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """See GradientReducer."""
+        return self._whole_tail[:-_OWN]
+
+    @property
+    def passive(self) -> bool:
+        """See GradientReducer."""
+        return False
+
+    @property
+    def in_flight(self) -> bool:
+        """See GradientReducer. From the first forward pass on."""
+        return True
+
+    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:  # noqa: ARG002
+        """See GradientReducer."""
+        for module in self._sharding.wrapping.modules:
+            module.set_requires_gradient_sync(micro.last, recurse=False)
+            module.set_is_last_backward(micro.last)
+
+    def end(self) -> None:
+        """See GradientReducer. CollectiveError where one of FSDP's collectives failed since the step's beginning."""
+        self._sharding.link.check()
+
+    def reduce(self) -> None:
+        """See GradientReducer."""
+        group = self._sharding.link.group
+        if group.size > 1:
+            group.wait([group.all_reduce(self._whole_tail)])
+
+    def hand_out(self, factor: float) -> None:
+        """See GradientReducer."""
+        if factor != 1.0:
+            torch._foreach_mul_(self._gradients(), factor)
+
+    def abandon(self) -> None:
+        """See GradientReducer. What FSDP has of them goes with its wrapping."""
+        for parameter in self._sharding.wrapping.parameters().values():
+            parameter.grad = None
+
+    def _gradients(self) -> list[torch.Tensor]:
+        found = [parameter.grad for parameter in self._sharding.wrapping.parameters().values()]
+        return [gradient.to_local() for gradient in found if isinstance(gradient, DTensor)]
+
+
+class ShardedMode:
+    """See Mode. Checkpoints and preemption are agreed on in the same sum as a switch: no worker can save alone."""
+
+    name = "sharded"
+
+    def __init__(self, sharding: Sharding, buffers: FollowedBuffers, streams: RandomStreams) -> None:
+        self._sharding, self._buffers, self._streams = sharding, buffers, streams
+        self.tail = Tail(buffers)
+        self._reducer = ShardedReducer(sharding, self.tail.size)
+        self.reducer: GradientReducer = self._reducer
+
+    def remember(self) -> None:
+        """See Mode."""
+        self._buffers.save()
+        self._streams.save()
+
+    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
+        """See Mode."""
+
+    def end(self, micro: MicroBatch) -> None:  # noqa: ARG002
+        """See Mode."""
+        self.reducer.end()
+
+    def fill_tail(self, *, leader: bool, samples: int, vote: int, weight: float) -> None:
+        """See Mode."""
+        self.tail.fill(self.reducer.tail, leader=leader, samples=samples, vote=vote, weight=weight)
+        save = self._sharding.due() if leader else 0
+        self._reducer.own.copy_(torch.tensor([save, self._sharding.is_told()], dtype=torch.float32))
+
+    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
+        """See Mode."""
+        save, told = self._reducer.own.tolist()
+        self._sharding.agreed(save=int(save), told=told > 0)
+        return self.tail.take(self.reducer.tail, keeps=leader, samples=micro.step_samples, workers=workers)
+
+    def completed(self, step: int) -> None:
+        """See Mode."""
+
+    def restore(self) -> None:
+        """See Mode."""
+        self._buffers.restore()
+        self._streams.restore()
+
+    def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
+        """See Mode."""
+        return captured

@@ -1,0 +1,169 @@
+"""Resharding in memory: from the old ranks' parts to the new ranks', peer to peer, while the old group lives.
+
+Who leaves sends its parts over the old group to those who stay; these hand them on over the new one, with their own.
+Both walk over the same batches in the same order, so that no rank holds more than a batch of what is not its own. An
+old part is given up as soon as all of it was sent: the pause needs the memory of the shards once, not twice.
+
+All-to-all rather than sends and receives: gloo closes the connection where those are waited for in turns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_runtime.sharded_layout import Cut, Range, Sharded, batches, providers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elastic_runtime.groups import Group
+
+    Pieces = dict[tuple[Cut, int], torch.Tensor]
+    """What this rank hands on for an old rank that leaves: by cut and old rank."""
+
+
+class Resharding:
+    """From `old_size` ranks to those of a new generation. `held[r]`: the old rank of new rank r, -1 where it is new."""
+
+    def __init__(self, tensors: Sequence[Sharded], old_size: int, held: Sequence[int], device: torch.device) -> None:
+        self._tensors, self._old_size, self._held, self._device = tensors, old_size, held, device
+        self._provided = providers(old_size, held)
+        self._bridge = {old: rank for rank, olds in enumerate(self._provided) for old in olds}
+
+    @property
+    def missing(self) -> list[int]:
+        """Old ranks that are no new ones."""
+        return [old for old in range(self._old_size) if old not in self._held]
+
+    def hand_over(self, old_group: Group, old_rank: int, shards: list[torch.Tensor]) -> None:
+        """What one who leaves does: send its parts. CollectiveError where a peer is lost."""
+        for batch in batches(self._tensors):
+            self._bring(old_group, old_rank, batch, shards)
+
+    def run(
+        self, group: Group, old_group: Group | None, old_rank: int, shards: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What the others do; this rank's new parts. `shards`, its old ones, are emptied on the way.
+
+        CollectiveError where a peer is lost; the old parts are gone then.
+        """
+        new = [self._allocate(tensor, group) for tensor in self._tensors]
+        for batch in batches(self._tensors):
+            pieces = self._bring(old_group, old_rank, batch, shards) if old_group else {}
+            self._exchange(group, batch, shards, pieces, new)
+            for cut in batch:
+                if old_rank >= 0 and cut.stop == self._tensors[cut.index].size:
+                    shards[cut.index] = torch.empty(0)
+        return new
+
+    def _allocate(self, tensor: Sharded, group: Group) -> torch.Tensor:
+        shape = tensor.local_shape(tensor.part(group.rank, group.size))
+        return torch.empty(shape, dtype=tensor.dtype, device=self._device)
+
+    def _bring(self, group: Group, rank: int, batch: list[Cut], shards: list[torch.Tensor]) -> Pieces:
+        """Over the old group: the parts of those who leave, to those who hand them on."""
+        sent: list[list[torch.Tensor]] = [[] for _ in range(self._old_size)]
+        wanted: list[list[tuple[Cut, int, Range]]] = [[] for _ in range(self._old_size)]
+        for leaver in self.missing:
+            to = self._held[self._bridge[leaver]]
+            for cut in batch:
+                span = cut.within(self._tensors[cut.index].part(leaver, self._old_size))
+                if span and rank == leaver:
+                    sent[to].append(self._slice(cut.index, shards[cut.index], span, rank))
+                if span and rank == to:
+                    wanted[leaver].append((cut, leaver, span))
+        received = self._all_to_all(group, sent, [[self._shape(cut, span) for cut, _, span in w] for w in wanted])
+        return {
+            (cut, old): piece
+            for pieces, whats in zip(received, wanted, strict=True)
+            for piece, (cut, old, _) in zip(pieces, whats, strict=True)
+        }
+
+    def _exchange(
+        self, group: Group, batch: list[Cut], shards: list[torch.Tensor], pieces: Pieces, new: list[torch.Tensor]
+    ) -> None:
+        """Over the new group: everybody's new parts."""
+        sent = [
+            [
+                self._piece(cut, old, span, shards, pieces)
+                for cut, old, span in self._moves(batch, group.rank, to, group)
+            ]
+            for to in range(group.size)
+        ]
+        wanted = [self._moves(batch, source, group.rank, group) for source in range(group.size)]
+        received = self._all_to_all(group, sent, [[self._shape(cut, span) for cut, _, span in w] for w in wanted])
+        for got, whats in zip(received, wanted, strict=True):
+            for piece, (cut, _, span) in zip(got, whats, strict=True):
+                tensor = self._tensors[cut.index]
+                start = tensor.part(group.rank, group.size)[0]
+                new[cut.index].narrow(tensor.dim, span[0] - start, span[1] - span[0]).copy_(piece)
+
+    def _moves(self, batch: list[Cut], source: int, to: int, group: Group) -> list[tuple[Cut, int, Range]]:
+        """What new rank `source` sends to new rank `to`, in order: (cut, old rank that held it, range)."""
+        found = []
+        for cut in batch:
+            tensor = self._tensors[cut.index]
+            for old in self._provided[source]:
+                span = cut.within(tensor.part(old, self._old_size), tensor.part(to, group.size))
+                if span:
+                    found.append((cut, old, span))
+        return found
+
+    def _piece(
+        self,
+        cut: Cut,
+        old: int,
+        span: Range,
+        shards: list[torch.Tensor],
+        pieces: Pieces,
+    ) -> torch.Tensor:
+        brought = pieces.get((cut, old))
+        if brought is None:
+            return self._slice(cut.index, shards[cut.index], span, old)
+        tensor = self._tensors[cut.index]
+        start = max(cut.start, tensor.part(old, self._old_size)[0])
+        return brought.narrow(tensor.dim, span[0] - start, span[1] - span[0])
+
+    def _slice(self, index: int, shard: torch.Tensor, span: Range, old: int) -> torch.Tensor:
+        tensor = self._tensors[index]
+        start = tensor.part(old, self._old_size)[0]
+        return shard.narrow(tensor.dim, span[0] - start, span[1] - span[0])
+
+    def _shape(self, cut: Cut, span: Range) -> tuple[torch.dtype, tuple[int, ...]]:
+        tensor = self._tensors[cut.index]
+        return tensor.dtype, tensor.local_shape(span)
+
+    def _all_to_all(
+        self,
+        group: Group,
+        sent: list[list[torch.Tensor]],
+        expected: list[list[tuple[torch.dtype, tuple[int, ...]]]],
+    ) -> list[list[torch.Tensor]]:
+        """Tensors for each rank, as bytes, and those of each rank."""
+        parts = [[_bytes(tensor) for tensor in tensors] for tensors in sent]
+        flat = [part for of_rank in parts for part in of_rank]
+        outgoing = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=self._device)
+        sizes = [[_numel(shape) * dtype.itemsize for dtype, shape in of_rank] for of_rank in expected]
+        incoming = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=self._device)
+        if group.size == 1:
+            incoming.copy_(outgoing)
+        else:
+            sent_sizes = [sum(part.numel() for part in of_rank) for of_rank in parts]
+            group.wait([group.all_to_all(incoming, outgoing, [sum(s) for s in sizes], sent_sizes)])
+        received = iter(torch.split(incoming, [size for of_rank in sizes for size in of_rank]))
+        return [[_typed(next(received), dtype, shape) for dtype, shape in of_rank] for of_rank in expected]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _typed(raw: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    aligned = raw.clone() if raw.storage_offset() % dtype.itemsize else raw
+    return aligned.view(dtype).view(shape)

@@ -1,0 +1,198 @@
+"""Wrapping a model by the script's `shard` function, taking the wrapping off again, and wrapping it anew.
+
+`fully_shard` has no way back and no way to another mesh, but it works in place: it gives modules another class, hooks
+and a state object, and replaces their parameters by DTensors. What it added is taken away here, parameters go to the
+meta device, where they need no memory, and `fully_shard` is applied again with the new mesh; then each parameter gets
+its new shard, as `load_state_dict(assign=True)` would do it. Model and optimizer stay the script's own objects.
+
+Building the model a second time was rejected: the script's loop holds the first one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from elastic_runtime.errors import UsageError
+from elastic_runtime.torch_internals import forget_composable_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from elastic_runtime.sharded_layout import Sharded
+
+    ShardFunction = Callable[[Any, DeviceMesh], object]
+
+_FSDP = "torch.distributed.fsdp."
+
+
+@dataclass
+class _Bare:
+    """What a module was before it was wrapped."""
+
+    module: torch.nn.Module
+    kind: type
+    keys: frozenset[str]
+
+
+class Wrapping:
+    """One training's models under `shard`, and the optimizers that hold their parameters.
+
+    `dims`: along which dimension each parameter is sharded, once it was wrapped for the first time. `aliases`: each
+    name that a parameter has in a state_dict, and the one that it has here; they differ where weights are tied.
+    """
+
+    def __init__(
+        self,
+        whole: torch.nn.Module,
+        models: Sequence[torch.nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        shard: ShardFunction,
+    ) -> None:
+        if any(isinstance(module, FSDPModule) for module in whole.modules()):
+            raise UsageError(
+                "the model is wrapped by fully_shard already; give prepare the plain model, and the function that "
+                "wraps it as shard=: it is called again at each change of size"
+            )
+        self.dims: dict[str, int] = {}
+        self._models, self._shard = models, shard
+        self._bare = [_Bare(m, type(m), frozenset(vars(m))) for m in whole.modules()]
+        self._names = {id(parameter): name for name, parameter in whole.named_parameters()}
+        every = whole.named_parameters(remove_duplicate=False)
+        self.aliases = {alias: self._names[id(parameter)] for alias, parameter in every}
+        self._places: dict[str, list[tuple[torch.nn.Module, str]]] = {name: [] for name in self._names.values()}
+        for module in whole.modules():
+            for attribute, parameter in module._parameters.items():  # noqa: SLF001
+                if parameter is not None:
+                    self._places[self._names[id(parameter)]].append((module, attribute))
+        self._groups = {
+            part: [
+                [self._name_of(parameter, part) for parameter in group["params"]] for group in optimizer.param_groups
+            ]
+            for part, optimizer in optimizers.items()
+        }
+        self._optimizers = optimizers
+
+    @property
+    def order(self) -> dict[str, list[str]]:
+        """Of each optimizer its parameters, as its state_dict counts them."""
+        return {part: [name for names in groups for name in names] for part, groups in self._groups.items()}
+
+    @property
+    def modules(self) -> list[FSDPModule]:
+        """Those that `shard` wrapped."""
+        return [bare.module for bare in self._bare if isinstance(bare.module, FSDPModule)]
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By name; sharded between two steps."""
+        return {name: getattr(*places[0]) for name, places in self._places.items()}
+
+    def rewrap(self, mesh: DeviceMesh) -> None:
+        """Wrap for `mesh`, without memory: the parameters have no values until `assign`. Optimizers forget theirs."""
+        self._unwrap()
+        for optimizer in self._optimizers.values():
+            optimizer.state.clear()
+        for model in self._models:
+            self._shard(model, mesh)
+        self.dims = {name: _dim_of(name, parameter) for name, parameter in self.parameters().items()}
+        for module in self.modules:
+            module.set_gradient_divide_factor(1.0)  # the losses are scaled to their part of the global batch
+            module.set_force_sum_reduction_for_comms(enable=True)
+
+    def assign(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give each parameter its values, a DTensor, by name. Optimizers hold the new parameters."""
+        for name, meta in self.parameters().items():
+            self._put(name, torch.nn.Parameter(values[name], requires_grad=meta.requires_grad))
+        parameters = self.parameters()
+        for part, groups in self._groups.items():
+            for group, names in zip(self._optimizers[part].param_groups, groups, strict=True):
+                group["params"][:] = [parameters[name] for name in names]
+
+    def _unwrap(self) -> None:
+        for module in self.modules:
+            module.reshard()
+        parameters = self.parameters()
+        for bare in self._bare:
+            _take_off(bare)
+        for name, parameter in parameters.items():
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            self._put(name, torch.nn.Parameter(empty, requires_grad=parameter.requires_grad))
+
+    def _put(self, name: str, parameter: torch.nn.Parameter) -> None:
+        for module, attribute in self._places[name]:
+            module._parameters[attribute] = parameter  # noqa: SLF001
+
+    def _name_of(self, parameter: torch.Tensor, optimizer: str) -> str:
+        if id(parameter) not in self._names:
+            raise UsageError(
+                f"{optimizer} holds a parameter of shape {tuple(parameter.shape)} that is not the model's: with shard= "
+                "an optimizer is made of model.parameters(), before prepare"
+            )
+        return self._names[id(parameter)]
+
+
+def as_dtensor(tensor: Sharded, local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A DTensor over `mesh`, made of this rank's part of it."""
+    return DTensor.from_local(
+        local,
+        mesh,
+        [Shard(tensor.dim)],
+        run_check=False,
+        shape=torch.Size(tensor.shape),
+        stride=torch.empty(tensor.shape, device="meta").stride(),
+    )
+
+
+def shard_dim(name: str, tensor: torch.Tensor) -> int | None:
+    """Along which dimension a tensor is sharded; None: every rank has all of it. UsageError for another layout."""
+    if not isinstance(tensor, DTensor):
+        return None
+    placement = tensor.placements[0]
+    if len(tensor.placements) != 1 or type(placement) is not Shard:
+        raise UsageError(
+            f"{name} is laid out as {tensor.placements}; shard= must use the mesh that it is given, as it is: one "
+            "dimension, over which everything is sharded"
+        )
+    return placement.dim
+
+
+def _dim_of(name: str, parameter: torch.Tensor) -> int:
+    dim = shard_dim(name, parameter)
+    if dim is None:
+        raise UsageError(
+            f"shard= left parameter {name!r} unsharded; end it with fully_shard(model, mesh=mesh), and without "
+            "ignored_params"
+        )
+    return dim
+
+
+def _take_off(bare: _Bare) -> None:
+    """Leave nothing of FSDP's on the module. Its state objects are emptied: they refer to themselves in circles."""
+    module, own = bare.module, vars(bare.module)
+    forget_composable_state(module)
+    module.__class__ = bare.kind
+    hooks = [value for key, value in own.items() if "hooks" in key and isinstance(value, dict)]
+    ids = {number for registry in hooks for number, hook in registry.items() if _is_fsdps(hook)}
+    for registry in hooks:
+        for number in ids & registry.keys():
+            del registry[number]
+    for key in own.keys() - bare.keys:
+        _empty(own.pop(key))
+
+
+def _is_fsdps(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)  # as torch.nn.Module wraps those for load_state_dict
+    return str(getattr(function, "__module__", "")).startswith(_FSDP)
+
+
+def _empty(added: object) -> None:
+    states = added.values() if isinstance(added, dict) else ()
+    for state in states:
+        if type(state).__module__.startswith(_FSDP):
+            state.__dict__.clear()

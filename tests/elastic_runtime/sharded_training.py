@@ -1,0 +1,110 @@
+"""A small training under FSDP2 that writes down what it consumed, and what each worker held of it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+import elastic_runtime
+from elastic_runtime.packing import pack
+from tests.elastic_runtime.training import FEATURES, Gate, Plan, Points, backpropagate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+WIDTH = 50  # divided by no number of workers here
+
+
+class Model(nn.Module):
+    """Frozen, tied and plain parameters, and buffers where they are asked for."""
+
+    def __init__(self, *, normalise: bool) -> None:
+        super().__init__()
+        self.enter = nn.Linear(FEATURES, WIDTH)
+        self.first, self.second, self.frozen = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(WIDTH) if normalise else nn.Identity()
+        self.leave = nn.Linear(WIDTH, 3)
+        self.frozen.requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.norm(self.enter(x)))
+        x = self.second(torch.tanh(self.first(x)))
+        found: torch.Tensor = self.leave(torch.tanh(x + self.frozen(x)))
+        return found
+
+
+def shard(model: Model, mesh: DeviceMesh) -> None:
+    fully_shard([model.first, model.second], mesh=mesh)
+    fully_shard(model.enter, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def shard_mixed(model: Model, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def build(plan: Plan) -> tuple[Model, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(1)
+    model = Model(normalise=plan.normalise)
+    rest = [p for name, p in model.named_parameters() if not name.startswith("enter")]
+    groups: list[dict[str, Any]] = [{"params": list(model.enter.parameters()), "lr": 0.02}, {"params": rest}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    """Bytes of this worker's part, and of the whole, of parameters and optimizer state."""
+    tensors = [t for t in pack([dict(model.named_parameters()), optimizer.state_dict()])[1] if isinstance(t, DTensor)]
+    return [sum(t.to_local().nbytes for t in tensors), sum(t.numel() * t.element_size() for t in tensors)]
+
+
+def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    """As `training.train`. `plan.options["sharded"]`: "" for none."""
+    torch.set_num_threads(1)
+    log = (directory / f"consumed-{index}.jsonl").open("a", buffering=1)
+    options = dict(plan.options)
+    wrap = {"": None, "plain": shard, "mixed": shard_mixed}[options.pop("sharded", "plain")]
+    job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **options)
+    model, optimizer, scheduler = build(plan)
+    loader: Any = DataLoader(Points(plan.samples), batch_size=plan.loader_batch, shuffle=True)
+    model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler, shard=wrap)
+    consumed: list[int] = []
+
+    def note(what: str) -> None:
+        row = {what: job.step, "generation": job._member.generation, "indices": consumed}
+        log.write(json.dumps({**row, "held": held(model, optimizer), "workers": job.world_size}) + "\n")
+
+    optimizer.register_step_post_hook(lambda *_: note("applied"))
+    for _epoch in job.epochs(plan.epochs):
+        for x, y, indices in loader:
+            if gate:
+                gate.pass_through(index, job.step)
+            session = job._session
+            assert session is not None
+            assert session._micro is not None
+            if session._first:
+                consumed.clear()
+            if not session._micro.ghost:
+                consumed += indices.tolist()
+            if session._micro.last:
+                note("computed")
+            backpropagate(job, plan, index, model, x, y, indices)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    torch.save(
+        {"model": whole, "lr": scheduler.get_last_lr(), "step": job.step, "rank": job.rank},
+        directory / f"final-{index}.pt",
+    )
