@@ -107,10 +107,10 @@ def test_the_installed_controller_gates_and_admits_and_another_replica_takes_ove
         (leader,) = leaders(cluster)
         cluster.api.delete(f"{OURS}/{leader}", grace_s=0)
         created_in_the_end(cluster, pods, gpu_pod("second"))  # the Service may still lead to the one that is gone
-        cluster.api.until(f"{pods}/second", is_running, timeout_s=30.0)
+        cluster.api.until(f"{pods}/second", is_running)
         assert is_running(cluster.api.get(f"{pods}/first"))
         assert leader not in leaders(cluster)
     except (AssertionError, TimeoutError) as error:
-        raise AssertionError(f"{error}\n{logs(cluster)}") from error
+        raise type(error)(f"{error}\n{logs(cluster)}") from error
     finally:
         cluster.stop()

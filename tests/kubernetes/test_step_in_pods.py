@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from pathlib import Path
@@ -241,8 +240,8 @@ def test_a_run_that_is_terminated_cancels_its_job_at_once(controlled: Controlled
     steps.api.patch(f"{WORKFLOWS}/namespaces/{steps.team}/workflows/run-1", {"spec": {"shutdown": "Terminate"}})
     steps.api.delete(path, grace_s=2)
     (name,) = steps.jobs()
-    cancelled = controlled.until_phase(f"{jobs_of(steps.team)}/{name}", "Cancelled", seconds=10)
-    assert re.search("lease|nobody", cancelled["status"]["message"])
+    cancelled = controlled.until_phase(f"{jobs_of(steps.team)}/{name}", "Cancelled")
+    assert "for 0 s" in cancelled["status"]["message"]  # where another attempt might come the job lives on for 15
 
 
 def install_workflows(cluster: DevCluster) -> None:

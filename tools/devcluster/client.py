@@ -26,6 +26,7 @@ STRATEGIC_PATCH: Final = "application/strategic-merge-patch+json"
 WATCH_S: Final = 30.0
 PROBE_EVERY_S: Final = 0.02
 BUSY_S: Final = 30.0
+PATIENCE_S: Final = 60.0  # the machine may be shared: what works is soon there
 
 
 class ApiError(Exception):
@@ -122,7 +123,7 @@ class Api:
         except (ApiError, OSError, http.client.HTTPException):
             return False
 
-    def until_served(self, collection: str, timeout_s: float = 30.0) -> None:
+    def until_served(self, collection: str, timeout_s: float = PATIENCE_S) -> None:
         """Return when a new kind can be listed: after its definition is established, storage still takes a moment."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -135,7 +136,7 @@ class Api:
             else:
                 return
 
-    def until(self, path: str, condition: Callable[[Object], object], timeout_s: float = 30.0) -> Object:
+    def until(self, path: str, condition: Callable[[Object], object], timeout_s: float = PATIENCE_S) -> Object:
         """The object at `path` as soon as `condition` holds for it (followed by a watch, not polled)."""
         for _kind, found in self.watch(*_one(path), timeout_s=timeout_s):
             if _kind != "DELETED" and condition(found):
@@ -143,7 +144,7 @@ class Api:
         state = self.get(path) if self.exists(path) else "it does not exist"
         raise TimeoutError(f"{path}: not within {timeout_s:g} s: {json.dumps(state)[:4000]}")
 
-    def until_gone(self, path: str, timeout_s: float = 30.0) -> None:
+    def until_gone(self, path: str, timeout_s: float = PATIENCE_S) -> None:
         """Return when nothing is at `path`."""
         collection, query = _one(path)
         version = self.get(collection, **query)
