@@ -35,8 +35,10 @@ from elastic_runtime.exact import Exchange
 from elastic_runtime.groups import Group, Interrupt
 from elastic_runtime.layout import PADDING, Bucket
 from elastic_runtime.trees import joint_plan, range_plan
-from tests.elastic_runtime.harness import JOB, Cluster, context, until
+from kfp_gpuquota.membership import Limits
+from tests.elastic_runtime.harness import JOB, Cluster, context
 from tests.elastic_runtime.training import Plan, train
+from tests.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +101,7 @@ class Schedule:
 
 def run(schedule_seed: int, directory: Path) -> tuple[set[str], list[int]]:
     """(digests of all finished workers, sizes that were had)."""
-    with Cluster(directory, PLAN) as cluster:
+    with Cluster(directory, PLAN, limits=Limits()) as cluster:
         schedule = Schedule(cluster, schedule_seed)
         cluster.target(*schedule.wanted)
         for step in range(2, 34, 4):

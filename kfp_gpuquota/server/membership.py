@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -44,6 +46,7 @@ from kfp_gpuquota.membership import (
     WorkerJoined,
     WorkerReconnected,
 )
+from kfp_gpuquota.server.listening import ListeningClock
 from kfp_gpuquota.server.membership_store import Store
 from kfp_gpuquota.server.store_operations import OPERATIONS, StoreRequest
 
@@ -53,7 +56,11 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 TICK_S: Final = 0.25
+LONGEST_TICK_S: Final = 1.0
+"""A tick that comes later means that this process was held up: what its workers said waits to be read."""
 PING_S: Final = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class ProgressReported(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
@@ -117,6 +124,8 @@ class _Job:
         self.store = Store()
         self.mailboxes: dict[str, _Mailbox] = {}
         self.incarnations: dict[str, str] = {}
+        self.outbox: deque[Command] = deque()  # decided, and not carried out yet
+        self.draining = self.stuck = False
 
 
 class MembershipService:
@@ -127,7 +136,7 @@ class MembershipService:
     ) -> None:
         self._notices = notices
         self._limits = limits or Limits()
-        self._clock = clock
+        self._clock = ListeningClock(clock, LONGEST_TICK_S)
         self._jobs: dict[str, _Job] = {}
 
     # For the cluster
@@ -203,6 +212,7 @@ class MembershipService:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._clock.listened()
             for job_uid in list(self._jobs):
                 self._apply(job_uid, Ticked())
 
@@ -213,8 +223,27 @@ class MembershipService:
 
     def _apply(self, job_uid: str, event: Event) -> None:
         job = self._job(job_uid)
-        for command in job.machine.apply(event, self._clock()):
-            self._carry_out(job_uid, job, command)
+        job.outbox += job.machine.apply(event, self._clock())
+        self._drain(job_uid, job)
+
+    def _drain(self, job_uid: str, job: _Job) -> None:
+        """Carry out what was decided, in order. Where the cluster fails to take a notice (a full disk), that one and
+        all after it are tried again with the next event: no order may be sent before its number is stored.
+        """
+        if job.draining:
+            return  # called from within a notice
+        job.draining = True
+        try:
+            while job.outbox and self._jobs.get(job_uid) is job:
+                self._carry_out(job_uid, job, job.outbox[0])
+                job.outbox.popleft()
+                job.stuck = False
+        except Exception:  # noqa: BLE001  (the cluster's own; one job must not take the others' clock with it)
+            if not job.stuck:
+                _log.exception("job %s: %r could not be carried out; it is tried again", job_uid, job.outbox[0])
+            job.stuck = True
+        finally:
+            job.draining = False
 
     def _carry_out(self, job_uid: str, job: _Job, command: Command) -> None:
         match command:
@@ -270,7 +299,8 @@ class MembershipService:
             old.close()
         self._apply(job_uid, hello)
         mailbox = job.mailboxes[worker] = _Mailbox()
-        mailbox.put(job.machine.order_for(worker))
+        job.outbox.append(Tell(worker, job.machine.order_for(worker)))
+        self._drain(job_uid, job)
         return mailbox
 
     def _close_mailbox(self, job_uid: str, worker: str, mailbox: _Mailbox) -> None:

@@ -55,7 +55,9 @@ def _tell_gone(worker: str, service: MembershipService) -> None:
 class Cluster:
     """Starts workers, tells the service of their ends, carries out its kills; checks at the end that none is left."""
 
-    def __init__(self, directory: Path, plan: Plan | None = None, *, checkpoints: bool = False) -> None:
+    def __init__(
+        self, directory: Path, plan: Plan | None = None, *, checkpoints: bool = False, limits: Limits = LIMITS
+    ) -> None:
         self.directory, self.plan = directory, plan or Plan()
         self.gate = Gate(context)
         self.commits: list[AnnounceCommit] = []
@@ -66,7 +68,7 @@ class Cluster:
         self.progress: list[Progress] = []
         self.processes: dict[str, multiprocessing.process.BaseProcess] = {}
         self._stopping = False
-        self._checkpoints = checkpoints
+        self._checkpoints, self._limits = checkpoints, limits
         (directory / "token").write_text("secret")
         self._target: list[str] = []
         self._lock = threading.Lock()
@@ -172,7 +174,8 @@ class Cluster:
 
     def logs(self) -> str:
         logs = [f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.directory.glob("log-*"))]
-        return "\n".join([f"killed by the coordinator: {self.kills}", *logs])
+        ended = {w: p.exitcode for w, p in self.processes.items()}
+        return "\n".join([f"killed by the coordinator: {self.kills}; exit codes: {ended}", *logs])
 
     # What was trained
 
@@ -218,7 +221,7 @@ class Cluster:
     # Inside
 
     def _serve(self, first_generation: int) -> None:
-        self.coordinator = StandaloneCoordinator(self, limits=LIMITS)
+        self.coordinator = StandaloneCoordinator(self, limits=self._limits)
         self.coordinator.__enter__()
         running = [w for w, p in self.processes.items() if p.is_alive()]
         self.coordinator.call(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING
 import aiohttp
 from aiohttp import web
 
+from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership import MembershipService
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from kfp_gpuquota.api import Progress
-    from kfp_gpuquota.membership import AnnounceCommit, Limits
+    from kfp_gpuquota.membership import AnnounceCommit
 
 TOKEN = "a-token"
 JOB = "job-1"
@@ -29,12 +31,17 @@ class Recorder:
 
     rows: list[tuple[object, ...]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    full: bool = False  # the disk
 
     def _note(self, *row: object) -> None:
         self.rows.append(row)
         self.changed.set()
 
     def generation_reserved(self, job_uid: str, generation: int) -> None:
+        if self.full:
+            if ("full", generation) not in self.rows:
+                self._note("full", generation)
+            raise OSError("no space left on device")
         self._note("reserved", generation)
 
     def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
@@ -115,9 +122,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def served(limits: Limits | None = None) -> AsyncIterator[Bench]:
+async def served(limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Bench]:
     recorder = Recorder()
-    service = MembershipService(recorder, limits=limits)
+    service = MembershipService(recorder, limits=limits, clock=clock)
     app = web.Application()
     app.add_routes(service.routes())
     app.cleanup_ctx.append(service.lifespan)
@@ -133,9 +140,13 @@ async def served(limits: Limits | None = None) -> AsyncIterator[Bench]:
         await runner.cleanup()
 
 
-def run(scenario: Callable[[Bench], Awaitable[None]], limits: Limits | None = None) -> None:
+def run(
+    scenario: Callable[[Bench], Awaitable[None]],
+    limits: Limits | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
     async def body() -> None:
-        async with served(limits) as bench, asyncio.timeout(30):
+        async with served(limits, clock) as bench, asyncio.timeout(30):
             await scenario(bench)
 
     asyncio.run(body())
@@ -154,6 +165,55 @@ def test_a_worker_is_told_its_generation_and_the_number_was_reserved_before() ->
         await bench.recorder.until("progress", "a", 5)
 
     run(scenario)
+
+
+def test_a_notice_that_fails_holds_the_orders_after_it_back_until_it_is_taken() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.recorder.full = True
+        bench.service.set_target(JOB, ["w0", "w1"])
+        w0, w1 = await bench.join("w0"), await bench.join("w1")
+        for worker in (w0, w1):
+            worker.say("WorkerReady")
+        await bench.recorder.until("full", 1)
+        assert bench.recorder.rows == [("full", 1)]
+        await bench.join("w2")  # the service still answers
+        bench.recorder.full = False
+        assert (await w0.hear("Recover"))["generation"] == 1
+        assert (await w1.hear("Recover"))["members"] == ["w0", "w1"]
+        assert bench.recorder.rows[-1] == ("reserved", 1)
+
+    run(scenario)
+
+
+def test_a_worker_that_connects_while_a_number_cannot_be_stored_is_not_told_the_number() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.recorder.full = True
+        bench.service.set_target(JOB, ["w0"])
+        w0 = await bench.join("w0")
+        w0.say("WorkerReady")
+        await bench.recorder.until("full", 1)
+        again = await bench.join("w0")
+        bench.recorder.full = False
+        assert (await again.hear("Recover"))["generation"] == 1
+        assert bench.recorder.rows[-1] == ("reserved", 1)
+
+    run(scenario)
+
+
+def test_a_coordinator_that_was_held_up_does_not_take_that_for_its_workers_silence() -> None:
+    held_up_s = [0.0]
+
+    async def scenario(bench: Bench) -> None:
+        bench.service.set_target(JOB, ["w0", "w1"])
+        w0 = await bench.join("w0")
+        await w0.hear("Stay")
+        held_up_s[0] = 100.0
+        w0.say("WorkerReady")
+        await bench.join("w1")
+        assert ("kill", "w0") not in bench.recorder.rows
+        await bench.recorder.until("kill", "w0")  # it says nothing more, and that is silence
+
+    run(scenario, Limits(silence_s=2.0), lambda: time.monotonic() + held_up_s[0])
 
 
 def test_a_wrong_token_opens_nothing() -> None:
