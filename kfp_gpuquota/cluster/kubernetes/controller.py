@@ -27,6 +27,7 @@ from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
 from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.gangs import Gangs
+from kfp_gpuquota.cluster.kubernetes.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.logs import because_of
 from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.plan_log import log_plan
@@ -81,6 +82,7 @@ class Controller:
         self._quotas_timer: asyncio.TimerHandle | None = None
         self._planned_at = self._plan_s = 0.0
         self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
+        self.limits = LimitRanges(lambda namespace: self.elastic.limits_changed(namespace))  # noqa: PLW0108 - made below
         self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
         self.pods = self._reflector("/api/v1/pods", objects.Pod, self._pod_changed, self._pod_gone)
         self.reflectors = [self.pods, *self._other_reflectors()]
@@ -109,6 +111,7 @@ class Controller:
             settings,
             noted=self.pods.note,
             changed=lambda uid: self._job_status.changed(uid),  # noqa: PLW0108 - it is made below
+            requests_in=self.limits.requests_in,
         )
         self.elastic.workers.reservations = self.reservations
         self._job_status = StatusWriter(self._writer, partial(job_status, self.elastic))
@@ -155,6 +158,7 @@ class Controller:
                 gone=profiles.drop_profile,
                 optional=True,
             ),
+            self._reflector("/api/v1/limitranges", objects.LimitRange, self.limits.put, self.limits.drop),
             self._reflector("/api/v1/namespaces", objects.Namespace, profiles.put_namespace, profiles.drop_namespace),
         ]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -49,7 +49,8 @@ UNHEARD_S: Final = 30.0  # three times what a worker takes at most to come back 
 class ElasticJobs:
     """All ElasticJobs; also what the membership service tells its news to. All of it runs in the event loop.
 
-    `noted(pod)` gets the answers of writes, `changed(uid)` is called where a job's status is to be written.
+    `noted(pod)` gets the answers of writes, `changed(uid)` is called where a job's status is to be written, and
+    `requests_in(namespace)` is what containers request there that say nothing.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class ElasticJobs:
         *,
         noted: Callable[[Pod], None],
         changed: Callable[[str], None],
+        requests_in: Callable[[str], Mapping[str, Any]],
     ) -> None:
+        self._requests_in = requests_in
         self.book = Book(tell, seats, nodes)
         self._tell, self._changed = tell, changed
         self.membership = JobMembership(self.book, settings.key, kill=self._kill, changed=changed)
@@ -142,12 +145,18 @@ class ElasticJobs:
         if job.intent is not Intent.DELETE:
             self.decisions.stop(job, Intent.DELETE, Reason(code=ReasonCode.USER, message="deleted by a user"))
 
+    def limits_changed(self, namespace: str) -> None:
+        """Pods that say nothing are given other requests there: jobs that wait are planned with these."""
+        here = (uid for uid, facts in self.book.facts.items() if facts.object.metadata.namespace == namespace)
+        for uid in [uid for uid in here if uid in self.book.jobs]:
+            self._follow_spec(uid)
+
     def _take_in(self, job: ElasticJob) -> None:
         uid = job.metadata.uid
         facts = self.book.facts.setdefault(uid, Facts(job, time.time()))
         facts.object, facts.refused = job, ""
         try:
-            record = record_of(job)
+            record = record_of(job, self._requests_in(job.metadata.namespace))
         except (GpuQuotaError, ValueError) as error:
             facts.refused = str(error)
             self._changed(uid)
@@ -177,9 +186,9 @@ class ElasticJobs:
 
     def _ask_anew(self, uid: str) -> None:
         """A priority or a time limit was changed while it waits: it is submitted again, with its age."""
-        before = self.book.jobs[uid]
+        before, job = self.book.jobs[uid], self.book.facts[uid].object
         try:
-            spec = record_of(self.book.facts[uid].object).spec
+            spec = record_of(job, self._requests_in(job.metadata.namespace)).spec
         except GpuQuotaError as error:
             self.book.facts[uid].held_back = error.message
             return

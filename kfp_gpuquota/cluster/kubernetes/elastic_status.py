@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -19,7 +19,7 @@ from kfp_gpuquota.cluster.lifecycle import resized
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.objects import Condition
@@ -28,14 +28,17 @@ RESERVED_AT_ONCE: Final = 32
 """Generations are reserved in blocks: one write for many of them, made long before they are needed."""
 
 
-def record_of(job: ElasticJob) -> JobRecord:
-    """The job as its object tells. Raises InvalidFieldError for a specification that cannot be."""
+def record_of(job: ElasticJob, requests: Mapping[str, Any] | None = None) -> JobRecord:
+    """The job as its object tells, with its namespace's default `requests`.
+
+    Raises InvalidFieldError for a specification that cannot be.
+    """
     meta, status = job.metadata, job.status
     evicted = status.last_eviction
     said = status.progress
     return JobRecord(
         uid=meta.uid,
-        spec=translate.elastic_job(job),
+        spec=translate.elastic_job(job, requests),
         status=JobStatus(
             phase=Phase(status.phase),
             reason=_reason(status.reason, status.message),

@@ -226,6 +226,26 @@ class Namespace(Struct, frozen=True):
     metadata: Metadata
 
 
+class LimitItem(Struct, frozen=True):
+    """What containers (or pods, or claims) of a namespace get that do not say it themselves."""
+
+    type: str = ""
+    default_request: dict[str, Any] = {}
+
+
+class LimitRangeSpec(Struct, frozen=True):
+    """All of one LimitRange's items."""
+
+    limits: tuple[LimitItem, ...] = ()
+
+
+class LimitRange(Struct, frozen=True):
+    """Defaults and bounds of a namespace's containers."""
+
+    metadata: Metadata
+    spec: LimitRangeSpec = LimitRangeSpec()
+
+
 # Others'
 
 

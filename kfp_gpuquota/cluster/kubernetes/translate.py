@@ -19,6 +19,7 @@ from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.needs import (
     Needs,
     gpus_of,
@@ -332,9 +333,9 @@ def _template_of(job: ElasticJob) -> PodSpec:
         raise InvalidFieldError("template", "of pods", str(error)) from None
 
 
-def elastic_job(job: ElasticJob) -> JobSpec:
-    """What its user asks for. Raises InvalidFieldError, for the object's condition."""
-    spec, template = job.spec, _template_of(job)
+def elastic_job(job: ElasticJob, requests: Mapping[str, Any] | None = None) -> JobSpec:
+    """What its user asks for; `requests` are those of a container that says none. Raises InvalidFieldError."""
+    spec, template = job.spec, completed(_template_of(job), requests or {})
     given: dict[str, object] = {
         "gpus": spec.gpus,
         "min_gpus": spec.min_gpus,
