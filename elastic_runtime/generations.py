@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from elastic_runtime.errors import ElasticError
 from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group, Interrupt
 from elastic_runtime.orders import Order
-from elastic_runtime.torch_internals import build_group
+from elastic_runtime.torch_internals import build_group, build_second_connections
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +115,7 @@ class Generations:
             store = self._make_store(order.generation)
             name = f"elastic-{order.generation}"
             group = build_group(store, rank, size, name, self._backend(), COLLECTIVE_TIMEOUT)
+            second = build_second_connections(store, rank, size, COLLECTIVE_TIMEOUT)
         except (RuntimeError, OSError, ElasticError) as error:
             _log.debug("generation %d could not be built: %s", order.generation, error)
             with self._changed:
@@ -124,7 +125,7 @@ class Generations:
         with self._changed:
             self._building.discard(order.generation)
             self._built[order.generation] = Generation(
-                order.generation, order.members, Group(group, rank, size, self.interrupt)
+                order.generation, order.members, Group(group, rank, size, self.interrupt, second)
             )
             self._drop_outdated()
             self._changed.notify_all()

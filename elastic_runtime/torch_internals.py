@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, _unregister_process_group
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _unregister_process_group
 from torch.distributed import _composable_state as composable
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.data._utils import worker as data_worker
@@ -27,6 +27,7 @@ from elastic_runtime.errors import RunError
 __all__ = [
     "Store",
     "build_group",
+    "build_second_connections",
     "check_torch",
     "drop_group",
     "forget_composable_state",
@@ -70,6 +71,14 @@ def build_group(store: Store, rank: int, size: int, name: str, backend: str, tim
         **extra,
     )
     return cast("dist.ProcessGroup", group)
+
+
+def build_second_connections(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """More connections between the members of a group, for tensors on the CPU. torch need not know of them.
+
+    Blocks until all have come. Raises what gloo raises.
+    """
+    return cast("dist.ProcessGroup", ProcessGroupGloo(PrefixStore("second/", store), rank, size, timeout))
 
 
 def make_default(group: dist.ProcessGroup) -> None:

@@ -1,10 +1,10 @@
 """State from one rank to another, over the generation's own group.
 
 Messages: the length of the head, the head (pickled: the skeleton, and what to allocate), then the tensors: large ones
-as they are, small ones joined into one buffer for each dtype, because a message costs more than a copy. The last one is
-the sender's word that it stood still until all of it was sent: the tensors are live ones, and a sender that was called
-away trains on while a thread is still sending them. The sender waits once, for all: each wait is a turn of the
-machine's scheduler, which a busy one makes long.
+in two halves, one for each of a group's two connections; small ones joined into one buffer for each dtype, because a
+message costs more than a copy. The last one is the sender's word that it stood still until all of it was sent: the
+tensors are live ones, and a sender that was called away trains on while a thread is still sending them. The sender
+waits once, for all: each wait is a turn of the machine's scheduler, which a busy one makes long.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _room(skeleton: bytes, shapes: list[tuple[torch.dtype, tuple[int, ...]]], ow
 
 
 def _messages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What is sent, in order: large tensors, then the small ones of each dtype, joined, as bytes."""
-    large = [t.contiguous().view(-1) for t in tensors if t.numel() > SMALL_NUMEL]
+    """What is sent, in order: halves of large tensors, then the small ones of each dtype, joined, as bytes."""
+    large = [half for t in tensors if t.numel() > SMALL_NUMEL for half in t.contiguous().view(-1).chunk(2)]
     return large + [torch.cat([t.reshape(-1) for t in small]) for small in _small(tensors)]
 
 
@@ -74,7 +74,7 @@ def _small(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _scatter(tensors: list[torch.Tensor], messages: list[torch.Tensor]) -> None:
-    joined = messages[sum(t.numel() > SMALL_NUMEL for t in tensors) :]
+    joined = messages[2 * sum(t.numel() > SMALL_NUMEL for t in tensors) :]
     for small, flat in zip(_small(tensors), joined, strict=True):
         parts = torch.split(flat, [t.numel() for t in small])
         for tensor, part in zip(small, parts, strict=True):

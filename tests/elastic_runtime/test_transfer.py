@@ -1,0 +1,86 @@
+"""A state from one rank to another, over both connections of a group."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from elastic_runtime.errors import CollectiveError
+from elastic_runtime.groups import Group, Interrupt
+from elastic_runtime.torch_internals import build_second_connections
+from elastic_runtime.transfer import SMALL_NUMEL, receive_state, send_state
+
+
+def connected(rank: int, store: Store) -> Group:
+    lanes = [build_second_connections(PrefixStore(name, store), rank, 2, timedelta(seconds=60)) for name in ("a", "b")]
+    return Group(lanes[0], rank, 2, Interrupt(), lanes[1])
+
+
+def both() -> list[Group]:
+    """Two ranks, in two threads of this process."""
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: connected(rank, store), (0, 1)))
+
+
+def state() -> dict[str, Any]:
+    """Large and small tensors, of odd sizes, of several types, empty, transposed, none of them equal."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "odd": torch.randn(SMALL_NUMEL + 1, generator=generator),
+        "large": torch.randn(300, 401, generator=generator, dtype=torch.float64),
+        "transposed": torch.randn(200, 333, generator=generator).T,
+        "whole": torch.arange(3 * SMALL_NUMEL),
+        "small": [torch.randn(7, generator=generator), torch.tensor(5.0), torch.tensor(6), torch.empty(0)],
+        "name": "a state",
+    }
+
+
+def moved(own: object) -> dict[str, Any]:
+    """What arrives of `state()`."""
+    sender, receiver = both()
+    with ThreadPoolExecutor(2) as pool:
+        sent = pool.submit(send_state, sender, 1, state())
+        received: dict[str, Any] = pool.submit(receive_state, receiver, 0, own).result()
+        sent.result()
+    return received
+
+
+def assert_whole(received: dict[str, Any]) -> None:
+    for name, value in state().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(received[name], value), name
+    assert received["name"] == "a state"
+    assert all(torch.equal(got, sent) for got, sent in zip(received["small"], state()["small"], strict=True))
+
+
+def test_a_state_arrives_as_it_was() -> None:
+    assert_whole(moved(None))
+
+
+def test_a_state_arrives_in_memory_that_is_there() -> None:
+    own = {**state(), "transposed": torch.zeros(333, 200)}
+    own = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in own.items()}
+    for name in ("odd", "large", "whole"):
+        own[name].zero_()
+    received = moved(own)
+    assert_whole(received)
+    assert received["odd"].data_ptr() == own["odd"].data_ptr()
+
+
+def test_a_peer_that_is_lost_in_the_middle_is_a_collective_error() -> None:
+    sender, receiver = both()
+    del sender  # which closes its connections
+    with pytest.raises(CollectiveError):
+        receive_state(receiver, 0)
+
+
+def test_what_goes_wrong_while_sending_is_not_taken_for_sent() -> None:
+    sender, _receiver = both()
+    with pytest.raises(TypeError):
+        sender.send(["not a tensor"], 1, last=torch.ones(1))  # type: ignore[list-item]
