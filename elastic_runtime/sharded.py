@@ -87,7 +87,7 @@ class Sharding:
         self.wrapping, self.keeper, self.is_told = wrapping, keeper, is_told
         self._state, self._streams = state, streams
         self._fingerprint = state.fingerprint()  # later, names may be of unsharded parameters of another type
-        self._device = next(state.model.parameters()).device
+        self.device = next(state.model.parameters()).device
         self._initial: dict[str, Any] | None = None  # the whole state, until the training has begun
         self._held: tuple[int, int, int] | None = None  # generation, rank and number of ranks
         self._wrapped = self._began = False
@@ -125,7 +125,7 @@ class Sharding:
         if group is None or self._held is None:
             return
         parts = take_apart(self._state.capture(), {})
-        resharding = Resharding(parts.sharded, group.size, held, self._device)
+        resharding = Resharding(parts.sharded, group.size, held, self.device)
         try:
             resharding.hand_over(group, group.rank, parts.shards)
         except CollectiveError as error:
@@ -178,7 +178,7 @@ class Sharding:
         """Bring the parts of the old ranks to those of the new group."""
         mesh = self._rewrap(group, number)
         parts = self._share_structure(group, move)
-        moving = Resharding(parts.sharded, move.ranks, move.held, self._device)
+        moving = Resharding(parts.sharded, move.ranks, move.held, self.device)
         parts.shards = moving.run(group, old_group, move.held[group.rank], parts.shards)
         self._take(parts, mesh)
         self._hold(group, number)
@@ -187,10 +187,10 @@ class Sharding:
         """From here on this worker holds nothing, until it holds its part of the new layout."""
         self._held, self._wrapped = None, True
         group.publish()
-        mesh = group.mesh(self._device.type, f"elastic{number}")
+        mesh = group.mesh(self.device.type, f"elastic{number}")
         self.wrapping.rewrap(mesh)
         self._link = Link(group)
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             self._link.install(self.wrapping.modules)
         return mesh
 
@@ -261,6 +261,7 @@ class Sharding:
             parts = self._read(saved, group)
             if int(group.all_gather(torch.tensor([parts is not None])).min()) and parts is not None:
                 break
+        parts.shards = [shard.to(self.device) for shard in parts.shards]
         tree = self._take(parts, mesh)
         if group.rank == 0:
             self._streams.load(tree["streams"])

@@ -43,7 +43,7 @@ class ShardKeeper:
         self.settle()
         began = time.monotonic()
         parts = capture()
-        copied = [tensor.clone() for tensor in parts.shards], [tensor.clone() for tensor in parts.replicated]
+        copied = [[tensor.to("cpu", copy=True) for tensor in tensors] for tensors in (parts.shards, parts.replicated)]
         parts = replace(parts, shards=copied[0], replicated=copied[1])
         self._saved_at = time.monotonic()
         stall_ms = (self._saved_at - began) * 1e3

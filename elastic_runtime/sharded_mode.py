@@ -30,7 +30,7 @@ class ShardedReducer:
 
     def __init__(self, sharding: Sharding, tail_size: int) -> None:
         self._sharding = sharding
-        self._whole_tail = torch.zeros(tail_size + _OWN)
+        self._whole_tail = torch.zeros(tail_size + _OWN, device=sharding.device)
         self.own = self._whole_tail[-_OWN:]
 
     @property

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +20,6 @@ from elastic_runtime.packing import pack
 from tests.elastic_runtime.training import FEATURES, Gate, Plan, Points, backpropagate
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch.distributed.device_mesh import DeviceMesh
 
 WIDTH = 50  # divided by no number of workers here
@@ -50,6 +51,7 @@ def shard(model: Model, mesh: DeviceMesh) -> None:
 
 
 def shard_mixed(model: Model, mesh: DeviceMesh) -> None:
+    fully_shard(model.norm, mesh=mesh)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
@@ -108,3 +110,19 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
         {"model": whole, "lr": scheduler.get_last_lr(), "step": job.step, "rank": job.rank},
         directory / f"final-{index}.pt",
     )
+
+
+def train_with_a_part_left_out(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    """`shard` does not wrap all of the model."""
+    job = elastic_runtime.init(global_batch_size=plan.global_batch)
+    model, optimizer, _ = build(plan)
+    loader = DataLoader(Points(plan.samples), batch_size=plan.loader_batch)
+    job.prepare(model, optimizer, loader, shard=lambda model, mesh: fully_shard(model.enter, mesh=mesh))
+    next(job.epochs(1))
+
+
+def run_the_example(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    torch.set_num_threads(1)
+    script = Path("examples/train_sharded.py").resolve()
+    os.chdir(directory)
+    runpy.run_path(str(script), run_name="__main__")

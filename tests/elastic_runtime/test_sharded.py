@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import signal
+import socket
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from elastic_runtime import sharded_files
-from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.sharded_training import train
-from tests.elastic_runtime.training import Plan
+from tests.elastic_runtime.harness import Cluster, context
+from tests.elastic_runtime.sharded_training import run_the_example, train, train_with_a_part_left_out
+from tests.elastic_runtime.training import Gate, Plan, worker_main
 from tests.patience import until
 
-PLAN = Plan(body=train)
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.process import BaseProcess
+    from pathlib import Path
+
+PLAN = Plan(body=train, epochs=2)
 
 
 def undisturbed(plan: Plan, directory: Path) -> dict[str, Any]:
@@ -121,10 +125,144 @@ def test_an_evicted_sharded_job_saves_and_goes_on_at_another_size_and_unsharded(
         cluster.check_result(reference)
 
 
-def test_the_example_learns_and_saves_the_whole_model(tmp_path: Path) -> None:
-    script = Path("examples/train_sharded.py").resolve()
-    ended = subprocess.run([sys.executable, script], cwd=tmp_path, check=False, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    losses = [float(line.rpartition(" ")[2]) for line in ended.stdout.splitlines()]
+def test_the_death_of_a_joiner_costs_nothing(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path, PLAN) as cluster:
+        cluster.start(0, 1)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.kill("w2")
+        cluster.let_go()
+        cluster.wait_for_end(0, 1)
+        cluster.check_result(reference)
+        assert all(commit.lost_steps == 0 for commit in cluster.commits)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(body=train, epochs=2, samples=10, global_batch=4, weighting="tokens"),
+        Plan(body=train, epochs=2, samples=11, global_batch=7, weighting="sum", max_batch=1),
+    ],
+    ids=["weighted by tokens, fewer samples than workers", "sums, in micro-batches of one"],
+)
+def test_uneven_shares_count_right(tmp_path: Path, plan: Plan) -> None:
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.target(0, 1, 2)
+        cluster.wait_for_end(0, 1, 2)
+        (tmp_path / "alone").mkdir()
+        cluster.check_result(undisturbed(plan, tmp_path / "alone"))
+
+
+def test_mixed_precision_passes_through_and_buffers_follow_rank_0(tmp_path: Path) -> None:
+    plan = Plan(body=train, normalise=True, epochs=1, options={"sharded": "mixed"})
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.start(0, 1)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.let_go()
+        cluster.wait_for_end(0, 1, 2)
+        cluster.check_samples()
+        finals = [final["model"] for final in cluster.finals().values()]
+    assert finals[0]["norm.running_mean"].abs().sum() > 0
+    assert finals[0]["enter.weight"].dtype == torch.float32
+    for name, value in finals[0].items():
+        assert all(torch.equal(value, other[name]) for other in finals[1:]), name
+
+
+class Alone:
+    """Worker processes without a coordinator, in rounds."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.gate = directory, Gate(context)
+        self.processes: list[BaseProcess] = []
+
+    def start(self, plan: Plan, *environments: dict[str, str]) -> None:
+        self.gate.at[:] = [-1] * len(self.gate.at)
+        for index, environment in enumerate(environments):
+            everywhere = {"ELASTIC_CHECKPOINT_DIR": f"{self.directory}/checkpoints", **environment}
+            arguments = (plan, index, str(self.directory), everywhere, self.gate)
+            process = context.Process(target=worker_main, args=arguments)
+            process.start()
+            self.processes.append(process)
+
+    def wait_until_at(self, step: int) -> None:
+        until(
+            lambda: all(self.gate.at[i] >= step for i in range(len(self.processes))),
+            lambda: f"step {step}: {self.log()}",
+        )
+
+    def end(self) -> list[int | None]:
+        """The exit codes of this round."""
+        self.gate.limit.value = 1 << 40
+        for process in self.processes:
+            process.join(60)
+            process.kill()
+        codes = [process.exitcode for process in self.processes]
+        self.processes.clear()
+        return codes
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.directory.glob("log-*")))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    found = Alone(tmp_path)
+    yield found
+    found.end()
+
+
+def check_equal(directory: Path, index: int, reference: dict[str, Any]) -> None:
+    final = torch.load(directory / f"final-{index}.pt")
+    assert final["step"] == reference["step"]
+    for name, value in reference["model"].items():
+        torch.testing.assert_close(final["model"][name], value, rtol=2e-4, atol=2e-5)
+
+
+def test_alone_sigterm_saves_and_the_next_one_goes_on(alone: Alone, reference: dict[str, Any]) -> None:
+    alone.gate.limit.value = 10
+    alone.start(PLAN, {})
+    alone.wait_until_at(10)
+    alone.processes[0].terminate()
+    assert alone.end() == [128 + signal.SIGTERM], alone.log()
+    alone.start(PLAN, {"ELASTIC_REPORT_FILE": f"{alone.directory}/report-0.jsonl"})
+    assert alone.end() == [0], alone.log()
+    assert report(alone.directory, 0, "restored")[0]["step"] == 11
+    check_equal(alone.directory, 0, reference)
+
+
+def under_torchrun(ranks: int) -> list[dict[str, str]]:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return [{"RANK": str(rank), **common} for rank in range(ranks)]
+
+
+def test_under_torchrun_all_save_together_and_a_loss_goes_back(alone: Alone, reference: dict[str, Any]) -> None:
+    alone.gate.limit.value = 10
+    alone.start(PLAN, *under_torchrun(2))
+    alone.wait_until_at(10)
+    alone.processes[1].terminate()
+    assert alone.end() == 2 * [128 + signal.SIGTERM], alone.log()
+    alone.gate.limit.value = 20
+    alone.start(PLAN, *under_torchrun(3))
+    alone.wait_until_at(20)
+    alone.processes[1].kill()
+    assert alone.end() == [1, -signal.SIGKILL, 1], alone.log()
+    alone.start(PLAN, *under_torchrun(2))
+    assert alone.end() == [0, 0], alone.log()
+    check_equal(alone.directory, 0, reference)
+
+
+def test_a_parameter_that_is_left_out_is_named(alone: Alone) -> None:
+    alone.start(replace(PLAN, body=train_with_a_part_left_out), {})
+    assert alone.end() == [2]
+    assert "UsageError: shard= left parameter 'first.weight' unsharded" in alone.log()
+
+
+def test_the_example_learns_and_saves_the_whole_model(alone: Alone) -> None:
+    alone.start(replace(PLAN, body=run_the_example), {"ELASTIC_CHECKPOINT_DIR": ""})
+    assert alone.end() == [0], alone.log()
+    losses = [float(line.rpartition(" ")[2]) for line in alone.log().splitlines() if line.startswith("epoch")]
     assert losses[-1] < losses[0] / 2
-    assert torch.load(tmp_path / "model.pt")["blocks.3.0.weight"].shape == (64, 64)
+    assert torch.load(alone.directory / "model.pt")["blocks.3.0.weight"].shape == (64, 64)
