@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+pytestmark = pytest.mark.timeout(420)  # whole trainings, on a machine that may be busy
+
+
 @pytest.fixture
 def timeline(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(EXAMPLES))
