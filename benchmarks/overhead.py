@@ -2,8 +2,9 @@
 
 Both train copies of one model over one process group, in turns of `--turn` steps, so that whatever else the machine
 does falls on both. `ratio` is the median step of elastic_runtime over that of DDP; `python_us_per_step` the CPU time
-of the loop's thread that a step of a tiny model of 16 parameters takes beyond forward, backward and optimizer; in it is
-what starting a collective and waiting for it costs, as in `ddp_us_per_step`, the same for DDP. Last line: JSON.
+of the loop's thread that a step of a tiny model of 16 parameters takes beyond forward, backward and optimizer. In it is
+what any reduction costs there: to start a collective and to wait for it, which is most of `ddp_us_per_step`, the same
+for DDP; `beyond_ddp_us_per_step` is the difference, what elastic_runtime adds to a step. Last line: JSON.
 
 Usage: python benchmarks/overhead.py [--mparams 26] [--workers 2] [--steps 60]
 """
@@ -121,6 +122,7 @@ def main() -> None:
         "ddp_step_ms": round(median(ddp, 0) * 1e3, 2),
         "python_us_per_step": round((median(tiny_elastic, 1) - median(tiny_local, 1)) * 1e6, 1),
         "ddp_us_per_step": round((median(tiny_ddp, 1) - median(tiny_local, 1)) * 1e6, 1),
+        "beyond_ddp_us_per_step": round((median(tiny_elastic, 1) - median(tiny_ddp, 1)) * 1e6, 1),
         "load": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(result))

@@ -66,6 +66,7 @@ class FastReducer:
         self._works: list[Pending] = []
         self._launched = 0
         self._last = True
+        self._all_used = False  # by this worker, in this step: then nobody needs to be asked
         self._ghost = self._passive = False
         self._layout.hook(self._on_gradient)
 
@@ -95,7 +96,8 @@ class FastReducer:
             return
         used = self._layout.used.fill_(1)
         touched = [] if all(bucket.complete for bucket in self._layout.buckets) else self._layout.touched()
-        if not all(touched):
+        self._all_used = all(touched)
+        if not self._all_used:
             used.copy_(torch.tensor(touched))
             for slot, was_touched in zip(self._layout.slots, touched, strict=True):
                 if not was_touched:
@@ -106,7 +108,7 @@ class FastReducer:
     def hand_out(self, factor: float) -> None:
         """See GradientReducer."""
         if not self._passive:
-            self._layout.hand_out(factor)
+            self._layout.hand_out(factor, all_used=self._all_used)
 
     @property
     def in_flight(self) -> bool:

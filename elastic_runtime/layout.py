@@ -131,11 +131,13 @@ class Layout:
         """Which slots got a gradient in this step."""
         return [slot.touched == self.step for slot in self.slots]
 
-    def hand_out(self, factor: float = 1.0) -> None:
-        """Each parameter's `grad` is `factor` times its view, or None where nobody used it."""
+    def hand_out(self, factor: float = 1.0, *, all_used: bool = False) -> None:
+        """Each parameter's `grad` is `factor` times its view, or None where nobody used it (`all_used`: not to be
+        looked for).
+        """
         if factor != 1.0:
             torch._foreach_mul_([slot.view for slot in self.slots], factor)
-        if self._same_dtype and bool(self.used.min() > 0):
+        if self._same_dtype and (all_used or bool(self.used.min() > 0)):
             for slot in self.slots:
                 slot.parameter.grad = slot.view
             return

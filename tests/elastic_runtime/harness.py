@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from functools import partial
 from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -25,8 +26,6 @@ from tests.elastic_runtime.training import Gate, Plan, worker_main
 from tests.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kfp_gpuquota.api import Progress
     from kfp_gpuquota.server.membership import MembershipService
 
@@ -50,6 +49,17 @@ def _newest_rows(path: Path) -> list[dict[str, Any]]:
 
 def _tell_gone(worker: str, service: MembershipService) -> None:
     service.worker_gone(JOB, worker)
+
+
+def _doing(pid: int | None) -> str:
+    """State and function in the kernel of each thread, and its seconds of running and of waiting for a core."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            ran, waited = ((int(ns) / 1e9) for ns in (task / "schedstat").read_text().split()[:2])
+            found.append(f"{state} {(task / 'wchan').read_text()} ran {ran:.1f} s waited {waited:.1f} s")
+    return f"its threads: {found}"
 
 
 class Cluster:
@@ -88,7 +98,7 @@ class Cluster:
         self.released.append(worker)
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
-        self.kills.append((worker, why))
+        self.kills.append((worker, f"{why}; {_doing(self.processes[worker].pid)}"))
         self.kill(worker)
 
     def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:

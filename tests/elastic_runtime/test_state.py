@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
@@ -16,6 +18,9 @@ from elastic_runtime.packing import describe, holes, pack
 from elastic_runtime.state import TrainingState
 from elastic_runtime.streams import RandomStreams
 from elastic_runtime.tail import Tail
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 OPTIMIZERS = [
     lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5),
@@ -91,6 +96,20 @@ def test_random_streams_go_back_to_where_they_were() -> None:
     drawn = torch.rand(3)
     streams.restore()
     assert torch.equal(drawn, torch.rand(3))
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, 3])
+@pytest.mark.parametrize("draw", [random.random, partial(random.gauss, 0.0, 1.0), partial(random.shuffle, [1, 2, 3])])
+def test_pythons_stream_goes_back_whatever_was_drawn_between_two_steps(draw: Callable[[], object], draws: int) -> None:
+    streams = RandomStreams()
+    random.seed(3)
+    streams.save()
+    for _ in range(draws):
+        draw()
+    streams.save()
+    drawn = [random.gauss(0.0, 1.0) for _ in range(5)]
+    streams.restore()
+    assert drawn == [random.gauss(0.0, 1.0) for _ in range(5)]
 
 
 @pytest.mark.parametrize("draws", [0, 1, 2, 3])
