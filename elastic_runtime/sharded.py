@@ -146,8 +146,8 @@ class Sharding:
             ranks = max(seat.ranks for seat in seats if seat.number == newest)
             self._initial = None
             fresh = held[group.rank] < 0
-            tree = None if fresh else self._state.capture()
-            self._move(group, number, _Move(held, ranks, tree, whole=False), old_group)
+            move = _Move(held, ranks, None if fresh else self._state.capture(), whole=False)
+            self._move(group, number, move, old_group)
             return fresh
         fresh = not any(seat.began for seat in seats)
         saved = self._restore(group, number)

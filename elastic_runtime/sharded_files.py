@@ -105,9 +105,12 @@ def write_part(directory: str, saved: Saved, rank: int, parts: Parts) -> Path:
     return target
 
 
-def prune(directory: str, keep: int) -> None:
-    """Leave the newest `keep` whole ones, and what may still be in the making."""
-    whole = whole_ones(directory)
+def prune(directory: str, keep: int, step: int) -> None:
+    """Leave the newest `keep` whole ones up to `step`, and what may still be in the making.
+
+    Above `step`, which was just written, is what was damaged when the training went back.
+    """
+    whole = [saved for saved in whole_ones(directory) if saved.step <= step]
     if not whole:
         return
     kept = set(whole[:keep])

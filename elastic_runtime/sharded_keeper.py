@@ -79,7 +79,7 @@ class ShardKeeper:
             self._reporter.line("checkpoint_failed", step=saved.step, why=str(error))
             return
         if rank == 0:
-            sharded_files.prune(self.directory, self._keep)
+            sharded_files.prune(self.directory, self._keep, saved.step)
         took_ms = (time.monotonic() - began) * 1e3
         self._reporter.checkpoint_at = captured_at
         self._reporter.line("checkpoint", step=saved.step, path=str(path), stall_ms=stall_ms, write_ms=took_ms)

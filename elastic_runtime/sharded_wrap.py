@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     ShardFunction = Callable[[Any, DeviceMesh], object]
 
 _FSDP = "torch.distributed.fsdp."
+_HOLDERS = {"FSDPState", "FSDPParamGroup", "FSDPParam"}
 
 
 @dataclass
@@ -38,14 +39,16 @@ class _Bare:
 
     module: torch.nn.Module
     kind: type
-    keys: frozenset[str]
+    added: frozenset[str] = frozenset()
+    """Attributes that wrapping gave it."""
 
 
 class Wrapping:
     """One training's models under `shard`, and the optimizers that hold their parameters.
 
-    `dims`: along which dimension each parameter is sharded, once it was wrapped for the first time. `aliases`: each
-    name that a parameter has in a state_dict, and the one that it has here; they differ where weights are tied.
+    `modules`: those that `shard` wrapped. `dims`: along which dimension each parameter is sharded, once it was wrapped
+    for the first time. `aliases`: each name that a parameter has in a state_dict, and the one that it has here; they
+    differ where weights are tied.
     """
 
     def __init__(
@@ -62,7 +65,8 @@ class Wrapping:
             )
         self.dims: dict[str, int] = {}
         self._models, self._shard = models, shard
-        self._bare = [_Bare(m, type(m), frozenset(vars(m))) for m in whole.modules()]
+        self.modules: list[FSDPModule] = []
+        self._bare = [_Bare(module, type(module)) for module in whole.modules()]
         self._names = {id(parameter): name for name, parameter in whole.named_parameters()}
         every = whole.named_parameters(remove_duplicate=False)
         self.aliases = {alias: self._names[id(parameter)] for alias, parameter in every}
@@ -84,11 +88,6 @@ class Wrapping:
         """Of each optimizer its parameters, as its state_dict counts them."""
         return {part: [name for names in groups for name in names] for part, groups in self._groups.items()}
 
-    @property
-    def modules(self) -> list[FSDPModule]:
-        """Those that `shard` wrapped."""
-        return [bare.module for bare in self._bare if isinstance(bare.module, FSDPModule)]
-
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By name; sharded between two steps."""
         return {name: getattr(*places[0]) for name, places in self._places.items()}
@@ -98,8 +97,8 @@ class Wrapping:
         self._unwrap()
         for optimizer in self._optimizers.values():
             optimizer.state.clear()
-        for model in self._models:
-            self._shard(model, mesh)
+        self._wrap(mesh)
+        self._point_optimizers()  # they let go of the old shards
         self.dims = {name: _dim_of(name, parameter) for name, parameter in self.parameters().items()}
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)  # the losses are scaled to their part of the global batch
@@ -109,10 +108,21 @@ class Wrapping:
         """Give each parameter its values, a DTensor, by name. Optimizers hold the new parameters."""
         for name, meta in self.parameters().items():
             self._put(name, torch.nn.Parameter(values[name], requires_grad=meta.requires_grad))
+        self._point_optimizers()
+
+    def _point_optimizers(self) -> None:
         parameters = self.parameters()
         for part, groups in self._groups.items():
             for group, names in zip(self._optimizers[part].param_groups, groups, strict=True):
                 group["params"][:] = [parameters[name] for name in names]
+
+    def _wrap(self, mesh: DeviceMesh) -> None:
+        before = [frozenset(vars(bare.module)) for bare in self._bare]
+        for model in self._models:
+            self._shard(model, mesh)
+        for bare, keys in zip(self._bare, before, strict=True):
+            bare.added = frozenset(vars(bare.module)) - keys
+        self.modules = [bare.module for bare in self._bare if isinstance(bare.module, FSDPModule)]
 
     def _unwrap(self) -> None:
         for module in self.modules:
@@ -182,8 +192,9 @@ def _take_off(bare: _Bare) -> None:
     for registry in hooks:
         for number in ids & registry.keys():
             del registry[number]
-    for key in own.keys() - bare.keys:
+    for key in bare.added & own.keys():
         _empty(own.pop(key))
+    bare.added = frozenset()
 
 
 def _is_fsdps(hook: Any) -> bool:
@@ -191,8 +202,14 @@ def _is_fsdps(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith(_FSDP)
 
 
-def _empty(added: object) -> None:
-    states = added.values() if isinstance(added, dict) else ()
-    for state in states:
-        if type(state).__module__.startswith(_FSDP):
-            state.__dict__.clear()
+def _empty(value: object) -> None:
+    """Let go of all shards, also where a script holds its last loss, whose graph knows the state of its modules."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _empty(each)
+    elif type(value).__name__ in _HOLDERS and type(value).__module__.startswith(_FSDP):
+        held = list(vars(value).values())
+        value.__dict__.clear()
+        _empty(held)

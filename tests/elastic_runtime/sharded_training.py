@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +121,29 @@ def train_with_a_part_left_out(plan: Plan, index: int, directory: Path, gate: Ga
     loader = DataLoader(Points(plan.samples), batch_size=plan.loader_batch)
     job.prepare(model, optimizer, loader, shard=lambda model, mesh: fully_shard(model.enter, mesh=mesh))
     next(job.epochs(1))
+
+
+def rewrap_while_a_loss_is_held(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    job = elastic_runtime.init(global_batch_size=plan.global_batch)
+    model, optimizer, _ = build(plan)
+    loader: Any = DataLoader(Points(plan.samples), batch_size=plan.loader_batch)
+    model, optimizer, loader = job.prepare(model, optimizer, loader, shard=shard)
+    for _epoch in job.epochs(1):
+        for x, y, _indices in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            job.backward(loss)
+            optimizer.step()
+            break
+        break
+    sharding = job._member.sharding
+    assert sharding is not None
+    gc.disable()
+    shards = [weakref.ref(parameter) for parameter in model.parameters()]
+    moments = [weakref.ref(kept["exp_avg"]) for kept in optimizer.state.values()]
+    assert all(found() is not None for found in [*shards, *moments])
+    sharding.wrapping.rewrap(sharding.link.group.mesh("cpu", "another"))
+    assert loss is not None
+    assert not any(found() is not None for found in [*shards, *moments])
 
 
 def run_the_example(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:

@@ -13,7 +13,12 @@ import torch
 
 from elastic_runtime import sharded_files
 from tests.elastic_runtime.harness import Cluster, context
-from tests.elastic_runtime.sharded_training import run_the_example, train, train_with_a_part_left_out
+from tests.elastic_runtime.sharded_training import (
+    rewrap_while_a_loss_is_held,
+    run_the_example,
+    train,
+    train_with_a_part_left_out,
+)
 from tests.elastic_runtime.training import Gate, Plan, worker_main
 from tests.patience import until
 
@@ -258,6 +263,11 @@ def test_a_parameter_that_is_left_out_is_named(alone: Alone) -> None:
     alone.start(replace(PLAN, body=train_with_a_part_left_out), {})
     assert alone.end() == [2]
     assert "UsageError: shard= left parameter 'first.weight' unsharded" in alone.log()
+
+
+def test_a_change_of_size_gives_the_old_shards_up_at_once(alone: Alone) -> None:
+    alone.start(replace(PLAN, body=rewrap_while_a_loss_is_held), {"ELASTIC_CHECKPOINT_DIR": ""})
+    assert alone.end() == [0], alone.log()
 
 
 def test_the_example_learns_and_saves_the_whole_model(alone: Alone) -> None:

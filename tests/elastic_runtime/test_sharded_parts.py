@@ -130,9 +130,16 @@ def test_old_ones_go_and_what_is_in_the_making_stays(tmp_path: Path) -> None:
         save(tmp_path, Saved(step, step, 2))
     save(tmp_path, Saved(7, 7, 2), leave_out=1)
     (tmp_path / "checkpoint-000000000004-00000004.part-0-of-2.partial").write_bytes(b"half")
-    prune(str(tmp_path), 2)
+    prune(str(tmp_path), 2, step=7)
     assert whole_ones(str(tmp_path)) == [Saved(6, 6, 2), Saved(5, 5, 2)]
     assert sorted({int(path.name.split("-")[1]) for path in tmp_path.iterdir()}) == [5, 6, 7]
+
+
+def test_a_damaged_one_of_later_steps_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    for step in (9, 5, 6):
+        save(tmp_path, Saved(step, step, 2))
+    prune(str(tmp_path), 1, step=6)
+    assert whole_ones(str(tmp_path)) == [Saved(9, 9, 2), Saved(6, 6, 2)]
 
 
 @pytest.mark.parametrize(
