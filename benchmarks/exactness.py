@@ -47,6 +47,8 @@ SHARDS = 8
 BUCKETS = 4
 ROUNDS = 5
 NEWCOMERS_S = 4.0
+PATIENCE_S = 600.0
+LIMITS = Limits(silence_s=PATIENCE_S)  # none is stopped here: who is silent is kept from running by the others
 PLAN = Plan(
     epochs=6,
     max_batch=None,
@@ -101,14 +103,16 @@ class Schedule:
 
 def run(schedule_seed: int, directory: Path) -> tuple[set[str], list[int]]:
     """(digests of all finished workers, sizes that were had)."""
-    with Cluster(directory, PLAN, limits=Limits()) as cluster:
+    with Cluster(directory, PLAN, limits=LIMITS) as cluster:
         schedule = Schedule(cluster, schedule_seed)
         cluster.target(*schedule.wanted)
         for step in range(2, 34, 4):
             cluster.hold_at(step)
-            until(lambda step=step: max(cluster.gate.at) >= step, f"step {step}\n{cluster.logs()}")  # type: ignore[misc]
+            until(lambda step=step: max(cluster.gate.at) >= step, f"step {step}\n{cluster.logs()}", PATIENCE_S)  # type: ignore[misc]
             schedule.change()
         cluster.let_go()
+        for index in schedule.wanted:
+            cluster.processes[f"w{index}"].join(PATIENCE_S)
         cluster.wait_for_end(*schedule.wanted)
         for process in cluster.processes.values():
             process.join(30)

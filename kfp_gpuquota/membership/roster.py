@@ -18,10 +18,10 @@ from kfp_gpuquota.membership.tables import (
 class Limits:
     """How long the machine waits, in seconds.
 
-    `starting_s`: from being wanted to a worker's first message. `silence_s`: without a sign of life before a worker is
-    killed. `leave_s`: from being told to go to being killed.
-    `forming_s`: from the first ready worker to a first generation without those that are not. `failure_s`: from a
-    failed collective that no lost worker explains to repeating the step with everybody.
+    `starting_s`: from being wanted to a worker's first message, and without a sign of life while it gets ready.
+    `silence_s`: without a sign of life from then on, before a worker is killed. `leave_s`: from being told to go to
+    being killed. `forming_s`: from the first ready worker to a first generation without those that are not.
+    `failure_s`: from a failed collective that no lost worker explains to repeating the step with everybody.
     """
 
     starting_s: float = 900.0

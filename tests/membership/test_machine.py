@@ -200,6 +200,23 @@ def test_a_silent_worker_is_killed_and_its_peers_go_on() -> None:
     assert Tell("a", Recover(2, ("a",))) in said
 
 
+def test_a_worker_that_gets_ready_may_be_silent_for_longer_since_nobody_waits_for_it() -> None:
+    drive = training("a")
+    drive(TargetChanged(("a", "b")), WorkerJoined("b"))
+    for now in (10.0, 890.0):
+        said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=now)
+        assert [c for c in said if isinstance(c, Kill)] == []
+    said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=900.5)
+    assert [c.worker for c in said if isinstance(c, Kill)] == ["b"]
+
+
+def test_a_worker_that_is_ready_is_waited_for_and_may_not_be_silent() -> None:
+    drive = training("a")
+    drive(TargetChanged(("a", "b")), *arrive("b"))
+    said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=10.5)
+    assert [c.worker for c in said if isinstance(c, Kill)] == ["b"]
+
+
 def test_a_worker_that_does_not_leave_in_time_is_killed() -> None:
     drive = training("a", "b")
     drive(TargetChanged(("a",)), at=1.0)
