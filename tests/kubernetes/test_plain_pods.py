@@ -144,7 +144,7 @@ class World(RuleBasedStateMachine):
 
 
 World.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestAnyHistory = World.TestCase
+TestAnyHistory = pytest.mark.timeout(600)(World.TestCase)  # many histories, and the machine may be busy
 
 
 def test_after_a_restart_a_half_admitted_group_is_one_job_again() -> None:
@@ -179,6 +179,29 @@ def test_a_group_that_loses_one_pod_while_another_waits_again_leaves_no_job_behi
     plain.drop("a")
     assert set(state.jobs) == set(plain.jobs) == {"b"}
     assert [bind.job for bind in scheduler.plan(state, 10.0).bind] == ["b"]
+
+
+def test_a_group_may_form_anew_while_another_one_of_its_first_pod_is_on_its_way_out() -> None:
+    state, seats = scheduler.State(), Seats()
+    seats.resize("n", 2)
+    state.apply(scheduler.NodeChanged(Node(name="n", devices=(Device(index=0), Device(index=1)))))
+    state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=2)))
+    plain = PlainPods(state.apply, seats)
+    plain.settle()
+    for uid in "ab":
+        plain.put(waiting(uid, "g", 2))
+    for uid, device in (("a", 0), ("b", 1)):
+        plain.assume_sent(uid, "n", (device,))
+    leaving = msgspec.structs.replace(waiting("b", "g", 2), stage=Stage.LEAVING, node="n", devices=(1,), gate=None)
+    plain.put(leaving)
+    plain.take_back("a")  # its write has failed, and its group takes nobody any more
+    plain.put(waiting("c", "g", 2))
+    assert len(plain.jobs) == len(state.jobs) == 2
+    plain.drop("b")
+    (job,) = state.jobs
+    (bind,) = scheduler.plan(state, 10.0).bind
+    assert bind.job == job
+    assert {view.uid for view, _ in plain.paired(job, bind.placements)} == {"a", "c"}
 
 
 def test_a_group_whose_pods_differ_starts_whole_and_each_of_them_where_it_fits() -> None:

@@ -167,8 +167,8 @@ def test_two_sharers_see_one_gpu_and_a_third_pod_has_it_whole_only_when_they_hav
         "command": ["sleep", "1000"],
         "resources": {"limits": {labels.GPU_RESOURCE: "1"}},
     }
-    beside, later = (node.controlled.pod(node.team, name, containers=[container]) for name in ("beside", "later"))
-    node.controlled.until_bound(beside)
+    node.controlled.until_bound(node.controlled.pod(node.team, "beside", containers=[container]))
+    later = node.controlled.pod(node.team, "later", containers=[container])
     # kube-scheduler by itself, which knows nothing of us, finds no GPU either
     foreign = node.controlled.cluster.make_namespace("foreign")
     body = {"metadata": {"name": "alone"}, "spec": {"terminationGracePeriodSeconds": 1, "containers": [container]}}

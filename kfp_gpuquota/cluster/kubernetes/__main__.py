@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import sys
 from typing import TYPE_CHECKING, Final
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEADS_NO_MORE: Final = 3
+# Allocations. What is made mostly stays, so Python's 700 costs a seventh of a burst's CPU.
+GARBAGE_AFTER: Final = 10_000
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,7 @@ log = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit code."""
     options = _parser().parse_args(arguments)
+    gc.set_threshold(GARBAGE_AFTER)
     logs.configure(options.log_format, options.log_level)
     given = {name: value for name, value in vars(options).items() if name not in {"log_format", "log_level"}}
     try:

@@ -252,6 +252,8 @@ class PlainPods:
     def _form(self, key: GroupKey | None, members: list[Member]) -> None:
         first = min(members, key=lambda m: (m.view.created, m.view.uid))
         uid = first.view.uid if key is None else f"group/{first.view.uid}"
+        while uid in self.jobs:  # an earlier group with the same first pod is closed, and some of it still hold devices
+            uid += "/again"
         job = PodJob(uid=uid, key=key, members={m.view.uid: m for m in members})
         self.jobs[job.uid] = job
         if key is not None:
