@@ -1,9 +1,11 @@
 """How long training stands still when it grows, shrinks, or loses a worker to kill -9.
 
 Pause: the gap between the last step of the old size and the first of the new one, less the new size's median step, by
-the clock of a worker that stays. For a crash the gap ends when the repeated step is applied. `state_ms` is what a
-joiner needs to take the state over. Last line: JSON with step_ms, join_pause_ms, leave_pause_ms, crash_pause_ms,
-lost_steps (medians), and the largest of each; with `--peer`, the same of a peer right after it, as peer_....
+the clock of a worker that stays. For a crash the gap ends when the repeated step is applied. Last line: JSON with
+step_ms, join_pause_ms, leave_pause_ms, crash_pause_ms, lost_steps (medians), and the largest of each; with `--peer`,
+the same of a peer right after it, as peer_.... `..._switch_ms` is how long the loop itself stood still. On one machine
+a leave's pause is more than that: the first step of those who stay shares cores and memory with the end of the leaver's
+process, which is 10 to 30 ms at 26 M on two cores, and gone where the leaver ends later.
 
 Usage: python benchmarks/resize.py [--mparams 26] [--rounds 3] [--steps 12] [--peer torchft|torchrun]
 """
