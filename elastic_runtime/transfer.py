@@ -1,16 +1,18 @@
 """State from one rank to another, over the generation's own group.
 
-Messages: the length of the head, the head (pickled: the skeleton, and what to allocate), then the tensors: large ones
-in two halves, one for each of a group's two connections; small ones joined into one buffer for each dtype, because a
-message costs more than a copy. The last one is the sender's word that it stood still until all of it was sent: the
-tensors are live ones, and a sender that was called away trains on while a thread is still sending them. The sender
-waits once, for all: each wait is a turn of the machine's scheduler, which a busy one makes long.
+Messages: the head (its length, and pickled: the skeleton, and what to allocate) in one message of a fixed size, with a
+second one for what does not fit into it; then the tensors: large ones in two halves, one for each of a group's two
+connections; small ones joined into one buffer for each dtype, because a message costs more than a copy. The last one is
+the sender's word that it stood still until all of it was sent: the tensors are live ones, and a sender that was called
+away trains on while a thread is still sending them. The sender waits once, for all: each wait is a turn of the
+machine's scheduler, which a busy one makes long.
 """
 
 from __future__ import annotations
 
 import ctypes
 import pickle
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from elastic_runtime.groups import Group
 
 SMALL_NUMEL = 1 << 14
+HEAD_BYTES = 1 << 16
+_LENGTH_BYTES = 8
 
 
 def send_state(group: Group, to: int, state: object) -> None:
@@ -28,8 +32,7 @@ def send_state(group: Group, to: int, state: object) -> None:
     skeleton, tensors = pack(state)
     tensors = [tensor.cpu() for tensor in tensors]
     head = pickle.dumps((skeleton, describe(tensors)), protocol=5)
-    first = [torch.tensor([len(head)]), torch.frombuffer(bytearray(head), dtype=torch.uint8)]
-    group.send([*first, *_messages(tensors)], to, last=torch.ones(1))
+    group.send([*_cut(head), *_messages(tensors)], to, last=torch.ones(1))
 
 
 def receive_state(group: Group, source: int, own: object = None) -> Any:
@@ -38,16 +41,27 @@ def receive_state(group: Group, source: int, own: object = None) -> Any:
     It is received into the tensors of `own` where that has the same structure: fresh memory costs more than the
     transfer. So `own` is a state that may be lost, should the transfer fail half way.
     """
-    length = torch.zeros(1, dtype=torch.int64)
-    group.receive([length], source)
-    head = torch.empty(int(length), dtype=torch.uint8)
-    group.receive([head], source, first=1)
-    skeleton, shapes = pickle.loads(ctypes.string_at(head.data_ptr(), head.numel()))  # noqa: S301  (written by a worker of the same job)
+    parts = [torch.empty(HEAD_BYTES, dtype=torch.uint8)]
+    group.receive(parts, source)
+    length = int(parts[0][:_LENGTH_BYTES].view(torch.int64))
+    if length > HEAD_BYTES:
+        parts.append(torch.empty(length - HEAD_BYTES, dtype=torch.uint8))
+        group.receive(parts[1:], source, first=1)
+    head = b"".join(ctypes.string_at(part.data_ptr(), part.numel()) for part in parts)[_LENGTH_BYTES:length]
+    skeleton, shapes = pickle.loads(head)  # noqa: S301  (written by a worker of the same job)
     tensors = _room(skeleton, shapes, own)
     messages = _messages(tensors)
-    group.receive([*messages, torch.zeros(1)], source, first=2)
+    group.receive([*messages, torch.zeros(1)], source, first=len(parts))
     _scatter(tensors, messages)
     return unpack(skeleton, tensors)
+
+
+def _cut(head: bytes) -> list[torch.Tensor]:
+    """One message that the receiver knows the size of, or two: waiting for one more is a turn of two schedulers."""
+    whole = bytearray((_LENGTH_BYTES + len(head)).to_bytes(_LENGTH_BYTES, sys.byteorder) + head)
+    rest = whole[HEAD_BYTES:]
+    first = torch.frombuffer(whole.ljust(HEAD_BYTES, b"\0"), dtype=torch.uint8)[:HEAD_BYTES]
+    return [first, torch.frombuffer(rest, dtype=torch.uint8)] if rest else [first]
 
 
 def _room(skeleton: bytes, shapes: list[tuple[torch.dtype, tuple[int, ...]]], own: object) -> list[torch.Tensor]:

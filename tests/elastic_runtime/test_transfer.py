@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from elastic_runtime.errors import CollectiveError
 from elastic_runtime.groups import Group, Interrupt
 from elastic_runtime.torch_internals import build_second_connections
-from elastic_runtime.transfer import SMALL_NUMEL, receive_state, send_state
+from elastic_runtime.transfer import HEAD_BYTES, SMALL_NUMEL, receive_state, send_state
 
 
 def connected(rank: int, store: Store) -> Group:
@@ -41,11 +41,11 @@ def state() -> dict[str, Any]:
     }
 
 
-def moved(own: object) -> dict[str, Any]:
+def moved(own: object, sent_state: object = None) -> dict[str, Any]:
     """What arrives of `state()`."""
     sender, receiver = both()
     with ThreadPoolExecutor(2) as pool:
-        sent = pool.submit(send_state, sender, 1, state())
+        sent = pool.submit(send_state, sender, 1, sent_state or state())
         received: dict[str, Any] = pool.submit(receive_state, receiver, 0, own).result()
         sent.result()
     return received
@@ -71,6 +71,13 @@ def test_a_state_arrives_in_memory_that_is_there() -> None:
     received = moved(own)
     assert_whole(received)
     assert received["odd"].data_ptr() == own["odd"].data_ptr()
+
+
+@pytest.mark.parametrize("names", [HEAD_BYTES // 2, HEAD_BYTES - 300, HEAD_BYTES, 3 * HEAD_BYTES])
+def test_a_state_arrives_however_long_its_head_is(names: int) -> None:
+    received = moved(None, {**state(), "names": "n" * names})
+    assert_whole(received)
+    assert received["names"] == "n" * names
 
 
 def test_a_peer_that_is_lost_in_the_middle_is_a_collective_error() -> None:
