@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -115,6 +115,42 @@ def test_a_copy_is_whole_again_after_any_fault(cluster: DevCluster, namespace: s
             assert reflector.synced.is_set()
 
         reflecting(proxy.kubeconfig, CONFIG_MAPS.format(namespace), test)
+
+
+class LateLists(Connection):
+    """The real API server's answers, but something happens after a list was made and before it is told."""
+
+    meanwhile: Callable[[Connection], Coroutine[None, None, None]] | None = None
+
+    async def call(self, verb: str, path: str, body: object = None, **more: Any) -> bytes:
+        answer = await super().call(verb, path, body, **more)
+        if "limit" in (more.get("params") or {}) and self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            await meanwhile(self)
+        return answer
+
+
+def test_what_is_made_while_a_list_is_on_its_way_is_not_taken_for_gone(cluster: DevCluster, namespace: str) -> None:
+    path = CONFIG_MAPS.format(namespace)
+
+    async def run() -> None:
+        async with LateLists(from_file(cluster.kubeconfig)) as connection:
+            seen, gone = Seen(), list[str]()
+            reflector = Reflector(connection, path, Namespace, changed=seen.changed, gone=gone.append)
+
+            async def create(connection: Connection) -> None:
+                answer = await connection.call("POST", path, {"metadata": {"name": "new"}})
+                reflector.note(msgspec.json.decode(answer, type=Namespace))
+
+            connection.meanwhile = create
+            task = asyncio.create_task(reflector.run())
+            async with asyncio.timeout(DEADLINE_S):
+                await reflector.synced.wait()
+            assert "new" in seen.names.values()
+            assert not gone
+            task.cancel()
+
+    asyncio.run(run())
 
 
 def test_a_kind_that_is_not_installed_has_no_objects_until_it_is(cluster: DevCluster) -> None:

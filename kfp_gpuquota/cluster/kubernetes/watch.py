@@ -130,7 +130,8 @@ class Reflector(Generic[O]):
         if self.installed:
             log.info("%s is not installed; asked for again every %g s", self._path, self._not_installed_s)
         self.installed, self._version = False, ""
-        self._drop_missing(set())
+        for uid in list(self._versions):
+            self._forget(uid)
         self._batch_done()
         self.synced.set()
 
@@ -144,8 +145,8 @@ class Reflector(Generic[O]):
                     if (found := self._read(raw)) is not None:
                         seen.add(found.metadata.uid)
                         self._tell(found)
-        self._drop_missing(seen)
         self._version, self.installed = page.metadata.resource_version, True
+        self._drop_missing(seen, int(self._version or 0))
         self.lists += 1
         self._batch_done()
         self.synced.set()
@@ -177,8 +178,9 @@ class Reflector(Generic[O]):
     def _selected(self, params: dict[str, str]) -> dict[str, str]:
         return params | {name: value for name, value in self._selection.items() if value}
 
-    def _drop_missing(self, seen: set[str]) -> None:
-        for uid in [uid for uid in self._versions if uid not in seen]:
+    def _drop_missing(self, seen: set[str], listed: int) -> None:
+        """What is not in the list is gone, unless it is newer: made while the list was on its way, and noted."""
+        for uid in [uid for uid, version in self._versions.items() if uid not in seen and version <= listed]:
             self._forget(uid)
 
     # Watching
