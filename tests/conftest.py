@@ -80,16 +80,23 @@ class EmbeddedCluster:
 
     def processes(self) -> list[str]:
         """Command lines of all processes that belong to this cluster."""
-        return [f"{pid}: {line}" for pid, line in _command_lines(str(self.home.root).encode())]
+        return [f"{pid}: {line}" for pid, line in processes_of(self.home.root)]
 
     def kill_everything(self) -> None:
         """What an orderly end has left, for a test that fails must not disturb those after it."""
-        for pid, _line in _command_lines(str(self.home.root).encode()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_processes_of(self.home.root)
 
 
-def _command_lines(root: bytes) -> Iterator[tuple[int, str]]:
+def kill_processes_of(folder: Path) -> None:
+    """SIGKILL to each."""
+    for pid, _ in processes_of(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def processes_of(folder: Path) -> Iterator[tuple[int, str]]:
+    """(pid, command line) of the processes whose command line or environment names the folder or what is in it."""
+    root = str(folder).encode()
     for process in Path("/proc").iterdir():
         if process.name.isdecimal() and int(process.name) != os.getpid():
             with contextlib.suppress(OSError):

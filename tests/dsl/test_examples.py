@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import signal
@@ -16,13 +15,15 @@ import pytest
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.wire import Event, EventKind
 from tests.cli.conftest import PROGRAM
+from tests.conftest import kill_processes_of, processes_of
 from tests.patience import until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.conftest import EmbeddedCluster
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 pytestmark = pytest.mark.timeout(420)  # whole trainings, on a machine that may be busy
 
@@ -33,17 +34,15 @@ def timeline(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("timeline")
 
 
-def _nothing_stays(part: str) -> None:
+@pytest.fixture(autouse=True)
+def _nothing_outlives_its_test(tmp_path: Path) -> Iterator[None]:
+    yield
+    kill_processes_of(tmp_path)  # of an example that failed, or took too long
+
+
+def _nothing_stays(folder: Path) -> None:
     """Processes of a run are reaped a moment after it ends."""
-    until(lambda: not _command_lines(part), lambda: _command_lines(part))
-
-
-def _command_lines(part: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return [line for line in found if part in line]
+    until(lambda: not list(processes_of(folder)), lambda: list(processes_of(folder)))
 
 
 def _worker_event(at: float, project: str, gpus: int) -> Event:
@@ -164,7 +163,7 @@ def test_four_pipelines_share_the_gpus_of_two_teams(tmp_path: Path) -> None:
     _, sizes, gave_back = table["a-first"]
     assert (sizes.startswith("2 → 1"), gave_back) == (True, "1 to team-b"), ended.stdout
     assert set(sorted(table, key=lambda name: table[name][0])[2:]) == {"a-second", "b-second"}, ended.stdout
-    _nothing_stays(str(tmp_path))
+    _nothing_stays(tmp_path)
 
 
 def test_interrupted_four_pipelines_leave_no_process_behind(tmp_path: Path) -> None:
@@ -180,7 +179,7 @@ def test_interrupted_four_pipelines_leave_no_process_behind(tmp_path: Path) -> N
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (130, "")
-    _nothing_stays(str(tmp_path))
+    _nothing_stays(tmp_path)
 
 
 def test_the_quickstart_keeps_its_promises(tmp_path: Path) -> None:
@@ -191,7 +190,7 @@ def test_the_quickstart_keeps_its_promises(tmp_path: Path) -> None:
         assert promise in ended.stdout
     picture = Path(ended.stdout.split("timeline: ")[1].splitlines()[0])
     assert picture.read_bytes().startswith(b"\x89PNG")
-    _nothing_stays(str(tmp_path))
+    _nothing_stays(tmp_path)
 
 
 def test_an_interrupted_quickstart_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -203,4 +202,4 @@ def test_an_interrupted_quickstart_leaves_no_process_behind(tmp_path: Path) -> N
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate()
     assert (process.returncode, "everything is stopped" in said) == (130, True)
-    _nothing_stays(str(tmp_path))
+    _nothing_stays(tmp_path)
