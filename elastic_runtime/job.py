@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from elastic_runtime.environment import Environment
     from elastic_runtime.loader import Plan
     from elastic_runtime.options import Options
-    from elastic_runtime.sharded_wrap import ShardFunction
+    from elastic_runtime.sharded.wrap import ShardFunction
 
     Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     Schedulers = Stateful | Sequence[Stateful] | None
@@ -242,8 +242,8 @@ class Job:
     def _make_sharded(
         self, state: TrainingState, models: list[Any], shard: ShardFunction, scaler: torch.amp.GradScaler | None
     ) -> tuple[Session, Plan]:
-        from elastic_runtime.sharded_mode import ShardedMode  # noqa: PLC0415  (FSDP costs a second to import)
-        from elastic_runtime.sharded_wrap import Wrapping  # noqa: PLC0415
+        from elastic_runtime.sharded.mode import ShardedMode  # noqa: PLC0415  (FSDP costs a second to import)
+        from elastic_runtime.sharded.wrap import Wrapping  # noqa: PLC0415
 
         options = self._options
         options.check_sharded(scaled=scaler is not None)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime import checkpoint, sharded_files
+from elastic_runtime import checkpoint
 from elastic_runtime.errors import CheckpointError, SettingsError
 from elastic_runtime.packing import pack, unpack
+from elastic_runtime.sharded import files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +48,7 @@ class Keeper:
 
     def load(self) -> tuple[int, Any] | None:
         """(step, state) of the newest whole checkpoint."""
-        return sharded_files.load_newest(self._directory) if self._directory else None
+        return files.load_newest(self._directory) if self._directory else None
 
     def save_if_due(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
         """Copy the state and have it written, if the time has come and the last one is written."""

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from elastic_runtime.environment import Environment
     from elastic_runtime.modes import Mode
     from elastic_runtime.position import Position
-    from elastic_runtime.sharded import Sharding
-    from elastic_runtime.sharded_wrap import Wrapping
+    from elastic_runtime.sharded.sharding import Sharding
+    from elastic_runtime.sharded.wrap import Wrapping
     from elastic_runtime.state import TrainingState
     from elastic_runtime.torch_internals import Store
 
@@ -107,8 +107,8 @@ class Member:
 
     def shard(self, state: TrainingState, wrapping: Wrapping, *, every_s: float, keep: int) -> Sharding:
         """Hold the state in shards from now on."""
-        from elastic_runtime.sharded import Sharding  # noqa: PLC0415  (FSDP costs a second to import)
-        from elastic_runtime.sharded_keeper import ShardKeeper  # noqa: PLC0415
+        from elastic_runtime.sharded.keeper import ShardKeeper  # noqa: PLC0415
+        from elastic_runtime.sharded.sharding import Sharding  # noqa: PLC0415  (FSDP costs a second to import)
 
         directory = self._environment.checkpoint_dir
         if directory and self._preemption is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from elastic_runtime import sharded_files
+from elastic_runtime.sharded import files
 from tests.elastic_runtime.harness import Cluster, context
 from tests.elastic_runtime.sharded_training import (
     rewrap_while_a_loss_is_held,
@@ -83,7 +83,7 @@ def test_a_lost_shard_takes_all_back_to_the_last_checkpoint_and_says_so(
     plan = replace(PLAN, options={"checkpoint_every_s": 1e-9})
     with Cluster(tmp_path, plan, checkpoints=True) as cluster:
         cluster.start(0, 1, 2)
-        until(lambda: sharded_files.whole_ones(f"{tmp_path}/checkpoints"), "a whole checkpoint")
+        until(lambda: files.whole_ones(f"{tmp_path}/checkpoints"), "a whole checkpoint")
         cluster.kill("w1")
         cluster.hold_at(20)
         commit = cluster.wait_for_size(2)

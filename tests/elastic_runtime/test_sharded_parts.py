@@ -10,12 +10,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import elastic_runtime
-from elastic_runtime import checkpoint, sharded_files
+from elastic_runtime import checkpoint
 from elastic_runtime.batches import lockstep_batches
 from elastic_runtime.errors import CheckpointError, SettingsError, UsageError
-from elastic_runtime.sharded_files import Saved, prune, read_parts, whole_ones, write_part
-from elastic_runtime.sharded_layout import Sharded, batches, part_of, providers
-from elastic_runtime.sharded_state import Parts, own_parts, places, take_apart
+from elastic_runtime.sharded import files
+from elastic_runtime.sharded.files import Saved, prune, read_parts, whole_ones, write_part
+from elastic_runtime.sharded.layout import Sharded, batches, part_of, providers
+from elastic_runtime.sharded.state import Parts, own_parts, places, take_apart
 from tests.elastic_runtime.training import Points
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def test_a_checkpoint_is_read_back_at_any_number_of_ranks(tmp_path: Path, ranks:
 
 def test_a_job_that_is_not_sharded_reads_it_as_its_own(tmp_path: Path) -> None:
     save(tmp_path, Saved(7, 1, 3))
-    step, tree = sharded_files.load_newest(str(tmp_path)) or (0, {})
+    step, tree = files.load_newest(str(tmp_path)) or (0, {})
     expected = whole().tree(None)
     assert step == 7
     assert torch.equal(tree["model"]["weight"], expected["model"]["weight"])
@@ -108,7 +109,7 @@ def test_the_newest_of_either_kind_comes_first(tmp_path: Path) -> None:
     save(tmp_path, Saved(5, 1, 2))
     checkpoint.save(str(tmp_path), 6, {"step": 6})
     assert whole_ones(str(tmp_path)) == [Saved(6, 0, 0), Saved(5, 1, 2)]
-    assert sharded_files.load_newest(str(tmp_path)) == (6, {"step": 6})
+    assert files.load_newest(str(tmp_path)) == (6, {"step": 6})
 
 
 def test_a_damaged_part_falls_back_to_the_checkpoint_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +121,7 @@ def test_a_damaged_part_falls_back_to_the_checkpoint_before(tmp_path: Path, capl
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="a checksum does not match"):
         read_parts(str(tmp_path), Saved(7, 2, 2), 0, 1)
-    assert (sharded_files.load_newest(str(tmp_path)) or (0,))[0] == 5
+    assert (files.load_newest(str(tmp_path)) or (0,))[0] == 5
     assert "falling back to the one before" in caplog.text
 
 

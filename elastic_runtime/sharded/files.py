@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import BufferedReader
 
-    from elastic_runtime.sharded_layout import Range, Sharded
-    from elastic_runtime.sharded_state import Parts
+    from elastic_runtime.sharded.layout import Range, Sharded
+    from elastic_runtime.sharded.state import Parts
 
 MAGIC = b"ELASTICS"
 _PART = re.compile(r"checkpoint-(\d{12})-([0-9a-f]{8})\.part-(\d+)-of-(\d+)")
@@ -127,7 +127,7 @@ def prune(directory: str, keep: int, step: int) -> None:
 
 def read_parts(directory: str, saved: Saved, rank: int, ranks: int) -> Parts:
     """The parts of one rank among `ranks`, whatever their number was. CheckpointError where something is damaged."""
-    from elastic_runtime.sharded_state import Parts  # noqa: PLC0415  (a job that is not sharded needs no DTensor)
+    from elastic_runtime.sharded.state import Parts  # noqa: PLC0415  (a job that is not sharded needs no DTensor)
 
     with contextlib.ExitStack() as stack:
         try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_runtime.sharded_layout import Cut, Range, Sharded, batches, providers
+from elastic_runtime.sharded.layout import Cut, Range, Sharded, batches, providers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

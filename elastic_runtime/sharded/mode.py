@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from elastic_runtime.buffers import FollowedBuffers
     from elastic_runtime.gradients import GradientReducer
     from elastic_runtime.groups import Group
-    from elastic_runtime.sharded import Sharding
+    from elastic_runtime.sharded.sharding import Sharding
     from elastic_runtime.streams import RandomStreams
 
 _OWN = 2

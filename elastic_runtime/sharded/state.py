@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from elastic_runtime.packing import holes, pack, unpack
-from elastic_runtime.sharded_layout import Sharded
-from elastic_runtime.sharded_wrap import as_dtensor, shard_dim
+from elastic_runtime.sharded.layout import Sharded
+from elastic_runtime.sharded.wrap import as_dtensor, shard_dim
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

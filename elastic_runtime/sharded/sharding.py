@@ -3,7 +3,7 @@
 Whoever enters a generation first tells the others what it holds. Then one of three ways leads to the same end, a model
 wrapped for the new group with this rank's parts in it:
 
-    all parts are here, or their holders still are    resharding in memory (`sharded_transfer`)
+    all parts are here, or their holders still are    resharding in memory (`transfer`)
     a part is lost with its worker                    everybody goes back to the newest whole checkpoint
     nobody holds anything, the training begins        a checkpoint, or else rank 0's model, cut up
 """
@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime import checkpoint, sharded_files
+from elastic_runtime import checkpoint
 from elastic_runtime.errors import CheckpointError, CollectiveError
 from elastic_runtime.exchange import OTHER_MODEL, check_same
-from elastic_runtime.sharded_comms import Link
-from elastic_runtime.sharded_files import Saved
-from elastic_runtime.sharded_state import Parts, own_parts, places, take_apart
-from elastic_runtime.sharded_transfer import Resharding
+from elastic_runtime.sharded import files
+from elastic_runtime.sharded.comms import Link
+from elastic_runtime.sharded.files import Saved
+from elastic_runtime.sharded.state import Parts, own_parts, places, take_apart
+from elastic_runtime.sharded.transfer import Resharding
 from elastic_runtime.transfer import receive_state, send_state
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from elastic_runtime.groups import Group
-    from elastic_runtime.sharded_keeper import ShardKeeper
-    from elastic_runtime.sharded_wrap import Wrapping
+    from elastic_runtime.sharded.keeper import ShardKeeper
+    from elastic_runtime.sharded.wrap import Wrapping
     from elastic_runtime.state import TrainingState
     from elastic_runtime.streams import RandomStreams
 
@@ -250,7 +251,7 @@ class Sharding:
         """Everybody takes its parts from the newest checkpoint that everybody can read; None: there is none."""
         self.keeper.settle()
         directory = self.keeper.directory
-        known = iter(sharded_files.whole_ones(directory) if directory and group.rank == 0 else [])
+        known = iter(files.whole_ones(directory) if directory and group.rank == 0 else [])
         mesh: DeviceMesh | None = None
         while True:
             mine = next(known, _NOTHING)
@@ -272,7 +273,7 @@ class Sharding:
         directory = self.keeper.directory
         try:
             if saved.ranks:
-                return sharded_files.read_parts(directory, saved, group.rank, group.size)
+                return files.read_parts(directory, saved, group.rank, group.size)
             tree = checkpoint.load(saved.path(directory, 0))[1]
             self._state.check(tree)
             return own_parts(take_apart(tree, self._places(tree)), group.rank, group.size)

@@ -11,15 +11,15 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from elastic_runtime import sharded_files
 from elastic_runtime.errors import CheckpointError
+from elastic_runtime.sharded import files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_runtime.reporting import Reporter
-    from elastic_runtime.sharded_files import Saved
-    from elastic_runtime.sharded_state import Parts
+    from elastic_runtime.sharded.files import Saved
+    from elastic_runtime.sharded.state import Parts
 
 _log = logging.getLogger("elastic_runtime")
 
@@ -73,13 +73,13 @@ class ShardKeeper:
     def _write(self, saved: Saved, rank: int, parts: Parts, stall_ms: float) -> None:
         began, captured_at = time.monotonic(), time.time()
         try:
-            path = sharded_files.write_part(self.directory, saved, rank, parts)
+            path = files.write_part(self.directory, saved, rank, parts)
         except CheckpointError as error:
             _log.warning("%s; training goes on without it", error)
             self._reporter.line("checkpoint_failed", step=saved.step, why=str(error))
             return
         if rank == 0:
-            sharded_files.prune(self.directory, self._keep, saved.step)
+            files.prune(self.directory, self._keep, saved.step)
         took_ms = (time.monotonic() - began) * 1e3
         self._reporter.checkpoint_at = captured_at
         self._reporter.line("checkpoint", step=saved.step, path=str(path), stall_ms=stall_ms, write_ms=took_ms)

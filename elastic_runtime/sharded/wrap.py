@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from elastic_runtime.sharded_layout import Sharded
+    from elastic_runtime.sharded.layout import Sharded
 
     ShardFunction = Callable[[Any, DeviceMesh], object]
 

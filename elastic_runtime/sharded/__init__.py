@@ -1,0 +1,11 @@
+"""Sharded trainings (FSDP2): `prepare(shard=...)`.
+
+    sharding   a generation is entered: reshard in memory, go back to a checkpoint, or begin
+      wrap       a model wrapped, unwrapped, and wrapped for another mesh
+      state      what of a training's state is sharded
+      transfer   parts on their way from old ranks to new ones; layout: which
+      files      checkpoints in parts; keeper: when
+    mode       the steps in between; comms: FSDP's collectives over our group
+
+Nothing is imported here: FSDP costs a second, and most jobs do without.
+"""
