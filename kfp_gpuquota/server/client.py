@@ -205,8 +205,10 @@ class Client:
         connection = self._connect(timeout_s)
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         connection.request(method, path, body=body or None, headers=headers)
-        response = connection.getresponse()
-        return response, response.read()
+        with connection.getresponse() as response:
+            # Left to the collection of garbage, it would be closed by Python code whose exceptions are dropped: also
+            # the one by which a signal's handler ends the program.
+            return response, response.read()
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._connection is None or self._owner_pid != os.getpid():

@@ -111,9 +111,9 @@ class Calls:
         if self._connection is None or self._owner_pid != os.getpid():
             self._connection, self._owner_pid = self._new_connection(CALL_TIMEOUT_S), os.getpid()
         self._connection.request(method, url, body=body, headers={**self._headers(), "Content-Type": kind})
-        response = self._connection.getresponse()
-        after = response.headers.get("Retry-After", "")
-        return response.status, response.read(), float(after) if after.isdecimal() else 0.0
+        with self._connection.getresponse() as response:  # closed here, for the reason that `server.client` gives
+            after = response.headers.get("Retry-After", "")
+            return response.status, response.read(), float(after) if after.isdecimal() else 0.0
 
     def _new_connection(self, timeout_s: float) -> http.client.HTTPConnection:
         parts = urlsplit(self.credentials.server)
