@@ -81,13 +81,21 @@ def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlle
     running.close()
 
 
+def told(controlled: Controlled) -> list[dict[str, Any]]:
+    """The log, line by line, as far as it is written."""
+    return [json.loads(line) for line in controlled.log().rpartition("\n")[0].splitlines()]
+
+
 def test_an_eviction_can_be_followed_from_its_plan_to_its_writes_and_events(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=1)
     borrower, owner = controlled.team(guaranteed=0), controlled.team(guaranteed=1)
     controlled.start()
     controlled.until_bound(controlled.pod(borrower, "lent"))
     controlled.until_bound(controlled.pod(owner, "mine"))
-    lines = [json.loads(line) for line in controlled.log().splitlines()]
+    # a call is told of when it is answered, and the pod may have its node before that
+    controlled.wait(lambda: any(line.get("object") == f"{owner}/mine" for line in told(controlled)), controlled.log)
+    controlled.wait(lambda: any(line.get("path", "").endswith("/events") for line in told(controlled)), controlled.log)
+    lines = told(controlled)
     (plan,) = (line for line in lines if line.get("plan", {}).get("evict"))
     follows = [line for line in lines if line.get("cause") == plan["cause"]]
     assert [line["decision"] for line in follows if "decision" in line] == ["evict"]

@@ -324,3 +324,20 @@ def test_whatever_happens_every_shared_gpu_comes_to_have_one_reservation_and_eve
             break
         world.step(calm=True)
     assert not world.stored
+
+
+def test_who_comes_while_a_reservation_is_being_removed_starts_on_the_next_one() -> None:
+    world = World(random.Random(0), agents=False)
+    world.wishes["first"] = ("one", (0,))
+    world._prepare("first")
+    while not world.at_rest():
+        world.step(calm=True)
+    (before,) = world.admitted["first"].note.gpus
+    world._end("first")
+    assert [write.verb for write, *_ in world.writes] == ["DELETE"]  # it is on its way
+    world.wishes["second"] = ("one", (0,))
+    world._prepare("second")
+    while not world.at_rest():
+        world.step(calm=True)
+    assert set(world.admitted) == {"second"}  # it was not displaced, and made anew
+    assert world.admitted["second"].note.gpus != (before,)

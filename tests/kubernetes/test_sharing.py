@@ -171,9 +171,26 @@ def test_a_controller_that_is_killed_at_any_moment_leaves_no_second_and_no_orpha
     }
     controlled.wait(lambda: _reserved(controlled) == used, lambda: f"{_reserved(controlled)} for {used}")
     for path in made:
-        assert config_of(controlled, path)["CUDA_VISIBLE_DEVICES"] in {f"GPU-{uid}" for uid in _uids(controlled)}
+        _is_on_a_reserved_gpu_or_told(controlled, path)
         controlled.cluster.api.delete(path)
     controlled.wait(lambda: not reservations(controlled))
+
+
+def _is_on_a_reserved_gpu_or_told(controlled: Controlled, path: str) -> None:
+    """A controller's last call may be done after the next one has looked: then a bare pod, which nobody makes anew, is
+    told.
+    """
+    if config_of(controlled, path)["CUDA_VISIBLE_DEVICES"] in {f"GPU-{uid}" for uid in _uids(controlled)}:
+        return
+    team, name = path.split("/")[4], path.split("/")[6]
+    events = f"/api/v1/namespaces/{team}/events"
+    controlled.wait(
+        lambda: any(
+            one["reason"] == "GpuChanged" and one["involvedObject"]["name"] == name
+            for one in controlled.cluster.api.items(events)
+        ),
+        lambda: f"{path}\n{controlled.log()}",
+    )
 
 
 def _reserved(controlled: Controlled) -> set[tuple[str, str]]:

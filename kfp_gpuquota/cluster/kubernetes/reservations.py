@@ -65,8 +65,8 @@ class Sharer(NamedTuple):
 
 @dataclass(slots=True)
 class Room:
-    """A device that is, or was, shared. `writing`: a request about it is under way; `ended`: removed, not yet gone;
-    `trouble`: why the last request was refused.
+    """A device that is, or was, shared. `writing`: a request about it is under way; `ended`: to be removed, and not yet
+    gone; `trouble`: why the last request was refused.
     """
 
     node: str
@@ -330,7 +330,7 @@ class Reservations:
         return share_notes.written(notes)
 
     def _write(self, room: Room, write: Write, *, ended: str = "") -> None:
-        room.writing = True
+        room.writing, room.ended = True, ended or room.ended  # who comes while it is removed waits for the next one
         self._writer.submit(write, partial(self._answered, room, ended), partial(self._refused, room))
 
     def _answered(self, room: Room, ended: str, answer: bytes) -> None:
@@ -350,8 +350,8 @@ class Reservations:
         self._later(AGAIN_S, partial(self._again, room))
 
     def _again(self, room: Room) -> None:
-        room.writing = False
-        self._sync(room)
+        room.writing, room.ended = False, ""
+        self._look_at(room)
 
 
 def _on_the_loop(seconds: float, action: Callable[[], None]) -> None:
