@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import pickle
 import zlib
@@ -21,13 +20,11 @@ from elastic_runtime.errors import CheckpointError
 from elastic_runtime.packing import describe, pack, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from io import BufferedReader, BufferedWriter
+    from collections.abc import Iterable, Iterator
+    from io import BufferedReader
 
 MAGIC = b"ELASTIC1"
 KEEP = 2
-
-_log = logging.getLogger("elastic_runtime")
 
 
 def save(directory: str, step: int, state: object, *, keep: int = KEEP) -> Path:
@@ -40,31 +37,10 @@ def save(directory: str, step: int, state: object, *, keep: int = KEEP) -> Path:
     tensors = [tensor.cpu().contiguous() for tensor in tensors]
     target = Path(directory) / f"checkpoint-{step:012d}.elastic"
     partial = target.with_suffix(f".partial-{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            _write(file, step, skeleton, tensors)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(target)
-        sync_directory(target.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise CheckpointError(f"step {step} could not be saved to {directory}: {error}; free or mount it") from error
+    write_whole(target, partial, step, _blocks(step, skeleton, tensors))
     for old in (*checkpoints(directory)[keep:], *_abandoned(target)):
         old.unlink(missing_ok=True)
     return target
-
-
-def load_newest(directory: str) -> tuple[int, Any] | None:
-    """(step, state) of the newest whole checkpoint, or None; a damaged one is warned of and skipped."""
-    for path in checkpoints(directory):
-        try:
-            return load(path)
-        except CheckpointError as error:
-            _log.warning("%s; falling back to the one before", error)
-    return None
 
 
 def load(path: Path) -> tuple[int, Any]:
@@ -87,14 +63,38 @@ def _abandoned(newest: Path) -> list[Path]:
     return [partial for partial in partials if partial.name.partition(".")[0] <= newest.stem]
 
 
-def _write(file: BufferedWriter, step: int, skeleton: bytes, tensors: list[torch.Tensor]) -> None:
+def write_whole(target: Path, partial: Path, step: int, blocks: Iterable[bytes | memoryview]) -> None:
+    """Write `target`, by way of `partial` beside it. CheckpointError, and neither of them, where it cannot be done."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.writelines(blocks)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(target)
+        _sync_directory(target.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"step {step} could not be saved to {target.parent}: {error}; free or mount it"
+        ) from error
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+
+
+def _blocks(step: int, skeleton: bytes, tensors: list[torch.Tensor]) -> Iterator[bytes | memoryview]:
     head = pickle.dumps((step, skeleton, describe(tensors)), protocol=5)
     checksum = 0
-    parts: list[bytes | memoryview] = [MAGIC, len(head).to_bytes(8, "little"), head, *_bytes_of(tensors)]
+    parts: list[bytes | memoryview] = [MAGIC, len(head).to_bytes(8, "little"), head, *map(bytes_of, tensors)]
     for part in parts:
         checksum = zlib.crc32(part, checksum)
-        file.write(part)
-    file.write(checksum.to_bytes(4, "little"))
+        yield part
+    yield checksum.to_bytes(4, "little")
 
 
 def _read(file: BufferedReader) -> tuple[int, Any]:
@@ -105,7 +105,7 @@ def _read(file: BufferedReader) -> tuple[int, Any]:
     step, skeleton, shapes = pickle.loads(head)  # noqa: S301  (the job's own directory)
     tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
     checksum = zlib.crc32(head, zlib.crc32(start))
-    for part in _bytes_of(tensors):
+    for part in map(bytes_of, tensors):
         if file.readinto(part) != part.nbytes:
             raise CheckpointError("it ends too early")
         checksum = zlib.crc32(part, checksum)
@@ -114,15 +114,7 @@ def _read(file: BufferedReader) -> tuple[int, Any]:
     return step, unpack(skeleton, tensors)
 
 
-def _bytes_of(tensors: list[torch.Tensor]) -> Iterator[memoryview]:
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if size:
-            yield memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
-
-
-def sync_directory(directory: Path) -> None:
-    """Until a file that was renamed into it is there to stay."""
+def _sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

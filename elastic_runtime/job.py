@@ -151,27 +151,23 @@ class Job:
         session = self._prepared
         steps = session.loader.steps
         self._start(total_steps=None if steps is None else count * steps)
-        while session.position.epoch < count:
-            epoch = session.position.epoch
-            yield epoch
-            session.leave_epoch(epoch)
-            if session.position.epoch >= count:
-                session.finish()
-        if not session.finished:
+        while not session.finished:
+            while session.position.epoch < count:
+                epoch = session.position.epoch
+                yield epoch
+                session.leave_epoch(epoch)
             session.finish()
 
     def steps(self, count: int) -> Iterator[Any]:
         """The loader's batches, epoch after epoch, until `count` global steps are applied: in place of both loops."""
         session = self._prepared
         self._start(total_steps=count, last_step=count)
-        while session.position.step < count:
-            epoch = session.position.epoch
-            yield from session.loader
-            if session.position.step < count:
-                session.leave_epoch(epoch)
-            else:
-                session.finish()
-        if not session.finished:
+        while not session.finished:
+            while session.position.step < count:
+                epoch = session.position.epoch
+                yield from session.loader
+                if session.position.step < count:
+                    session.leave_epoch(epoch)
             session.finish()
 
     def backward(self, loss: torch.Tensor, *, weight: float | None = None, reduction: str = "mean") -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,54 @@ if TYPE_CHECKING:
 _log = logging.getLogger("elastic_runtime")
 
 
-class Keeper:
+class BackgroundWriter:
+    """One worker's checkpoints in `directory` ("": none): a thread writes them, every `every_s`."""
+
+    def __init__(self, directory: str, reporter: Reporter, *, every_s: float, keep: int) -> None:
+        self.directory = directory
+        self._reporter, self._every_s, self._keep = reporter, every_s, keep
+        self._saved_at = time.monotonic()
+        self._thread: threading.Thread | None = None
+
+    def due(self) -> bool:
+        """Whether the time for another one has come, and the last one is written."""
+        writing = self._thread is not None and self._thread.is_alive()
+        return bool(self.directory) and not writing and time.monotonic() - self._saved_at >= self._every_s
+
+    def settle(self) -> None:
+        """Return when nothing is being written any more."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self, began: float, write: Callable[[float], None]) -> None:
+        """The state is copied, since `began`: `write(stall_ms)` in a thread."""
+        self._saved_at = time.monotonic()
+        stall_ms = (self._saved_at - began) * 1e3
+        self._thread = threading.Thread(target=write, args=(stall_ms,), name="elastic-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _carry_out(self, step: int, stall_ms: float, save: Callable[[], Path]) -> bool:
+        """Write one, and report it; whether it is durable. One that cannot be written is warned of."""
+        began, captured_at = time.monotonic(), time.time()
+        try:
+            path = save()
+        except CheckpointError as error:
+            _log.warning("%s; training goes on without it", error)
+            self._reporter.line("checkpoint_failed", step=step, why=str(error))
+            return False
+        took_ms = (time.monotonic() - began) * 1e3
+        self._reporter.checkpoint_at = captured_at
+        self._reporter.line("checkpoint", step=step, path=str(path), stall_ms=stall_ms, write_ms=took_ms)
+        return True
+
+    def _says_what_is_lost(self, step: int) -> bool:
+        """Whether there is no place to write to, which is then said."""
+        if not self.directory:
+            _log.warning("ELASTIC_CHECKPOINT_DIR is not set: the %d steps trained so far are lost", step)
+        return not self.directory
+
+
+class Keeper(BackgroundWriter):
     """Writes the checkpoints of one worker into `directory` ("": none), at most `keep` of them, every `every_s`."""
 
     def __init__(self, directory: str, reporter: Reporter, *, every_s: float, keep: int) -> None:
@@ -37,9 +85,7 @@ class Keeper:
                 f"checkpoint_every_s is {every_s:g} and keep_checkpoints is {keep}; the first must be above 0 and the "
                 "second at least 1"
             )
-        self._directory, self._reporter, self._every_s, self._keep = directory, reporter, every_s, keep
-        self._saved_at = time.monotonic()
-        self._writer: threading.Thread | None = None
+        super().__init__(directory, reporter, every_s=every_s, keep=keep)
         self._written: int | None = None  # the newest step that is durable
         self._lock = threading.Lock()
         self._copies: list[torch.Tensor] = []
@@ -48,13 +94,11 @@ class Keeper:
 
     def load(self) -> tuple[int, Any] | None:
         """(step, state) of the newest whole checkpoint."""
-        return files.load_newest(self._directory) if self._directory else None
+        return files.load_newest(self.directory) if self.directory else None
 
     def save_if_due(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
         """Copy the state and have it written, if the time has come and the last one is written."""
-        if not self._directory or time.monotonic() - self._saved_at < self._every_s:
-            return
-        if self._writer is None or not self._writer.is_alive():
+        if self.due():
             self.save_soon(step, capture, _at_once)
 
     def save_soon(
@@ -64,7 +108,7 @@ class Keeper:
 
         Without a directory there is nothing to do.
         """
-        if not self._directory:
+        if not self.directory:
             return True
         with self._lock:
             self.settle()
@@ -72,31 +116,18 @@ class Keeper:
 
     def save_now(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
         """Write the state before returning. A place that cannot be written to is warned of: the job must go."""
-        if not self._directory:
-            _log.warning("ELASTIC_CHECKPOINT_DIR is not set: the %d steps trained so far are lost", step)
+        if self._says_what_is_lost(step):
             return
         with self._lock:
             self.settle()
             if self._written != step:
                 self._write(step, capture(), 0.0)
 
-    def settle(self) -> None:
-        """Return when nothing is being written any more."""
-        if self._writer is not None:
-            self._writer.join()
-
     def _start_writing(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
         began = time.monotonic()
         skeleton, tensors = pack(capture())
         state = unpack(skeleton, self._copy(tensors))
-        self._saved_at = time.monotonic()
-        self._writer = threading.Thread(
-            target=self._write,
-            args=(step, state, (self._saved_at - began) * 1e3),
-            name="elastic-checkpoint",
-            daemon=True,
-        )
-        self._writer.start()
+        self._start(began, partial(self._write, step, state))
 
     def _copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         known = [(copy.shape, copy.dtype) for copy in self._copies]
@@ -107,17 +138,8 @@ class Keeper:
         return self._copies
 
     def _write(self, step: int, state: object, stall_ms: float) -> None:
-        began, captured_at = time.monotonic(), time.time()
-        try:
-            path = checkpoint.save(self._directory, step, state, keep=self._keep)
-        except CheckpointError as error:
-            _log.warning("%s; training goes on without it", error)
-            self._reporter.line("checkpoint_failed", step=step, why=str(error))
-            return
-        self._written = step
-        took_ms = (time.monotonic() - began) * 1e3
-        self._reporter.checkpoint_at = captured_at
-        self._reporter.line("checkpoint", step=step, path=str(path), stall_ms=stall_ms, write_ms=took_ms)
+        if self._carry_out(step, stall_ms, partial(checkpoint.save, self.directory, step, state, keep=self._keep)):
+            self._written = step
 
 
 def _at_once(copy: Callable[[], None]) -> bool:

@@ -9,109 +9,94 @@ buffers of the first shard, and streams that are a function of (seed, step), are
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_runtime.errors import SettingsError
 from elastic_runtime.exact import ExactReducer
-from elastic_runtime.gradients import FastReducer, GradientReducer
+from elastic_runtime.gradients import FastReducer
 from elastic_runtime.order import mix_seed
 from elastic_runtime.tail import Tail
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.buffers import FollowedBuffers
+    from elastic_runtime.gradients import GradientReducer
     from elastic_runtime.state import TrainingState
     from elastic_runtime.streams import RandomStreams
 
 DEFAULT_SHARDS = 8
 
 
-class Mode(Protocol):
-    """How the steps of one training are computed."""
+class Mode:
+    """How the steps of one training are computed. What stands here is what `fast` does beside its reducer."""
 
     name: str
-    reducer: GradientReducer
-    tail: Tail
+    lockstep = False
+    """All workers have to iterate equally often in a step, so that none can cut its share by itself."""
+
+    def __init__(
+        self, buffers: FollowedBuffers, streams: RandomStreams, make_reducer: Callable[[int], GradientReducer]
+    ) -> None:
+        """`make_reducer` gets the number of values in the tail."""
+        self._buffers, self._streams = buffers, streams
+        self.tail = Tail(buffers)
+        self.reducer = make_reducer(self.tail.size)
 
     def remember(self) -> None:
         """A step begins, and its data are not fetched yet: what is there now is what a repeated step begins with."""
+        self._buffers.save()
+        self._streams.save()
 
     def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
         """A micro-batch is about to be computed, the `first` of its step."""
 
-    def end(self, micro: MicroBatch) -> None:
+    def end(self, micro: MicroBatch) -> None:  # noqa: ARG002
         """Its backward pass is over."""
+        self.reducer.end()
 
     def fill_tail(self, *, leader: bool, samples: int, vote: int, weight: float) -> None:
         """This worker's numbers, for the sum over all workers."""
+        self.tail.fill(self.reducer.tail, leader=leader, samples=samples, vote=vote, weight=weight)
 
     def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
         """Everybody's; whether the switch that this worker voted for is agreed on."""
+        return self.tail.take(self.reducer.tail, keeps=leader, samples=micro.step_samples, workers=workers)
 
     def completed(self, step: int) -> None:
         """The gradients are summed: optimizer and scheduler come next."""
 
     def restore(self) -> None:
         """The step is repeated."""
+        self._buffers.restore()
+        self._streams.restore()
 
     def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
         """A state that was captured in the middle of a step, as it was at the step's beginning."""
+        return {**captured, "model": self._buffers.rewound(captured["model"]), "streams": self._streams.saved}
 
 
-class FastMode:
+class FastMode(Mode):
     """See the module."""
 
     name = "fast"
 
     def __init__(self, state: TrainingState, buffers: FollowedBuffers, streams: RandomStreams) -> None:
-        self._buffers, self._streams = buffers, streams
-        self.tail = Tail(buffers)
-        self.reducer: GradientReducer = FastReducer(state.parameters(), self.tail.size)
-
-    def remember(self) -> None:
-        """See Mode."""
-        self._buffers.save()
-        self._streams.save()
-
-    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
-        """See Mode."""
-
-    def end(self, micro: MicroBatch) -> None:  # noqa: ARG002
-        """See Mode."""
-        self.reducer.end()
-
-    def fill_tail(self, *, leader: bool, samples: int, vote: int, weight: float) -> None:
-        """See Mode."""
-        self.tail.fill(self.reducer.tail, leader=leader, samples=samples, vote=vote, weight=weight)
-
-    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
-        """See Mode."""
-        return self.tail.take(self.reducer.tail, keeps=leader, samples=micro.step_samples, workers=workers)
-
-    def completed(self, step: int) -> None:
-        """See Mode."""
-
-    def restore(self) -> None:
-        """See Mode."""
-        self._buffers.restore()
-        self._streams.restore()
-
-    def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
-        """See Mode."""
-        return {**captured, "model": self._buffers.rewound(captured["model"]), "streams": self._streams.saved}
+        super().__init__(buffers, streams, partial(FastReducer, state.parameters()))
 
 
-class ExactMode:
+class ExactMode(Mode):
     """See the module. `seed`: the job's."""
 
     name = "exact"
 
     def __init__(self, state: TrainingState, buffers: FollowedBuffers, streams: RandomStreams, seed: int) -> None:
-        self._buffers, self._streams, self._seed = buffers, streams, seed
-        self.tail = Tail(buffers)
-        self.reducer: GradientReducer = ExactReducer(state.parameters(), self.tail.size)
+        super().__init__(buffers, streams, partial(ExactReducer, state.parameters()))
+        self._seed = seed
         use_deterministic_algorithms()
 
     def remember(self) -> None:
@@ -126,7 +111,7 @@ class ExactMode:
 
     def end(self, micro: MicroBatch) -> None:
         """See Mode."""
-        self.reducer.end()
+        super().end(micro)
         if micro.shard == 0 and not micro.ghost:
             self._buffers.keep()
 
@@ -134,11 +119,7 @@ class ExactMode:
         """See Mode. Rank 0 has the first shard."""
         if leader:
             self._buffers.restore_kept()
-        self.tail.fill(self.reducer.tail, leader=leader, samples=samples, vote=vote, weight=weight)
-
-    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
-        """See Mode."""
-        return self.tail.take(self.reducer.tail, keeps=leader, samples=micro.step_samples, workers=workers)
+        super().fill_tail(leader=leader, samples=samples, vote=vote, weight=weight)
 
     def completed(self, step: int) -> None:
         """See Mode."""

@@ -191,7 +191,7 @@ class Session:
         micro = self._micro
         if micro is None or self._complete or error is None or not is_out_of_memory(error):
             return False
-        if self._mode.name == "sharded":
+        if self._mode.lockstep:
             error.add_note("with shard= all workers iterate in step: lower max_batch_per_gpu")
             return False
         if not self._memory.grow() and not self._halve(micro, error):

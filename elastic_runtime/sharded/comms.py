@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from elastic_runtime.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.fsdp import FSDPModule
 
@@ -31,6 +31,15 @@ class Link:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.broken: CollectiveError | None = None
+
+    def does(self, collective: Callable[[], None]) -> bool:
+        """Whether it is done. Once one has failed, none is tried."""
+        if self.broken is None:
+            try:
+                collective()
+            except CollectiveError as error:
+                self.broken = error
+        return self.broken is None
 
     def check(self) -> None:
         """CollectiveError where a collective of this generation has failed."""
@@ -56,23 +65,12 @@ class _Allocating:
 
 class _AllGather(_Allocating, AllGather):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        link = self._link
-        if link.broken is None:
-            try:
-                link.group.all_gather_into(output_tensor, input_tensor)
-            except CollectiveError as error:
-                link.broken = error
-        if link.broken is not None:
-            output_tensor.view(link.group.size, -1).copy_(input_tensor.clone().view(1, -1))
+        group = self._link.group
+        if not self._link.does(lambda: group.all_gather_into(output_tensor, input_tensor)):
+            output_tensor.view(group.size, -1).copy_(input_tensor.clone().view(1, -1))
 
 
 class _ReduceScatter(_Allocating, ReduceScatter):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        link = self._link
-        if link.broken is None:
-            try:
-                link.group.reduce_scatter_into(output_tensor, input_tensor)
-            except CollectiveError as error:
-                link.broken = error
-        if link.broken is not None:
+        if not self._link.does(lambda: self._link.group.reduce_scatter_into(output_tensor, input_tensor)):
             output_tensor.zero_()

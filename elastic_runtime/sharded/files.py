@@ -14,7 +14,6 @@ length of the head (8 bytes), its CRC-32 (4 bytes). So a reader checks just what
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import pickle
@@ -88,20 +87,7 @@ def write_part(directory: str, saved: Saved, rank: int, parts: Parts) -> Path:
     """This rank's part; every rank writes those tensors that all have, too. CheckpointError where it cannot be done."""
     target = saved.path(directory, rank)
     partial = target.with_name(f"{target.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            for block in _blocks(parts, rank, saved.ranks):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(target)
-        checkpoint.sync_directory(target.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"step {saved.step} could not be saved to {directory}: {error}; free or mount it"
-        ) from error
+    checkpoint.write_whole(target, partial, saved.step, _blocks(parts, rank, saved.ranks))
     return target
 
 
@@ -171,7 +157,7 @@ def _blocks(parts: Parts, rank: int, ranks: int) -> Iterator[bytes | memoryview]
     at, stored = len(MAGIC), []
     tensors = [tensor.cpu().contiguous() for tensor in (*parts.shards, *parts.replicated)]
     for tensor in tensors:
-        raw = _raw(tensor)
+        raw = checkpoint.bytes_of(tensor)
         stored.append(_Stored(at, len(raw), zlib.crc32(raw)))
         at += len(raw)
         yield raw
@@ -221,8 +207,3 @@ def _read(file: BufferedReader, stored: _Stored) -> bytearray:
 
 def _typed(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
-
-
-def _raw(tensor: torch.Tensor) -> memoryview:
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from elastic_runtime.tail import Tail
+from elastic_runtime.modes import Mode
 
 if TYPE_CHECKING:
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.buffers import FollowedBuffers
-    from elastic_runtime.gradients import GradientReducer
     from elastic_runtime.groups import Group
     from elastic_runtime.sharded.sharding import Sharding
     from elastic_runtime.streams import RandomStreams
@@ -79,32 +78,23 @@ class ShardedReducer:
         return [gradient.to_local() for gradient in found if isinstance(gradient, DTensor)]
 
 
-class ShardedMode:
-    """See Mode. Checkpoints and preemption are agreed on in the same sum as a switch: no worker can save alone."""
+class ShardedMode(Mode):
+    """Checkpoints and preemption are agreed on in the same sum as a switch: no worker can save alone."""
 
     name = "sharded"
+    lockstep = True
 
     def __init__(self, sharding: Sharding, buffers: FollowedBuffers, streams: RandomStreams) -> None:
-        self._sharding, self._buffers, self._streams = sharding, buffers, streams
-        self.tail = Tail(buffers)
-        self._reducer = ShardedReducer(sharding, self.tail.size)
-        self.reducer: GradientReducer = self._reducer
+        self._sharding = sharding
+        super().__init__(buffers, streams, self._make_reducer)
 
-    def remember(self) -> None:
-        """See Mode."""
-        self._buffers.save()
-        self._streams.save()
-
-    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
-        """See Mode."""
-
-    def end(self, micro: MicroBatch) -> None:  # noqa: ARG002
-        """See Mode."""
-        self.reducer.end()
+    def _make_reducer(self, tail_size: int) -> ShardedReducer:
+        self._reducer = ShardedReducer(self._sharding, tail_size)
+        return self._reducer
 
     def fill_tail(self, *, leader: bool, samples: int, vote: int, weight: float) -> None:
         """See Mode."""
-        self.tail.fill(self.reducer.tail, leader=leader, samples=samples, vote=vote, weight=weight)
+        super().fill_tail(leader=leader, samples=samples, vote=vote, weight=weight)
         save = self._sharding.due() if leader else 0
         self._reducer.own.copy_(torch.tensor([save, self._sharding.is_told()], dtype=torch.float32))
 
@@ -112,15 +102,7 @@ class ShardedMode:
         """See Mode."""
         save, told = self._reducer.own.tolist()
         self._sharding.agreed(save=int(save), told=told > 0)
-        return self.tail.take(self.reducer.tail, keeps=leader, samples=micro.step_samples, workers=workers)
-
-    def completed(self, step: int) -> None:
-        """See Mode."""
-
-    def restore(self) -> None:
-        """See Mode."""
-        self._buffers.restore()
-        self._streams.restore()
+        return super().take_tail(micro, leader=leader, workers=workers)
 
     def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
         """See Mode."""

@@ -22,6 +22,7 @@ from elastic_runtime.errors import CheckpointError, SettingsError, StateError
 from elastic_runtime.keeper import Keeper
 from elastic_runtime.progress import Progress
 from elastic_runtime.reporting import Reporter
+from elastic_runtime.sharded import files
 from tests.elastic_runtime.training import Plan, train
 from tests.patience import until
 
@@ -34,7 +35,7 @@ STATE = {"weight": torch.arange(6.0).view(2, 3), "lr": 0.1, "steps": [torch.tens
 
 def test_a_state_is_read_back_as_it_was(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path), 7, STATE)
-    step, state = checkpoint.load_newest(str(tmp_path)) or (0, {})
+    step, state = files.load_newest(str(tmp_path)) or (0, {})
     assert step == 7
     assert torch.equal(state["weight"], STATE["weight"])  # type: ignore[arg-type]
     assert state["steps"][0] == 3
@@ -59,7 +60,7 @@ def test_a_damaged_newest_one_falls_back_to_the_one_before_and_says_so(
     whole = newest.read_bytes()
     flipped = whole[:-10] + bytes([whole[-10] ^ 1]) + whole[-9:]
     newest.write_bytes({"cut": whole[:-20], "flipped": flipped, "emptied": b"", "garbage": b"x" * 999}[damage])
-    assert (checkpoint.load_newest(str(tmp_path)) or (0,))[0] == 1
+    assert (files.load_newest(str(tmp_path)) or (0,))[0] == 1
     assert "falling back to the one before" in caplog.text
 
 
@@ -75,7 +76,7 @@ def test_a_writer_killed_at_any_instant_leaves_a_whole_newest_one(tmp_path: Path
     said = [int(writer.stdout.readline()) for _ in range(5)][-1]
     writer.kill()
     writer.wait()
-    step, state = checkpoint.load_newest(str(tmp_path)) or (0, {})
+    step, state = files.load_newest(str(tmp_path)) or (0, {})
     assert step >= said
     assert state["w"].unique().tolist() == [float(step)]
 
