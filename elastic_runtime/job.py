@@ -18,14 +18,14 @@ from elastic_runtime.guards import guard_class, guard_method
 from elastic_runtime.loader import ElasticLoader, IndexedLoader, check
 from elastic_runtime.member import Member
 from elastic_runtime.memory import MemoryFollower
-from elastic_runtime.modes import ExactMode, FastMode, Mode, numerics
+from elastic_runtime.modes import Clipping, ExactMode, FastMode, Mode, numerics
 from elastic_runtime.session import Session
 from elastic_runtime.sizes import GlobalBatch, MicroBatchLimit
 from elastic_runtime.state import Stateful, TrainingState
 from elastic_runtime.streamed import StreamedLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from torch.utils.data import DataLoader
@@ -181,6 +181,24 @@ class Job:
         be repeated, and they are None. LoopError where it is not called exactly once in an iteration.
         """
         self._prepared.backward(loss, weight, reduction)
+
+    def clip_grad_norm_(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002  (torch's own signature)
+        foreach: bool | None = None,  # noqa: FBT001
+    ) -> torch.Tensor:
+        """torch.nn.utils.clip_grad_norm_ for replicated and for sharded models; returns the total norm, a scalar.
+
+        It acts where a global step is complete. Elsewhere, and where a peer is lost in the middle of it (the step is
+        going to be repeated then), there are no gradients: it returns 0, as torch does for none. With a GradScaler,
+        `scaler.unscale_(optimizer)` comes before it, as ever.
+        """
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        how = Clipping(float(max_norm), float(norm_type), error_if_nonfinite, foreach)
+        return self._prepared.clip_grad_norm_(given, how)
 
     def retrying(self) -> Retrying:
         """`with job.retrying():` around an iteration's body: what does not fit into memory is repeated in halves.

@@ -9,6 +9,7 @@ buffers of the first shard, and streams that are a function of (seed, step), are
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
     from elastic_runtime.streams import RandomStreams
 
 DEFAULT_SHARDS = 8
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What torch.nn.utils.clip_grad_norm_ is asked for."""
+
+    max_norm: float
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+    foreach: bool | None = None
 
 
 class Mode:
@@ -69,6 +80,13 @@ class Mode:
 
     def completed(self, step: int) -> None:
         """The gradients are summed: optimizer and scheduler come next."""
+
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """After the reduction every worker has all gradients: nobody needs to be asked."""
+        how = clipping
+        return torch.nn.utils.clip_grad_norm_(
+            parameters, how.max_norm, how.norm_type, how.error_if_nonfinite, how.foreach
+        )
 
     def restore(self) -> None:
         """The step is repeated."""

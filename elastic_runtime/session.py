@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elastic_runtime.loader import ElasticLoader
     from elastic_runtime.member import Member
     from elastic_runtime.memory import MemoryFollower
-    from elastic_runtime.modes import Mode
+    from elastic_runtime.modes import Clipping, Mode
     from elastic_runtime.position import Position
     from elastic_runtime.sizes import MicroBatchLimit
     from elastic_runtime.state import TrainingState
@@ -162,6 +162,15 @@ class Session:
             if not self.out_of_memory(error):
                 raise
 
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """See `Job.clip_grad_norm_`."""
+        if self._complete:
+            try:
+                return self._mode.clip_grad_norm_(parameters, clipping)
+            except CollectiveError as error:
+                self._repeat_step(error)
+        return torch.tensor(0.0)
+
     def end(self) -> bool:
         """The loop is done with an iteration; False where what follows is to be planned anew."""
         micro, self._micro = self._micro, None
@@ -281,7 +290,7 @@ class Session:
     def _forget_step(self) -> None:
         self._mode.reducer.abandon()
         self._mode.restore()
-        self._repeat = True
+        self._repeat, self._complete = True, False
 
     def _recover(self, error: CollectiveError | None) -> None:
         epoch = self.position.epoch

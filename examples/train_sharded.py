@@ -61,6 +61,7 @@ def main() -> None:
         for samples, targets in loader:
             loss = nn.functional.mse_loss(model(samples), targets)
             job.backward(loss)
+            job.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         if job.is_leader:

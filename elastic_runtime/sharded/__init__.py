@@ -5,7 +5,7 @@
       state      what of a training's state is sharded
       transfer   parts on their way from old ranks to new ones; layout: which
       files      checkpoints in parts; keeper: when
-    mode       the steps in between; comms: FSDP's collectives over our group
+    mode       the steps in between; comms: FSDP's collectives over our group; clipping: the norm of all shards
 
 Nothing is imported here: FSDP costs a second, and most jobs do without.
 """

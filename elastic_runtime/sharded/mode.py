@@ -13,11 +13,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from elastic_runtime.modes import Mode
+from elastic_runtime.sharded.clipping import clip_shards_
 
 if TYPE_CHECKING:
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.buffers import FollowedBuffers
     from elastic_runtime.groups import Group
+    from elastic_runtime.modes import Clipping
     from elastic_runtime.sharded.sharding import Sharding
     from elastic_runtime.streams import RandomStreams
 
@@ -103,6 +105,11 @@ class ShardedMode(Mode):
         save, told = self._reducer.own.tolist()
         self._sharding.agreed(save=int(save), told=told > 0)
         return super().take_tail(micro, leader=leader, workers=workers)
+
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """See Mode. CollectiveError where a peer is lost."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return clip_shards_(self._sharding.link.group, gradients, clipping)
 
     def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
         """See Mode."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import runpy
+import time
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,13 @@ from torch.utils.data import DataLoader
 
 import elastic_runtime
 from elastic_runtime.packing import pack
-from tests.elastic_runtime.training import FEATURES, Gate, Plan, Points, backpropagate
+from tests.elastic_runtime.training import FEATURES, Gate, Plan, Points, Record, backpropagate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 WIDTH = 50  # divided by no number of workers here
+AT_CLIPPING = 1 << 20  # where a worker says that it is, in place of a step
 
 
 class Model(nn.Module):
@@ -42,7 +44,8 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.norm(self.enter(x)))
         x = self.second(torch.tanh(self.first(x)))
-        found: torch.Tensor = self.leave(torch.tanh(x + self.frozen(x)))
+        x = torch.tanh(x + self.frozen(x))
+        found: torch.Tensor = self.leave(x.to(self.leave.weight.dtype))
         return found
 
 
@@ -57,9 +60,16 @@ def shard_mixed(model: Model, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
+def shard_two_types(model: Model, mesh: DeviceMesh) -> None:
+    fully_shard(model.leave, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 def build(plan: Plan) -> tuple[Model, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     torch.manual_seed(1)
     model = Model(normalise=plan.normalise)
+    if plan.options.get("sharded") == "two types":
+        model.leave.bfloat16()
     rest = [p for name, p in model.named_parameters() if not name.startswith("enter")]
     groups: list[dict[str, Any]] = [{"params": list(model.enter.parameters()), "lr": 0.02}, {"params": rest}]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
@@ -72,38 +82,70 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
     return [sum(t.to_local().nbytes for t in tensors), sum(t.numel() * t.element_size() for t in tensors)]
 
 
-def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+@dataclass(frozen=True)
+class Clip:
+    """How the loop clips. `stops`: at this step, worker 1 stands still where the others have begun to."""
+
+    max_norm: float = 0.5
+    norm_type: float = 2.0
+    compared: bool = False
+    stops: int = -1
+
+    def __call__(self, job: Any, index: int, model: nn.Module, gate: Gate | None) -> None:
+        if gate and job.applied and job.step == self.stops:
+            gate.at[index] = AT_CLIPPING
+            while index == 1:
+                time.sleep(0.01)
+        if not self.compared:
+            job.clip_grad_norm_(model.parameters(), self.max_norm, self.norm_type)
+        elif job.applied:
+            self._compare(job, model)
+        else:
+            assert float(job.clip_grad_norm_(model.parameters(), self.max_norm)) == 0.0
+
+    def _compare(self, job: Any, model: nn.Module) -> None:
+        """With torch's own."""
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        before = [_whole(gradient).clone() for gradient in gradients]
+        expected = nn.utils.get_total_norm(before, self.norm_type)
+        nn.utils.clip_grads_with_norm_(twins := [_with_grad(gradient) for gradient in before], self.max_norm, expected)
+        found = job.clip_grad_norm_(model.parameters(), self.max_norm, self.norm_type)
+        rounding = max(torch.finfo(gradient.dtype).eps for gradient in before)  # as the tensors' norms are rounded
+        torch.testing.assert_close(found, expected, rtol=10 * rounding, atol=0.0)
+        for gradient, twin in zip(gradients, twins, strict=True):
+            torch.testing.assert_close(_whole(gradient), twin.grad, rtol=10 * rounding, atol=1e-6)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _with_grad(gradient: torch.Tensor) -> torch.Tensor:
+    twin = torch.zeros_like(gradient)
+    twin.grad = gradient
+    return twin
+
+
+def train(plan: Plan, index: int, directory: Path, gate: Gate | None, clip: Clip = Clip()) -> None:
     """As `training.train`. `plan.options["sharded"]`: "" for none."""
     torch.set_num_threads(1)
-    log = (directory / f"consumed-{index}.jsonl").open("a", buffering=1)
     options = dict(plan.options)
-    wrap = {"": None, "plain": shard, "mixed": shard_mixed}[options.pop("sharded", "plain")]
+    wrap = {"": None, "plain": shard, "mixed": shard_mixed, "two types": shard_two_types}[
+        options.pop("sharded", "plain")
+    ]
     job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **options)
     model, optimizer, scheduler = build(plan)
     loader: Any = DataLoader(Points(plan.samples), batch_size=plan.loader_batch, shuffle=True)
     model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler, shard=wrap)
-    consumed: list[int] = []
-
-    def note(what: str) -> None:
-        row = {what: job.step, "generation": job._member.generation, "indices": consumed}
-        log.write(json.dumps({**row, "held": held(model, optimizer), "workers": job.world_size}) + "\n")
-
-    optimizer.register_step_post_hook(lambda *_: note("applied"))
+    more = lambda: {"held": held(model, optimizer), "workers": job.world_size}  # noqa: E731
+    record = Record(job, index, directory, optimizer, more)
     for _epoch in job.epochs(plan.epochs):
         for x, y, indices in loader:
             if gate:
                 gate.pass_through(index, job.step)
-            session = job._session
-            assert session is not None
-            assert session._micro is not None
-            if session._first:
-                consumed.clear()
-            if not session._micro.ghost:
-                consumed += indices.tolist()
-            if session._micro.last:
-                note("computed")
+            record.computes(indices)
             backpropagate(job, plan, index, model, x, y, indices)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            clip(job, index, model, gate)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()

@@ -154,9 +154,39 @@ def backpropagate(
         job.backward(losses.sum() if plan.weighting == "sum" else losses.mean(), reduction=plan.weighting)
 
 
+class Record:
+    """Writes down which samples were computed, and which of them were applied. `more`: what else is of interest."""
+
+    def __init__(
+        self,
+        job: Any,
+        index: int,
+        directory: Path,
+        optimizer: torch.optim.Optimizer,
+        more: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._job, self._more = job, more
+        self._log = (directory / f"consumed-{index}.jsonl").open("a", buffering=1)
+        self._consumed: list[int] = []
+        optimizer.register_step_post_hook(lambda *_: self._note("applied"))
+
+    def computes(self, indices: torch.Tensor) -> None:
+        """The loop begins an iteration over these samples."""
+        session = self._job._session
+        if session._first:
+            self._consumed.clear()
+        if not session._micro.ghost:
+            self._consumed += indices.tolist()
+        if session._micro.last:
+            self._note("computed")
+
+    def _note(self, what: str) -> None:
+        row = {what: self._job.step, "generation": self._job._member.generation, "indices": self._consumed}
+        self._log.write(json.dumps({**row, **self._more()}) + "\n")
+
+
 def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     torch.set_num_threads(plan.threads)
-    log = (directory / f"consumed-{index}.jsonl").open("a", buffering=1)
     job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **plan.options)
     model, optimizer, scheduler = build(plan)
     points = Points(plan.samples, noisy=plan.mixed)
@@ -170,27 +200,14 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
         multiprocessing_context=fork,
     )
     model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler)
-    consumed: list[int] = []
-
-    def note(what: str) -> None:
-        processes = [child.pid for child in multiprocessing.active_children()]
-        row = {what: job.step, "generation": job._member.generation, "indices": consumed, "processes": processes}
-        log.write(json.dumps(row) + "\n")
-
-    optimizer.register_step_post_hook(lambda *_: note("applied"))
+    record = Record(
+        job, index, directory, optimizer, lambda: {"processes": [c.pid for c in multiprocessing.active_children()]}
+    )
     for _epoch in job.epochs(plan.epochs):
         for x, y, indices in loader:
             if gate:
                 gate.pass_through(index, job.step)
-            session = job._session
-            assert session is not None
-            assert session._micro is not None
-            if session._first:
-                consumed.clear()
-            if not session._micro.ghost:
-                consumed += indices.tolist()
-            if session._micro.last:
-                note("computed")
+            record.computes(indices)
             backpropagate(job, plan, index, model, x, y, indices)
             nn.utils.clip_grad_norm_(model.parameters(), 5.0)
             optimizer.step()
