@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota.membership.tables import WorkerState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from kfp_gpuquota.membership.roster import Limits, Member
 
 
-def kills_due(members: Iterable[Member], limits: Limits, now: float) -> Iterator[tuple[str, str]]:
-    """(worker, why) for each worker to be killed now.
+def kills_due(
+    members: Iterable[Member], together: Collection[Member], limits: Limits, now: float
+) -> Iterator[tuple[str, str]]:
+    """(worker, why) for each worker to be killed now. Those `together` in generations may wait for each other.
 
     Killing a silent worker closes its sockets, and that is what frees the peers which wait for it.
     """
@@ -23,12 +25,30 @@ def kills_due(members: Iterable[Member], limits: Limits, now: float) -> Iterator
         unheard_since = member.wanted_at if member.heard_at is None else None
         if unheard_since is not None and now - unheard_since > limits.starting_s:
             yield member.id, f"it was not heard within {limits.starting_s:g} s of its start"
-        elif member.heard_at is not None and member.alive and now - member.heard_at > _patience_s(member, limits):
-            yield member.id, f"it was silent for more than {_patience_s(member, limits):g} s"
+        elif silent_s := _too_long_silent_s(member, together, limits, now):
+            yield member.id, f"it was silent for more than {silent_s:g} s"
         elif member.leaving_since is not None and now - member.leaving_since > limits.leave_s:
             yield member.id, f"it did not leave within {limits.leave_s:g} s"
 
 
-def _patience_s(member: Member, limits: Limits) -> float:
-    """Nobody waits for one that still loads its model, which may keep all of its threads from running for long."""
-    return limits.starting_s if member.state is WorkerState.JOINING else limits.silence_s
+def _too_long_silent_s(member: Member, together: Collection[Member], limits: Limits, now: float) -> float:
+    """The limit that its silence has passed; 0: none.
+
+    Silence counts while another one may wait for it that is heard itself: workers that are all silent at once are
+    behind a broken network, where killing them would help nobody and lose the job's state.
+    """
+    if member.heard_at is None or not member.alive:
+        return 0.0
+    silent_s = now - member.heard_at
+    waits_s = max((_heard_for_s(o, limits, now) for o in together if o is not member), default=0.0)
+    if member in together and min(silent_s, waits_s) > limits.silence_s:
+        return limits.silence_s
+    most_s = limits.starting_s if member.state is WorkerState.JOINING else limits.unheard_s
+    return most_s if silent_s > most_s else 0.0
+
+
+def _heard_for_s(member: Member, limits: Limits, now: float) -> float:
+    """For how long it has been heard, up to now, without a gap that is called silence."""
+    if not member.alive or member.heard_since is None or now - (member.heard_at or 0.0) > limits.silence_s:
+        return 0.0
+    return now - member.heard_since

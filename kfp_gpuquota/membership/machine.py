@@ -13,7 +13,7 @@ from typing import Never
 from kfp_gpuquota.membership import commands as c
 from kfp_gpuquota.membership import events as e
 from kfp_gpuquota.membership.limits import kills_due
-from kfp_gpuquota.membership.policy import first_members, next_members, survivors
+from kfp_gpuquota.membership.policy import concerned, first_members, next_members, survivors
 from kfp_gpuquota.membership.roster import Generation, Limits, Member
 from kfp_gpuquota.membership.tables import GenerationState, GenerationTrigger, WorkerState, WorkerTrigger
 
@@ -96,7 +96,7 @@ class Membership:
             return
         member = self.members.get(event.worker)
         if member and member.alive:
-            member.heard_at = self._now
+            member.hear(self._now, self.limits.silence_s)
 
     @_on.register
     def _on_target(self, event: e.TargetChanged) -> None:
@@ -114,7 +114,8 @@ class Membership:
     @_on.register
     def _on_tick(self, _event: e.Ticked) -> None:
         self._mark_leaving()
-        for worker, why in kills_due(self.members.values(), self.limits, self._now):
+        together = [self.members[w] for w in concerned(self.generations.values())]  # also one withdrawn, yet agreed on
+        for worker, why in kills_due(self.members.values(), together, self.limits, self._now):
             self._kill(worker, why)
 
     @_on.register
@@ -132,7 +133,7 @@ class Membership:
     def _on_joined(self, event: e.WorkerJoined) -> None:
         member = self.members.setdefault(event.worker, Member(event.worker))
         member.connected = True
-        member.heard_at = self._now
+        member.hear(self._now, self.limits.silence_s)
         member.move(WorkerTrigger.JOINED)
 
     @_on.register
@@ -278,6 +279,12 @@ class Membership:
     def _wanted(self) -> tuple[str, ...]:
         return tuple(w for w in self.target if w not in self._asked_to_leave and self.members[w].alive)
 
+    def _perhaps_training(self) -> set[str]:
+        """After a restart, for a while: who has not been heard, and may hold the job's state, wanted or not."""
+        if self._now >= self._amnesia_until:
+            return set()
+        return {worker for worker, member in self.members.items() if member.heard_at is None and member.alive}
+
     def _mark_leaving(self) -> None:
         for member in self.members.values():
             released = member.state is WorkerState.LEFT  # for good: its id is not wanted again
@@ -304,13 +311,11 @@ class Membership:
             self._decide_resize(self.base)
 
     def _decide_first(self) -> None:
-        wanted = self._wanted()
-        if self.pending and set(self.pending.members) <= set(wanted) and not self._failure_is_due(self.pending):
+        pending = self.pending
+        if pending and set(pending.members) <= set(self._wanted()) and not self._failure_is_due(pending):
             return
-        wanted = self._wanted()  # a failure that is due may have killed some
-        members = first_members(
-            [self.members[w] for w in wanted], self.min_workers, self.limits.forming_s, self._amnesia_until, self._now
-        )
+        wanted = [] if self._perhaps_training() else [self.members[worker] for worker in self._wanted()]
+        members = first_members(wanted, self.min_workers, self.limits.forming_s, self._now)
         self._withdraw()
         if members:
             self._open(members, base=0)
@@ -385,13 +390,9 @@ class Membership:
         self._out.append(c.Reserve(self._highest))
 
     def _send_changed_orders(self) -> None:
-        in_use: set[str] = set()
-        if self.base:
-            in_use.update(self.base.members, () if self.base.complete else self.base.leavers)
-        if self.pending:
-            in_use.update(self.pending.members)
+        in_use = concerned([generation for generation in (self.base, self.pending) if generation])
         named = {worker for worker, member in self.members.items() if member.wanted_at is not None}
-        for worker in named - set(self._wanted()) - in_use:
+        for worker in named - set(self._wanted()) - in_use - self._perhaps_training():
             self.members[worker].move(WorkerTrigger.RELEASED)
         for worker, member in self.members.items():
             order = self.order_for(worker)

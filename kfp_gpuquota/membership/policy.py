@@ -7,25 +7,19 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota.membership.tables import WorkerState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from kfp_gpuquota.membership.roster import Member
+    from kfp_gpuquota.membership.roster import Generation, Member
 
 
-def first_members(
-    wanted: Sequence[Member], min_workers: int, forming_s: float, not_without_all_before: float, now: float
-) -> tuple[str, ...]:
-    """The first generation: all wanted workers, or after `forming_s` those that are ready. Empty: not yet.
-
-    Before `not_without_all_before` it takes all of them: after a restart of the coordinator, one that was not heard
-    may be training.
-    """
+def first_members(wanted: Sequence[Member], min_workers: int, forming_s: float, now: float) -> tuple[str, ...]:
+    """The first generation: all wanted workers, or after `forming_s` those that are ready. Empty: not yet."""
     ready = [member for member in wanted if member.state is WorkerState.READY]
     if not ready:
         return ()
     if len(ready) < len(wanted):
         waited = now - min(member.ready_at or 0.0 for member in ready)
-        if len(ready) < min_workers or waited < forming_s or now < not_without_all_before:
+        if len(ready) < min_workers or waited < forming_s:
             return ()
     return tuple(member.id for member in ready)
 
@@ -46,3 +40,8 @@ def next_members(base: Sequence[str], wanted: Sequence[str], members: Mapping[st
     if stay or not wanted:
         return stay + join
     return (*base[:1], *join) if join else tuple(base)
+
+
+def concerned(generations: Iterable[Generation]) -> set[str]:
+    """Their members, and those who leave with one of them while not everybody has switched."""
+    return {worker for g in generations for worker in (*g.members, *(() if g.complete else g.leavers))}

@@ -19,13 +19,15 @@ class Limits:
     """How long the machine waits, in seconds.
 
     `starting_s`: from being wanted to a worker's first message, and without a sign of life while it gets ready.
-    `silence_s`: without a sign of life from then on, before a worker is killed. `leave_s`: from being told to go to
-    being killed. `forming_s`: from the first ready worker to a first generation without those that are not.
-    `failure_s`: from a failed collective that no lost worker explains to repeating the step with everybody.
+    `silence_s`: without a sign of life from then on, before a worker is killed that another one may wait for.
+    `unheard_s`: the same where nobody may, or nobody who might is heard. `leave_s`: from being told to go to being
+    killed. `forming_s`: from the first ready worker to a first generation without those that are not. `failure_s`: from
+    a failed collective that no lost worker explains to repeating the step with everybody.
     """
 
     starting_s: float = 900.0
     silence_s: float = 10.0
+    unheard_s: float = 60.0
     leave_s: float = 30.0
     forming_s: float = 5.0
     failure_s: float = 2.0
@@ -39,11 +41,18 @@ class Member:
     state: WorkerState = WorkerState.EXPECTED
     wanted_at: float | None = None  # None: it connected, and the cluster has not named it yet
     heard_at: float | None = None
+    heard_since: float | None = None  # from here to `heard_at` there was no silence
     connected: bool = False
     ready_at: float | None = None
     leaving_since: float | None = None
     killed: bool = False
     finished: bool = False
+
+    def hear(self, now: float, silence_s: float) -> None:
+        """It gave a sign of life."""
+        if self.heard_since is None or now - (self.heard_at or 0.0) > silence_s:
+            self.heard_since = now
+        self.heard_at = now
 
     def move(self, trigger: WorkerTrigger) -> bool:
         """Follow the table; False where it has no such transition."""

@@ -24,6 +24,7 @@ from kfp_gpuquota.membership import (
     TrainingFinished,
     WorkerDisconnected,
     WorkerGone,
+    WorkerHeard,
     WorkerJoined,
     WorkerReady,
     WorkerReconnected,
@@ -193,11 +194,48 @@ def test_a_joiner_that_switched_alone_to_what_another_generation_has_replaced_is
     assert [c for c in drive(GenerationAdopted("b", 2, 4)) if isinstance(c, Kill)] == []
 
 
+def passing(drive: Driver, *heard: str, until: float) -> set[str]:
+    """Who is killed while only these are heard, twice a second."""
+    killed = set[str]()
+    while drive.now < until:
+        said = drive(*map(WorkerHeard, heard), Ticked(), at=drive.now + 0.5)
+        killed |= {command.worker for command in said if isinstance(command, Kill)}
+    return killed
+
+
 def test_a_silent_worker_is_killed_and_its_peers_go_on() -> None:
     drive = training("a", "b")
-    said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=10.1)
-    assert [c.worker for c in said if isinstance(c, Kill)] == ["b"]
-    assert Tell("a", Recover(2, ("a",))) in said
+    assert passing(drive, "a", until=10.0) == set()
+    assert passing(drive, "a", until=10.5) == {"b"}
+    assert drive.orders("a")[-1] == Recover(2, ("a",))
+
+
+def test_a_worker_that_trains_alone_keeps_nobody_waiting_and_may_be_silent_for_longer() -> None:
+    drive = training("a")
+    drive(TargetChanged(("a", "b")), WorkerJoined("b"))
+    assert passing(drive, "b", until=60.0) == set()
+    assert passing(drive, "b", until=60.5) == {"a"}
+
+
+def test_workers_that_are_all_silent_at_once_are_behind_a_broken_network_and_nobody_is_killed() -> None:
+    drive = training("a", "b")
+    assert passing(drive, until=50.0) == set()
+    drive(WorkerHeard("a"), Ticked())
+    assert passing(drive, "a", until=60.0) == set()
+    assert passing(drive, "a", "b", until=100.0) == set()
+
+
+def test_of_workers_that_were_all_silent_one_that_stays_so_is_killed() -> None:
+    drive = training("a", "b")
+    assert passing(drive, until=20.0) == set()
+    assert passing(drive, "a", until=30.5) == set()
+    assert passing(drive, "a", until=31.0) == {"b"}
+
+
+def test_a_leaver_that_falls_silent_is_waited_for_until_everybody_has_switched() -> None:
+    drive = training("a", "b", "c")
+    drive(TargetChanged(("a", "b")), GenerationAdopted("a", 2, 5))
+    assert passing(drive, "a", "b", until=10.5) == {"c"}
 
 
 def test_a_worker_that_gets_ready_may_be_silent_for_longer_since_nobody_waits_for_it() -> None:
@@ -213,8 +251,7 @@ def test_a_worker_that_gets_ready_may_be_silent_for_longer_since_nobody_waits_fo
 def test_a_worker_that_is_ready_is_waited_for_and_may_not_be_silent() -> None:
     drive = training("a")
     drive(TargetChanged(("a", "b")), *arrive("b"))
-    said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=10.5)
-    assert [c.worker for c in said if isinstance(c, Kill)] == ["b"]
+    assert passing(drive, "a", until=10.5) == {"b"}
 
 
 def test_a_worker_that_does_not_leave_in_time_is_killed() -> None:
@@ -294,6 +331,14 @@ def test_a_restarted_coordinator_forms_nothing_new_while_a_worker_may_still_be_t
     drive(TargetChanged(("a", "b")), *arrive("b"), at=1.0)
     assert not [c for c in drive(Ticked(), at=9.0) if isinstance(c, Reserve)]
     assert Reserve(8) in drive(Ticked(), at=10.0)
+
+
+def test_a_restarted_coordinator_waits_for_a_worker_that_is_no_longer_wanted_and_holds_the_state() -> None:
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "b")), TargetChanged(("b",)), *arrive("b"), at=1.0)
+    assert not [c for c in drive(Ticked(), at=9.0) if isinstance(c, Reserve)]
+    drive(WorkerReconnected("a", 7, ("a",), 30))
+    assert drive.machine.order_for("a") == Propose(8, ("a", "b"), base=7)
 
 
 def test_messages_of_an_older_generation_change_nothing() -> None:
