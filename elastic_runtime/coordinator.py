@@ -32,6 +32,8 @@ SILENCE_S = 10.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
+_LAST_CHUNK = b"0\r\n\r\n"
+
 _log = logging.getLogger("elastic_runtime")
 
 
@@ -51,6 +53,7 @@ class Coordinator:
         self._outbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._connection: http.client.HTTPConnection | None = None
         self._greeting = threading.Lock()  # what is said during the greeting follows it, and is not dropped
+        self._parted = False  # goodbye was said on this connection
         self._closing = threading.Event()
         self._ended = threading.Event()
         self._reader = threading.Thread(target=self._read, name="elastic-orders", daemon=True)
@@ -71,12 +74,13 @@ class Coordinator:
         self._outbox.put({"event": event, "worker": self.worker, **fields})
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Say goodbye, and wait until the coordinator has read everything before it, if it is there."""
+        """Say goodbye, and wait until the coordinator has read everything before it; it may come back meanwhile."""
         if self._closing.is_set() or not self._reader.is_alive():
             return
         self._closing.set()
         self._outbox.put(None)
         self._ended.wait(timeout_s)
+        self._ended.set()
         self._drop()
 
     # The reader's thread
@@ -84,19 +88,21 @@ class Coordinator:
     def _read(self) -> None:
         pause = FIRST_PAUSE_S
         try:
-            while not self._closing.is_set():
+            while not self._ended.is_set():
                 try:
                     for line in self._connected():
                         pause = FIRST_PAUSE_S
                         if line.strip():
                             self._on_order(Order.parse(json.loads(line)))
+                    if self._parted:
+                        return
                 except CoordinatorError as refusal:
                     self._on_refused(refusal)
                     return
                 except (OSError, ValueError, TypeError, ElasticError) as error:
                     _log.debug("the coordinator is away: %s", error)
                 self._drop()
-                self._closing.wait(pause)
+                (self._ended if self._closing.is_set() else self._closing).wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         finally:
             self._ended.set()
@@ -110,8 +116,10 @@ class Coordinator:
         connection.endheaders()
         with self._greeting:
             self._forget_outbox()
-            connection.sock.sendall(b"".join(_chunk(event) for event in self._standing()))
-            self._connection = connection
+            parting = self._closing.is_set()
+            said = [_chunk(event) for event in self._standing()]
+            connection.sock.sendall(b"".join([*said, *([_LAST_CHUNK] if parting else [])]))
+            self._connection, self._parted = connection, parting
         response = connection.getresponse()
         if response.status in {401, 404, 409}:
             raise CoordinatorError(f"worker {self.worker!r}: the coordinator answered {_message(response)}")
@@ -133,13 +141,12 @@ class Coordinator:
             except queue.Empty:
                 event = {"event": "WorkerHeard", "worker": self.worker}
             with self._greeting:
-                connection = self._connection
-            if connection is None or connection.sock is None:
-                if event is None:
-                    self._ended.set()
+                connection, parted = self._connection, self._parted
+                self._parted = parted or event is None
+            if connection is None or connection.sock is None or parted:
                 continue
             try:
-                connection.sock.sendall(b"0\r\n\r\n" if event is None else _chunk(event))
+                connection.sock.sendall(_LAST_CHUNK if event is None else _chunk(event))
             except OSError:
                 self._drop()
 
