@@ -47,8 +47,8 @@ class Wrapping:
     """One training's models under `shard`, and the optimizers that hold their parameters.
 
     `modules`: those that `shard` wrapped. `dims`: along which dimension each parameter is sharded, once it was wrapped
-    for the first time. `aliases`: each name that a parameter has in a state_dict, and the one that it has here; they
-    differ where weights are tied.
+    for the first time. `aliases`: each name that a parameter has in a state_dict, and the one that it has here, the
+    first of them; they differ where weights are tied.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Wrapping:
         self._models, self._shard = models, shard
         self.modules: list[FSDPModule] = []
         self._bare = [_Bare(module, type(module)) for module in whole.modules()]
-        self._names = {id(parameter): name for name, parameter in whole.named_parameters()}
-        every = whole.named_parameters(remove_duplicate=False)
-        self.aliases = {alias: self._names[id(parameter)] for alias, parameter in every}
+        self._names = _names(whole)
+        every = whole.state_dict(keep_vars=True).items()
+        self.aliases = {alias: self._names[id(tensor)] for alias, tensor in every if id(tensor) in self._names}
         self._places: dict[str, list[tuple[torch.nn.Module, str]]] = {name: [] for name in self._names.values()}
         for module in whole.modules():
             for attribute, parameter in module._parameters.items():  # noqa: SLF001
@@ -145,6 +145,19 @@ class Wrapping:
                 "an optimizer is made of model.parameters(), before prepare"
             )
         return self._names[id(parameter)]
+
+
+def _names(whole: torch.nn.Module) -> dict[int, str]:
+    """By its id, what each parameter is called in a state_dict: wrappers of modules may hide themselves there."""
+    known: dict[int, str] = {}
+    for name, tensor in whole.state_dict(keep_vars=True).items():
+        known.setdefault(id(tensor), name)
+    for name, parameter in whole.named_parameters():
+        if id(parameter) not in known:
+            raise UsageError(
+                f"parameter {name!r} is not in the model's state_dict(), so it could not be moved or saved"
+            )
+    return {id(parameter): known[id(parameter)] for parameter in whole.parameters()}
 
 
 def as_dtensor(tensor: Sharded, local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
