@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from elastic_runtime.environment import Environment
     from elastic_runtime.loader import Plan
     from elastic_runtime.options import Options
+    from elastic_runtime.position import Position
     from elastic_runtime.sharded.wrap import ShardFunction
 
     Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -82,6 +84,30 @@ class Job:
     def applied(self) -> bool:
         """Whether this iteration completes a global step, so that the optimizer acts in it."""
         return self._prepared.applied
+
+    @property
+    def position(self) -> Position:
+        """Where the training stands once this iteration is over: epoch, steps of it, steps in all."""
+        return self._prepared.reached
+
+    def begin_at(self, position: Position) -> None:
+        """Begin there, unless a peer or a checkpoint is further. After `prepare`, before the loop: else LoopError."""
+        if self._prepared.started:
+            raise LoopError("job.begin_at comes before job.epochs")
+        assert self._state is not None
+        self._state.position = position
+
+    def settle_batch(self, *, global_batch_size: int, max_batch_per_gpu: int | None) -> None:
+        """Say what `init` was not told, before `prepare`: for integrations, which see the loader later.
+
+        What `init` was told stays. BatchPlanError for values that cannot be.
+        """
+        told = self._options
+        self._options = dataclasses.replace(
+            told,
+            global_batch_size=told.global_batch_size or global_batch_size,
+            max_batch_per_gpu=told.max_batch_per_gpu or max_batch_per_gpu,
+        )
 
     def prepare(
         self,

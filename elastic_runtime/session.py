@@ -75,6 +75,12 @@ class Session:
         """Whether this iteration completes a global step."""
         return self._complete
 
+    @property
+    def reached(self) -> Position:
+        """Where the training stands once this iteration is over."""
+        micro = self._micro
+        return self.position.after_step(micro.step_samples) if micro and self._complete else self.position
+
     def may_act(self) -> bool:
         """Whether optimizer, scheduler and scaler act now: outside an iteration, and where a step is complete."""
         return not self._catching_up and (self._micro is None or self._complete)

@@ -1,0 +1,330 @@
+"""`ElasticAccelerator`: an Accelerator whose loop is an elastic job's."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import asdict
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+
+import elastic_runtime
+from elastic_runtime.errors import LoopError, SettingsError, UsageError
+from elastic_runtime.integrations.accelerate.place import PlacedAccelerator
+from elastic_runtime.integrations.accelerate.prepared import (
+    ElasticOptimizer,
+    ElasticScheduler,
+    FurtherLoader,
+    TrainingLoader,
+)
+from elastic_runtime.integrations.accelerate.settings import as_one_process, check_arguments, check_more
+from elastic_runtime.loader import check
+from elastic_runtime.position import Position
+from elastic_runtime.sources import has_own_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch.utils.data import DataLoader
+
+    from elastic_runtime.job import Job
+
+POSITION_FILE = "elastic_position.json"
+
+
+class ElasticAccelerator(PlacedAccelerator):
+    """An Accelerator whose training may grow, shrink, lose workers and resume.
+
+    `global_batch_size` (samples of one global step, over all workers) is by default the training loader's `batch_size`
+    times `gradient_accumulation_steps`; the loader's `batch_size` is the most samples of one iteration.
+    `share_evaluation`: whether loaders besides the training one are shared out, as Accelerate does; if not, each worker
+    reads all of them, and may be lost meanwhile. Keywords in `elastic` go to `elastic_runtime.init`, all others to
+    Accelerator. SettingsError for those that bring a way of distributing of their own.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        global_batch_size: int | None = None,
+        share_evaluation: bool = True,
+        elastic: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = inspect.signature(Accelerator).bind(*args, **kwargs).arguments
+        check_arguments(given, os.environ)
+        with as_one_process():
+            super().__init__(*args, **kwargs)
+        if self.distributed_type != DistributedType.NO:
+            raise SettingsError(
+                f"Accelerate has {self.num_processes} processes of its own ({self.distributed_type.value}); make the "
+                "ElasticAccelerator before any other Accelerator or PartialState, and start it by torchrun, "
+                "accelerate launch or gpuquota"
+            )
+        self.sync_gradients = True
+        options: dict[str, Any] = {
+            "global_batch_size": global_batch_size,
+            "seed": self.dataloader_config.data_seed or 0,
+        }
+        options |= elastic or {}
+        self._global_batch, self._share_evaluation = options["global_batch_size"], share_evaluation
+        self._trained: list[torch.nn.Module] = []
+        self._training: TrainingLoader | None = None
+        self._named: DataLoader[Any] | None = None
+        self._position: Position | None = None
+        self._wanted_trackers: tuple[Any, ...] | None = None
+        self._ready = False
+        self.job: Job = elastic_runtime.init(**options)
+        self.job.on_resize(self.follow)
+        self.register_save_state_pre_hook(self._save_position)
+        self.register_load_state_pre_hook(self._load_position)
+
+    # The loop
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs from where the training stands up to `count`; a joiner begins in the middle of one."""
+        self._prepare_job()
+        for epoch in self.job.epochs(count):
+            self.follow()
+            yield epoch
+
+    def steps(self, count: int) -> Iterator[Any]:
+        """The training loader's batches, epoch after epoch, until `count` global steps are applied."""
+        self._prepare_job()
+        assert self._training is not None
+        yield from self._training.iterations(self.job.steps(count))
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:  # noqa: ARG002  (Accelerate's own signature)
+        """Around an iteration's body: what does not fit into memory is repeated in halves.
+
+        When a step is complete is the job's to say: how many iterations it has depends on the number of workers.
+        """
+        with self.job.retrying():
+            yield
+
+    def backward(
+        self, loss: torch.Tensor, *, weight: float | None = None, reduction: str = "mean", **kwargs: Any
+    ) -> None:
+        """`job.backward`: this micro-batch's share of the global batch. Exactly once in each iteration.
+
+        Afterwards `sync_gradients` says whether the step is complete.
+        """
+        check_more(kwargs)
+        try:
+            self.job.backward(loss, weight=weight, reduction=reduction)
+        except LoopError as error:
+            error.add_note(
+                "accelerator.backward is job.backward; the training loader is the first DataLoader that "
+                "accelerator.prepare was given, or its training_loader="
+            )
+            raise
+        self.sync_gradients = self.job.applied
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Where a global step is complete; elsewhere there are no gradients, and the norm is 0."""
+        if not self.sync_gradients:
+            return torch.zeros((), device=self.device)
+        self.unscale_gradients()
+        norm = self.job.clip_grad_norm_(parameters, max_norm, norm_type)
+        self.sync_gradients = self.job.applied
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Where a global step is complete."""
+        if self.sync_gradients:
+            super().clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Where a global step is complete; by the scaler, if there is one."""
+        if self.sync_gradients and self.scaler is not None:
+            for each in self._optimizers if optimizer is None else [optimizer]:
+                self.scaler.unscale_(getattr(each, "optimizer", each))
+
+    # What is prepared
+
+    def prepare(
+        self, *args: Any, device_placement: list[bool] | None = None, training_loader: DataLoader[Any] | None = None
+    ) -> Any:
+        """As Accelerator's: any number of objects in any order, which are returned in that order.
+
+        The first DataLoader that is given, or `training_loader`, holds the training data; further ones are for
+        evaluation and the like. Before the loop, else LoopError.
+        """
+        if self._ready and any(isinstance(each, torch.nn.Module | torch.optim.Optimizer) for each in args):
+            raise LoopError("accelerator.prepare comes before accelerator.epochs: joiners have to prepare the same")
+        if training_loader is not None:
+            self._named = training_loader
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: Any = None,
+        evaluation_mode: Any = False,  # noqa: FBT002  (Accelerate's own signature)
+    ) -> torch.nn.Module:
+        """As Accelerator's for one process: on the device, in mixed precision, compiled where that was asked for."""
+        prepared: torch.nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        if not evaluation_mode and not any(prepared is each for each in self._trained):
+            self._trained.append(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> Any:
+        """Wrapped by an ElasticOptimizer."""
+        if isinstance(optimizer, ElasticOptimizer):
+            return optimizer
+        place = self.device_placement if device_placement is None else device_placement
+        self._optimizers.append(ElasticOptimizer(optimizer, device_placement=place, scaler=self.scaler))
+        return self._optimizers[-1]
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrapped by an ElasticScheduler."""
+        if isinstance(scheduler, ElasticScheduler):
+            return scheduler
+        own = [each for each in self._optimizers if each.optimizer is getattr(scheduler, "optimizer", None)]
+        wrapped = ElasticScheduler(
+            scheduler, own or self._optimizers, step_with_optimizer=self.step_scheduler_with_optimizer
+        )
+        self._schedulers.append(wrapped)
+        return wrapped
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: object = None
+    ) -> Any:
+        """A TrainingLoader or a FurtherLoader; see `prepare`. UsageError where it cannot be shared out."""
+        if isinstance(data_loader, TrainingLoader | FurtherLoader):
+            return data_loader
+        if slice_fn_for_dispatch is not None:
+            raise UsageError("slice_fn_for_dispatch is set, but no worker reads for the others; leave it out")
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = self._training_loader(data_loader, place) or FurtherLoader(
+            self, data_loader, place=place, share=self._share_evaluation
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """In `save_state`; and carried to joiners and in the job's checkpoints (`job.track`). Before the loop."""
+        if self._ready:
+            raise LoopError("accelerator.register_for_checkpointing comes before accelerator.epochs")
+        super().register_for_checkpointing(*objects)
+
+    def batch_of(self, loader: DataLoader[Any]) -> tuple[int, int | None]:
+        """Samples of a global step, and the most of one iteration."""
+        if has_own_batches(loader):
+            return 1, None
+        size = loader.batch_size or 1
+        return self._global_batch or size * self.gradient_accumulation_steps, size
+
+    def _training_loader(self, loader: DataLoader[Any], place: bool) -> TrainingLoader | None:  # noqa: FBT001
+        if self._training is not None or (self._named is not None and loader is not self._named):
+            return None
+        check(loader)
+        if has_own_batches(loader) and self.gradient_accumulation_steps > 1:
+            raise SettingsError(
+                "each batch of a batch sampler of one's own is one global step; leave gradient_accumulation_steps out"
+            )
+        self._training = TrainingLoader(self, loader, place=place)
+        return self._training
+
+    def _prepare_job(self) -> None:
+        """Everything has been prepared: give it to the job, once."""
+        if self._ready:
+            return
+        models = [model for model in self._trained if any(p.requires_grad for p in model.parameters())]
+        if self._training is None or not models or not self._optimizers:
+            raise LoopError(
+                "accelerator.prepare was not given a DataLoader, a model that requires gradients and its optimizer; it "
+                "comes before accelerator.epochs"
+            )
+        self._ready = True
+        most, cut = self.batch_of(self._training.loader)
+        self.job.settle_batch(global_batch_size=most, max_batch_per_gpu=cut)
+        optimizers = [each.optimizer for each in self._optimizers]
+        schedulers, tracked = self._registered()
+        found = self.job.prepare(models, optimizers, self._training.loader, schedulers, scaler=self.scaler)
+        self._training.elastic = found[2]
+        self.job.track(**{f"registered{number}": each for number, each in enumerate(tracked)})
+        for each in self._optimizers:
+            each.rebind()
+        if self._position is not None:
+            self.job.begin_at(self._position)
+
+    def _registered(self) -> tuple[list[Any], list[Any]]:
+        """Schedulers, and other objects that were registered, each once and without its wrapper."""
+        schedulers = [each.scheduler for each in self._schedulers]
+        tracked: list[Any] = []
+        for each in self._custom_objects:
+            plain = getattr(each, "scheduler", each)
+            if any(plain is known for known in schedulers):
+                continue
+            is_scheduler = isinstance(plain, torch.optim.lr_scheduler.LRScheduler)
+            (schedulers if is_scheduler else tracked).append(plain)
+        return schedulers, tracked
+
+    def follow(self, *_: object) -> None:
+        """See PlacedAccelerator; and whoever is rank 0 has the trackers."""
+        super().follow()
+        if self._wanted_trackers is not None and self.is_main_process:
+            wanted, self._wanted_trackers = self._wanted_trackers, None
+            super().init_trackers(*wanted)
+
+    # Saving, tracking
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerator's, by rank 0, with the position in the training; after `optimizer.step()`.
+
+        The job's own checkpoints (ELASTIC_CHECKPOINT_DIR) need no call.
+        """
+        with self._together("save_state"):
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """As Accelerator's. Before the loop, the training goes on at that position, unless a checkpoint is further."""
+        with self._together("load_state"):
+            super().load_state(*args, **kwargs)
+
+    def _save_position(self, _models: object, _weights: object, folder: str) -> None:
+        if self._ready and self.is_main_process:
+            Path(folder, POSITION_FILE).write_text(json.dumps(asdict(self.job.position)), encoding="utf-8")
+
+    def _load_position(self, _models: object, folder: str) -> None:
+        file = Path(folder, POSITION_FILE)
+        if file.exists() and not self._ready:
+            self._position = Position(**json.loads(file.read_text(encoding="utf-8")))
+
+    def skip_first_batches(self, *_: Any, **__: Any) -> Any:
+        """UsageError: the training loader knows where it is."""
+        raise UsageError(
+            "the training loader goes on where the training stands, after load_state too; leave skip_first_batches out"
+        )
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        """On whoever is, or becomes, rank 0: as soon as that is known."""
+        self._wanted_trackers = (project_name, config, init_kwargs)
+        try:
+            leads = self.job.is_leader
+        except LoopError:  # not known before the loop
+            return
+        if leads:
+            wanted, self._wanted_trackers = self._wanted_trackers, None
+            super().init_trackers(*wanted)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """To rank 0's trackers, as Accelerator's; numbers also to `job.report`."""
+        super().log(values, step, log_kwargs or {})
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, Real)}
+        if self._ready and numbers:
+            self.job.report(**numbers)
+
+    def end_training(self) -> None:
+        """Finish the trackers. The process group is the job's."""
+        for tracker in self.trackers:
+            tracker.finish()

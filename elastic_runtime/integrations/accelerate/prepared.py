@@ -1,0 +1,157 @@
+"""What `ElasticAccelerator.prepare` returns: loaders, optimizers and schedulers that follow an elastic job.
+
+Optimizers and schedulers are Accelerate's own wrappers, for code that asks for them, less what those do because of a
+number of processes or of iterations: both are the job's here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate.data_loader import prepare_data_loader
+from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import send_to_device
+
+from elastic_runtime.errors import LoopError
+from elastic_runtime.sources import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch.utils.data import DataLoader
+
+    from elastic_runtime.integrations.accelerate.accelerator import ElasticAccelerator
+    from elastic_runtime.loader import ElasticLoader
+
+
+class ElasticOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has no types
+    """Acts where a global step is complete."""
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001  (torch's own signature)
+        """At any place in an iteration: between the micro-batches of a step there are no gradients to lose."""
+        self.optimizer.zero_grad(**({} if set_to_none is None else {"set_to_none": set_to_none}))
+
+    def rebind(self) -> None:
+        """The optimizer's `step` was guarded: what puts it back after each step of a GradScaler must put back that."""
+        if self.scaler is not None:
+            self._optimizer_original_step_method = self.optimizer.step
+            self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
+
+
+class ElasticScheduler(AcceleratedScheduler):  # type: ignore[misc]  # Accelerate has no types
+    """Steps once for each global step, at every size.
+
+    Accelerate steps once for each process, because its global batch grows with them; and it counts iterations that
+    accumulate, whose number depends on the size here.
+    """
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Where a global step was applied; outside an iteration (once an epoch) each time."""
+        if self.step_with_optimizer and not self.gradient_state.sync_gradients:
+            return
+        if not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            self.scheduler.step(*args, **kwargs)
+
+
+class _Loader:
+    """What scripts ask a prepared loader for besides batches is the loader's own."""
+
+    def __init__(self, accelerator: ElasticAccelerator, loader: DataLoader[Any], *, place: bool) -> None:
+        """`place`: put the batches on the device."""
+        self.loader, self._accelerator, self._place = loader, accelerator, place
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"loader", "_accelerator"}:  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: the epoch is the job's."""
+
+
+class TrainingLoader(_Loader):
+    """The training data, shared out by the job. Iterated inside `accelerator.epochs(n)`, else LoopError."""
+
+    def __init__(self, accelerator: ElasticAccelerator, loader: DataLoader[Any], *, place: bool) -> None:
+        super().__init__(accelerator, loader, place=place)
+        self.elastic: ElasticLoader | None = None
+
+    def __len__(self) -> int:
+        """Global steps of an epoch times `gradient_accumulation_steps`: schedules divide by it.
+
+        TypeError for an IterableDataset, as for any loader of one.
+        """
+        steps = Source(self.loader, 0).steps(self.total_batch_size) if self.elastic is None else len(self.elastic)
+        return steps * int(self._accelerator.gradient_accumulation_steps)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a global step, at every size."""
+        return self._accelerator.batch_of(self.loader)[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.elastic is None:
+            raise LoopError(
+                "the training loader is iterated outside accelerator.epochs(...); write: "
+                "for epoch in accelerator.epochs(N)"
+            )
+        return self.iterations(self.elastic)
+
+    def iterations(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Each batch begins an iteration, which has not completed a step yet."""
+        accelerator = self._accelerator
+        try:
+            for number, batch in enumerate(batches):
+                if number == 0:
+                    accelerator.follow()
+                accelerator.sync_gradients = False
+                yield send_to_device(batch, accelerator.device, accelerator.non_blocking) if self._place else batch
+        finally:
+            accelerator.sync_gradients = True
+
+
+class FurtherLoader(_Loader):
+    """Evaluation's and others': each worker reads its share at the current size, as Accelerate deals it out."""
+
+    def __init__(self, accelerator: ElasticAccelerator, loader: DataLoader[Any], *, place: bool, share: bool) -> None:
+        """Not `share`: each worker reads all of it, alone."""
+        super().__init__(accelerator, loader, place=place)
+        self._share = share
+        self._of_place: tuple[tuple[int, int], Any] | None = None
+
+    def __len__(self) -> int:
+        """Iterations of this worker at the current size."""
+        return len(self._shared())
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._share:
+            yield from self._shared()
+            return
+        with self._accelerator.by_itself():
+            yield from self._shared()
+
+    def _shared(self) -> Any:
+        """Kept until the size changes, with its loader processes."""
+        accelerator = self._accelerator
+        place = (accelerator.process_index, accelerator.num_processes) if self._share else (0, 1)
+        if self._of_place is None or self._of_place[0] != place:
+            self._of_place = (place, self._prepared(*place))
+        return self._of_place[1]
+
+    def _prepared(self, rank: int, size: int) -> Any:
+        """By Accelerate, without `split_batches`: a batch that three workers do not divide would be an error."""
+        accelerator = self._accelerator
+        return prepare_data_loader(
+            self.loader,
+            accelerator.device,
+            num_processes=size,
+            process_index=rank,
+            put_on_device=self._place,
+            rng_types=list(accelerator.rng_types),
+            dispatch_batches=accelerator.dispatch_batches,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+        )

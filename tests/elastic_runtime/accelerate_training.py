@@ -1,0 +1,118 @@
+"""The small training of `training`, written with Accelerate; it evaluates after each epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elastic_runtime.integrations.accelerate import ElasticAccelerator
+from tests.elastic_runtime.training import Gate, Plan, Points, Record, build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from elastic_runtime.job import Job
+
+HELD_OUT = 37  # divided by no number of workers here
+IN_EVALUATION = 1 << 20  # where a worker says that it is, in place of a step
+
+
+class Counter:
+    """What scripts count by themselves, once a step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def check_place(accelerator: ElasticAccelerator, job: Job) -> None:
+    """Accelerate and torch say what the job says."""
+    assert accelerator.num_processes == PartialState().num_processes == job.world_size
+    assert accelerator.process_index == PartialState().process_index == job.rank
+    assert accelerator.is_main_process == accelerator.is_local_main_process == job.is_leader
+    assert accelerator.use_distributed == (job.world_size > 1)
+    if dist.is_initialized():
+        assert (dist.get_rank(), dist.get_world_size()) == (job.rank, job.world_size)
+
+
+def check_collectives(accelerator: ElasticAccelerator) -> None:
+    """At a place that all workers reach."""
+    rank, size = accelerator.process_index, accelerator.num_processes
+    mine = torch.full((rank + 1, 2), rank)
+    assert accelerator.gather(mine).tolist() == [[r, r] for r in range(size) for _ in range(r + 1)]
+    assert accelerator.gather({"rank": torch.tensor(rank)})["rank"].tolist() in (list(range(size)), rank)
+    assert accelerator.reduce(torch.tensor(rank)).item() == sum(range(size))
+    assert accelerator.pad_across_processes(mine).shape == (size, 2)
+    assert accelerator.gather_for_metrics([f"of rank {rank}"]) == [f"of rank {r}" for r in range(size)]
+    with accelerator.main_process_first():
+        accelerator.wait_for_everyone()
+
+
+def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    torch.set_num_threads(plan.threads)
+    options = dict(plan.options)
+    precision, share = options.pop("mixed_precision", None), options.pop("share_evaluation", True)
+    held = options.pop("held_in_evaluation", False)
+    accelerator = ElasticAccelerator(
+        mixed_precision=precision,
+        cpu=True,
+        global_batch_size=plan.global_batch,
+        share_evaluation=share,
+        elastic={"max_batch_per_gpu": plan.max_batch, **options},
+    )
+    job, counter = accelerator.job, Counter()
+    assert accelerator.is_main_process  # alone, as long as the loop has not begun
+    raw, optimizer, scheduler = build(plan)
+    loader = DataLoader(Points(plan.samples), batch_size=plan.loader_batch, shuffle=True)
+    held_out = DataLoader(Points(HELD_OUT), batch_size=4)
+    record = Record(job, index, directory, optimizer, dict)
+    accelerator.register_for_checkpointing(counter)
+    held_out_names: list[list[int]] = []
+    scheduler, model, held_out = accelerator.prepare(scheduler, raw, held_out, training_loader=loader)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    for _epoch in accelerator.epochs(plan.epochs):
+        for x, y, indices in loader:
+            if gate:
+                gate.pass_through(index, job.step)
+            check_place(accelerator, job)
+            record.computes(indices)
+            with accelerator.accumulate(model):
+                output = model(x)
+                assert output.dtype == torch.float32  # converted back, in mixed precision
+                accelerator.backward(nn.functional.cross_entropy(output, y))
+                accelerator.clip_grad_norm_(model.parameters(), 5.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            counter.steps += accelerator.sync_gradients
+            assert counter.steps == job.position.step
+        check_collectives(accelerator)
+        if gate and held:
+            gate.pass_through(index, IN_EVALUATION)
+        held_out_names.append(evaluate(accelerator, model, held_out))
+    assert all(names == list(range(HELD_OUT)) for names in held_out_names)
+    accelerator.wait_for_everyone()
+    final: dict[str, Any] = {"model": accelerator.unwrap_model(model).state_dict(), "lr": scheduler.get_last_lr()}
+    torch.save({**final, "step": job.step, "rank": job.rank}, directory / f"final-{index}.pt")
+    accelerator.end_training()
+
+
+def evaluate(accelerator: ElasticAccelerator, model: nn.Module, held_out: Any) -> list[int]:
+    """Over all workers; returns what was evaluated, in order."""
+    found = []
+    for x, _y, indices in held_out:
+        with torch.no_grad():
+            answers = model(x).argmax(-1)
+        _, names = accelerator.gather_for_metrics((answers, indices))
+        found += names.tolist()
+    return found

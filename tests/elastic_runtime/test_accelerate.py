@@ -1,0 +1,125 @@
+"""A training written with Accelerate changes its size and loses workers; each sample counts once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.elastic_runtime import training
+from tests.elastic_runtime.accelerate_training import IN_EVALUATION, train
+from tests.elastic_runtime.harness import Cluster
+from tests.elastic_runtime.test_torchrun import free_port
+from tests.elastic_runtime.training import Plan
+from tests.patience import PATIENCE_S
+
+PLAN = Plan(body=train)
+
+SCRIPT = """
+import os, pathlib, sys
+from tests.elastic_runtime import accelerate_training
+from tests.elastic_runtime.training import Plan
+
+accelerate_training.train(Plan(), int(os.environ["RANK"]), pathlib.Path(sys.argv[1]), None)
+"""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one undisturbed process gets without Accelerate."""
+    directory = tmp_path_factory.mktemp("reference")
+    threads = torch.get_num_threads()
+    training.train(Plan(), 0, directory, None)
+    torch.set_num_threads(threads)
+    result: dict[str, Any] = torch.load(directory / "final-0.pt")
+    return result
+
+
+def test_an_accelerate_training_grows_and_loses_its_leader(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path, PLAN) as cluster:
+        cluster.start(0, 1)
+        cluster.grow_lose_the_first_and_end()
+        cluster.check_result(reference)
+
+
+def test_an_accelerate_training_shrinks_to_one_and_grows_again(tmp_path: Path, reference: dict[str, Any]) -> None:
+    with Cluster(tmp_path, PLAN) as cluster:
+        cluster.start(0, 1, 2)
+        cluster.target(1)
+        cluster.wait_until_prepared(1)
+        cluster.hold_at(20)
+        cluster.wait_for_size(1)
+        cluster.wait_for_end(0, 2)
+        cluster.wait_until_at(20, 1)
+        cluster.target(1, 3)
+        cluster.wait_until_prepared(1, 3)
+        cluster.let_go()
+        cluster.wait_for_end(1, 3)
+        cluster.check_result(reference)
+
+
+def test_mixed_precision_and_uneven_shares_change_nothing_but_rounding(tmp_path: Path) -> None:
+    plan = replace(PLAN, global_batch=17, epochs=1, options={"mixed_precision": "bf16"})
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    with Cluster(alone, plan) as cluster:
+        cluster.target(0)
+        cluster.wait_for_end(0)
+    expected = torch.load(alone / "final-0.pt")
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.target(0, 1, 2)
+        cluster.wait_for_end(0, 1, 2)
+        cluster.check_samples()
+    for final in cluster.finals().values():
+        assert final["lr"] == expected["lr"]
+        for name, value in expected["model"].items():
+            torch.testing.assert_close(final["model"][name], value, rtol=0.02, atol=0.02)
+
+
+def test_a_worker_lost_in_an_evaluation_that_is_not_shared_costs_nothing(
+    tmp_path: Path, reference: dict[str, Any]
+) -> None:
+    with Cluster(tmp_path, replace(PLAN, options={"share_evaluation": False, "held_in_evaluation": True})) as cluster:
+        cluster.start(0, 1, step=IN_EVALUATION)
+        cluster.kill("w0")
+        cluster.let_go()
+        cluster.wait_for_end(1)
+        cluster.check_result(reference)
+
+
+def test_a_worker_lost_in_a_shared_evaluation_ends_the_others_which_say_why(tmp_path: Path) -> None:
+    with Cluster(tmp_path, replace(PLAN, options={"held_in_evaluation": True})) as cluster:
+        cluster.start(0, 1, step=IN_EVALUATION)
+        cluster.kill("w0")
+        cluster.processes["w0"].join(PATIENCE_S)
+        cluster.let_go()
+        cluster.processes["w1"].join(PATIENCE_S)
+        assert cluster.processes["w1"].exitcode == 1
+        assert "share_evaluation=False" in cluster.logs()
+
+
+def test_under_torchrun_the_ranks_are_the_jobs(tmp_path: Path, reference: dict[str, Any]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    ended = subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(2):
+        final = torch.load(tmp_path / f"final-{rank}.pt")
+        assert final["step"] == reference["step"]
+        for name, value in reference["model"].items():
+            torch.testing.assert_close(final["model"][name], value, rtol=2e-4, atol=2e-5)
