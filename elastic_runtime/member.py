@@ -402,7 +402,13 @@ class Member:
             self._preemption.leaving.set()
 
     def _save_in_time(self, state: TrainingState, mode: Mode) -> bool:
-        """From another thread: rank 0 saves the state of the beginning of the step that takes so long."""
+        """From another thread: rank 0 saves the state of the beginning of the step that takes so long.
+
+        In shards everybody does, and stays ready to do so in the next step: others may be in that one already.
+        """
+        if self.sharding and self.sharding.keeper.directory:
+            self.sharding.save_in_time(mode.rewound, self.at_rest.use)
+            return False
         if self.place[0] != 0 or self.sharding:
             return True
         return self._keeper.save_soon(state.position.step, lambda: mode.rewound(self._capture(state)), self.at_rest.use)

@@ -42,13 +42,13 @@ class TrainingState:
         """Names and parameters, in order of definition, shared ones once."""
         yield from self.model.named_parameters()
 
-    def capture(self) -> dict[str, Any]:
-        """The whole state; its tensors are the live ones, not copies."""
+    def capture(self, model: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The whole state; its tensors are the live ones, not copies. `model`: its state_dict, where that is known."""
         return {
             "fingerprint": self.fingerprint(),
             "reduction": self.reduction,
             "position": dataclasses.astuple(self.position),
-            "model": dict(self.model.state_dict()),
+            "model": dict(self.model.state_dict()) if model is None else model,
             "parts": {name: part.state_dict() for name, part in self.parts},
         }
 

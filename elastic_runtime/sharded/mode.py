@@ -7,7 +7,7 @@ global batch. It communicates in each forward pass, so all ranks need the same n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -110,7 +110,3 @@ class ShardedMode(Mode):
         """See Mode. CollectiveError where a peer is lost."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return clip_shards_(self._sharding.link.group, gradients, clipping)
-
-    def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
-        """See Mode."""
-        return captured

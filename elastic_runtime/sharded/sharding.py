@@ -49,7 +49,7 @@ class _Seat:
     """What one rank of a new generation holds: rank `old` of `ranks` in generation `number`; 0: nothing.
 
     `bridged`: the old group is whole, and those who leave hand their parts over. `whole`: nothing yet, but the model it
-    was started with.
+    was started with. `save`: a number for checkpoints of this generation; that of rank 0 is everybody's.
     """
 
     step: int
@@ -60,6 +60,7 @@ class _Seat:
     bridged: int
     whole: int
     began: int
+    save: int
 
 
 @dataclass
@@ -95,6 +96,8 @@ class Sharding:
         self._old_group: Group | None = None  # of a switch that is being made
         self._link: Link | None = None
         self._save = 0
+        self._save_in_time = 0  # the number of checkpoints that nobody has agreed on
+        self._saved_in_time = -1  # the step of the last one
         self.told = False
 
     @property
@@ -168,9 +171,10 @@ class Sharding:
         number, old, ranks = self._held or (0, -1, 0)
         step = self._state.position.step if self._held or self._began else -1
         whole = self._initial is not None
-        mine = _Seat(step, self._fingerprint, number, old, ranks, bridged, whole, self._began)
+        mine = _Seat(step, self._fingerprint, number, old, ranks, bridged, whole, self._began, _new_number())
         rows = group.all_gather(torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)).tolist()
         seats = [_Seat(*row) for row in rows]
+        self._save_in_time, self._saved_in_time = seats[0].save, -1
         source = max(range(group.size), key=lambda rank: (seats[rank].number, -rank))
         check_same(group, source, [seat.fingerprint for seat in seats], OTHER_MODEL)
         return seats
@@ -243,6 +247,33 @@ class Sharding:
             _log.warning("the steps since the last checkpoint are lost with a worker: %s", error)
             return
         self.keeper.save_now(Saved(self._state.position.step, number, group.size), group.rank, self._capture)
+
+    def save_in_time(
+        self,
+        rewound: Callable[[dict[str, Any]], dict[str, Any]],
+        standing_still: Callable[[Callable[[], None]], bool],
+    ) -> None:
+        """From another thread, in a step that takes long: have the parts of the step's beginning written, once.
+
+        Nobody is asked. Where all are told to go they do so in the same step, for none can begin the next one alone,
+        or else in the next one; and the file of a checkpoint that not all have written counts for nothing.
+        """
+
+        def save() -> None:
+            step, rank, ranks = self._state.position.step, self.link.group.rank, self.link.group.size
+            if step != self._saved_in_time:
+                self._saved_in_time = step
+                self.keeper.save_soon(
+                    Saved(step, self._save_in_time, ranks),
+                    rank,
+                    lambda: take_apart(rewound(self._capture_standing()), {}),
+                )
+
+        standing_still(save)
+
+    def _capture_standing(self) -> dict[str, Any]:
+        """The state in the middle of a step, when modules show gathered parameters, of another type perhaps."""
+        return {**self._state.capture(self.wrapping.standing()), "fingerprint": self._fingerprint}
 
     def _capture(self) -> Parts:
         return take_apart({**self._state.capture(), "streams": self._streams.capture()}, {})

@@ -67,6 +67,8 @@ class Wrapping:
         self._models, self._shard = models, shard
         self.modules: list[FSDPModule] = []
         self._bare = [_Bare(module, type(module)) for module in whole.modules()]
+        self._whole = whole
+        self._standing: dict[str, Any] = {}
         self._names = _names(whole)
         every = whole.state_dict(keep_vars=True).items()
         self.aliases = {alias: self._names[id(tensor)] for alias, tensor in every if id(tensor) in self._names}
@@ -94,6 +96,7 @@ class Wrapping:
 
     def rewrap(self, mesh: DeviceMesh) -> None:
         """Wrap for `mesh`, without memory: the parameters have no values until `assign`. Optimizers forget theirs."""
+        self._standing = {}
         self._unwrap()
         for optimizer in self._optimizers.values():
             optimizer.state.clear()
@@ -109,6 +112,13 @@ class Wrapping:
         for name, meta in self.parameters().items():
             self._put(name, torch.nn.Parameter(values[name], requires_grad=meta.requires_grad))
         self._point_optimizers()
+        self._standing = self._whole.state_dict(keep_vars=True)
+
+    def standing(self) -> dict[str, Any]:
+        """The models' state_dict as it is between two steps, also in the middle of one, when modules show gathered
+        parameters.
+        """
+        return {name: value.detach() if torch.is_tensor(value) else value for name, value in self._standing.items()}
 
     def _point_optimizers(self) -> None:
         parameters = self.parameters()

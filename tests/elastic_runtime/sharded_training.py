@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 WIDTH = 50  # divided by no number of workers here
-AT_CLIPPING = 1 << 20  # where a worker says that it is, in place of a step
+AT_CLIPPING = IN_THE_MIDDLE = 1 << 20  # where a worker says that it is, in place of a step
 
 
 class Model(nn.Module):
@@ -94,8 +94,8 @@ class Clip:
     def __call__(self, job: Any, index: int, model: nn.Module, gate: Gate | None) -> None:
         if gate and job.applied and job.step == self.stops:
             gate.at[index] = AT_CLIPPING
-            while index == 1:
-                time.sleep(0.01)
+            if index == 1:
+                stand_still(gate, index)
         if not self.compared:
             job.clip_grad_norm_(model.parameters(), self.max_norm, self.norm_type)
         elif job.applied:
@@ -116,6 +116,12 @@ class Clip:
             torch.testing.assert_close(_whole(gradient), twin.grad, rtol=10 * rounding, atol=1e-6)
 
 
+def stand_still(gate: Gate, index: int) -> None:
+    gate.at[index] = IN_THE_MIDDLE
+    while True:
+        time.sleep(0.01)
+
+
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -126,8 +132,11 @@ def _with_grad(gradient: torch.Tensor) -> torch.Tensor:
     return twin
 
 
-def train(plan: Plan, index: int, directory: Path, gate: Gate | None, clip: Clip = Clip()) -> None:
-    """As `training.train`. `plan.options["sharded"]`: "" for none."""
+def train(plan: Plan, index: int, directory: Path, gate: Gate | None, clip: Clip = Clip(), long_step: int = -1) -> None:
+    """As `training.train`. `plan.options["sharded"]`: "" for none.
+
+    The forward pass of `long_step` never ends, on the first two workers: they are in the middle of it.
+    """
     torch.set_num_threads(1)
     options = dict(plan.options)
     wrap = {"": None, "plain": shard, "mixed": shard_mixed, "two types": shard_two_types}[
@@ -138,6 +147,8 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None, clip: Clip
     loader: Any = DataLoader(Points(plan.samples), batch_size=plan.loader_batch, shuffle=True)
     model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler, shard=wrap)
     more = lambda: {"held": held(model, optimizer), "workers": job.world_size}  # noqa: E731
+    if gate and index < 2:
+        model.second.register_forward_pre_hook(lambda *_: stand_still(gate, index) if job.step == long_step else None)
     record = Record(job, index, directory, optimizer, more)
     for _epoch in job.epochs(plan.epochs):
         for x, y, indices in loader:

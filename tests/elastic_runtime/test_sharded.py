@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from elastic_runtime.sharded import files
 from tests.elastic_runtime.harness import Cluster, context
 from tests.elastic_runtime.sharded_training import (
+    IN_THE_MIDDLE,
     rewrap_while_a_loss_is_held,
     run_the_example,
     train,
@@ -128,6 +130,41 @@ def test_an_evicted_sharded_job_saves_and_goes_on_at_another_size_and_unsharded(
         cluster.target(5)
         cluster.wait_for_end(5)
         cluster.check_result(reference)
+
+
+def end_in_the_middle_of_a_step(cluster: Cluster, *indices: int) -> None:
+    """All workers are told to go in a step that never ends, and killed when there is a checkpoint."""
+    cluster.target(*indices)
+    cluster.wait_until_at(IN_THE_MIDDLE, *indices)
+    for index in indices:
+        cluster.kill(f"w{index}", signal.SIGTERM)
+    checkpoints = f"{cluster.directory}/checkpoints"
+    until(lambda: files.whole_ones(checkpoints), lambda: f"a whole checkpoint\n{cluster.logs()}")
+    for index in indices:
+        cluster.kill(f"w{index}")
+
+
+def test_a_job_that_is_told_to_go_in_a_step_that_never_ends_saves_the_steps_beginning(
+    tmp_path: Path, reference: dict[str, Any]
+) -> None:
+    with Cluster(tmp_path, replace(PLAN, body=partial(train, long_step=8)), checkpoints=True) as cluster:
+        end_in_the_middle_of_a_step(cluster, 0, 1)
+        cluster.target(2, 3, 4)
+        cluster.wait_for_end(2, 3, 4)
+        cluster.check_result(reference)
+    assert report(tmp_path, 2, "restored")[0]["step"] == 8
+
+
+def test_what_is_saved_in_the_middle_of_a_step_has_its_buffers_and_types_of_the_beginning(tmp_path: Path) -> None:
+    body = partial(train, long_step=8)
+    plan = Plan(body=body, max_batch=None, normalise=True, epochs=1, options={"sharded": "mixed"})
+    with Cluster(tmp_path, plan, checkpoints=True) as cluster:
+        end_in_the_middle_of_a_step(cluster, 0, 1)
+        step, tree = files.load_newest(f"{tmp_path}/checkpoints") or (-1, {})
+        assert step == tree["model"]["norm.num_batches_tracked"] == 8
+        cluster.target(2)
+        cluster.wait_for_end(2)
+        cluster.check_samples()
 
 
 def test_the_death_of_a_joiner_costs_nothing(tmp_path: Path, reference: dict[str, Any]) -> None:
