@@ -65,13 +65,14 @@ def test_the_timeline_counts_what_workers_hold_and_nothing_else(timeline: Any) -
     )
 
 
-def test_hugging_faces_trainer_fine_tunes_while_its_size_changes(
-    embedded_cluster: EmbeddedCluster, tmp_path: Path
+@pytest.mark.parametrize("example", ["finetune_trainer.py", "finetune_accelerate.py"])
+def test_hugging_faces_libraries_fine_tune_while_the_size_changes(
+    embedded_cluster: EmbeddedCluster, tmp_path: Path, example: str
 ) -> None:
     embedded_cluster.project("team-a", 1)
     embedded_cluster.project("team-b", 1)
     process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "finetune_trainer.py"), "--epochs=25"],
+        [sys.executable, str(EXAMPLES / example), "--epochs=25"],
         env=embedded_cluster.environment,
         cwd=tmp_path,
         stdout=subprocess.PIPE,

@@ -188,7 +188,8 @@ class ElasticAccelerator(PlacedAccelerator):
         """Wrapped by an ElasticScheduler."""
         if isinstance(scheduler, ElasticScheduler):
             return scheduler
-        own = [each for each in self._optimizers if each.optimizer is getattr(scheduler, "optimizer", None)]
+        of = getattr(scheduler, "optimizer", None)
+        own = [each for each in self._optimizers if of is each or of is each.optimizer]
         wrapped = ElasticScheduler(
             scheduler, own or self._optimizers, step_with_optimizer=self.step_scheduler_with_optimizer
         )
