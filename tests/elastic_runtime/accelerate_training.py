@@ -50,6 +50,7 @@ def check_collectives(accelerator: ElasticAccelerator) -> None:
     rank, size = accelerator.process_index, accelerator.num_processes
     mine = torch.full((rank + 1, 2), rank)
     assert accelerator.gather(mine).tolist() == [[r, r] for r in range(size) for _ in range(r + 1)]
+    assert accelerator.gather(mine.bool()[:, 0]).tolist() == [bool(r) for r in range(size) for _ in range(r + 1)]
     assert accelerator.gather({"rank": torch.tensor(rank)})["rank"].tolist() in (list(range(size)), rank)
     assert accelerator.reduce(torch.tensor(rank)).item() == sum(range(size))
     assert accelerator.pad_across_processes(mine).shape == (size, 2)
@@ -62,7 +63,7 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     torch.set_num_threads(plan.threads)
     options = dict(plan.options)
     precision, share = options.pop("mixed_precision", None), options.pop("share_evaluation", True)
-    held = options.pop("held_in_evaluation", False)
+    held, save_at, load = (options.pop(name, None) for name in ("held_in_evaluation", "save_at", "load"))
     accelerator = ElasticAccelerator(
         mixed_precision=precision,
         cpu=True,
@@ -80,6 +81,8 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     held_out_names: list[list[int]] = []
     scheduler, model, held_out = accelerator.prepare(scheduler, raw, held_out, training_loader=loader)
     optimizer, loader = accelerator.prepare(optimizer, loader)
+    if load:
+        accelerator.load_state(load)
     for _epoch in accelerator.epochs(plan.epochs):
         for x, y, indices in loader:
             if gate:
@@ -96,6 +99,8 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
                 optimizer.zero_grad()
             counter.steps += accelerator.sync_gradients
             assert counter.steps == job.position.step
+            if save_at == job.position.step and accelerator.sync_gradients:
+                accelerator.save_state(str(directory / "state"))
         check_collectives(accelerator)
         if gate and held:
             gate.pass_through(index, IN_EVALUATION)

@@ -82,6 +82,20 @@ def test_mixed_precision_and_uneven_shares_change_nothing_but_rounding(tmp_path:
             torch.testing.assert_close(final["model"][name], value, rtol=0.02, atol=0.02)
 
 
+def test_two_workers_go_on_with_a_state_that_three_saved(tmp_path: Path, reference: dict[str, Any]) -> None:
+    three, two = tmp_path / "three", tmp_path / "two"
+    for directory, workers, options in ((three, 3, {"save_at": 20}), (two, 2, {"load": str(three / "state")})):
+        directory.mkdir()
+        with Cluster(directory, replace(PLAN, options=options)) as cluster:
+            cluster.target(*range(workers))
+            cluster.wait_for_end(*range(workers))
+    assert sorted(cluster.consumed()) == list(range(20, 39))
+    for final in cluster.finals().values():
+        assert final["lr"] == reference["lr"]
+        for name, value in reference["model"].items():
+            torch.testing.assert_close(final["model"][name], value, rtol=2e-4, atol=2e-5)
+
+
 def test_a_worker_lost_in_an_evaluation_that_is_not_shared_costs_nothing(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import gather, pad_across_processes, recursively_apply
+from accelerate.utils import gather, recursively_apply
 
 from elastic_runtime.errors import LoopError
 
@@ -126,5 +126,7 @@ def _gather_uneven(tensor: torch.Tensor) -> torch.Tensor:
     if len(set(lengths)) == 1:
         found: torch.Tensor = gather(rows)
         return found
-    padded = gather(pad_across_processes(rows)).view(len(lengths), max(lengths), *rows.shape[1:])
-    return torch.cat([part[:length] for part, length in zip(padded, lengths, strict=True)])
+    padded = rows.new_zeros((max(lengths), *rows.shape[1:]))  # Accelerate's own padding makes integers of booleans
+    padded[: len(rows)] = rows
+    parts = gather(padded).split(max(lengths))
+    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
