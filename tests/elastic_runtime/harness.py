@@ -22,6 +22,8 @@ import torch
 
 from kfp_gpuquota.membership import AnnounceCommit, Limits
 from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
+from tests.elastic_runtime.leftovers import processes_at, threads_and_sockets
+from tests.elastic_runtime.relay import Relay
 from tests.elastic_runtime.training import Gate, Plan, worker_main
 from tests.patience import PATIENCE_S, until
 
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.membership import MembershipService
 
 JOB = "job"
-LIMITS = Limits(silence_s=5.0, leave_s=20.0, forming_s=5.0, failure_s=1.0)
+MOST_WORKERS = 24
+LIMITS = Limits(silence_s=5.0, unheard_s=15.0, leave_s=20.0, forming_s=5.0, failure_s=1.0)
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -66,10 +69,17 @@ class Cluster:
     """Starts workers, tells the service of their ends, carries out its kills; checks at the end that none is left."""
 
     def __init__(
-        self, directory: Path, plan: Plan | None = None, *, checkpoints: bool = False, limits: Limits = LIMITS
+        self,
+        directory: Path,
+        plan: Plan | None = None,
+        *,
+        checkpoints: bool = False,
+        limits: Limits = LIMITS,
+        relayed: bool = False,
     ) -> None:
+        self._before = threads_and_sockets()
         self.directory, self.plan = directory, plan or Plan()
-        self.gate = Gate(context)
+        self.gate = Gate(context, MOST_WORKERS)
         self.commits: list[AnnounceCommit] = []
         self.released: list[str] = []
         self.finished: list[str] = []
@@ -82,7 +92,9 @@ class Cluster:
         (directory / "token").write_text("secret")
         self._target: list[str] = []
         self._lock = threading.Lock()
+        self._serving = threading.Lock()  # held while there is no coordinator to be told of an end
         self._serve(1)
+        self.relay = Relay(lambda: self.coordinator.port) if relayed else None
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     # Notices
@@ -117,10 +129,11 @@ class Cluster:
         self.coordinator.call(lambda service: service.set_target(JOB, self._target))
 
     def kill(self, worker: str, number: int = signal.SIGKILL) -> None:
-        pid = self.processes[worker].pid
-        if pid and self.processes[worker].is_alive():
-            with contextlib.suppress(ProcessLookupError):  # its end was just noticed by another thread
-                os.kill(pid, number)
+        process = self.processes[worker]
+        ended = wait_for_any([process.sentinel], 0)  # not is_alive: two threads that ask at once get exit code 255
+        if process.pid and not ended:
+            with contextlib.suppress(ProcessLookupError):  # it just has
+                os.kill(process.pid, number)
 
     def hold_at(self, step: int) -> None:
         """Nobody goes beyond this step until `let_go`."""
@@ -178,9 +191,10 @@ class Cluster:
 
     def restart_coordinator(self, *, away_s: float = 0.0) -> None:
         """A new service that knows only the highest number, at another address."""
-        self.coordinator.__exit__(None, None, None)
-        time.sleep(away_s)
-        self._serve(self.highest + 1)
+        with self._serving:
+            self.coordinator.__exit__(None, None, None)
+            time.sleep(away_s)
+            self._serve(self.highest + 1)
 
     def logs(self) -> str:
         logs = [f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.directory.glob("log-*"))]
@@ -242,13 +256,18 @@ class Cluster:
         (self.directory / "address.new").write_text(self.coordinator.url(JOB))
         (self.directory / "address.new").rename(self.directory / "address")
 
+    def _address(self, worker: str) -> str:
+        if self.relay is None:
+            return f"@{self.directory}/address"
+        return self.coordinator.url(JOB).replace(f":{self.coordinator.port}/", f":{self.relay.open_lane(worker)}/")
+
     def _start(self, index: int) -> None:
         worker = f"w{index}"
         if worker in self.processes:
             return
         environment = {
             "JOB_NAME": JOB,
-            "ELASTIC_COORDINATOR": f"@{self.directory}/address",
+            "ELASTIC_COORDINATOR": self._address(worker),
             "ELASTIC_TOKEN_FILE": f"{self.directory}/token",
             "ELASTIC_WORKER_ID": worker,
             "ELASTIC_REPORT_FILE": f"{self.directory}/report-{index}.jsonl",
@@ -270,13 +289,13 @@ class Cluster:
                 sentinels = {p.sentinel: w for w, p in self.processes.items() if w not in told}
             for sentinel in wait_for_any(list(sentinels), timeout=0.02):
                 worker = sentinels[sentinel]  # type: ignore[index]
-                try:
+                with self._serving:
                     self.coordinator.call(partial(_tell_gone, worker))
-                except RuntimeError:  # the coordinator is being restarted: tell the next one
-                    continue
                 told.add(worker)
 
     def __enter__(self) -> Self:
+        if self.relay:
+            self.relay.__enter__()
         self._watcher.start()
         return self
 
@@ -289,4 +308,16 @@ class Cluster:
             process.join(10)
         self._watcher.join(10)
         self.coordinator.__exit__(None, None, None)
-        assert kind is not None or not left, f"still running: {left}\n{self.logs()}"
+        if self.relay:
+            self.relay.__exit__(None, None, None)
+        if kind is None:
+            assert not left, f"still running: {left}\n{self.logs()}"
+            self._check_nothing_is_left()
+
+    def _check_nothing_is_left(self) -> None:
+        """No process of a worker's (a loader's notices within seconds that its worker is gone), thread or socket."""
+        until(lambda: not processes_at(self.directory), lambda: f"the end of {processes_at(self.directory)}")
+        until(
+            lambda: threads_and_sockets() <= self._before,
+            lambda: f"the end of {threads_and_sockets() - self._before}",
+        )

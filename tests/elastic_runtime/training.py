@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import hashlib
@@ -231,7 +232,11 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
 def worker_main(
     plan: Plan, index: int, directory: str, environment: dict[str, str], gate: Gate, module: str = ""
 ) -> None:
-    """The body of a worker process: its output goes to a file, its end is that of the script."""
+    """The body of a worker process: its output goes to a file, its end is that of the script.
+
+    That runs what is registered with `atexit`, which processes of a fork server leave out.
+    """
+    atexit._clear()  # what the fork server itself has registered
     os.environ.update(environment)
     output = os.open(f"{directory}/log-{index}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -247,3 +252,5 @@ def worker_main(
         traceback.print_exc()
         sys.stderr.flush()
         raise SystemExit(getattr(error, "exit_code", 1)) from None
+    finally:
+        atexit._run_exitfuncs()
