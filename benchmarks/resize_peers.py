@@ -30,6 +30,7 @@ HOW_TO_INSTALL = """torchft is not installed here; it needs packages that confli
   python -m pip install --target out/peers opentelemetry-exporter-otlp-proto-http
   PYTHONPATH=out/peers python benchmarks/resize.py --peer torchft"""
 CHECKPOINT_EVERY = 20
+PATIENCE_S = 120
 LIGHTHOUSE = "lighthouse"
 
 
@@ -41,7 +42,7 @@ def check_installed(peer: str) -> None:
 
 
 def measure(peer: str, directory: Path, task: Task, rounds: int, steps: int) -> tuple[list[Pause], list[Pause]]:
-    """(planned changes, crashes), as worker 0 felt them; no crashes where it did not live through one.
+    """(planned changes, crashes), as worker 0 felt them; no crashes where it did not live through one, or stood still.
 
     (torchft 0.2's DistributedDataParallel fails an assertion where a peer is lost while it waits for gradients.)
     """
@@ -56,8 +57,8 @@ def measure(peer: str, directory: Path, task: Task, rounds: int, steps: int) -> 
         planned = felt(bench.steps("w0"))
         try:
             crashes = [bench.crash(round_) for round_ in range(rounds)]
-        except PeerEndedError as ended:
-            print(f"{peer}: {ended}")
+        except (PeerEndedError, TimeoutError) as gave_up:
+            print(f"{peer}: {gave_up}")
             crashes = []
     return planned, crashes
 
@@ -124,7 +125,7 @@ class PeerBench:
         self.wait_for_size(1)
         return found[0]
 
-    def wait_for_size(self, size: int, patience_s: float = 300) -> None:
+    def wait_for_size(self, size: int, patience_s: float = PATIENCE_S) -> None:
         """Worker 0 has made some steps at this size."""
         end = time.monotonic() + patience_s
         while True:

@@ -13,6 +13,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+WARN_AFTER_S = 10.0
 
 _LAST_CHUNK = b"0\r\n\r\n"
 
@@ -53,6 +55,7 @@ class Coordinator:
         self._outbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._connection: http.client.HTTPConnection | None = None
         self._greeting = threading.Lock()  # what is said during the greeting follows it, and is not dropped
+        self._away = Away()
         self._parted = False  # goodbye was said on this connection
         self._closing = threading.Event()
         self._ended = threading.Event()
@@ -92,15 +95,17 @@ class Coordinator:
                 try:
                     for line in self._connected():
                         pause = FIRST_PAUSE_S
+                        self._away.end()
                         if line.strip():
                             self._on_order(Order.parse(json.loads(line)))
                     if self._parted:
                         return
+                    self._away.note("it closed the connection")
                 except CoordinatorError as refusal:
                     self._on_refused(refusal)
                     return
-                except (OSError, ValueError, TypeError, ElasticError) as error:
-                    _log.debug("the coordinator is away: %s", error)
+                except Exception as error:  # noqa: BLE001  (whatever answers there may answer anything)
+                    self._away.note(f"{type(error).__name__}: {error}")
                 self._drop()
                 (self._ended if self._closing.is_set() else self._closing).wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -156,6 +161,35 @@ class Coordinator:
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
             connection.close()
+
+
+class Away:
+    """How long the coordinator has been away: said once, when it is long, and when it is there again."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._since: float | None = None
+        self._said = False
+
+    def note(self, why: str) -> None:
+        """It could not be reached, or what it said could not be read."""
+        _log.debug("the coordinator is away: %s", why)
+        if self._since is None:
+            self._since = self._now_s()
+        if not self._said and self._now_s() - self._since >= WARN_AFTER_S:
+            self._said = True
+            _log.warning(
+                "the coordinator has been away for %.0f s (%s); a worker that trains goes on at its size, one that "
+                "begins or has lost a peer waits for it",
+                self._now_s() - self._since,
+                why,
+            )
+
+    def end(self) -> None:
+        """It answers."""
+        if self._said:
+            _log.warning("the coordinator is there again")
+        self._since, self._said = None, False
 
 
 def _chunk(event: Event) -> bytes:

@@ -35,8 +35,7 @@ class ExactReducer:
     """Sums along the tree. Its memory: one copy of the gradients more for each level that a worker adds up itself."""
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
-        self._layout = Layout(parameters, tail_size)
-        self._exchanges = [Exchange(bucket) for bucket in self._layout.buckets]
+        self._parameters, self._tail_size = list(parameters), tail_size
         self._rows: list[list[torch.Tensor]] = []  # [row][bucket], padding included; row 0 is the layout's own
         self._views: dict[tuple[int, Slot], torch.Tensor] = {}
         self._group: Group | None = None
@@ -46,8 +45,21 @@ class ExactReducer:
         self._push = Push(0, ())
         self._launched = 0
         self._last, self._ghost = True, False
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self._layout = Layout(self._parameters, self._tail_size)
+        self._exchanges = [Exchange(bucket) for bucket in self._layout.buckets]
         self._forget_rows()
+        self.attach()
+
+    def attach(self) -> None:
+        """See GradientReducer."""
         self._layout.hook(self._on_gradient)
+
+    def release(self) -> None:
+        """See GradientReducer."""
+        self._layout.unhook()
 
     @property
     def tail(self) -> torch.Tensor:
@@ -56,6 +68,9 @@ class ExactReducer:
 
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
         """See GradientReducer. A ghost's gradients are dropped."""
+        if first and self._layout.outdated:
+            self._layout.unhook()
+            self._lay_out()
         if first:
             self._group = group if group is not None and group.size > 1 else None
             self._plan_step(micro.step_shards)

@@ -14,29 +14,57 @@ from elastic_runtime.errors import CollectiveError, ModelMismatchError
 from elastic_runtime.transfer import receive_state, send_state
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
     from elastic_runtime.groups import Group
     from elastic_runtime.state import TrainingState
+    from elastic_runtime.timing import Phases
 
 
-def exchange(group: Group, state: TrainingState, *, holds_state: bool) -> bool:
+def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state: bool) -> bool:
     """Bring all members to the newest state; whether this one received it.
+
+    The first member that holds it sends it, and whoever has received it sends it on, so that many joiners take the time
+    of a few: log2(n + 1) transfers for n of them.
 
     Raises CollectiveError where a member was lost or does not fit; ModelMismatchError in the one that does not fit.
     """
     step = state.position.step if holds_state else -1
-    mine = [step, state.fingerprint(), state.numerics_fingerprint()]
-    steps, models, numerics = group.all_gather(torch.tensor(mine, dtype=torch.int64)).T.tolist()
+    mine = [step, state.fingerprint(), state.agreement_fingerprint()]
+    with phases("meet"):
+        steps, models, agreements = group.all_gather(torch.tensor(mine, dtype=torch.int64)).T.tolist()
     source = steps.index(max(steps))
     check_same(group, source, models, OTHER_MODEL)
-    check_same(group, source, numerics, f"{_OTHER_NUMERICS} ({state.reduction}; {state.numerics or 'any machine'})")
+    check_same(group, source, agreements, f"{_OTHERWISE} (it has {state.agreement()})", what="way of training")
     behind = [rank for rank, known in enumerate(steps) if rank != source and (known < steps[source] or known < 0)]
-    if group.rank == source:
-        for rank in behind:
-            send_state(group, rank, state.capture())
-    if group.rank not in behind:
-        return False
-    state.load(_received(group, source, state, holds_state=holds_state))
-    return True
+    with phases("state"):
+        received = _passed_on(group, relay(source, behind), state, holds_state=holds_state)
+        if received is not None:
+            state.load(received)
+    return received is not None
+
+
+def relay(source: int, behind: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(from, to) of each transfer, in an order in which everybody sends what it has received."""
+    holders, waiting = [source], list(behind)
+    while waiting:
+        pairs = list(zip(holders, waiting, strict=False))
+        yield from pairs
+        holders += [to for _, to in pairs]
+        waiting = waiting[len(pairs) :]
+
+
+def _passed_on(
+    group: Group, transfers: Iterable[tuple[int, int]], state: TrainingState, *, holds_state: bool
+) -> dict[str, Any] | None:
+    """This member's part in the transfers; what it received."""
+    received = None
+    for sender, to in transfers:
+        if group.rank == to:
+            received = _received(group, sender, state, holds_state=holds_state)
+        elif group.rank == sender:
+            send_state(group, to, state.capture() if received is None else received)
+    return received
 
 
 def _received(group: Group, source: int, state: TrainingState, *, holds_state: bool) -> dict[str, Any]:
@@ -54,16 +82,16 @@ OTHER_MODEL = (
     "parameters must have the same names, shapes and types, and optimizers the same number, on every worker; do not "
     "build them from the rank"
 )
-_OTHER_NUMERICS = (
-    "every worker must ask for the same reduction and, for reduction='exact', have the same torch, number of threads "
-    "and kind of device"
+_OTHERWISE = (
+    "every worker must have the same dataset length, seed, batch sizes, kinds of optimizers and reduction and, for "
+    "reduction='exact', the same torch, number of threads and kind of device"
 )
 
 
-def check_same(group: Group, source: int, fingerprints: list[int], remedy: str) -> None:
+def check_same(group: Group, source: int, fingerprints: list[int], remedy: str, *, what: str = "model") -> None:
     """ModelMismatchError in a rank whose number is not the source's, CollectiveError in the others."""
     different = [rank for rank, known in enumerate(fingerprints) if known != fingerprints[source]]
     if group.rank in different:
-        raise ModelMismatchError(f"the model of rank {group.rank} differs from that of rank {source}: {remedy}")
+        raise ModelMismatchError(f"the {what} of rank {group.rank} differs from that of rank {source}: {remedy}")
     if different:
-        raise CollectiveError(f"the models of ranks {different} differ from that of rank {source}")
+        raise CollectiveError(f"the {what} of ranks {different} differs from that of rank {source}")

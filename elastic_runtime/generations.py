@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastic_runtime.errors import ElasticError
 from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group, Interrupt
 from elastic_runtime.orders import Order
 from elastic_runtime.torch_internals import build_group, build_second_connections
@@ -19,6 +19,7 @@ from elastic_runtime.torch_internals import build_group, build_second_connection
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elastic_runtime.errors import ElasticError
     from elastic_runtime.torch_internals import Store
 
 CLOSE_AFTER_S = 0.5
@@ -34,6 +35,8 @@ class Generation:
     number: int
     members: tuple[str, ...]
     group: Group | None
+    prepare_ms: float = 0.0
+    """How long connecting its members took, in the background."""
 
     def includes(self, worker: str) -> bool:
         """Whether the worker is in it."""
@@ -111,12 +114,13 @@ class Generations:
 
     def _build(self, order: Order) -> None:
         rank, size = order.members.index(self.worker), len(order.members)
+        began = time.perf_counter()
         try:
             store = self._make_store(order.generation)
             name = f"elastic-{order.generation}"
             group = build_group(store, rank, size, name, self._backend(), COLLECTIVE_TIMEOUT)
             second = build_second_connections(store, rank, size, COLLECTIVE_TIMEOUT)
-        except (RuntimeError, OSError, ElasticError) as error:
+        except Exception as error:  # noqa: BLE001  (a build that ended in silence would be waited for for ever)
             _log.debug("generation %d could not be built: %s", order.generation, error)
             with self._changed:
                 self._building.discard(order.generation)
@@ -124,9 +128,9 @@ class Generations:
             return
         with self._changed:
             self._building.discard(order.generation)
-            self._built[order.generation] = Generation(
-                order.generation, order.members, Group(group, rank, size, self.interrupt, second)
-            )
+            connected = Group(group, rank, size, self.interrupt, second)
+            took_ms = (time.perf_counter() - began) * 1e3
+            self._built[order.generation] = Generation(order.generation, order.members, connected, took_ms)
             self._drop_outdated()
             self._changed.notify_all()
         self._say("GenerationPrepared", generation=order.generation)

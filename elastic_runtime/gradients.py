@@ -34,6 +34,12 @@ class GradientReducer(Protocol):
     def passive(self) -> bool:
         """Whether nothing is done to this step's gradients: `factor` is 1 then."""
 
+    def attach(self) -> None:
+        """Take part in backward passes."""
+
+    def release(self) -> None:
+        """Leave the model's backward passes alone, until the next `attach`."""
+
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
         """The next backward pass is this micro-batch's, and the `first` of its step."""
 
@@ -61,14 +67,23 @@ class FastReducer:
     """By all-reduce: equal to one worker's sum within rounding."""
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
-        self._layout = Layout(parameters, tail_size)
+        self._parameters, self._tail_size = list(parameters), tail_size
+        self._layout = Layout(self._parameters, tail_size)
         self._group: Group | None = None
         self._works: list[Pending] = []
         self._launched = 0
         self._last = True
         self._all_used = False  # by this worker, in this step: then nobody needs to be asked
         self._ghost = self._passive = False
+        self.attach()
+
+    def attach(self) -> None:
+        """See GradientReducer."""
         self._layout.hook(self._on_gradient)
+
+    def release(self) -> None:
+        """See GradientReducer."""
+        self._layout.unhook()
 
     @property
     def tail(self) -> torch.Tensor:
@@ -77,6 +92,10 @@ class FastReducer:
 
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
         """See GradientReducer. A ghost's gradients count as zero."""
+        if first and self._layout.outdated:
+            self._layout.unhook()
+            self._layout = Layout(self._parameters, self._tail_size)
+            self.attach()
         self._group = group if group is not None and group.size > 1 else None
         self._last, self._ghost = micro.last, micro.ghost
         self._passive = self._group is None and first and micro.last and not micro.ghost

@@ -10,6 +10,8 @@ import functools
 import types
 from typing import TYPE_CHECKING, Any
 
+from elastic_runtime.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
@@ -21,12 +23,18 @@ def guard_method(
     """`target.method(...)` does nothing, and returns None, unless `may_act()`; it acts within `around()`, if given.
 
     For optimizers: the replacement is a bound method of the instance like the one that LRScheduler puts there, which
-    looks at `optimizer.step.__func__` and at its own mark on it.
+    looks at `optimizer.step.__func__` and at its own mark on it. UsageError for a closure: the gradients that it would
+    compute anew are summed once a step.
     """
     original = getattr(target, method)
 
     @functools.wraps(original)
     def guarded(_self: object, *args: object, **kwargs: object) -> Any:
+        if any(callable(given) for given in (*args, *kwargs.values())):
+            raise UsageError(
+                f"{method} was given a closure, which computes gradients several times in a step; call job.backward, "
+                f"and then {method}() without one"
+            )
         if not may_act():
             return None
         if around is None:

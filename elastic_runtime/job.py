@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import logging
 import sys
+import weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from elastic_runtime.batches import lockstep_batches, shard_batches
 from elastic_runtime.buffers import FollowedBuffers
+from elastic_runtime.checks import check_kinds, check_parameters, plain
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.guards import guard_class, guard_method
 from elastic_runtime.loader import ElasticLoader, IndexedLoader, check
@@ -22,6 +25,7 @@ from elastic_runtime.memory import MemoryFollower
 from elastic_runtime.modes import Clipping, ExactMode, FastMode, Mode, numerics
 from elastic_runtime.session import Session
 from elastic_runtime.sizes import GlobalBatch, MicroBatchLimit
+from elastic_runtime.sources import Source
 from elastic_runtime.state import Stateful, TrainingState
 from elastic_runtime.streamed import StreamedLoader
 
@@ -39,6 +43,10 @@ if TYPE_CHECKING:
 
     Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     Schedulers = Stateful | Sequence[Stateful] | None
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_log = logging.getLogger("elastic_runtime")
 
 
 class Job:
@@ -132,12 +140,14 @@ class Job:
             raise LoopError("prepare was called twice; make one job for each training")
         optimizers, schedulers = _several(optimizer), _several(scheduler)
         models = _several(model)
-        _check_kinds(models, optimizers)
+        check_kinds(models, optimizers)
         check(loader)
         batch = self._batch(loader)
         parts = [*_named("optimizer", optimizers), *_named("scheduler", schedulers)]
         parts += [("scaler", scaler)] if scaler is not None else []
-        whole = _plain(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(_plain, models))
+        whole = plain(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(plain, models))
+        check_parameters(whole, optimizers)
+        _take_from_others(whole)
         state = TrainingState(whole, parts, reduction=self._options.reduction_text)
         if shard is not None:
             session, plan = self._make_sharded(state, models, shard, scaler)
@@ -145,11 +155,12 @@ class Job:
             session, plan = self._make_session(state, scaler)
         session.loader = self._make_loader(loader, session, batch, plan, state)
         for each in optimizers:
-            guard_method(each, "step", session.may_act, partial(self._at_lr, each, batch) if batch.bounds else None)
+            guard_method(each, "step", session.may_step, partial(self._at_lr, each, batch) if batch.bounds else None)
         for part in (*schedulers, scaler):
             if part is not None:
                 guard_class(part, ("step", "update", "unscale_"), session.may_act)
         self._session, self._state = session, state
+        _sessions.add(session)
         found = (model, optimizer, session.loader)
         return found if scheduler is None else (*found, scheduler)
 
@@ -169,6 +180,16 @@ class Job:
             if hasattr(each, "update_parameters"):
                 guard_class(each, ("update_parameters",), session.may_act)
 
+    def steps_per_epoch(self, loader: DataLoader[Any]) -> int:
+        """Global steps of an epoch of this loader, which need not be prepared yet: for schedules that are made before.
+
+        UsageError where it cannot be known.
+        """
+        if isinstance(loader.dataset, IterableDataset):
+            raise UsageError("the loader reads an IterableDataset, whose length is known when an epoch ends")
+        check(loader)
+        return Source(loader, self._options.seed).steps(self._batch(loader).samples)
+
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the training stands up to `count`; a joiner begins in the middle of one.
 
@@ -177,6 +198,8 @@ class Job:
         session = self._prepared
         steps = session.loader.steps
         self._start(total_steps=None if steps is None else count * steps)
+        if session.position.epoch >= count:
+            _log.warning("%d epochs are trained already: nothing to do (a new job begins anew)", count)
         while not session.finished:
             while session.position.epoch < count:
                 epoch = session.position.epoch
@@ -188,6 +211,8 @@ class Job:
         """The loader's batches, epoch after epoch, until `count` global steps are applied: in place of both loops."""
         session = self._prepared
         self._start(total_steps=count, last_step=count)
+        if session.position.step >= count:
+            _log.warning("%d steps are trained already: nothing to do (a new job begins anew)", count)
         while not session.finished:
             while session.position.step < count:
                 epoch = session.position.epoch
@@ -288,7 +313,7 @@ class Job:
         options = self._options
         options.check_sharded(scaled=scaler is not None)
         optimizers = {name: part for name, part in state.parts if isinstance(part, torch.optim.Optimizer)}
-        wrapping = Wrapping(state.model, list(map(_plain, models)), optimizers, shard)
+        wrapping = Wrapping(state.model, list(map(plain, models)), optimizers, shard)
         sharding = self._member.shard(
             state, wrapping, every_s=options.checkpoint_every_s, keep=options.keep_checkpoints
         )
@@ -301,8 +326,12 @@ class Job:
         self, loader: DataLoader[Any], session: Session, batch: GlobalBatch, plan: Plan, state: TrainingState
     ) -> ElasticLoader:
         seed, exact = self._options.seed, self._options.exact
+        state.split = f"global_batch_size={batch.samples}, scale_batch={batch.bounds}"
         if not isinstance(loader.dataset, IterableDataset):
-            return IndexedLoader(loader, session, seed, batch, plan, seeded=exact)
+            indexed = IndexedLoader(loader, session, seed, batch, plan, seeded=exact)
+            state.data = f"{indexed.length} samples in the order of seed={seed}"
+            return indexed
+        state.data = f"a stream, seed={seed}"
         streamed = StreamedLoader(loader, session, seed, batch, plan, seeded=exact)
         state.parts.append(("loader", streamed))
         return streamed
@@ -345,22 +374,11 @@ def _several(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def _check_kinds(models: list[Any], optimizers: list[Any]) -> None:
-    if not models or not all(isinstance(model, torch.nn.Module) for model in models):
-        raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
-    if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
-        raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
-    if any(isinstance(part, torch.nn.SyncBatchNorm) for model in models for part in model.modules()):
-        raise UsageError(
-            "the model has SyncBatchNorm layers, which talk to the other workers in each forward pass: workers differ "
-            "in their number of passes, and what is lost with a worker there cannot be repeated; use BatchNorm, whose "
-            "buffers follow rank 0, or a normalisation without batch statistics"
-        )
-
-
-def _plain(model: Any) -> Any:
-    """What `torch.compile` wrapped: names of parameters do not depend on it."""
-    return getattr(model, "_orig_mod", model)
+def _take_from_others(model: torch.nn.Module) -> None:
+    """A notebook makes a job anew for the same model: the one before it lets go."""
+    for session in list(_sessions):
+        if session.owns(model.parameters()):
+            session.release()
 
 
 def _named(name: str, parts: list[Any]) -> list[tuple[str, Stateful]]:

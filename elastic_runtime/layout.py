@@ -78,13 +78,24 @@ class Layout:
     used: torch.Tensor
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
-        self.slots = [Slot(name, p, 0, 0) for name, p in parameters if p.requires_grad]
+        self._parameters = list(parameters)
+        self._handles: list[RemovableHandle] = []
+        self._trained = self._trainable()
+        self.slots = [Slot(name, p, 0, 0) for name, p in self._parameters if p.requires_grad]
         if not self.slots:
             raise UsageError("the model has no parameter that requires a gradient; there is nothing to train")
         self._tail_size = tail_size + len(self.slots)
         self.buckets = _lay_out(self.slots, self._tail_size)
         self.iteration = self.step = 1
         self.allocate()
+
+    def _trainable(self) -> list[bool]:
+        return [parameter.requires_grad for _, parameter in self._parameters]
+
+    @property
+    def outdated(self) -> bool:
+        """Whether parameters were frozen, or are to be trained again, since it was made."""
+        return self._trained != self._trainable()
 
     def allocate(self) -> None:
         """New memory everywhere: what is in flight keeps the old one."""
@@ -101,13 +112,19 @@ class Layout:
         size = self.buckets[-1].size
         return whole[size - self._tail_size : size]
 
-    def hook(self, on_gradient: Callable[[Slot, torch.Tensor], None]) -> list[RemovableHandle]:
+    def hook(self, on_gradient: Callable[[Slot, torch.Tensor], None]) -> None:
         """Call `on_gradient` with each gradient as it is complete. LoopError for two of one parameter in an iteration.
 
         The parameter's own `grad` is None afterwards.
         """
+        self.unhook()
+        self._handles = [_register(slot.parameter, partial(self._fire, slot, on_gradient)) for slot in self.slots]
 
-        return [_register(slot.parameter, partial(self._fire, slot, on_gradient)) for slot in self.slots]
+    def unhook(self) -> None:
+        """Leave the parameters alone."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _fire(self, slot: Slot, on_gradient: Callable[[Slot, torch.Tensor], None], parameter: torch.Tensor) -> None:
         gradient = parameter.grad

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.order import mix_seed
+from elastic_runtime.order import mix_seed, order_stamp
 from elastic_runtime.sources import SeededDataset, SeededIndices, Source, has_own_batches
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ class Loop(Protocol):
     def end(self) -> bool:
         """The loop is done with it; False where what follows is to be planned anew."""
 
+    def break_off(self, iteration: MicroBatch | None = None) -> None:
+        """The loop was left within this iteration."""
+
 
 class Plan(Protocol):
     """How a step is split."""
@@ -75,6 +78,8 @@ class ElasticLoader:
 
     steps: int | None = None
     """Global steps of an epoch (of `global_batch_size` samples); None: known when it ends."""
+    stamp = 0
+    """A number that differs, most likely, where the epoch's order does."""
 
     def __init__(
         self, loader: DataLoader[Any], loop: Loop, seed: int, batch: GlobalBatch, plan: Plan, *, seeded: bool = False
@@ -98,7 +103,11 @@ class ElasticLoader:
         while loop.position.epoch == epoch and self.has_more(loop.position):
             for micro_batch, batch in self._span():
                 loop.begin(micro_batch)
-                yield batch
+                try:
+                    yield batch
+                except GeneratorExit:
+                    loop.break_off(micro_batch)
+                    raise
                 if not loop.end():
                     break
 
@@ -123,6 +132,7 @@ class IndexedLoader(ElasticLoader):
     ) -> None:
         super().__init__(loader, loop, seed, batch, plan, seeded=seeded)
         self._source = Source(loader, seed)
+        self.length = self._source.length
         self.steps = self._source.steps(batch.samples)
         if self.steps == 0:
             raise UsageError(
@@ -137,6 +147,7 @@ class IndexedLoader(ElasticLoader):
         """Whether the epoch has another step."""
         if position.epoch != self._epoch:
             self._epoch, self._order = position.epoch, self._source.epoch(position.epoch)
+            self.stamp = order_stamp(self._order)
         return next(self._steps(position), None) is not None
 
     def _steps(self, position: Position) -> Iterator[Step]:

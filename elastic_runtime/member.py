@@ -24,6 +24,7 @@ from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group
 from elastic_runtime.keeper import Keeper
 from elastic_runtime.leaving import hasten_exit
 from elastic_runtime.order import mix_seed
+from elastic_runtime.packing import pack
 from elastic_runtime.preemption import TERMINATED, AtRest, Preemption
 from elastic_runtime.progress import Progress
 from elastic_runtime.reporting import Reporter
@@ -63,7 +64,8 @@ class Member:
         self._holds_state = self.leaving = False
         self._generations = Generations(environment.worker_id, self._store, self._say, _backend)
         shown = Progress(sys.stderr, wanted=progress)
-        self.reporter = Reporter(environment.report_file, environment.worker_id, self._send_progress, shown)
+        self._began = time.perf_counter()
+        self.reporter = Reporter(environment.report_file, environment.worker_id, self._stand, shown)
         self._keeper = Keeper(
             environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints
         )
@@ -78,6 +80,11 @@ class Member:
         self.at_rest = AtRest()
         self.sharding: Sharding | None = None
         self._preemption: Preemption | None = None
+        if not environment.checkpoint_dir and (environment.coordinator or environment.static):
+            _log.warning(
+                "ELASTIC_CHECKPOINT_DIR is not set: should all workers be lost at once, or the job be preempted, "
+                "everything that was trained is lost; set it to a directory that outlives them"
+            )
         saves = bool(environment.checkpoint_dir) and (environment.static is None or environment.static[0] == 0)
         if environment.coordinator or saves:
             self._preemption = Preemption(self._on_told)
@@ -117,6 +124,16 @@ class Member:
         self.sharding = Sharding(state, wrapping, self.streams, keeper, lambda: self._told)
         return self.sharding
 
+    @property
+    def coordinated(self) -> bool:
+        """Whether a cluster decides who its peers are."""
+        return self._coordinator is not None
+
+    def check_state(self, state: TrainingState) -> None:
+        """StateError at the start, where it can be sent or saved and cannot be pickled, is better than later."""
+        if self.sharding is None and (self._environment.checkpoint_dir or self._coordinator):
+            pack(state.capture())
+
     # Asked by the loop at each step
 
     @property
@@ -134,8 +151,10 @@ class Member:
         return self._generations.vote()
 
     def tell_progress(self, position: Position, total_steps: int | None, *, force: bool) -> None:
-        """Rank 0 tells how far the training is."""
-        if self.place[0] == 0:
+        """How long steps take here; from rank 0, how far the training is."""
+        rank, workers = self.place
+        self.reporter.times(position.step, workers, force=force)
+        if rank == 0:
             self.reporter.progress(position.step, position.epoch, total_steps, force=force)
 
     def tell_halved(self, failed: int, now: int | None) -> None:
@@ -157,12 +176,15 @@ class Member:
         elif self._coordinator is None and self.sharding:
             self._join_static(state, 0, 1)
         elif self._coordinator is None:
-            self._load_checkpoint(state)
+            if not self._holds_state:
+                self._load_checkpoint(state)
+            self._holds_state = True
         elif self._generations.adopted is None:
             if not self.sharding:
                 state.rehearse()
             self._stand("WorkerReady")
-            self._settle(state, self._generations.wait_for_next(after=0), "join")
+            self.reporter.phases.add("load", (time.perf_counter() - self._began) * 1e3)
+            self._settle(state, self._next(after=0), "join")
         if self._preemption:
             self._preemption.save_by(lambda: self._save_in_time(state, mode))
             self._preemption.soft = True
@@ -207,7 +229,7 @@ class Member:
         if error:
             _log.warning("generation %d: %s; recovering", self.generation, error)
             self._stand("CollectiveFailed", generation=self.generation, step=state.position.step, why=str(error)[:500])
-        self._settle(state, self._generations.wait_for_next(after=self.generation), "recovered")
+        self._settle(state, self._next(after=self.generation), "recovered")
 
     def all_here(self, state: TrainingState) -> bool:
         """Wait for all members; False where one was lost."""
@@ -243,6 +265,10 @@ class Member:
             self.reporter.line("left", generation=0, step=state.position.step)
             raise SystemExit(TERMINATED)
 
+    def _next(self, after: int) -> Generation | None:
+        with self.reporter.phases("wait"):
+            return self._generations.wait_for_next(after=after)
+
     def _settle(self, state: TrainingState, generation: Generation | None, cause: str) -> None:
         """Enter `generation`, or whatever comes in its place, or leave."""
         began, stood = time.perf_counter(), state.position.step
@@ -254,8 +280,10 @@ class Member:
                 break
             except CollectiveError as error:
                 self._give_up(generation, state, error)
-                generation = self._generations.wait_for_next(after=generation.number)
-        self._adopt(state, generation, received=received)
+                generation = self._next(after=generation.number)
+        with self.reporter.phases("adopt"):
+            self._adopt(state, generation, received=received)
+        self.reporter.clock.restart()
         pause_ms = 0.0 if cause == "join" else (time.perf_counter() - began) * 1e3  # a joiner has no loop yet
         self._events.pop("CollectiveFailed", None)
         lost = max(stood - state.position.step, 0)  # where a shard was lost
@@ -275,6 +303,8 @@ class Member:
             step=state.position.step,
             pause_ms=pause_ms,
             lost_steps=lost,
+            prepare_ms=round(generation.prepare_ms, 2),
+            phases_ms=self.reporter.phases.take(),
         )
 
     def _enter(self, state: TrainingState, generation: Generation) -> bool:
@@ -291,8 +321,9 @@ class Member:
 
     def _exchange(self, group: Group, number: int, state: TrainingState) -> bool:
         if self.sharding is None:
-            return exchange(group, state, holds_state=self._holds_state)
-        received = self.sharding.enter(group, number)
+            return exchange(group, state, self.reporter.phases, holds_state=self._holds_state)
+        with self.reporter.phases("state"):
+            received = self.sharding.enter(group, number)
         self._holds_state = not received
         return received
 
@@ -365,9 +396,6 @@ class Member:
         """Say something that a coordinator which restarts has to hear again."""
         self._events[event] = fields
         self._say(event, **fields)
-
-    def _send_progress(self, progress: dict[str, Any]) -> None:
-        self._stand("ProgressReported", **progress)
 
     def _standing(self) -> list[dict[str, Any]]:
         """What is true of this worker now, for a coordinator that it has just connected to."""

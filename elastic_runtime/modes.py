@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from elastic_runtime.gradients import GradientReducer
     from elastic_runtime.state import TrainingState
     from elastic_runtime.streams import RandomStreams
+    from elastic_runtime.tail import Share
 
 DEFAULT_SHARDS = 8
 
@@ -70,9 +71,9 @@ class Mode:
         """Its backward pass is over."""
         self.reducer.end()
 
-    def fill_tail(self, *, leader: bool, samples: int, vote: int, weight: float) -> None:
+    def fill_tail(self, share: Share, *, leader: bool) -> None:
         """This worker's numbers, for the sum over all workers."""
-        self.tail.fill(self.reducer.tail, leader=leader, samples=samples, vote=vote, weight=weight)
+        self.tail.fill(self.reducer.tail, share, leader=leader)
 
     def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
         """Everybody's; whether the switch that this worker voted for is agreed on."""
@@ -133,11 +134,11 @@ class ExactMode(Mode):
         if micro.shard == 0 and not micro.ghost:
             self._buffers.keep()
 
-    def fill_tail(self, *, leader: bool, samples: int, vote: int, weight: float) -> None:
+    def fill_tail(self, share: Share, *, leader: bool) -> None:
         """See Mode. Rank 0 has the first shard."""
         if leader:
             self._buffers.restore_kept()
-        super().fill_tail(leader=leader, samples=samples, vote=vote, weight=weight)
+        super().fill_tail(share, leader=leader)
 
     def completed(self, step: int) -> None:
         """See Mode."""

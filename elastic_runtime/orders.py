@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)
@@ -20,8 +16,10 @@ class Order:
     why: str = ""
 
     @classmethod
-    def parse(cls, message: Mapping[str, object]) -> Order:
-        """From JSON. ValueError where it is not an order."""
+    def parse(cls, message: object) -> Order:
+        """From JSON. ValueError and TypeError where it is not an order."""
+        if not isinstance(message, dict):
+            raise TypeError(f"{message!r} is not an order")
         kind = message.get("order")
         if kind not in {"Stay", "Propose", "Recover", "Release"}:
             raise ValueError(f"{kind!r} is not an order")

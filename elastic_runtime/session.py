@@ -13,8 +13,11 @@ import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError, UsageError
 from elastic_runtime.memory import free_cache, is_out_of_memory
+from elastic_runtime.tail import STAMPS, Share
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.generations import Generation
     from elastic_runtime.loader import ElasticLoader
@@ -50,6 +53,10 @@ class Session:
         self._weight, self._weighted = 0.0, False
         self._first = True  # the next iteration begins a step
         self._backward_done = self._complete = self._repeat = False
+        self._released = False
+        self._acted = True  # an optimizer did, in this step
+        self._acts = False  # one ever did
+        self._unapplied: int | None = None  # the step before, where none did
         self._catching_up = False  # another's state is ahead of this worker's place in the loop
         self._agreed: Generation | None = None
         self._share_of: tuple[object, ...] = ()
@@ -83,12 +90,31 @@ class Session:
 
     def may_act(self) -> bool:
         """Whether optimizer, scheduler and scaler act now: outside an iteration, and where a step is complete."""
+        if self._released:
+            return True
+        if self._micro is None:
+            self._member.at_rest.end()
         return not self._catching_up and (self._micro is None or self._complete)
+
+    def may_step(self) -> bool:
+        """Whether an optimizer acts now; it is about to, if so."""
+        may = self.may_act()
+        self._acted |= may
+        self._acts |= may
+        return may
 
     # Epochs
 
     def start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
-        """The training begins, here or where others are."""
+        """The training begins, here or where others are; or goes on, after it had finished.
+
+        LoopError where the coordinator was told that it is over.
+        """
+        if self.finished and self._member.coordinated:
+            raise LoopError("the job's training has finished; what comes after it needs a job of its own")
+        self.finished = self._released = False
+        self._mode.reducer.attach()
+        self._member.check_state(self._state)
         self._total_steps, self.last_step = total_steps, last_step
         self.started = True
         self._member.join(self._state, self._mode)
@@ -100,13 +126,14 @@ class Session:
             raise LoopError(
                 "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
             )
-        self._catching_up, self._first, self._micro = False, True, None
+        self.break_off()
+        self._catching_up, self._first = False, True
         self._change_membership()
         self._remember()
 
     def leave_epoch(self, epoch: int) -> None:
         """The script is done with an epoch, unless others already are further."""
-        self._micro = None
+        self.break_off()
         if self.position.epoch == epoch:
             self._state.position = self.position.after_epoch()
 
@@ -124,10 +151,22 @@ class Session:
     def finish_early(self) -> None:
         """The process ends well after the loop was left by `break`: the training is over where it stands."""
         if self.started and not self.finished:
+            self.break_off()
             self._end()
+
+    def release(self) -> None:
+        """Leave model, optimizers and schedulers to the script, or to another job."""
+        self._released = True
+        self._mode.reducer.release()
+
+    def owns(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether one of these is trained here."""
+        own = {id(parameter) for _, parameter in self._state.parameters()}
+        return any(id(parameter) in own for parameter in parameters)
 
     def _end(self) -> None:
         self.finished = True
+        self.release()
         self._member.at_rest.end()
         self._member.finish(self.position.step)
 
@@ -137,7 +176,7 @@ class Session:
         """The loop gets this micro-batch next."""
         self._mode.begin(micro_batch, self.position.step, first=self._first)
         if self._first:
-            self._samples, self._weight, self._weighted = 0, 0.0, False
+            self._samples, self._weight, self._weighted, self._acted = 0, 0.0, False, False
         if self._limit is not None:
             self._limit.note(micro_batch.size)
         self._micro, self._backward_done, self._complete = micro_batch, False, False
@@ -150,6 +189,7 @@ class Session:
         if self._backward_done:
             raise LoopError("job.backward was called twice in one iteration; add the losses up and call it once")
         self._check_weight(weight, reduction)
+        self._check_applied()
         self._backward_done = True
         self._samples += micro.size
         self._mode.reducer.begin(self._member.group, micro, first=self._first)
@@ -187,16 +227,36 @@ class Session:
             raise LoopError("an iteration ended without job.backward(loss); every iteration needs it, exactly once")
         if micro is None or not micro.last:
             return True
-        self._first, self._complete = True, False
-        self._state.position = self.position.after_step(micro.step_samples)
-        self._tell_progress()
+        self._count(micro)
         self._member.save_if_due(self._state)
         if not self.loader.has_more(self.position):
+            self._remember()
             return True  # a joiner should begin with a whole epoch: the switch waits for it
         changed = self._memory.follow()
         changed |= self._change_membership()
         self._remember()
         return not changed
+
+    def break_off(self, iteration: MicroBatch | None = None) -> None:
+        """The loop was left within an iteration (this one: a generator may be closed long after). A step counts where
+        it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
+        """
+        micro = self._micro
+        if micro is None or (iteration is not None and iteration is not micro):
+            return
+        self._micro = None
+        if self._complete:
+            self._count(micro)
+        elif self._backward_done:
+            self._forget_step()
+            self._repeat = False
+
+    def _count(self, micro: MicroBatch) -> None:
+        """A step is over."""
+        self._unapplied = None if self._acted else self.position.step
+        self._first, self._complete = True, False
+        self._state.position = self.position.after_step(micro.step_samples)
+        self._tell_progress()
 
     def out_of_memory(self, error: BaseException | None) -> bool:
         """Take an iteration that did not fit back, to be repeated in halves; False where it is not that, or cannot be.
@@ -245,6 +305,18 @@ class Session:
         if not self._first and self._weighted != (weight is not None):
             raise LoopError("job.backward got a weight in one iteration of a step and none in another")
 
+    def _check_applied(self) -> None:
+        """Loops that add gradients up by themselves would add up those of all workers, again and again."""
+        step, self._unapplied = self._unapplied, None
+        if step is None or not self._acts:
+            return
+        if any(p.grad is not None and bool(p.grad.any()) for _, p in self._state.parameters()):
+            raise LoopError(
+                f"the gradients of step {step} were neither applied nor cleared; job.backward adds micro-batches up by "
+                "itself, so call optimizer.step() and optimizer.zero_grad() in every iteration (they act where a step "
+                "is complete), and give global_batch_size in place of accumulating in the loop"
+            )
+
     def _factor(self, micro: MicroBatch, weight: float | None, reduction: str) -> float:
         """What this micro-batch's loss is multiplied by, so that the sum over the step is what was asked for."""
         self._weighted = weight is not None
@@ -271,18 +343,22 @@ class Session:
     def _complete_step(self, micro: MicroBatch) -> None:
         """Sum the gradients; what the tail says is decided by all workers in the same way."""
         vote = self._member.vote()
-        leader = self.place[0] == 0
+        rank, workers = self.place
+        clock, tail = self._member.reporter.clock, self._mode.tail
         distance = vote.number - self._member.generation if vote else 0
-        self._mode.fill_tail(leader=leader, samples=self._samples, vote=distance, weight=self._weight)
+        stamp = (self.position.step + self.loader.stamp) % STAMPS
+        share = Share(self._samples, distance, self._weight, clock.ready(), stamp)
+        self._mode.fill_tail(share, leader=rank == 0)
         self._member.check()
         self._mode.reducer.reduce()
         self._member.at_rest.end()
-        agreed = self._mode.take_tail(micro, leader=leader, workers=self.place[1])
-        total = self._mode.tail.weight
+        agreed = self._mode.take_tail(micro, leader=rank == 0, workers=workers)
+        clock.summed(tail.busy_s / workers)
+        total = tail.weight
         self._mode.reducer.hand_out(micro.step_samples / total if self._weighted and total else 1.0)
         self._mode.completed(self.position.step)
         self._complete = True
-        self._member.reporter.note_step(micro.step_samples, self.place[1])
+        self._member.reporter.note_step(micro.step_samples, workers)
         if agreed:
             self._agreed = vote
 

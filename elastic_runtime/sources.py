@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from elastic_runtime.order import epoch_order, mix_seed, steps_in_epoch
 from elastic_runtime.streams import RandomStreams
@@ -20,7 +21,7 @@ class Source:
         self._seed = seed
         self._own_batches = loader.batch_sampler if has_own_batches(loader) else None
         self._sampler = loader.sampler
-        self._shuffle = isinstance(loader.sampler, RandomSampler)
+        self._shuffle = _is_a_permutation(loader.sampler)
         self._drop_last = bool(loader.drop_last)
         self._sizes: list[int] = []
         self.length = len(self._own_batches or loader.sampler)  # type: ignore[arg-type]
@@ -33,11 +34,13 @@ class Source:
 
     def epoch(self, epoch: int) -> Sequence[int]:
         """The dataset's indices in the order of this epoch; what a sampler draws depends on (seed, epoch) alone."""
-        if self._own_batches is None and (self._shuffle or isinstance(self._sampler, SequentialSampler)):
+        if self._own_batches is None and (self._shuffle or type(self._sampler) is SequentialSampler):
             return epoch_order(self._seed, epoch, self.length, shuffle=self._shuffle)
         streams = RandomStreams()
         streams.save()
         streams.reseed(mix_seed(self._seed, epoch))
+        for drawn_from in (self._own_batches or self._sampler, getattr(self._own_batches, "sampler", None)):
+            _tell_epoch(drawn_from, epoch, mix_seed(self._seed, epoch, 1))
         try:
             if self._own_batches is None:
                 return list(self._sampler)
@@ -60,13 +63,25 @@ class Source:
             start += size
 
 
+def _is_a_permutation(sampler: object) -> bool:
+    """Whether it is torch's own shuffling of a whole dataset, and nothing else."""
+    if type(sampler) is not RandomSampler:
+        return False
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+
+def _tell_epoch(drawn_from: object, epoch: int, seed: int) -> None:
+    """What a sampler draws by a generator of its own, or counts by itself, is to be the same on whoever joins."""
+    generator = getattr(drawn_from, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    if hasattr(drawn_from, "set_epoch"):
+        drawn_from.set_epoch(epoch)
+
+
 def has_own_batches(loader: DataLoader[Any]) -> bool:
     """Whether the user gave a batch sampler."""
-    return (
-        loader.batch_size is None
-        and loader.batch_sampler is not None
-        and type(loader.batch_sampler) is not BatchSampler
-    )
+    return loader.batch_size is None and loader.batch_sampler is not None
 
 
 class SeededIndices(list[int]):

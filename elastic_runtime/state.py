@@ -36,6 +36,8 @@ class TrainingState:
     position: Position = field(default_factory=Position)
     reduction: str = "reduction='fast'"
     numerics: str = ""  # what all workers must have in common for results that are the same to the bit
+    data: str = ""  # what the order of the samples depends on
+    split: str = ""  # how a step is split
     _rehearsed: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -47,6 +49,9 @@ class TrainingState:
         return {
             "fingerprint": self.fingerprint(),
             "reduction": self.reduction,
+            "data": self.data,
+            "optimizers": self._kinds(),
+            "frozen": [name for name, parameter in self.parameters() if not parameter.requires_grad],
             "position": dataclasses.astuple(self.position),
             "model": dict(self.model.state_dict()) if model is None else model,
             "parts": {name: part.state_dict() for name, part in self.parts},
@@ -55,6 +60,9 @@ class TrainingState:
     def load(self, state: dict[str, Any]) -> None:
         """Take a captured state over. StateError where it is another model's."""
         self.check(state)
+        frozen = set(state.get("frozen", ()))
+        for name, parameter in self.parameters() if "frozen" in state else ():
+            parameter.requires_grad_(name not in frozen)
         own = self.model.state_dict()
         if not all(_same_memory(value, own.get(name)) for name, value in state["model"].items()):
             self.model.load_state_dict(state["model"])
@@ -73,6 +81,12 @@ class TrainingState:
                 f"the saved state was trained with {state['reduction']}, this script asks for {self.reduction}; what "
                 "follows would be neither: ask for the same, or remove the checkpoints to begin anew"
             )
+        for what, own in (("data", self.data), ("optimizers", self._kinds())):
+            if state.get(what, own) != own:
+                raise StateError(
+                    f"the saved state was trained with {state[what]}, this script has {own}; samples or optimizer "
+                    "state would be mixed up: give it the same, or remove the checkpoints to begin anew"
+                )
         if state["fingerprint"] != self.fingerprint():
             raise StateError(
                 "the saved state belongs to another model: its parameters have other names, shapes or types; "
@@ -119,13 +133,20 @@ class TrainingState:
 
     def fingerprint(self) -> int:
         """A number that differs between models whose parameters differ in name, shape or type."""
-        text = [f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}" for name, p in self.parameters()]
+        text = [f"{name}:{tuple(p.shape)}:{p.dtype}" for name, p in self.parameters()]
         text += [name for name, _ in self.parts]
         return _hash("\n".join(text))
 
-    def numerics_fingerprint(self) -> int:
-        """A number that differs between workers that would not compute the same bits, where that matters."""
-        return _hash(f"{self.reduction}, {self.numerics}")
+    def agreement(self) -> str:
+        """What all workers must have in common beside the model."""
+        return ", ".join(part for part in (self.reduction, self.numerics, self.data, self.split, self._kinds()) if part)
+
+    def agreement_fingerprint(self) -> int:
+        """A number that differs between workers that could not train together."""
+        return _hash(self.agreement())
+
+    def _kinds(self) -> str:
+        return " and ".join(type(optimizer).__name__ for optimizer in self._optimizers())
 
 
 def _hash(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import threading
 from datetime import timedelta
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from elastic_runtime.torch_internals import Store
 
 if TYPE_CHECKING:
-    import http.client
     from collections.abc import Sequence
 
     from elastic_runtime.environment import Environment
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+_AWAY = (OSError, http.client.HTTPException, ValueError)
 _CONNECTION_TIMEOUT_S = 320.0  # above the longest wait the coordinator allows
 
 
@@ -96,22 +97,23 @@ class CoordinatorStore(Store):
     def _ask(self, operation: str, **fields: object) -> Any:
         try:
             return self._exchange(operation, json.dumps(fields))
-        except OSError:
+        except _AWAY:
             self._local.connection = None  # the coordinator restarted or closed an idle connection: once more
             try:
                 return self._exchange(operation, json.dumps(fields))
-            except OSError as error:
+            except _AWAY as error:
+                self._local.connection = None
                 raise dist.DistStoreError(f"the coordinator's store is away: {error}") from error
 
-    def _exchange(self, operation: str, body: str) -> Any:
+    def _exchange(self, operation: str, asked: str) -> Any:
         connection, path = self._connected()
         headers = {"Authorization": f"Bearer {self._environment.token()}", "Content-Type": "application/json"}
-        connection.request("POST", f"{path}/store/{self._generation}/{operation}", body, headers)
+        connection.request("POST", f"{path}/store/{self._generation}/{operation}", asked, headers)
         response = connection.getresponse()
-        answer = json.loads(response.read())
+        body = response.read()
         if response.status != 200:
-            raise dist.DistStoreError(f"{operation} in generation {self._generation}: {answer['error']['message']}")
-        return answer
+            raise dist.DistStoreError(f"{operation} in generation {self._generation}: {response.status} {body[:300]!r}")
+        return json.loads(body)
 
     def _connected(self) -> tuple[http.client.HTTPConnection, str]:
         known: tuple[http.client.HTTPConnection, str] | None = getattr(self._local, "connection", None)

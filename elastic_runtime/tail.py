@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,48 +13,77 @@ from elastic_runtime.errors import LoopError
 if TYPE_CHECKING:
     from elastic_runtime.buffers import FollowedBuffers
 
-_HEAD = 5
+_HEAD = 8
 _BASE = 1 << 20
+STAMPS = 251
+"""A prime, and small enough for sums of squares over hundreds of workers to be exact."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker says of its part of a step.
+
+    `vote`: how far the prepared generation's number is above the one in force, 0 for none. `weight`: of its losses,
+    beside their samples; whole ones stay exact up to 2**44. `busy_s`: seconds it took. `stamp`: below `STAMPS`, equal
+    for workers that are at the same step of the same order.
+    """
+
+    samples: int
+    vote: int = 0
+    weight: float = 0.0
+    busy_s: float = 0.0
+    stamp: int = 0
 
 
 class Tail:
-    """Samples counted, the vote for the next generation, and rank 0's buffers. All are summed over the workers.
+    """The workers' shares, and rank 0's buffers. All are summed over the workers.
 
-    A vote is how far the prepared generation's number is above the one in force, 0 for none; its square travels with
-    it. Sums W * v and W * v**2 mean that all W workers voted v: by Cauchy-Schwarz no other votes have both.
+    With a vote v its square travels. Sums W * v and W * v**2 mean that all W workers voted v: by Cauchy-Schwarz no
+    other votes have both. The same tells whether all are at one step.
     """
 
     def __init__(self, buffers: FollowedBuffers) -> None:
         self._buffers = buffers
         self.size = _HEAD + buffers.size
-        self._vote = 0
-        self._numbers = torch.zeros(_HEAD)
-        self._known = (0, 0, 0.0)  # what they were made of: the same in most steps
+        self._share = Share(0)
         self.weight = 0.0  # of all workers' losses in the step that was taken last
+        self.busy_s = 0.0  # of all workers together
 
-    def fill(self, section: torch.Tensor, *, leader: bool, samples: int, vote: int, weight: float = 0.0) -> None:
-        """This worker's numbers. `weight`: of its losses, beside their samples; whole ones stay exact up to 2**44."""
-        self._vote = vote
-        if self._known != (samples, vote, weight):
-            self._known = (samples, vote, weight)
-            self._numbers = torch.tensor([samples, vote, vote * vote, *divmod(weight, _BASE)])
-        section[:_HEAD].copy_(self._numbers)
+    def fill(self, section: torch.Tensor, share: Share, *, leader: bool) -> None:
+        """This worker's numbers."""
+        self._share = share
+        vote, stamp = share.vote, share.stamp
+        numbers = [share.samples, vote, vote**2, stamp, stamp**2, share.busy_s, *divmod(share.weight, _BASE)]
+        section[:_HEAD].copy_(torch.tensor(numbers, dtype=section.dtype))
         if self._buffers.size:
             self._buffers.fill(section[_HEAD:], leader=leader)
 
     def take(self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int) -> bool:
         """Everybody's sums; whether all voted as this worker did, for a generation. `keeps`: the buffers are its own.
 
-        LoopError where the workers' samples do not add up to the step's: their loops iterate differently.
+        LoopError where the workers are not at the same step, or their samples do not add up to it.
         """
-        *whole, high, low = section[:_HEAD].tolist()
-        counted, votes, squares = (round(value) for value in whole)
+        counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, high, low = section[:_HEAD].tolist()
         self.weight = high * _BASE + low
-        if counted != samples:
+        if not _unanimous(self._share.stamp, stamps, stamp_squares, workers):
             raise LoopError(
-                f"the workers counted {counted} samples in a step of {samples}; every worker must run the same loop "
-                "over a dataset of the same length"
+                "the workers are not at the same step of the same order of samples: every worker must run the same "
+                "loop (leave it by `break` only where all do, after the same step) over the same dataset, with the "
+                "same seed and the same sampler"
+            )
+        if round(counted) != samples:
+            raise LoopError(
+                f"the workers counted {round(counted)} samples in a step of {samples}; every worker must run the same "
+                "loop over a dataset of the same length"
             )
         if not keeps and self._buffers.size:
             self._buffers.take(section[_HEAD:])
-        return self._vote > 0 and votes == workers * self._vote and squares == workers * self._vote**2
+        vote = self._share.vote
+        return vote > 0 and _unanimous(vote, votes, vote_squares, workers)
+
+
+def _unanimous(value: int, total: float, squares: float, workers: int) -> bool:
+    """Whether `workers` equal values have these sums. Half a unit is what rounding may do to few, 1e-6 to many."""
+    return math.isclose(total, workers * value, rel_tol=1e-6, abs_tol=0.5) and math.isclose(
+        squares, workers * value**2, rel_tol=1e-6, abs_tol=0.5
+    )

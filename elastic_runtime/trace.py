@@ -1,7 +1,9 @@
 """A job's timeline, drawn from its workers' report files: `python -m elastic_runtime.trace FILE...`
 
 One row for each worker, from its first generation to its last line: `=` in a generation, `|` where one began, `c` a
-checkpoint, `!` an iteration out of memory, `x` told to go, `.` finished. Below it, each change of size with its pause.
+checkpoint, `!` an iteration out of memory, `x` told to go, `.` finished. Below it, each change of size with its pause
+and what that was made of, and each worker's steps: how long they took, how much of it was waiting for the others, and
+how its own part compares with the mean of all workers.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def draw(rows: list[dict[str, Any]], width: int = WIDTH) -> str:
     lines += [
         f"{worker:{margin}}  {_row([r for r in rows if r['worker'] == worker], began, scale)}" for worker in workers
     ]
-    return "\n".join([*lines, "", *_changes(rows, began)]) + "\n"
+    return "\n".join([*lines, "", *_changes(rows, began), *_steps(rows, margin)]) + "\n"
 
 
 def _row(rows: list[dict[str, Any]], began: float, scale: float) -> str:
@@ -68,7 +70,40 @@ def _change(number: int, same: list[dict[str, Any]], began: float) -> str:
     causes = "/".join(sorted({row["cause"] for row in same}))
     pause_ms = max(float(row["pause_ms"]) for row in same)
     size, step = len(same[0]["members"]), same[0]["step"]
-    return f"{at:9.2f} s  generation {number}: {size} workers at step {step}, {causes}, pause {pause_ms:.1f} ms"
+    parts = ", ".join(f"{name} {ms:.1f}" for name, ms in _longest_phases(same).items())
+    made_of = f" ({parts})" if parts else ""
+    return (
+        f"{at:9.2f} s  generation {number}: {size} workers at step {step}, {causes}, pause {pause_ms:.1f} ms{made_of}"
+    )
+
+
+def _longest_phases(same: list[dict[str, Any]]) -> dict[str, float]:
+    """Of those who were there before: a joiner's waits are nobody's."""
+    stayed = [row for row in same if row["cause"] != "join"]
+    names = dict.fromkeys(name for row in stayed for name in row.get("phases_ms", {}))
+    return {name: max(float(row.get("phases_ms", {}).get(name, 0.0)) for row in stayed) for name in names}
+
+
+def _steps(rows: list[dict[str, Any]], margin: int) -> list[str]:
+    """One line for each worker that has timed steps: means over all of them."""
+    timed: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["event"] == "steps":
+            timed.setdefault(str(row["worker"]), []).append(row)
+    found = [_paced(worker, same, margin) for worker, same in sorted(timed.items())]
+    return ["", *found] if found else []
+
+
+def _paced(worker: str, same: list[dict[str, Any]], margin: int) -> str:
+    steps = sum(int(row["steps"]) for row in same)
+
+    def mean(name: str) -> float:
+        return sum(float(row[name]) * int(row["steps"]) for row in same) / steps
+
+    return (
+        f"{worker:{margin}}  {mean('step_ms'):8.1f} ms a step, of which {mean('wait_ms'):.1f} waiting; its own part "
+        f"{mean('slowness'):.2f} times the mean"
+    )
 
 
 def main(arguments: list[str]) -> int:

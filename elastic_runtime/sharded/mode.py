@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from elastic_runtime.modes import Clipping
     from elastic_runtime.sharded.sharding import Sharding
     from elastic_runtime.streams import RandomStreams
+    from elastic_runtime.tail import Share
 
 _OWN = 2
 
@@ -48,6 +49,12 @@ class ShardedReducer:
     def in_flight(self) -> bool:
         """See GradientReducer. From the first forward pass on."""
         return True
+
+    def attach(self) -> None:
+        """See GradientReducer. FSDP's own hooks belong to its wrapping."""
+
+    def release(self) -> None:
+        """See GradientReducer."""
 
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:  # noqa: ARG002
         """See GradientReducer."""
@@ -94,9 +101,9 @@ class ShardedMode(Mode):
         self._reducer = ShardedReducer(self._sharding, tail_size)
         return self._reducer
 
-    def fill_tail(self, *, leader: bool, samples: int, vote: int, weight: float) -> None:
+    def fill_tail(self, share: Share, *, leader: bool) -> None:
         """See Mode."""
-        super().fill_tail(leader=leader, samples=samples, vote=vote, weight=weight)
+        super().fill_tail(share, leader=leader)
         save = self._sharding.due() if leader else 0
         self._reducer.own.copy_(torch.tensor([save, self._sharding.is_told()], dtype=torch.float32))
 

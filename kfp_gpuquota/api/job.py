@@ -242,7 +242,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """What the training itself last reported. `step` counts applied global batches.
 
     `checkpoint_at` is when it last saved one, in seconds since the epoch; `throughput` is in samples per second, over
-    all the time since it has had its `workers`.
+    all the time since it has had its `workers`; `step_ms` is a step's mean duration of late. `stragglers` are workers
+    that the others wait for: how many times the mean their own part of a step takes.
     """
 
     step: int = 0
@@ -252,7 +253,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     checkpoint_at: float | None = None
     throughput: float | None = None
+    step_ms: float | None = None
     workers: int | None = None
+    stragglers: dict[str, float] = {}
 
 
 class Resize(msgspec.Struct, frozen=True, kw_only=True):

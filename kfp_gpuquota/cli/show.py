@@ -242,7 +242,13 @@ def _throughput(job: Job) -> str:
     progress = job.status.progress
     if progress is None or not progress.throughput:
         return ""
-    return f"{progress.throughput:.3g} samples/s"
+    took = "" if progress.step_ms is None else f", {progress.step_ms:.3g} ms a step"
+    return f"{progress.throughput:.3g} samples/s{took}"
+
+
+def _stragglers(job: Job) -> str:
+    found = job.status.progress.stragglers if job.status.progress else {}
+    return ", ".join(f"{worker} takes {times:.1f} times the mean for its part" for worker, times in found.items())
 
 
 def _facts(job: Job) -> list[tuple[str, object]]:
@@ -260,6 +266,7 @@ def _facts(job: Job) -> list[tuple[str, object]]:
         ("status", f"{status.phase.value} with {_gpus(status.gpus)}"),
         ("because", status.reason.message if status.reason else ""),
         ("progress", ", ".join(part for part in (_progress(job), metrics, _throughput(job)) if part)),
+        ("stragglers", _stragglers(job)),
         ("submitted", f"{age(status.submitted_at)} ago"),
         ("ran for", age(status.started_at, status.finished_at)),
         ("restarts", status.restarts or ""),

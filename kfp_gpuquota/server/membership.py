@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 from aiohttp import web
 
-from kfp_gpuquota.api import Progress
 from kfp_gpuquota.errors import ConflictError, GpuQuotaError, InvalidFieldError, NotFoundError, UnauthorizedError
 from kfp_gpuquota.membership import (
     AnnounceCommit,
@@ -49,9 +48,12 @@ from kfp_gpuquota.membership import (
 from kfp_gpuquota.server.listening import ListeningClock
 from kfp_gpuquota.server.membership_store import Store
 from kfp_gpuquota.server.store_operations import OPERATIONS, StoreRequest
+from kfp_gpuquota.server.training_reports import ProgressReported, StepsTimed, TrainingReports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from kfp_gpuquota.api import Progress
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -61,19 +63,6 @@ LONGEST_TICK_S: Final = 1.0
 PING_S: Final = 1.0
 
 _log = logging.getLogger(__name__)
-
-
-class ProgressReported(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """What the training says about itself, as in `api.Progress`; passed on, not judged."""
-
-    worker: str
-    step: int
-    epoch: int = 0
-    total_steps: int | None = None
-    metrics: dict[str, float] = {}
-    checkpoint_at: float | None = None
-    throughput: float | None = None
-    workers: int | None = None
 
 
 class Notices(Protocol):
@@ -124,6 +113,7 @@ class _Job:
         self.store = Store()
         self.mailboxes: dict[str, _Mailbox] = {}
         self.incarnations: dict[str, str] = {}
+        self.reports = TrainingReports()
         self.outbox: deque[Command] = deque()  # decided, and not carried out yet
         self.draining = self.stuck = False
 
@@ -329,23 +319,15 @@ class MembershipService:
             event = _decode(line)
             if event.worker != worker or job_uid not in self._jobs:
                 return
-            if isinstance(event, ProgressReported):
-                self._report(job_uid, event)
+            job = self._jobs[job_uid]
+            if isinstance(event, StepsTimed):
+                job.reports.timed(event)
+            elif isinstance(event, ProgressReported):
+                base = job.machine.base
+                progress = job.reports.progress(event, time.time(), base.members if base else ())
+                self._notices.progress_reported(job_uid, worker, progress)
             else:
                 self._apply(job_uid, event)
-
-    def _report(self, job_uid: str, report: ProgressReported) -> None:
-        progress = Progress(
-            step=report.step,
-            total_steps=report.total_steps,
-            epoch=report.epoch,
-            at=time.time(),
-            metrics=report.metrics,
-            checkpoint_at=report.checkpoint_at,
-            throughput=report.throughput,
-            workers=report.workers,
-        )
-        self._notices.progress_reported(job_uid, report.worker, progress)
 
     # The store
 
@@ -359,11 +341,11 @@ class MembershipService:
         return web.Response(body=msgspec.json.encode(await operation(space, asked)), content_type="application/json")
 
 
-_LINE = msgspec.json.Decoder(WorkerEvent | ProgressReported)
+_LINE = msgspec.json.Decoder(WorkerEvent | ProgressReported | StepsTimed)
 
 
-def _decode(line: bytes) -> WorkerEvent | ProgressReported:
-    event: WorkerEvent | ProgressReported = _LINE.decode(line)
+def _decode(line: bytes) -> WorkerEvent | ProgressReported | StepsTimed:
+    event: WorkerEvent | ProgressReported | StepsTimed = _LINE.decode(line)
     return event
 
 

@@ -147,7 +147,8 @@ def test_a_loss_that_is_not_one_number_is_refused() -> None:
     model = nn.Linear(12, 3)
     job = elastic_runtime.init(global_batch_size=8)
     job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(DATA, batch_size=8))
-    x, *_ = next(job.steps(1))
+    batches = job.steps(1)
+    x, *_ = next(batches)
     with pytest.raises(UsageError, match=r"loss of shape \(8, 3\)"):
         job.backward(model(x))
 
@@ -180,7 +181,7 @@ def test_a_loader_that_cannot_be_shared_out_is_refused_with_a_remedy(loader: Any
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
     model = nn.Linear(12, 3).requires_grad_(False)  # noqa: FBT003
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(UsageError, match="nothing to train"):
         elastic_runtime.init().prepare(model, optimizer, DataLoader(DATA, batch_size=8))
 

@@ -19,7 +19,7 @@ import elastic_runtime
 from elastic_runtime.buffers import FollowedBuffers
 from elastic_runtime.errors import BatchPlanError, LoopError, SettingsError, UsageError
 from elastic_runtime.sizes import GlobalBatch, MicroBatchLimit
-from elastic_runtime.tail import Tail
+from elastic_runtime.tail import Share, Tail
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, Points, tokens_of, train
 
@@ -105,7 +105,7 @@ def test_whole_weights_are_added_up_exactly(weights: list[int]) -> None:
     tails = [Tail(FollowedBuffers([])) for _ in weights]
     sections = [torch.zeros(tail.size) for tail in tails]
     for tail, section, weight in zip(tails, sections, weights, strict=True):
-        tail.fill(section, leader=False, samples=1, vote=0, weight=weight)
+        tail.fill(section, Share(1, weight=weight), leader=False)
     tails[0].take(torch.stack(sections).sum(0), keeps=False, samples=len(weights), workers=len(weights))
     assert tails[0].weight == sum(weights)
 

@@ -157,12 +157,12 @@ def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(tmp_path: Pat
     for name, value in expected["model"].items():
         assert torch.equal(value, got["model"][name])
     events = [json.loads(line)["event"] for line in (disturbed / "report.jsonl").read_text().splitlines()]
-    assert events == ["checkpoint", "left", "restored", "finished"]
+    assert [event for event in events if event != "steps"] == ["checkpoint", "left", "restored", "finished"]
 
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    keeper = Keeper("", Reporter("", "w", lambda _: None, Progress(io.StringIO())), every_s=1.0, keep=1)
+    keeper = Keeper("", Reporter("", "w", lambda _, **__: None, Progress(io.StringIO())), every_s=1.0, keep=1)
     assert keeper.save_soon(1, dict, lambda _: False)
     keeper.save_now(1, dict)
     keeper.settle()

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from elastic_runtime.errors import SettingsError
 from elastic_runtime.keeper import Keeper
 from elastic_runtime.progress import Progress
 from elastic_runtime.reporting import Reporter
+from elastic_runtime.timing import StepClock
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 def test_progress_carries_the_throughput_of_the_size_the_job_has_now() -> None:
     told: list[dict[str, Any]] = []
-    reporter = Reporter("", "worker", told.append, Progress(io.StringIO()))
+    reporter = Reporter("", "worker", lambda _, **said: told.append(said), Progress(io.StringIO()))
     reporter.progress(0, 0, None, force=True)
     for workers in (1, 1, 1, 2):
         reporter.note_step(64, workers)
@@ -35,13 +37,56 @@ def test_progress_carries_the_throughput_of_the_size_the_job_has_now() -> None:
 
 def test_progress_says_when_the_last_checkpoint_was_captured(tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
-    reporter = Reporter("", "worker", told.append, Progress(io.StringIO()))
+    reporter = Reporter("", "worker", lambda _, **said: told.append(said), Progress(io.StringIO()))
     reporter.progress(0, 0, None, force=True)
     Keeper(str(tmp_path), reporter, every_s=1e9, keep=1).save_now(7, dict)
     reporter.progress(7, 0, None, force=True)
     (path,) = tmp_path.glob("*.elastic")
     assert told[0]["checkpoint_at"] is None
     assert abs(told[1]["checkpoint_at"] - path.stat().st_mtime) < 60
+
+
+def test_a_worker_that_the_others_wait_for_knows_it() -> None:
+    """Three steps: this worker takes 3 s for its part, the others 1 s, and 0.5 s pass until the sum is there."""
+    now = 0.0
+    clock = StepClock(lambda: now)
+    clock.summed(0.0)
+    for _ in range(3):
+        now += 3
+        assert clock.ready() == 3
+        now += 0.5
+        clock.summed((3 + 1 + 1) / 3)
+    times = clock.take()
+    assert times is not None
+    assert (times.steps, times.step_ms, times.wait_ms) == (3, 3500, 500)
+    assert times.slowness == pytest.approx(1.8)
+    assert clock.take() is None
+
+
+def test_a_change_of_size_begins_the_comparison_anew() -> None:
+    now = 0.0
+    clock = StepClock(lambda: now)
+    clock.summed(0.0)
+    now = 5.0
+    clock.restart()
+    assert clock.ready() == 0.0
+    clock.summed(9.9)
+    assert clock.take() is None
+
+
+def test_a_full_disk_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    reporter = Reporter("/dev/full", "worker", lambda _, **__: None, Progress(io.StringIO()))
+    reporter.metrics(1, {"loss": 0.5})
+    reporter.metrics(2, {"loss": 0.5})
+    assert [record.message for record in caplog.records] == [
+        "ELASTIC_REPORT_FILE cannot be written to any more ([Errno 28] No space left on device); training goes on "
+        "without it"
+    ]
+
+
+def test_a_report_file_in_a_folder_that_is_not_there_is_named() -> None:
+    with pytest.raises(SettingsError, match="ELASTIC_REPORT_FILE '/nowhere/r' cannot be opened"):
+        Reporter("/nowhere/r", "worker", lambda _, **__: None, Progress(io.StringIO()))
 
 
 class Terminal(io.StringIO):
@@ -67,7 +112,7 @@ def test_a_terminal_shows_how_far_the_training_is_and_each_change_of_size(
     if not tqdm:
         monkeypatch.setitem(importlib.sys.modules, "tqdm", None)  # type: ignore[attr-defined]
     terminal = Terminal()
-    train(Reporter("", "worker", lambda _: None, Progress(terminal)))
+    train(Reporter("", "worker", lambda _, **__: None, Progress(terminal)))
     shown = terminal.getvalue()
     assert "step 3: 2 workers from here on (agreed, 2 ms)\n" in shown
     assert "epoch 0, 2 workers, loss 0.5" in shown
@@ -77,16 +122,16 @@ def test_a_terminal_shows_how_far_the_training_is_and_each_change_of_size(
 
 def test_nothing_is_shown_where_nobody_looks() -> None:
     file, asked = io.StringIO(), io.StringIO()
-    train(Reporter("", "worker", lambda _: None, Progress(file)))
-    train(Reporter("", "worker", lambda _: None, Progress(asked, wanted=True)))
-    train(Reporter("", "worker", lambda _: None, Progress(Terminal(), wanted=False)))
+    train(Reporter("", "worker", lambda _, **__: None, Progress(file)))
+    train(Reporter("", "worker", lambda _, **__: None, Progress(asked, wanted=True)))
+    train(Reporter("", "worker", lambda _, **__: None, Progress(Terminal(), wanted=False)))
     assert file.getvalue() == ""
     assert asked.getvalue() != ""
 
 
 def test_the_bar_moves_to_another_worker_with_rank_0() -> None:
     terminal = Terminal()
-    reporter = Reporter("", "worker", lambda _: None, Progress(terminal))
+    reporter = Reporter("", "worker", lambda _, **__: None, Progress(terminal))
     reporter.progress(1, 0, 4)
     reporter.line("resize", members=("a", "b"), rank=1, step=3, cause="recovered", pause_ms=2.4)
     assert terminal.getvalue().endswith("\n")

@@ -17,7 +17,7 @@ from elastic_runtime.gradients import FastReducer
 from elastic_runtime.packing import describe, holes, pack
 from elastic_runtime.state import TrainingState
 from elastic_runtime.streams import RandomStreams
-from elastic_runtime.tail import Tail
+from elastic_runtime.tail import Share, Tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +147,7 @@ def test_only_a_unanimous_vote_is_an_agreement(votes: list[int], agreed: bool) -
     tails = [Tail(FollowedBuffers([])) for _ in votes]
     sections = [torch.zeros(tail.size) for tail in tails]
     for tail, section, vote in zip(tails, sections, votes, strict=True):
-        tail.fill(section, leader=False, samples=5, vote=vote)
+        tail.fill(section, Share(5, vote), leader=False)
     total = torch.stack(sections).sum(0)
     answers = {tail.take(total, keeps=False, samples=15, workers=len(votes)) for tail in tails}
     assert answers == {agreed}

@@ -35,7 +35,6 @@ def record_of(job: ElasticJob, requests: Mapping[str, Any] | None = None) -> Job
     """
     meta, status = job.metadata, job.status
     evicted = status.last_eviction
-    said = status.progress
     return JobRecord(
         uid=meta.uid,
         spec=translate.elastic_job(job, requests),
@@ -52,9 +51,7 @@ def record_of(job: ElasticJob, requests: Mapping[str, Any] | None = None) -> Job
             started_at=_seconds(status.start_time),
             finished_at=_seconds(status.completion_time),
             result_worker=_id_of(meta.uid, meta.name, status.result_worker),
-            progress=None
-            if said is None
-            else Progress(step=said.step, total_steps=said.total_steps, epoch=said.epoch, metrics=said.metrics),
+            progress=progress_of(status.progress),
             resizes=resizes_of(status.resizes),
         ),
         size=status.training_gpus,
@@ -203,9 +200,7 @@ def status_of(
             reason=evicted.reason.code.value,
             message=evicted.reason.message,
         ),
-        progress=None
-        if said is None
-        else TrainingProgress(step=said.step, total_steps=said.total_steps, epoch=said.epoch, metrics=said.metrics),
+        progress=None if said is None else msgspec.convert(said, TrainingProgress, from_attributes=True),
         attempt=record.attempt,
         next_index=record.next_index,
         generation_reserved=reserved,
@@ -216,6 +211,11 @@ def status_of(
         ranks=tuple(ranks),
         resizes=size_changes(status.resizes),
     )
+
+
+def progress_of(said: TrainingProgress | None) -> Progress | None:
+    """What an object's status tells of its training."""
+    return None if said is None else msgspec.convert(said, Progress, from_attributes=True)
 
 
 def with_condition(known: Sequence[Condition], wanted: Condition, now: float) -> tuple[Condition, ...]:

@@ -102,6 +102,8 @@ class TrainingProgress(Struct, frozen=True):
     total_steps: int | None = None
     epoch: int = 0
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    step_ms: float | None = None
+    stragglers: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class SizeChange(Struct, frozen=True):

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_RESTARTS
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes import labels, nodes, quotas, translate
+from kfp_gpuquota.cluster.kubernetes.elastic_status import progress_of
 from kfp_gpuquota.cluster.kubernetes.policy_objects import set_by
 from kfp_gpuquota.cluster.kubernetes.size_changes import reason_of, resizes_of
 
@@ -150,7 +151,7 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
             started_at=_seconds(status.start_time),
             finished_at=_seconds(status.completion_time),
             result_worker=status.result_worker,
-            progress=_progress(stored),
+            progress=progress_of(stored.status.progress),
             workers=tuple(workers),
             resizes=resizes_of(status.resizes),
             set_by=set_by(stored.metadata.annotations),
@@ -213,13 +214,6 @@ def _eviction(stored: ElasticJob) -> Eviction | None:
         return None
     reason = _reason(last.reason, last.message) or Reason(code=ReasonCode.PREEMPTED, message=last.message)
     return Eviction(at=last.time.timestamp(), reason=reason)
-
-
-def _progress(stored: ElasticJob) -> Progress | None:
-    said = stored.status.progress
-    if said is None:
-        return None
-    return Progress(step=said.step, total_steps=said.total_steps, epoch=said.epoch, metrics=said.metrics)
 
 
 def _seconds(at: datetime | None) -> float | None:

@@ -1,0 +1,44 @@
+"""What `prepare` refuses, because it would be wrong on several workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elastic_runtime.errors import UsageError
+
+
+def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
+    """UsageError for what is no model or no optimizer, or cannot be repeated."""
+    if not models or not all(isinstance(model, torch.nn.Module) for model in models):
+        raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
+    if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
+        raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
+    if any(isinstance(part, torch.nn.SyncBatchNorm) for model in models for part in model.modules()):
+        raise UsageError(
+            "the model has SyncBatchNorm layers, which talk to the other workers in each forward pass: workers differ "
+            "in their number of passes, and what is lost with a worker there cannot be repeated; use BatchNorm, whose "
+            "buffers follow rank 0, or a normalisation without batch statistics"
+        )
+
+
+def check_parameters(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """UsageError for what would be trained by each worker for itself."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError("LBFGS computes gradients several times in a step, which cannot be made elastic")
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise UsageError(
+                        f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} in its group "
+                        f"{number} that is none of the model's, so that no other worker would know its gradient; give "
+                        "prepare all modules that have parameters, as a list: prepare([model, criterion], ...)"
+                    )
+
+
+def plain(model: Any) -> Any:
+    """What `torch.compile` wrapped: names of parameters do not depend on it."""
+    return getattr(model, "_orig_mod", model)

@@ -1,0 +1,68 @@
+"""What trainings say about themselves: passed on to the cluster, not judged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+STRAGGLES_FROM: Final = 1.2
+"""A worker whose own part of a step takes so many times the mean of all is named: the others wait for it."""
+
+
+class ProgressReported(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
+    """Rank 0's, as in `api.Progress`."""
+
+    worker: str
+    step: int
+    epoch: int = 0
+    total_steps: int | None = None
+    metrics: dict[str, float] = {}
+    checkpoint_at: float | None = None
+    throughput: float | None = None
+    step_ms: float | None = None
+    workers: int | None = None
+
+
+class StepsTimed(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
+    """Each worker's: means over some seconds. `slowness`: its own part of a step over the mean of all workers'."""
+
+    worker: str
+    step_ms: float
+    wait_ms: float
+    slowness: float
+
+
+class TrainingReports:
+    """The newest of one job."""
+
+    def __init__(self) -> None:
+        self._slowness: dict[str, float] = {}
+
+    def timed(self, event: StepsTimed) -> None:
+        """A worker says how it compares with the others."""
+        self._slowness[event.worker] = event.slowness
+
+    def progress(self, report: ProgressReported, at: float, members: Collection[str]) -> Progress:
+        """What the cluster is told, at `at` (seconds since the epoch), with the stragglers among the members."""
+        return Progress(
+            step=report.step,
+            total_steps=report.total_steps,
+            epoch=report.epoch,
+            at=at,
+            metrics=report.metrics,
+            checkpoint_at=report.checkpoint_at,
+            throughput=report.throughput,
+            step_ms=report.step_ms,
+            workers=report.workers,
+            stragglers=self._stragglers(members),
+        )
+
+    def _stragglers(self, members: Collection[str]) -> dict[str, float]:
+        self._slowness = {worker: slowness for worker, slowness in self._slowness.items() if worker in members}
+        return {worker: round(s, 2) for worker, s in sorted(self._slowness.items()) if s >= STRAGGLES_FROM}

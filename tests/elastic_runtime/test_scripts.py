@@ -1,0 +1,392 @@
+"""What scripts do beside the loop of the manual: each either works as its author means it, or is named."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import elastic_runtime
+from elastic_runtime.errors import LoopError, StateError, UsageError
+from elastic_runtime.sources import Source
+from tests.elastic_runtime.training import Points
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+DATA = Points(50)
+
+
+def made(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> tuple[Any, Any]:
+    """(job, loader) of steps of 8."""
+    job = elastic_runtime.init(global_batch_size=8, **options)
+    return job, job.prepare(model, optimizer, DataLoader(DATA, batch_size=8))[2]
+
+
+def linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(12, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# Samplers
+
+
+class Evens(RandomSampler):
+    """A subclass that has its own idea."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (2 * i for i in range(len(self)))
+
+
+class ByEpoch(Sampler[int]):
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from ((i + self.epoch) % 50 for i in range(50))
+
+    def __len__(self) -> int:
+        return 50
+
+
+def orders(sampler: Sampler[int], epochs: int = 2) -> list[list[int]]:
+    source = Source(DataLoader(DATA, batch_size=8, sampler=sampler), 7)
+    return [list(source.epoch(epoch)[:]) for epoch in range(epochs)]
+
+
+def test_a_random_sampler_of_fewer_samples_draws_from_all_of_them() -> None:
+    few = orders(RandomSampler(DATA, num_samples=20))
+    assert [len(order) for order in few] == [20, 20]
+    assert max(few[0]) >= 20
+    assert few[0] != few[1]
+
+
+def test_a_random_sampler_with_replacement_repeats() -> None:
+    (order,) = orders(RandomSampler(DATA, replacement=True, num_samples=200), 1)
+    assert len(order) == 200
+    assert len(set(order)) <= 50
+
+
+def test_a_samplers_subclass_is_asked() -> None:
+    assert orders(Evens(DATA, num_samples=25), 1) == [list(range(0, 50, 2))]
+
+
+@pytest.mark.parametrize("kind", ["weighted", "subset", "random", "batches"])
+def test_a_sampler_with_a_generator_of_its_own_draws_the_same_wherever_a_worker_begins(kind: str) -> None:
+    def order_of_epoch(drawn_before: int) -> list[int]:
+        generator = torch.Generator().manual_seed(3)
+        torch.randperm(5 + drawn_before, generator=generator)
+        samplers: dict[str, Any] = {
+            "weighted": lambda: WeightedRandomSampler([1.0] * 50, 50, generator=generator),
+            "subset": lambda: SubsetRandomSampler(range(50), generator=generator),
+            "random": lambda: RandomSampler(DATA, num_samples=30, generator=generator),
+            "batches": lambda: RandomSampler(DATA, generator=generator),
+        }
+        sampler = samplers[kind]()
+        loader: DataLoader[Any] = (
+            DataLoader(DATA, batch_sampler=BatchSampler(sampler, 8, drop_last=False))
+            if kind == "batches"
+            else DataLoader(DATA, batch_size=8, sampler=sampler)
+        )
+        source = Source(loader, 7)
+        for epoch in range(drawn_before):
+            source.epoch(epoch)
+        return list(source.epoch(2)[:])
+
+    assert order_of_epoch(0) == order_of_epoch(2)
+
+
+def test_a_sampler_is_told_the_epoch() -> None:
+    first, second = orders(ByEpoch())
+    assert (first[0], second[0]) == (0, 1)
+
+
+def test_torchs_own_batch_sampler_makes_the_steps() -> None:
+    model, optimizer = linear()
+    batches = BatchSampler(SequentialSampler(DATA), 10, drop_last=False)
+    job = elastic_runtime.init()
+    loader = job.prepare(model, optimizer, DataLoader(DATA, batch_sampler=batches))[2]
+    assert len(loader) == 5
+
+
+# Optimizers
+
+
+def test_a_parameter_that_is_none_of_the_models_is_named() -> None:
+    model = nn.Linear(12, 3)
+    temperature = nn.Parameter(torch.ones(7))
+    with pytest.raises(UsageError, match=r"shape \(7,\) in its group 0 .*prepare\(\[model, criterion\]"):
+        made(model, torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
+
+
+def test_an_optimizer_that_computes_gradients_by_itself_is_refused() -> None:
+    model = nn.Linear(12, 3)
+    with pytest.raises(UsageError, match="LBFGS"):
+        made(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_closure_is_refused() -> None:
+    model, optimizer = linear()
+    job, loader = made(model, optimizer)
+    for _epoch in job.epochs(1):
+        for x, _y, _i in loader:
+            with pytest.raises(UsageError, match="closure"):
+                optimizer.step(partial(model, x))
+            job.backward(model(x).mean())
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_layers_may_be_frozen_and_trained_again_in_the_middle(reduction: str) -> None:
+    def train(*, elastic: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
+        model[0].requires_grad_(requires_grad=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        job = elastic_runtime.init(global_batch_size=8, reduction=reduction, shards=1)  # type: ignore[arg-type]
+        loader: Any = DataLoader(DATA, batch_size=8)
+        if elastic:
+            loader = job.prepare(model, optimizer, loader)[2]
+        for epoch in job.epochs(3) if elastic else range(3):
+            model[0].requires_grad_(epoch == 1)
+            for x, _y, _i in loader:
+                loss = model(x).square().mean()
+                job.backward(loss) if elastic else loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    torch.use_deterministic_algorithms(mode=False)
+    for ours, plain in zip(train(elastic=True), train(elastic=False), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_gradients_that_are_added_up_by_the_loop_itself_are_refused() -> None:
+    model, optimizer = linear()
+    job, loader = made(model, optimizer)
+
+    def train() -> None:
+        for _epoch in job.epochs(1):
+            for number, (x, _y, _i) in enumerate(loader):
+                job.backward(model(x).mean())
+                if number % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    with pytest.raises(LoopError, match=r"of step 4 were neither applied nor cleared.*in every iteration"):
+        train()
+
+
+def test_a_step_may_be_left_out_where_its_gradients_are_cleared() -> None:
+    model, optimizer = linear()
+    job, loader = made(model, optimizer)
+    for _epoch in job.epochs(1):
+        for number, (x, _y, _i) in enumerate(loader):
+            optimizer.zero_grad(set_to_none=number % 3 == 0)
+            job.backward(model(x).mean())
+            if number % 4 == 3:
+                optimizer.step()
+    assert job.step == 7
+
+
+# Leaving the loop, and coming back
+
+
+def test_a_step_that_was_applied_counts_where_the_loop_is_left_right_after_it() -> None:
+    model, optimizer = linear()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    job = elastic_runtime.init(global_batch_size=8)
+    loader = job.prepare(model, optimizer, DataLoader(DATA, batch_size=8), scheduler)[2]
+    steps = []
+    for _epoch in job.epochs(2):
+        for x, _y, _i in loader:
+            job.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.step % 3 == 2:
+                break
+        steps.append(job.step)
+        scheduler.step()
+    assert steps == [3, 6]
+    assert scheduler.get_last_lr() == [0.1 / 4]
+
+
+def test_a_step_that_was_not_complete_is_dropped_where_the_loop_is_left() -> None:
+    model, optimizer = linear()
+    job, loader = made(model, optimizer, max_batch_per_gpu=4)
+    before = model.weight.detach().clone()
+    for _epoch in job.epochs(1):
+        for x, _y, _i in loader:
+            job.backward(model(x).mean())
+            optimizer.step()
+            break
+    assert job.step == 0
+    assert model.weight.grad is None
+    assert torch.equal(model.weight, before)
+
+
+def test_after_the_training_the_model_is_the_scripts_again() -> None:
+    model, optimizer = linear()
+    job, loader = made(model, optimizer, max_batch_per_gpu=3)
+    for x, _y, _i in job.steps(3):
+        job.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loader is not None
+    model(DATA.x).mean().backward()
+    assert model.weight.grad is not None
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_notebooks_cell_that_trains_may_be_run_again_to_train_further(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = linear()
+    job, loader = made(model, optimizer)
+
+    def cell(epochs: int) -> list[int]:
+        seen = []
+        for epoch in job.epochs(epochs):
+            seen.append(epoch)
+            for x, _y, _i in loader:
+                job.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+    assert cell(2) == [0, 1]
+    assert cell(4) == [2, 3]
+    assert cell(4) == []
+    assert "4 epochs are trained already: nothing to do" in caplog.text
+
+
+@pytest.mark.parametrize("max_batch", [None, 3])
+def test_a_notebooks_cell_that_was_interrupted_may_be_run_anew(max_batch: int | None) -> None:
+    """The same model and optimizer, in a job of their own, as if there had been none before."""
+    model, optimizer = linear()
+
+    def cell(stop_at: int | None) -> int:
+        job, loader = made(model, optimizer, max_batch_per_gpu=max_batch)
+        for _epoch in job.epochs(1):
+            for number, (x, _y, _i) in enumerate(loader):
+                job.backward(model(x).mean())
+                if number == stop_at:
+                    raise KeyboardInterrupt
+                optimizer.step()
+                optimizer.zero_grad()
+        return int(job.step)
+
+    with pytest.raises(KeyboardInterrupt):
+        cell(4)
+    before = model.weight.detach().clone()
+    assert cell(None) == 7
+    assert not torch.equal(model.weight, before)
+
+
+# What is said at once
+
+
+def test_a_state_that_cannot_be_saved_is_named_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path))
+
+    class Open:
+        def state_dict(self) -> dict[str, Any]:
+            return {"callback": lambda: None}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
+    model, optimizer = linear()
+    job, _loader = made(model, optimizer)
+    job.track(it=Open())
+    with pytest.raises(StateError, match="cannot be saved"):
+        next(job.epochs(1))
+
+
+def test_another_dataset_or_optimizer_is_not_mixed_up_with_a_saved_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path))
+
+    def train(samples: int, kind: type[torch.optim.Optimizer]) -> None:
+        model = nn.Linear(12, 3)
+        job = elastic_runtime.init(global_batch_size=8, checkpoint_every_s=1e-9)
+        optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+        job.prepare(model, optimizer, DataLoader(Points(samples), batch_size=8))
+        for x, _y, _i in job.steps(4):
+            job.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(50, torch.optim.SGD)
+    with pytest.raises(StateError, match="50 samples in the order of seed=0, this script has 60 samples"):
+        train(60, torch.optim.SGD)
+    with pytest.raises(StateError, match="trained with SGD, this script has AdamW"):
+        train(50, torch.optim.AdamW)
+
+
+def test_a_schedule_can_be_made_before_the_loader_is_prepared() -> None:
+    model, optimizer = linear()
+    job = elastic_runtime.init(global_batch_size=16)
+    loader = DataLoader(DATA, batch_size=4)
+    steps = job.steps_per_epoch(loader)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=2, steps_per_epoch=steps)
+    loader = job.prepare(model, optimizer, loader, scheduler)[2]
+    assert len(loader) == steps == 4
+    for _epoch in job.epochs(2):
+        for x, _y, _i in loader:
+            job.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    assert scheduler.last_epoch == 8
+
+
+def test_where_nothing_durable_is_there_init_says_what_would_be_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING):
+        elastic_runtime.init()
+    assert "ELASTIC_CHECKPOINT_DIR is not set" in caplog.text
+    assert "everything that was trained is lost" in caplog.text
+
+
+def test_a_callback_that_fails_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path))
+    model, optimizer = linear()
+    job, _loader = made(model, optimizer, checkpoint_every_s=1e-9)
+
+    def fail(_line: dict[str, Any]) -> None:
+        raise RuntimeError("the dashboard is away")
+
+    job.on_checkpoint(fail)
+    for x, _y, _i in job.steps(3):
+        job.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "the dashboard is away" in caplog.text
+    assert list(tmp_path.glob("*.elastic"))

@@ -1,0 +1,241 @@
+"""What scripts do beside the loop of the manual, on several workers: each works, or is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler
+
+import elastic_runtime
+from elastic_runtime.coordinator import WARN_AFTER_S, Away
+from elastic_runtime.exchange import relay
+from tests.elastic_runtime.harness import Cluster
+from tests.elastic_runtime.training import Gate, Plan, Points, Record, train
+from tests.patience import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def scripted(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    """`plan.options` says what this script does otherwise than the manual's."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    asked = plan.options
+    job = elastic_runtime.init(global_batch_size=16, max_batch_per_gpu=5)
+    model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 3))
+    if asked.get("unfreezes"):
+        model[0].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = Points(plan.samples)
+    sampler = None
+    if asked.get("own_generator"):
+        generator = torch.Generator().manual_seed(int(asked["own_generator"]))
+        torch.randperm(3 + index, generator=generator)
+        sampler = SubsetRandomSampler(range(plan.samples), generator=generator)
+    loader: Any = DataLoader(data, batch_size=4, shuffle=sampler is None, sampler=sampler)
+    model, optimizer, loader = job.prepare(model, optimizer, loader)
+    record = Record(job, index, directory, optimizer, dict)
+    for epoch in job.epochs(plan.epochs):
+        if asked.get("unfreezes") and epoch == 1:
+            model[0].requires_grad_(requires_grad=True)
+        for number, (x, y, indices) in enumerate(loader):
+            if gate:
+                gate.pass_through(index, job.step)
+            if asked.get("slow") == index:
+                time.sleep(0.02)
+            record.computes(indices)
+            job.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            job.report(loss=float("nan") if asked.get("reports_nan") else 0.5)
+            if asked.get("leaves_early") == index and number == 5:
+                break
+    torch.save({"model": model.state_dict(), "step": job.step, "lr": []}, directory / f"final-{index}.pt")
+
+
+def alone(plan: Plan, directory: Path) -> dict[str, Any]:
+    (directory / "alone").mkdir()
+    threads = torch.get_num_threads()
+    scripted(plan, 9, directory / "alone", None)
+    torch.set_num_threads(threads)
+    found: dict[str, Any] = torch.load(directory / "alone" / "final-9.pt")
+    return found
+
+
+@pytest.mark.parametrize("asked", ["unfreezes", "own_generator"])
+def test_a_joiner_goes_on_where_the_script_has_changed_what_it_trains(tmp_path: Path, asked: str) -> None:
+    """It has not seen the epoch in which layers were unfrozen, and its sampler's generator is elsewhere."""
+    plan = Plan(body=scripted, options={asked: 5}, epochs=4)
+    reference = alone(plan, tmp_path)
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.start(0, 1, step=30)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.hold_at(40)
+        cluster.wait_for_size(3)
+        cluster.let_go()
+        cluster.wait_for_end(0, 1, 2)
+        cluster.check_result(reference)
+
+
+def test_a_loss_that_is_no_number_does_not_cut_the_worker_off(tmp_path: Path) -> None:
+    with Cluster(tmp_path, Plan(body=scripted, options={"reports_nan": 1})) as cluster:
+        cluster.start(0, 1)
+        until(lambda: cluster.progress, "progress")
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.hold_at(20)
+        cluster.wait_for_size(3)
+        cluster.let_go()
+        cluster.wait_for_end(0, 1, 2)
+        assert cluster.progress[-1].metrics == {}
+        assert "job.report: loss is nan at step" in cluster.logs()
+        rows = [json.loads(row) for row in (tmp_path / "report-0.jsonl").read_text().splitlines()]
+        assert {row["loss"] for row in rows if row["event"] == "metrics"} == {"nan"}
+
+
+def test_a_slow_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(body=scripted, options={"slow": 1}, epochs=12)
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.start(0, 1, 2, step=1)
+        cluster.let_go()
+        until(lambda: cluster.progress and cluster.progress[-1].stragglers, "a straggler")
+        assert list(cluster.progress[-1].stragglers) == ["w1"]
+        assert cluster.progress[-1].stragglers["w1"] > 1.2
+        assert (cluster.progress[-1].step_ms or 0) > 20
+        cluster.wait_for_end(0, 1, 2)
+        rows = [json.loads(row) for row in (tmp_path / "report-0.jsonl").read_text().splitlines()]
+        waited = [row["wait_ms"] for row in rows if row["event"] == "steps"]
+        assert max(waited) > 10
+
+
+def test_workers_at_different_steps_are_told_so(tmp_path: Path) -> None:
+    plan = Plan(body=scripted, options={"leaves_early": 1}, epochs=2)
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.target(0, 1)
+        for worker in ("w0", "w1"):
+            cluster.processes[worker].join(60)
+        assert {cluster.processes[worker].exitcode for worker in ("w0", "w1")} == {2}
+        assert "the workers are not at the same step" in cluster.logs()
+
+
+def test_three_others_begin_with_the_state_of_the_first(tmp_path: Path) -> None:
+    """It goes to the second, and from both to the others."""
+    (tmp_path / "alone").mkdir()
+    threads = torch.get_num_threads()
+    train(Plan(), 9, tmp_path / "alone", None)
+    torch.set_num_threads(threads)
+    with Cluster(tmp_path) as cluster:
+        cluster.start(0, 1, 2, 3)
+        cluster.let_go()
+        cluster.wait_for_end(0, 1, 2, 3)
+        cluster.check_result(torch.load(tmp_path / "alone" / "final-9.pt"))
+        for worker in range(1, 4):
+            rows = [json.loads(row) for row in (tmp_path / f"report-{worker}.jsonl").read_text().splitlines()]
+            joined = next(row for row in rows if row["event"] == "resize")
+            assert joined["cause"] == "join"
+            assert joined["prepare_ms"] > 0
+            assert {"load", "wait", "meet", "state", "adopt"} <= set(joined["phases_ms"])
+
+
+@pytest.mark.parametrize(("behind", "rounds"), [([1], 1), ([1, 2], 2), ([0, 2, 3], 2), ([1, 2, 3, 4, 5, 6, 7], 3)])
+def test_a_state_reaches_n_joiners_in_about_log_n_transfers(behind: list[int], rounds: int) -> None:
+    source = next(rank for rank in range(9) if rank not in behind)
+    has_it_after = {source: 0}
+    busy_until: dict[int, int] = {}
+    for sender, to in relay(source, behind):
+        at = max(has_it_after[sender], busy_until.get(sender, 0)) + 1
+        has_it_after[to] = busy_until[sender] = busy_until[to] = at
+    assert set(has_it_after) == {source, *behind}
+    assert max(has_it_after.values()) == rounds
+
+
+# A coordinator that is not one
+
+
+class Garbage:
+    """Answers each connection with something else, where the coordinator is expected."""
+
+    ANSWERS = (
+        b"\x00\xff\x13 this is not HTTP\r\n\r\n",
+        b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\n\r\noops",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n[]\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n42\n\n\r\n",
+        b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n20\r\n{"order": "Dance", "gener',
+        b"HTTP/1.1 200 OK\r\n" + b"X" * 70_000,
+    )
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1/membership/job"
+        self.answered = 0
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(self.ANSWERS[self.answered % len(self.ANSWERS)])
+                self.answered += 1
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+
+
+def test_training_goes_on_while_the_coordinator_answers_garbage_and_grows_when_it_is_back(tmp_path: Path) -> None:
+    plan = Plan()
+    (tmp_path / "alone").mkdir()
+    threads = torch.get_num_threads()
+    train(plan, 9, tmp_path / "alone", None)
+    torch.set_num_threads(threads)
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.start(0, 1)
+        garbage = Garbage()
+        cluster.coordinator.__exit__(None, None, None)
+        ended: Any = contextlib.nullcontext()
+        cluster.coordinator = ended
+        (tmp_path / "address.new").write_text(garbage.address)
+        (tmp_path / "address.new").rename(tmp_path / "address")
+        cluster.hold_at(12)
+        cluster.wait_until_at(12, 0, 1)
+        until(lambda: garbage.answered >= 2 * len(Garbage.ANSWERS), "each answer, to each worker")
+        garbage.close()
+        cluster.restart_coordinator()
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        cluster.hold_at(25)
+        cluster.wait_for_size(3)
+        cluster.let_go()
+        cluster.wait_for_end(0, 1, 2)
+        cluster.check_result(torch.load(tmp_path / "alone" / "final-9.pt"))
+
+
+def test_a_coordinator_that_is_long_away_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    away = Away(lambda: now)
+    for _ in range(4):
+        away.note("connection refused")
+        now += WARN_AFTER_S / 2
+    away.end()
+    away.end()
+    away.note("connection refused")
+    assert [record.message.split(" (")[0] for record in caplog.records] == [
+        "the coordinator has been away for 10 s",
+        "the coordinator is there again",
+    ]
