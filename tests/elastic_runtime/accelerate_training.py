@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.tracking import GeneralTracker, on_main_process
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -33,6 +34,30 @@ class Counter:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.steps = state["steps"]
+
+
+class Journal(GeneralTracker):  # type: ignore[misc]  # Accelerate has no types
+    """A tracker that appends what it hears to a file of this worker's, which it makes when it is opened."""
+
+    name = "journal"
+    requires_logging_directory = False
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    @property
+    def tracker(self) -> Path:
+        return self._file
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._file.touch()
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(f"{step}\n")
 
 
 def check_place(accelerator: ElasticAccelerator, job: Job) -> None:
@@ -67,6 +92,7 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     accelerator = ElasticAccelerator(
         mixed_precision=precision,
         cpu=True,
+        log_with=Journal(directory / f"journal-{index}"),
         global_batch_size=plan.global_batch,
         share_evaluation=share,
         elastic={"max_batch_per_gpu": plan.max_batch, **options},
@@ -78,6 +104,7 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     held_out = DataLoader(Points(HELD_OUT), batch_size=4)
     record = Record(job, index, directory, optimizer, dict)
     accelerator.register_for_checkpointing(counter)
+    accelerator.init_trackers("points", {"lr": 0.01})
     held_out_names: list[list[int]] = []
     scheduler, model, held_out = accelerator.prepare(scheduler, raw, held_out, training_loader=loader)
     optimizer, loader = accelerator.prepare(optimizer, loader)
@@ -99,8 +126,13 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
                 optimizer.zero_grad()
             counter.steps += accelerator.sync_gradients
             assert counter.steps == job.position.step
-            if save_at == job.position.step and accelerator.sync_gradients:
+            if not accelerator.sync_gradients:
+                continue
+            accelerator.log({"lr": scheduler.get_last_lr()[0]}, step=counter.steps)
+            if counter.steps == save_at:
                 accelerator.save_state(str(directory / "state"))
+            if counter.steps % 10 == 0:
+                held_out_names.append(evaluate(accelerator, model, held_out))
         check_collectives(accelerator)
         if gate and held:
             gate.pass_through(index, IN_EVALUATION)
