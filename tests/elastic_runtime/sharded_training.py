@@ -84,17 +84,18 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
 
 @dataclass(frozen=True)
 class Clip:
-    """How the loop clips. `stops`: at this step, worker 1 stands still where the others have begun to."""
+    """How the loop clips. `stops`: at this step, worker `who` stands still where the others have begun to."""
 
     max_norm: float = 0.5
     norm_type: float = 2.0
     compared: bool = False
     stops: int = -1
+    who: int = 1
 
     def __call__(self, job: Any, index: int, model: nn.Module, gate: Gate | None) -> None:
         if gate and job.applied and job.step == self.stops:
             gate.at[index] = AT_CLIPPING
-            if index == 1:
+            if index == self.who:
                 stand_still(gate, index)
         if not self.compared:
             job.clip_grad_norm_(model.parameters(), self.max_norm, self.norm_type)

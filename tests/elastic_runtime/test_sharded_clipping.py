@@ -60,6 +60,26 @@ def test_a_peer_that_dies_in_the_middle_of_it_takes_all_back_to_the_checkpoint_a
         cluster.check_result(undisturbed(plan, tmp_path / "alone"))
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_that_dies_in_the_middle_of_it_when_a_joiner_was_agreed_on_in_that_step_costs_what_a_loss_costs(
+    tmp_path: Path, who: int
+) -> None:
+    body = partial(train, clip=Clip(stops=7, who=who))
+    plan = Plan(body=body, epochs=2, options={"checkpoint_every_s": 1e-9})
+    with Cluster(tmp_path, plan, checkpoints=True) as cluster:
+        cluster.start(0, 1, step=7)
+        cluster.target(0, 1, 2)
+        cluster.wait_until_prepared(0, 1, 2)
+        until(lambda: files.whole_ones(f"{tmp_path}/checkpoints"), "a whole checkpoint")
+        cluster.let_go()
+        cluster.wait_until_at(AT_CLIPPING, 0, 1)
+        cluster.kill(f"w{who}")
+        cluster.wait_for_end(1 - who, 2)
+        assert cluster.commits[-1].members == (f"w{1 - who}", "w2")
+        (tmp_path / "alone").mkdir()
+        cluster.check_result(undisturbed(plan, tmp_path / "alone"))
+
+
 def test_a_replicated_models_peers_go_on_where_one_dies_in_the_middle_of_it(tmp_path: Path) -> None:
     body = partial(train, clip=Clip(stops=7))
     plan = Plan(body=body, epochs=2, options={"sharded": ""})

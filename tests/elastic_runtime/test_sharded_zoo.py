@@ -49,14 +49,13 @@ def grow_shrink_and_lose_one(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"checkpointed": "called"},
         {"checkpointed": "called", "sharded": False},
         {"checkpointed": "wrapped"},
         {"compiled": "whole"},
         {"compiled": "blocks"},
     ],
-    ids=["plain", "checkpointed", "checkpointed, replicated", "checkpoint wrappers", "compiled", "compiled blocks"],
+    ids=["checkpointed", "checkpointed, replicated", "checkpoint wrappers", "compiled", "compiled blocks"],
 )
 def test_two_models_adapters_averages_and_optimizer_states_go_through_a_grow_a_shrink_and_a_loss(
     tmp_path: Path, options: dict[str, Any]
