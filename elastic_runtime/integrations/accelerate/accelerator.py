@@ -119,10 +119,11 @@ class ElasticAccelerator(PlacedAccelerator):
         try:
             self.job.backward(loss, weight=weight, reduction=reduction)
         except LoopError as error:
-            error.add_note(
-                "accelerator.backward is job.backward; the training loader is the first DataLoader that "
-                "accelerator.prepare was given, or its training_loader="
-            )
+            if self.sync_gradients:  # in no iteration
+                error.add_note(
+                    "accelerator.backward is job.backward; the training loader is the first DataLoader that "
+                    "accelerator.prepare was given, or its training_loader="
+                )
             raise
         self.sync_gradients = self.job.applied
 
