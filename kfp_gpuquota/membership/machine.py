@@ -13,7 +13,7 @@ from typing import Never
 from kfp_gpuquota.membership import commands as c
 from kfp_gpuquota.membership import events as e
 from kfp_gpuquota.membership.limits import kills_due
-from kfp_gpuquota.membership.policy import concerned, first_members, next_members, survivors
+from kfp_gpuquota.membership.policy import concerned, cut_off, first_members, next_members, survivors
 from kfp_gpuquota.membership.roster import Generation, Limits, Member
 from kfp_gpuquota.membership.tables import GenerationState, GenerationTrigger, WorkerState, WorkerTrigger
 
@@ -121,18 +121,18 @@ class Membership:
     @_on.register
     def _on_gone(self, event: e.WorkerGone) -> None:
         member = self.members.setdefault(event.worker, Member(event.worker))
-        member.connected = False
+        member.disconnect(self._now)
         member.move(WorkerTrigger.GONE)
 
     @_on.register
     def _on_disconnected(self, event: e.WorkerDisconnected) -> None:
         if member := self.members.get(event.worker):
-            member.connected = False
+            member.disconnect(self._now)
 
     @_on.register
     def _on_joined(self, event: e.WorkerJoined) -> None:
         member = self.members.setdefault(event.worker, Member(event.worker))
-        member.connected = True
+        member.connect(self._now)
         member.hear(self._now, self.limits.silence_s)
         member.move(WorkerTrigger.JOINED)
 
@@ -149,7 +149,7 @@ class Membership:
     def _on_reconnected(self, event: e.WorkerReconnected) -> None:
         """A restarted coordinator learns from its workers which generation is in force: the highest one adopted."""
         member = self.members.setdefault(event.worker, Member(event.worker))
-        member.connected = True
+        member.connect(self._now)
         known = self.generations.get(event.generation)
         if known is None and event.generation > self.generation:
             self._relearn(event)
@@ -340,13 +340,12 @@ class Membership:
         """A failed collective is acted upon at once where a lost connection explains it, else after a while."""
         if self._failed_at is None:
             return False
-        alive = [w for w in generation.members if self.members[w].alive]
-        cut_off = [w for w in alive if not self.members[w].connected]
-        if cut_off and len(cut_off) < len(alive):
-            for worker in cut_off:
-                self._kill(worker, "its connections broke and its peers lost it")
-            return True
-        return self._now - self._failed_at >= self.limits.failure_s
+        over = self._now - self._failed_at >= self.limits.failure_s
+        alive = [member for w in generation.members if (member := self.members[w]).alive]
+        lost = cut_off(alive, over=over)
+        for worker in lost:
+            self._kill(worker, "its connections broke and its peers lost it")
+        return over or bool(lost)
 
     def _decide_resize(self, base: Generation) -> None:
         members = next_members(base.members, self._wanted(), self.members)

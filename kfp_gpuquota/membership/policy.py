@@ -24,6 +24,21 @@ def first_members(wanted: Sequence[Member], min_workers: int, forming_s: float, 
     return tuple(member.id for member in ready)
 
 
+def cut_off(alive: Sequence[Member], *, over: bool) -> list[str]:
+    """Of the members of a generation in which a collective failed, those who are taken for dead.
+
+    At once, where one connection broke and all others stayed: so it looks when a process dies. Where others broke as
+    well, and perhaps came back, it may be the network's doing, and they have time to come back until it is `over`. One
+    that was never connected (after a restart) is waited for until its silence is too long.
+    """
+    lost = {member.id: member.lost_at for member in alive if member.lost_at is not None}
+    there = [member.connected_at for member in alive if member.connected_at is not None]
+    if not lost or not there:
+        return []
+    one_alone = len(lost) == 1 == len(alive) - len(there) and max(there) <= min(lost.values())
+    return list(lost) if over or one_alone else []
+
+
 def survivors(base: Sequence[Member], wanted: Sequence[str]) -> tuple[str, ...]:
     """The recovery generation: the members of `base` still alive; those told to go only if nobody else is left."""
     alive = tuple(member.id for member in base if member.alive)

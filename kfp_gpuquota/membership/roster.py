@@ -42,11 +42,21 @@ class Member:
     wanted_at: float | None = None  # None: it connected, and the cluster has not named it yet
     heard_at: float | None = None
     heard_since: float | None = None  # from here to `heard_at` there was no silence
-    connected: bool = False
+    connected_at: float | None = None  # it is connected, since then
+    lost_at: float | None = None  # it was, until then
     ready_at: float | None = None
     leaving_since: float | None = None
     killed: bool = False
     finished: bool = False
+
+    def connect(self, now: float) -> None:
+        """Its connection was made, perhaps in place of one whose end was not noticed."""
+        self.connected_at, self.lost_at = now, None
+
+    def disconnect(self, now: float) -> None:
+        """Its connection has ended."""
+        if self.connected_at is not None:
+            self.connected_at, self.lost_at = None, now
 
     def hear(self, now: float, silence_s: float) -> None:
         """It gave a sign of life."""

@@ -128,6 +128,17 @@ def test_a_failed_collective_and_a_broken_connection_together_are_a_loss() -> No
     assert Tell("b", Recover(2, ("a", "b"))) in said
 
 
+def test_several_connections_that_break_at_once_have_time_to_come_back() -> None:
+    drive = training("a", "b", "c")
+    drive(*map(WorkerDisconnected, "abc"))
+    drive(WorkerReconnected("a", 1, ("a", "b", "c"), 1), CollectiveFailed("a", 1), at=1.0)
+    drive(WorkerReconnected("b", 1, ("a", "b", "c"), 1), at=1.5)
+    assert [command for command in drive.said if isinstance(command, Kill)] == []
+    said = drive(Ticked(), at=3.0)
+    assert [command.worker for command in said if isinstance(command, Kill)] == ["c"]
+    assert Tell("b", Recover(2, ("a", "b"))) in said
+
+
 def test_a_failed_collective_that_nothing_explains_is_repeated_with_everybody_after_a_while() -> None:
     drive = training("a", "b")
     assert drive(CollectiveFailed("a", 1), at=1.0) == []
@@ -339,6 +350,17 @@ def test_a_restarted_coordinator_waits_for_a_worker_that_is_no_longer_wanted_and
     assert not [c for c in drive(Ticked(), at=9.0) if isinstance(c, Reserve)]
     drive(WorkerReconnected("a", 7, ("a",), 30))
     assert drive.machine.order_for("a") == Propose(8, ("a", "b"), base=7)
+
+
+def test_a_restarted_coordinator_takes_nobody_for_lost_who_has_not_found_it_yet() -> None:
+    drive = Driver(Membership(first_generation=8))
+    members = ("a", "b", "c")
+    drive(TargetChanged(members), WorkerReconnected("a", 7, members, 30), CollectiveFailed("a", 7, 30))
+    drive(WorkerReconnected("b", 7, members, 30), CollectiveFailed("b", 7, 30), at=1.0)
+    assert [command for command in drive.said if isinstance(command, Kill)] == []
+    assert passing(drive, "a", "b", until=10.0) == set()
+    assert passing(drive, "a", "b", until=11.0) == {"c"}, "it was the one that died"
+    assert drive.orders("b")[-1] == Recover(9, ("a", "b"))
 
 
 def test_messages_of_an_older_generation_change_nothing() -> None:
