@@ -222,17 +222,21 @@ def test_the_training_loader_is_the_first_or_the_named_one() -> None:
         break
 
 
+def accumulate_by_hand(accelerator: ElasticAccelerator, model: nn.Module, optimizer: Any, batches: Any) -> None:
+    for _epoch in accelerator.epochs(1):
+        for number, (x, y, _) in enumerate(batches, 1):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y) / 2)
+            if number % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def test_a_loop_that_accumulates_by_hand_is_told_what_to_do() -> None:
     accelerator = ElasticAccelerator(cpu=True)
     model, optimizer, _ = build(Plan())
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    prepared = accelerator.prepare(model, optimizer, loader())
     with pytest.raises(LoopError, match=r"call optimizer\.step\(\) and optimizer\.zero_grad\(\) in every iteration"):
-        for _epoch in accelerator.epochs(1):
-            for number, (x, y, _) in enumerate(batches, 1):
-                accelerator.backward(nn.functional.cross_entropy(model(x), y) / 2)
-                if number % 2 == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
+        accumulate_by_hand(accelerator, *prepared)
 
 
 def test_what_all_do_together_belongs_where_a_step_is_complete() -> None:
