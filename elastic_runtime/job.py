@@ -258,6 +258,20 @@ class Job:
         """
         return Retrying(self._prepared)
 
+    def warm_up(self, forward: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        """`forward(batch)` returns the loss of one batch of the loader: a joiner computes it and its gradients once,
+        drops both, and is ready then; so that the others do not wait while it compiles or loads kernels.
+
+        A decorator. Before the loop; not with shard=. Batches of an IterableDataset cannot be had out of turn.
+        """
+        session = self._prepared
+        if session.started:
+            raise LoopError("job.warm_up comes before job.epochs")
+        if self._member.sharding:
+            raise UsageError("job.warm_up cannot be with shard=: a forward pass needs all workers")
+        session.warm_up = forward
+        return forward
+
     def report(self, **metrics: float) -> None:
         """Figures of the script's own (loss, accuracy): to the report file, and with the next progress."""
         self._member.reporter.metrics(self.step, {name: float(value) for name, value in metrics.items()})

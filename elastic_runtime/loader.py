@@ -78,6 +78,7 @@ class ElasticLoader:
 
     steps: int | None = None
     """Global steps of an epoch (of `global_batch_size` samples); None: known when it ends."""
+    _inner: DataLoader[Any]
     stamp = 0
     """A number that differs, most likely, where the epoch's order does."""
 
@@ -111,6 +112,17 @@ class ElasticLoader:
                 if not loop.end():
                     break
 
+    def start_processes(self) -> None:
+        """Start the loader's processes, if it has any, where nobody waits for them yet."""
+        if self._inner.num_workers:
+            self._generator.manual_seed(mix_seed(self._seed))
+            self._batches.of_span = iter(())
+            list(self._inner)
+
+    def sample(self) -> Any:
+        """A batch as an iteration of two workers gets it, out of turn; None where the dataset cannot give one."""
+        return None
+
     def has_more(self, position: Position) -> bool:
         """Whether the epoch has another step, as far as is known."""
         raise NotImplementedError
@@ -140,8 +152,15 @@ class IndexedLoader(ElasticLoader):
                 f"{batch.samples} is ever full; lower global_batch_size, or leave drop_last out"
             )
         self._epoch, self._order = -1, cast("Sequence[int]", ())
-        dataset = SeededDataset(loader.dataset) if seeded else loader.dataset
+        self._seeded = seeded or loader.num_workers > 0
+        dataset = SeededDataset(loader.dataset) if self._seeded else loader.dataset
         self._inner = like(loader, dataset, self._batches, loader.collate_fn, self._generator)
+
+    def sample(self) -> Any:
+        """See ElasticLoader."""
+        (micro, *_) = self._split(self.batch.at(2), 0, 2)
+        self._batches.of_span = iter([list(self._source.epoch(0)[: micro.size])])
+        return next(iter(self._inner))
 
     def has_more(self, position: Position) -> bool:
         """Whether the epoch has another step."""
@@ -178,7 +197,10 @@ class IndexedLoader(ElasticLoader):
         if micro.ghost:  # two samples: normalisation layers refuse to train on one
             return [order[start], order[start + 1 if step.size > 1 else start]]
         found = list(order[start + micro.start : start + micro.stop])
-        return SeededIndices(found, mix_seed(self._seed, step.number, micro.shard, 1)) if self._seeded else found
+        if not self._seeded:
+            return found
+        part = micro.shard if micro.step_shards > 1 else micro.start
+        return SeededIndices(found, mix_seed(self._seed, step.number, part, 1))
 
 
 class Batches(Generic[T]):

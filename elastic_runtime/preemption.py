@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
 SAVE_AFTER_S = 1.0
 """What a loop with short steps needs to come to a step's end by itself."""
@@ -49,8 +50,8 @@ class AtRest:
 class Preemption:
     """Listens to SIGTERM in the main thread. `on_told` is called in the signal's handler.
 
-    While `soft` is False the signal ends the process as it does by default: before the training nothing can be saved,
-    and after it the signal is not this package's.
+    While `soft` is False the signal does what it did before: before the training nothing can be saved, and after it the
+    signal is not this package's.
     """
 
     def __init__(self, on_told: Callable[[], None]) -> None:
@@ -60,16 +61,20 @@ class Preemption:
         self.soft = False
         self.told = threading.Event()
         self.leaving = threading.Event()
+        self._before: Callable[[int, FrameType | None], Any] | int | None = signal.SIG_DFL
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def save_by(self, save: Callable[[], bool]) -> None:
         """What saves from another thread; False where it cannot do so now."""
         self._save = save
 
-    def _on_sigterm(self, _signal: int, _frame: object) -> None:
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process or not self.soft:  # a child that the script forked has the handler, too
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if callable(self._before):
+                self._before(number, frame)
+                return
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
             os.kill(os.getpid(), signal.SIGTERM)
             return
         if self._save and not self.told.is_set():

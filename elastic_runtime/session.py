@@ -7,7 +7,7 @@ loss is noticed. Everything else in a loop is the script's own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from elastic_runtime.memory import free_cache, is_out_of_memory
 from elastic_runtime.tail import STAMPS, Share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.generations import Generation
@@ -33,6 +33,7 @@ class Session:
     """The loop of one training: counts micro-batches into steps, repeats a failed step, switches between steps."""
 
     loader: ElasticLoader  # set once it is made: the two need each other
+    warm_up: Callable[[Any], torch.Tensor] | None = None  # from a batch to its loss
 
     def __init__(
         self,
@@ -116,9 +117,27 @@ class Session:
         self._mode.reducer.attach()
         self._member.check_state(self._state)
         self._total_steps, self.last_step = total_steps, last_step
+        if self._member.coordinated and not self.started:
+            self.loader.start_processes()
+            self._warm_up()
         self.started = True
         self._member.join(self._state, self._mode)
         self._memory.follow()
+
+    def _warm_up(self) -> None:
+        """A step whose gradients are dropped: what the first one takes longer is nobody's wait."""
+        batch = self.loader.sample() if self.warm_up else None
+        if self.warm_up is None or batch is None:
+            return
+        self._mode.remember()
+        self._mode.reducer.release()
+        try:
+            self.warm_up(batch).backward()  # type: ignore[no-untyped-call]
+        finally:
+            for _, parameter in self._state.parameters():
+                parameter.grad = None
+            self._mode.reducer.attach()
+            self._mode.restore()
 
     def enter_epoch(self) -> None:
         """The loop begins to iterate, perhaps in the middle of an epoch. LoopError outside `job.epochs`."""

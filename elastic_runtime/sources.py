@@ -98,17 +98,27 @@ class SeededIndices(list[int]):
 class SeededDataset(Dataset[Any]):
     """The user's dataset; what it draws at random depends on the batch alone, whichever process fetches it."""
 
+    _own = ("_seeded_dataset", "_seeded_streams")
+
     def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
-        self._streams = RandomStreams()
+        self._seeded_dataset = dataset
+        self._seeded_streams = RandomStreams()
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         if isinstance(indices, SeededIndices):
-            self._streams.reseed(indices.seed)
-        together = getattr(self._dataset, "__getitems__", None)
-        return together(list(indices)) if together else [self._dataset[i] for i in indices]
+            self._seeded_streams.reseed(indices.seed)
+        dataset = self._seeded_dataset
+        together = getattr(dataset, "__getitems__", None)
+        return together(list(indices)) if together else [dataset[i] for i in indices]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("__") or name in self._own:
             raise AttributeError(name)
-        return getattr(self._dataset, name)
+        return getattr(self._seeded_dataset, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """A `worker_init_fn` may keep things in the dataset."""
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._seeded_dataset, name, value)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +27,7 @@ import elastic_runtime
 from elastic_runtime.errors import LoopError, StateError, UsageError
 from elastic_runtime.sources import Source
 from tests.elastic_runtime.training import Points
+from tests.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -390,3 +395,108 @@ def test_a_callback_that_fails_does_not_end_the_training(
         optimizer.zero_grad()
     assert "the dashboard is away" in caplog.text
     assert list(tmp_path.glob("*.elastic"))
+
+
+# Loader processes
+
+
+class Noisy(Points):
+    """Draws at random, and keeps what its processes were given."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        x, y, _ = super().__getitem__(index)
+        return x + torch.rand(1) + self.offset, y, index
+
+    offset = 0.0
+
+
+def give_offset(_worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    info.dataset.offset = 100.0  # type: ignore[attr-defined]
+
+
+def test_what_loader_processes_draw_depends_on_the_step_and_not_on_what_they_did_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on at a checkpoint sees the augmentations that one without a break sees."""
+
+    def train(directory: Path, steps: int) -> dict[int, torch.Tensor]:
+        monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(directory))
+        model, optimizer = linear()
+        job = elastic_runtime.init(global_batch_size=8, checkpoint_every_s=1e-9)
+        loader = DataLoader(
+            Noisy(50), batch_size=8, num_workers=2, worker_init_fn=give_offset, multiprocessing_context="fork"
+        )
+        job.prepare(model, optimizer, loader)
+        seen = {}
+        for x, _y, _i in job.steps(steps):
+            seen[job.step] = x
+            job.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    whole = train(tmp_path / "a", 10)
+    train(tmp_path / "b", 4)
+    rest = train(tmp_path / "b", 10)
+    assert float(whole[0].min()) > 90
+    assert rest
+    for step, x in rest.items():
+        assert torch.equal(x, whole[step])
+
+
+# SIGTERM
+
+
+VALIDATES = """
+import pathlib, sys, time
+import torch
+from torch.utils.data import DataLoader
+import elastic_runtime
+from tests.elastic_runtime.training import Points
+
+model = torch.nn.Linear(12, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = elastic_runtime.init(global_batch_size=25)
+_, _, loader = job.prepare(model, optimizer, DataLoader(Points(50), batch_size=25))
+for epoch in job.epochs(3):
+    for x, _, _ in loader:
+        job.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    print("validating", job.step, flush=True)
+    while epoch == 1 and len(sys.argv) > 1:
+        time.sleep(0.01)
+"""
+
+
+def test_sigterm_in_a_long_validation_saves_the_epoch_that_was_trained(tmp_path: Path) -> None:
+    environment = {**os.environ, "ELASTIC_CHECKPOINT_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", VALIDATES]
+    with subprocess.Popen([*command, "long"], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            while process.stdout.readline() != "validating 4\n":
+                assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            until(lambda: list(tmp_path.glob("*.elastic")), "a checkpoint")
+        finally:
+            process.kill()
+    second = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    assert second.stdout.split("\n")[:2] == ["validating 4", "validating 6"]
+
+
+HANDLES = """
+import os, signal, sys
+import elastic_runtime
+signal.signal(signal.SIGTERM, lambda *_: (print("cleaned up", flush=True), os._exit(7)))
+elastic_runtime.init()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_scripts_own_handler_of_sigterm_is_called_where_there_is_nothing_to_save(tmp_path: Path) -> None:
+    environment = {**os.environ, "ELASTIC_CHECKPOINT_DIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", HANDLES], env=environment, stdout=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stdout) == (7, b"cleaned up\n")

@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def loader_for(plan: Plan, index: int) -> DataLoader[Any]:
+    """With a sampler that draws by a generator of its own, which each worker has elsewhere, where that is asked for."""
+    data = Points(plan.samples)
+    sampler = None
+    if seed := plan.options.get("own_generator"):
+        generator = torch.Generator().manual_seed(int(seed))
+        torch.randperm(3 + index, generator=generator)
+        sampler = SubsetRandomSampler(range(plan.samples), generator=generator)
+    return DataLoader(data, batch_size=4, shuffle=sampler is None, sampler=sampler)
+
+
 def scripted(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     """`plan.options` says what this script does otherwise than the manual's."""
     torch.set_num_threads(1)
@@ -35,15 +46,16 @@ def scripted(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None
     if asked.get("unfreezes"):
         model[0].requires_grad_(requires_grad=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    data = Points(plan.samples)
-    sampler = None
-    if asked.get("own_generator"):
-        generator = torch.Generator().manual_seed(int(asked["own_generator"]))
-        torch.randperm(3 + index, generator=generator)
-        sampler = SubsetRandomSampler(range(plan.samples), generator=generator)
-    loader: Any = DataLoader(data, batch_size=4, shuffle=sampler is None, sampler=sampler)
+    loader: Any = loader_for(plan, index)
     model, optimizer, loader = job.prepare(model, optimizer, loader)
     record = Record(job, index, directory, optimizer, dict)
+    if asked.get("warms_up"):
+
+        @job.warm_up
+        def once(batch: Any) -> torch.Tensor:
+            (directory / f"warm-{index}").write_text(str(len(batch[0])))
+            return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
     for epoch in job.epochs(plan.epochs):
         if asked.get("unfreezes") and epoch == 1:
             model[0].requires_grad_(requires_grad=True)
@@ -71,9 +83,11 @@ def alone(plan: Plan, directory: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("asked", ["unfreezes", "own_generator"])
+@pytest.mark.parametrize("asked", ["unfreezes", "own_generator", "warms_up"])
 def test_a_joiner_goes_on_where_the_script_has_changed_what_it_trains(tmp_path: Path, asked: str) -> None:
-    """It has not seen the epoch in which layers were unfrozen, and its sampler's generator is elsewhere."""
+    """It has not seen the epoch in which layers were unfrozen; its sampler's generator is elsewhere; it has computed a
+    step before, which changes nothing.
+    """
     plan = Plan(body=scripted, options={asked: 5}, epochs=4)
     reference = alone(plan, tmp_path)
     with Cluster(tmp_path, plan) as cluster:
@@ -85,6 +99,8 @@ def test_a_joiner_goes_on_where_the_script_has_changed_what_it_trains(tmp_path: 
         cluster.let_go()
         cluster.wait_for_end(0, 1, 2)
         cluster.check_result(reference)
+    warmed = {path.name: path.read_text() for path in tmp_path.glob("warm-*")}
+    assert warmed == ({f"warm-{index}": "4" for index in range(3)} if asked == "warms_up" else {})
 
 
 def test_a_loss_that_is_no_number_does_not_cut_the_worker_off(tmp_path: Path) -> None:

@@ -125,10 +125,13 @@ def test_numpys_stream_goes_back_whatever_was_drawn_between_two_steps(draws: int
     assert drawn == [numpy.random.standard_normal() for _ in range(4)]
 
 
-def test_buffers_travel_in_the_tail_and_whole_numbers_stay_exact() -> None:
-    leader, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-    leader.num_batches_tracked.fill_((1 << 40) + 12_345)  # type: ignore[union-attr]
-    leader(torch.randn(8, 4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_buffers_travel_in_the_tail_and_stay_exact(dtype: torch.dtype) -> None:
+    leader, other = nn.BatchNorm1d(4).to(dtype), nn.BatchNorm1d(4).to(dtype)
+    leader.num_batches_tracked.fill_((1 << 60) + 12_345)  # type: ignore[union-attr]
+    leader.register_buffer("below_zero", torch.tensor([-1, -(1 << 62) - 7]))
+    other.register_buffer("below_zero", torch.tensor([0, 0]))
+    leader(torch.randn(8, 4, dtype=dtype))
     sections = []
     for model, is_leader in ((leader, True), (other, False)):
         buffers = FollowedBuffers([model])

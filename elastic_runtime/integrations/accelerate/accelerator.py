@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import parse_flag_from_env
 
 import elastic_runtime
 from elastic_runtime.errors import LoopError, SettingsError, UsageError
@@ -58,7 +59,7 @@ class ElasticAccelerator(PlacedAccelerator):
     ) -> None:
         given = inspect.signature(Accelerator).bind(*args, **kwargs).arguments
         check_arguments(given, os.environ)
-        with as_one_process():
+        with as_one_process(cpu=bool(given.get("cpu")) or parse_flag_from_env("ACCELERATE_USE_CPU")):
             super().__init__(*args, **kwargs)
         if self.distributed_type != DistributedType.NO:
             raise SettingsError(

@@ -23,21 +23,28 @@ DISTRIBUTING = (
     "parallelism_config",
     "torch_tp_plugin",
 )
-SWITCHES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
+SWITCHES = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
 
 
 @contextmanager
-def as_one_process() -> Iterator[None]:
+def as_one_process(*, cpu: bool) -> Iterator[None]:
     """Accelerate sees no launcher, so that it neither makes a process group nor wraps models: the ranks are the job's.
 
-    Where torchrun started several processes on a node with GPUs, each takes the one of its LOCAL_RANK.
+    Where torchrun started several processes on a node with GPUs, each takes the one of its LOCAL_RANK, unless the `cpu`
+    was asked for.
     """
     environment = Environment.read()
     if environment.static is None and not environment.coordinator:
         yield
         return
     hidden = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
-    shown = "ACCELERATE_TORCH_DEVICE" not in os.environ and "LOCAL_RANK" in hidden and torch.cuda.is_available()
+    named = cpu or "ACCELERATE_TORCH_DEVICE" in os.environ
+    shown = not named and "LOCAL_RANK" in hidden and torch.cuda.is_available()
     if shown:
         index = int(hidden["LOCAL_RANK"]) % torch.cuda.device_count()
         torch.cuda.set_device(index)
@@ -53,7 +60,7 @@ def as_one_process() -> Iterator[None]:
 def check_arguments(given: Mapping[str, Any], variables: Mapping[str, str]) -> None:
     """SettingsError for what brings a way of distributing of its own, or a place in the data of its own."""
     asked = [name for name in DISTRIBUTING if given.get(name) is not None]
-    asked += [f"ACCELERATE_USE_{name}" for name in SWITCHES if variables.get(f"ACCELERATE_USE_{name}") == "true"]
+    asked += [name for name in SWITCHES if variables.get(name, "").lower() == "true"]
     if asked:
         raise SettingsError(
             f"{asked[0]} is set, but ElasticAccelerator distributes by itself; leave it out (for a model that one GPU "
