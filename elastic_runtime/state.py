@@ -60,13 +60,17 @@ class TrainingState:
     def load(self, state: dict[str, Any]) -> None:
         """Take a captured state over. StateError where it is another model's."""
         self.check(state)
-        frozen = set(state.get("frozen", ()))
-        for name, parameter in self.parameters() if "frozen" in state else ():
-            parameter.requires_grad_(name not in frozen)
+        self.freeze(state)
         own = self.model.state_dict()
         if not all(_same_memory(value, own.get(name)) for name, value in state["model"].items()):
             self.model.load_state_dict(state["model"])
         self.load_parts(state)
+
+    def freeze(self, state: dict[str, Any]) -> None:
+        """Take over which layers are frozen."""
+        frozen = set(state.get("frozen", ()))
+        for name, parameter in self.parameters() if "frozen" in state else ():
+            parameter.requires_grad_(name not in frozen)
 
     def load_parts(self, state: dict[str, Any]) -> None:
         """Take over all but the model."""

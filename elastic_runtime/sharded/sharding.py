@@ -223,6 +223,7 @@ class Sharding:
         tree: dict[str, Any] = parts.tree(mesh)
         self._state.check(tree)
         self.wrapping.assign(tree["model"])
+        self._state.freeze(tree)
         others = {name: value for name, value in tree["model"].items() if name not in self.wrapping.aliases}
         self._state.model.load_state_dict(others, strict=False)
         self._state.load_parts(tree)

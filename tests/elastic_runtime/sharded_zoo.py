@@ -1,8 +1,8 @@
 """What users of FSDP2 do, as one training: for tests of real processes.
 
-Two models with an optimizer each; a frozen backbone with low-rank adapters; activation checkpointing, of both kinds;
-torch.compile, of either the whole or the blocks; averaged weights, kept by hand; an optimizer's state taken out and put
-back in the middle.
+Two models with an optimizer each; a frozen backbone with low-rank adapters, of which a layer is unfrozen; activation
+checkpointing, of both kinds; torch.compile, of either the whole or the blocks; averaged weights, kept by hand; an
+optimizer's state taken out and put back in the middle.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tests.elastic_runtime.training import Gate, Plan
 
 WIDTH, RANK = 30, 3
+UNFREEZES = 2  # the step after which the first layer is trained, too
 WHOLE = StateDictOptions(full_state_dict=True)
 FLAT = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
 
@@ -116,6 +117,7 @@ def train_zoo(plan: Plan, index: int, directory: Path, gate: Gate | None) -> Non
         options.pop(name, None)
     job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **options)
     adapters = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+    adapters += backbone.enter.parameters()
     optimizers = [torch.optim.SGD(adapters, lr=0.3, momentum=0.9), torch.optim.AdamW(critic.parameters(), lr=0.01)]
     trained: Any = torch.compile(backbone, backend="aot_eager") if whole else backbone
     average = Average(critic)
@@ -136,6 +138,8 @@ def train_zoo(plan: Plan, index: int, directory: Path, gate: Gate | None) -> Non
                 optimizer.step()
                 optimizer.zero_grad()
             average.update_parameters()
+            if job.applied and job.step == UNFREEZES:
+                backbone.enter.requires_grad_(requires_grad=True)
             if job.applied and job.step % 5 == 4:
                 set_optimizer_state_dict(critic, optimizers[1], get_optimizer_state_dict(critic, optimizers[1]))
     save(job, index, directory, backbone, critic, optimizers[1], average)
