@@ -78,9 +78,7 @@ class Wrapping:
                 if parameter is not None:
                     self._places[self._names[id(parameter)]].append((module, attribute))
         self._groups = {
-            part: [
-                [self._name_of(parameter, part) for parameter in group["params"]] for group in optimizer.param_groups
-            ]
+            part: [[self._names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
             for part, optimizer in optimizers.items()
         }
         self._optimizers = optimizers
@@ -147,14 +145,6 @@ class Wrapping:
     def _put(self, name: str, parameter: torch.nn.Parameter) -> None:
         for module, attribute in self._places[name]:
             module._parameters[attribute] = parameter  # noqa: SLF001
-
-    def _name_of(self, parameter: torch.Tensor, optimizer: str) -> str:
-        if id(parameter) not in self._names:
-            raise UsageError(
-                f"{optimizer} holds a parameter of shape {tuple(parameter.shape)} that is not the model's: with shard= "
-                "an optimizer is made of model.parameters(), before prepare"
-            )
-        return self._names[id(parameter)]
 
 
 def _names(whole: torch.nn.Module) -> dict[int, str]:
