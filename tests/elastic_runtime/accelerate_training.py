@@ -108,6 +108,12 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     held_out_names: list[list[int]] = []
     scheduler, model, held_out = accelerator.prepare(scheduler, raw, held_out, training_loader=loader)
     optimizer, loader = accelerator.prepare(optimizer, loader)
+
+    @accelerator.warm_up
+    def _forward(batch: list[torch.Tensor]) -> torch.Tensor:
+        (directory / f"warm-{index}").touch()
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
     if load:
         accelerator.load_state(load)
     for _epoch in accelerator.epochs(plan.epochs):

@@ -49,6 +49,7 @@ def test_an_accelerate_training_grows_and_loses_its_leader(tmp_path: Path, refer
     logged = [int(step) for index in (0, 1) for step in (tmp_path / f"journal-{index}").read_text().split()]
     assert logged == list(range(1, 40))
     assert not (tmp_path / "journal-2").exists()  # it never was rank 0
+    assert (tmp_path / "warm-2").exists()
 
 
 def test_an_accelerate_training_shrinks_to_one_and_grows_again(tmp_path: Path, reference: dict[str, Any]) -> None:

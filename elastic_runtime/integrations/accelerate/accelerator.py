@@ -30,7 +30,7 @@ from elastic_runtime.position import Position
 from elastic_runtime.sources import has_own_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.utils.data import DataLoader
 
@@ -79,7 +79,7 @@ class ElasticAccelerator(PlacedAccelerator):
         self._named: DataLoader[Any] | None = None
         self._position: Position | None = None
         self._wanted_trackers: tuple[Any, ...] | None = None
-        self._ready = False
+        self._ready = self._began = False  # the job has got everything; the loop runs, or did
         self.job: Job = elastic_runtime.init(**options)
         self.job.on_resize(self.follow)
         self.register_save_state_pre_hook(self._save_position)
@@ -89,16 +89,24 @@ class ElasticAccelerator(PlacedAccelerator):
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the training stands up to `count`; a joiner begins in the middle of one."""
-        self._prepare_job()
+        self._begin()
         for epoch in self.job.epochs(count):
             self.follow()
             yield epoch
 
     def steps(self, count: int) -> Iterator[Any]:
         """The training loader's batches, epoch after epoch, until `count` global steps are applied."""
-        self._prepare_job()
+        self._begin()
         assert self._training is not None
         yield from self._training.iterations(self.job.steps(count))
+
+    def warm_up(self, forward: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        """`job.warm_up` over a function from a batch to its loss; a decorator. After all has been prepared."""
+        self._prepare_job()
+        assert self._training is not None
+        place = self._training.on_device
+        self.job.warm_up(lambda batch: forward(place(batch)))
+        return forward
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:  # noqa: ARG002  (Accelerate's own signature)
@@ -257,8 +265,14 @@ class ElasticAccelerator(PlacedAccelerator):
         self.job.track(**{f"registered{number}": each for number, each in enumerate(tracked)})
         for each in self._optimizers:
             each.rebind()
-        if self._position is not None:
-            self.job.begin_at(self._position)
+
+    def _begin(self) -> None:
+        """Where `load_state` said, if it was called: before or after the job was given everything."""
+        self._prepare_job()
+        position, self._position = self._position, None
+        if position is not None:
+            self.job.begin_at(position)
+        self._began = True
 
     def _registered(self) -> tuple[list[Any], list[Any]]:
         """Schedulers, and other objects that were registered, each once and without its wrapper."""
@@ -300,7 +314,7 @@ class ElasticAccelerator(PlacedAccelerator):
 
     def _load_position(self, _models: object, folder: str) -> None:
         file = Path(folder, POSITION_FILE)
-        if file.exists() and not self._ready:
+        if file.exists() and not self._began:
             self._position = Position(**json.loads(file.read_text(encoding="utf-8")))
 
     def skip_first_batches(self, *_: Any, **__: Any) -> Any:
@@ -324,7 +338,7 @@ class ElasticAccelerator(PlacedAccelerator):
         """To rank 0's trackers, as Accelerator's; numbers also to `job.report`."""
         super().log(values, step, log_kwargs or {})
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, Real)}
-        if self._ready and numbers:
+        if self._began and numbers:
             self.job.report(**numbers)
 
     def end_training(self) -> None:

@@ -106,9 +106,14 @@ class TrainingLoader(_Loader):
                 if number == 0:
                     accelerator.follow()
                 accelerator.sync_gradients = False
-                yield send_to_device(batch, accelerator.device, accelerator.non_blocking) if self._place else batch
+                yield self.on_device(batch)
         finally:
             accelerator.sync_gradients = True
+
+    def on_device(self, batch: Any) -> Any:
+        """The batch where the model is, unless that was not asked for."""
+        accelerator = self._accelerator
+        return send_to_device(batch, accelerator.device, accelerator.non_blocking) if self._place else batch
 
 
 class FurtherLoader(_Loader):
