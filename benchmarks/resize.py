@@ -7,7 +7,10 @@ the same of a peer right after it, as peer_.... `..._switch_ms` is how long the 
 a leave's pause is more than that: the first step of those who stay shares cores and memory with the end of the leaver's
 process, which is 10 to 30 ms at 26 M on two cores, and gone where the leaver ends later.
 
-Usage: python benchmarks/resize.py [--mparams 26] [--rounds 3] [--steps 12] [--peer torchft|torchrun]
+`--sizes 8,4,8` measures these changes, as often as `--rounds` says, and nothing else; last line: each of them
+("8->4": the median of its pauses), and the longest.
+
+Usage: python benchmarks/resize.py [--mparams 26] [--rounds 3] [--steps 12] [--peer torchft|torchrun] [--sizes 8,4,8]
 """
 
 from __future__ import annotations
@@ -36,11 +39,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="steps at each size")
     parser.add_argument("--peer", choices=resize_peers.PEERS, help="measure it as well, in the same run")
+    parser.add_argument("--sizes", help="through these sizes, such as 8,4,8")
     options = parser.parse_args()
     if options.peer:
         resize_peers.check_installed(options.peer)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, gloo, {options.mparams:g} M parameters, AdamW")
     task = Task(mparams=options.mparams)
+    if options.sizes:
+        print(json.dumps(through(task, [int(size) for size in options.sizes.split(",")], options)))
+        return
     with tempfile.TemporaryDirectory() as directory, Bench(Path(directory), task, options.steps) as bench:
         bench.grow_and_shrink(options.rounds)
         planned = [told(pause) for pause in pauses(bench.steps("w0"))]
@@ -51,6 +58,34 @@ def main() -> None:
         result |= {"peer": options.peer, **measure_peer(options.peer, task, options.rounds, options.steps)}
     result["load"] = round(os.getloadavg()[0], 1)
     print(json.dumps(result))
+
+
+def through(task: Task, sizes: list[int], options: argparse.Namespace) -> dict[str, object]:
+    """The first workers stay; others come and go."""
+    with tempfile.TemporaryDirectory() as directory, Bench(Path(directory), task, options.steps) as bench:
+        wanted: list[str] = []
+        started = 0
+        for size in [sizes[0], *(size for _ in range(options.rounds) for size in sizes[1:])]:
+            new = [f"w{started + i}" for i in range(size - len(wanted))]
+            started += len(new)
+            wanted = [*wanted[:size], *new]
+            bench.target(*wanted)
+            bench.start(*new)
+            bench.wait_for_size(size)
+        found = [told(pause) for pause in pauses(bench.steps("w0"))]
+    changes: dict[str, list[float]] = {}
+    for pause in found:
+        changes.setdefault(f"{pause.from_size}->{pause.to_size}", []).append(pause.pause_ms)
+    medians = {name: round(statistics.median(each), 1) for name, each in changes.items()}
+    longest = round(max(pause.pause_ms for pause in found), 1)
+    load = round(os.getloadavg()[0], 1)
+    return {
+        "mparams": task.mparams,
+        **medians,
+        "longest_ms": longest,
+        "lost_steps": sum(p.lost_steps for p in found),
+        "load": load,
+    }
 
 
 def measure_peer(peer: str, task: Task, rounds: int, steps: int) -> dict[str, float]:

@@ -18,15 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import TrainOutput
 
 import elastic_runtime
 from elastic_runtime.errors import SettingsError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from elastic_runtime.job import Job
 
 IGNORED_LABEL = -100
+CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 class ElasticTrainer(Trainer):
@@ -34,8 +38,8 @@ class ElasticTrainer(Trainer):
 
     `global_batch_size` (samples of one optimizer step, over all workers) is by default that of the arguments:
     `per_device_train_batch_size` times `gradient_accumulation_steps`; `per_device_train_batch_size` is the most samples
-    of one iteration. Other keywords go to `elastic_runtime.init`. SettingsError for arguments that bring a way of
-    distributing of their own (DeepSpeed, FSDP, several GPUs in one process).
+    of one iteration. Other keywords go to `elastic_runtime.init`. SettingsError for arguments that cannot be had: those
+    that bring a way of distributing, or of saving, of their own.
     """
 
     def __init__(
@@ -51,100 +55,196 @@ class ElasticTrainer(Trainer):
             seed=self.args.seed,
             **(elastic or {}),
         )
+        self._begun = False
+        self._losses: list[float] = []  # of this worker's iterations since the last log
+        self._ignored: list[str] | None = None
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The training data as one worker alone would read it; the job deals it out."""
-        if self.train_dataset is None:
-            raise SettingsError("ElasticTrainer needs a train_dataset to train")
+        dataset = self.train_dataset
+        if dataset is None or not hasattr(dataset, "__len__"):
+            raise SettingsError("ElasticTrainer needs a train_dataset with a length")
+        args, workers = self.args, self.args.dataloader_num_workers
         return DataLoader(
-            self.train_dataset,
-            batch_size=self.args.per_device_train_batch_size,
-            shuffle=True,
-            drop_last=self.args.dataloader_drop_last,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            dataset,
+            batch_size=args.per_device_train_batch_size,
+            sampler=self._get_train_sampler(),
+            drop_last=args.dataloader_drop_last,
+            num_workers=workers,
+            prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="training"),
         )
 
-    def _inner_training_loop(self, *_: object, **__: object) -> TrainOutput:
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:  # noqa: ARG002, FBT001, FBT002
+        """As `bf16` and `fp16` ask for it: Trainer leaves it to the model that Accelerate wraps, which is not used."""
+        context: AbstractContextManager[Any] = self.accelerator.autocast()
+        return context
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:  # noqa: FBT001  (Trainer's)
+        """See Trainer. SettingsError for `resume_from_checkpoint`: a job resumes by itself."""
+        if resume_from_checkpoint:
+            raise SettingsError(
+                "resume_from_checkpoint is set, but an elastic job goes on at the newest checkpoint in "
+                "ELASTIC_CHECKPOINT_DIR by itself; leave it out"
+            )
+        return super().train(None, *args, **kwargs)
+
+    def _inner_training_loop(
+        self, *_: object, ignore_keys_for_eval: list[str] | None = None, **__: object
+    ) -> TrainOutput:
         """Trainer's own loop, with the job's steps in place of the loader's."""
         began = time.time()
+        self._ignored = ignore_keys_for_eval
         loader = self.get_train_dataloader()
-        self.create_optimizer()
-        self._steps_per_epoch = -(-len(loader.dataset) // self._global_batch)  # type: ignore[arg-type]
+        self._steps_per_epoch = self.job.steps_per_epoch(loader)
         steps = self._steps()
+        self.create_optimizer()
         self.create_scheduler(num_training_steps=steps)
         parts: tuple[Any, ...] = (self.model, self.optimizer, loader, self.lr_scheduler)
         parts[0].to(self.args.device)
-        model, optimizer, loader, scheduler = self.job.prepare(*parts)
-        self._begin(steps, loader)
-        total = self._train(model, optimizer, scheduler, steps)
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        scaler = getattr(self.accelerator, "scaler", None)
+        model, optimizer, loader, scheduler = self.job.prepare(*parts, scaler=scaler)
+        self.state = TrainerState(max_steps=steps, num_train_epochs=-(-steps // self._steps_per_epoch))
+        self.state.compute_steps(self.args, steps)  # type: ignore[no-untyped-call]
+        total = self._train(model, optimizer, scheduler, scaler, loader)
+        if self._begun:
+            self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         self.is_in_train = False
         metrics = {"train_runtime": round(time.time() - began, 3), "train_loss": total}
         self.log(dict(metrics))
         return TrainOutput(self.state.global_step, total, metrics)
 
-    def _train(self, model: Any, optimizer: Any, scheduler: Any, steps: int) -> float:
+    def _train(self, model: Any, optimizer: Any, scheduler: Any, scaler: Any, loader: Any) -> float:
         """All steps that are left; returns the mean loss of this worker's iterations."""
-        summed, count = 0.0, 0
-        for inputs in self.job.steps(steps):
+        summed, count, fresh = 0.0, 0, True
+        for inputs in self.job.steps(self.state.max_steps):
+            if fresh:
+                self._before_step(loader)
             model.train()
             prepared = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
                 loss: Any = self.compute_loss(model, prepared)
-            self.job.backward(loss, weight=counted_tokens(prepared))
-            if self.job.applied and self.args.max_grad_norm:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            summed, count = summed + float(loss.detach()), count + 1
-            if self.job.applied:
-                self._after_step(float(loss.detach()))
+            self.job.backward(loss, weight=self._counted(prepared))
+            norm = self._clip(model, optimizer, scaler)
+            self._step(optimizer, scheduler, scaler)
+            fresh = self.job.applied
+            self._losses.append(float(loss.detach()))
+            summed, count = summed + self._losses[-1], count + 1
+            if fresh:
+                self._after_step(norm)
             if self.control.should_training_stop:
                 break
         return summed / max(1, count)
 
-    def _begin(self, steps: int, loader: Any) -> None:
-        self.is_in_train = True
-        self.state = TrainerState(max_steps=steps, num_train_epochs=-(-steps // self._steps_per_epoch))
-        self.state.compute_steps(self.args, steps)  # type: ignore[no-untyped-call]
-        self.callback_handler.model, self.callback_handler.optimizer = self.model, self.optimizer
-        self.callback_handler.lr_scheduler, self.callback_handler.train_dataloader = self.lr_scheduler, loader
-        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+    def _clip(self, model: Any, optimizer: Any, scaler: Any) -> torch.Tensor | None:
+        if not self.job.applied or not self.args.max_grad_norm:
+            return None
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        return self.job.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
-    def _after_step(self, loss: float) -> None:
-        """A global step is applied: Trainer's callbacks, and its log on the leader."""
+    def _step(self, optimizer: Any, scheduler: Any, scaler: Any) -> None:
+        """They act where a global step is complete, and so are told of it."""
+        if self.job.applied:
+            self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        if self.job.applied:
+            self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
+        if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            scheduler.step()
+        optimizer.zero_grad()
+
+    def _before_step(self, loader: Any) -> None:
+        """The first iteration of a global step: what Trainer's callbacks are told of, in its order."""
+        self._note_place()
+        handler = self.callback_handler
+        if not self._begun:
+            self.is_in_train = self._begun = True
+            handler.model, handler.optimizer = self.model, self.optimizer
+            handler.lr_scheduler, handler.train_dataloader = self.lr_scheduler, loader
+            self.control = handler.on_train_begin(self.args, self.state, self.control)
+        if self.job.step % self._steps_per_epoch == 0:
+            self.control = handler.on_epoch_begin(self.args, self.state, self.control)
+        self.control = handler.on_step_begin(self.args, self.state, self.control)
+
+    def _note_place(self) -> None:
+        """Which worker this one is may change at each step."""
+        self.state.is_world_process_zero = self.state.is_local_process_zero = self.job.is_leader
         self.state.global_step = self.job.step
         self.state.epoch = self.job.step / self._steps_per_epoch
-        self.state.is_world_process_zero = self.state.is_local_process_zero = self.job.is_leader
+
+    def _after_step(self, norm: torch.Tensor | None) -> None:
+        """A global step is applied: callbacks, and the log and the evaluation that they ask for, on every worker."""
+        self._note_place()
+        self.state.global_step += 1
+        self.state.epoch = self.state.global_step / self._steps_per_epoch
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-        self.job.report(loss=loss)
+        if self.state.global_step % self._steps_per_epoch == 0:
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self.job.report(loss=self._losses[-1])
         if self.control.should_log:
-            self.control.should_log = False
-            if self.job.is_leader:
-                self.log({"loss": round(loss, 4), "learning_rate": self._get_learning_rate()})
+            self._log_step(norm)
+        if self.control.should_evaluate:
+            metrics = self._evaluate(None, self._ignored)
+            self._determine_best_metric(metrics=metrics, trial=None)
+        self.control.should_save = False
+
+    def _log_step(self, norm: torch.Tensor | None) -> None:
+        logs = {"loss": sum(self._losses) / len(self._losses), "learning_rate": self._get_learning_rate()}
+        if norm is not None:
+            logs["grad_norm"] = float(norm)
+        self._losses = self._losses[:0]
+        self.log(logs)
 
     def _steps(self) -> int:
         """Optimizer steps in all: `max_steps`, or those of the epochs."""
         of_epochs = self.args.num_train_epochs * self._steps_per_epoch
         return int(self.args.max_steps if self.args.max_steps > 0 else of_epochs)
 
+    def _counted(self, inputs: dict[str, Any]) -> int | None:
+        model: Any = self.model
+        causal = type(getattr(model, "_orig_mod", model)).__name__ in CAUSAL_MODELS
+        return counted_tokens(inputs, shifted=causal)
+
     def _check_arguments(self) -> None:
+        """SettingsError for what would be done twice, or not at all."""
+        args = self.args
         for name in ("deepspeed", "fsdp"):
-            if getattr(self.args, name, None):
+            if getattr(args, name, None):
                 raise SettingsError(f"args.{name} is set, but ElasticTrainer distributes by itself; leave it out")
-        if self.args.n_gpu > 1:
+        for name, instead in _REFUSED.items():
+            if getattr(args, name, None):
+                raise SettingsError(f"args.{name} is set, but {instead}")
+        if type(self).training_step is not Trainer.training_step:
             raise SettingsError(
-                f"this process sees {self.args.n_gpu} GPUs, but a worker of an elastic job has one; let the cluster "
+                "training_step is overridden, but the job calls backward; override compute_loss instead"
+            )
+        if args.n_gpu > 1:
+            raise SettingsError(
+                f"this process sees {args.n_gpu} GPUs, but a worker of an elastic job has one; let the cluster "
                 "choose it, or set CUDA_VISIBLE_DEVICES"
             )
 
 
-def counted_tokens(inputs: dict[str, Any]) -> int | None:
-    """Tokens that the loss is a mean over, where labels are per token; None where each sample counts the same."""
+_REFUSED = {
+    "load_best_model_at_end": "checkpoints are the job's, which keeps the newest ones; save the best in a callback",
+    "resume_from_checkpoint": "a job goes on at the newest checkpoint in ELASTIC_CHECKPOINT_DIR by itself",
+    "auto_find_batch_size": 'elastic={"max_batch_per_gpu": "auto"} does that',
+}
+
+
+def counted_tokens(inputs: dict[str, Any], *, shifted: bool) -> int | None:
+    """Tokens that the loss is a mean over, where labels are per token; None where each sample counts the same.
+
+    `shifted`: a causal model predicts each label from those before it, so that the first counts for nothing.
+    """
     labels = inputs.get("labels")
     if labels is None or labels.dim() < 2:
         return None
-    return max(1, int((labels[..., 1:] != IGNORED_LABEL).sum()))
+    counted = labels[..., 1:] if shifted else labels
+    return max(1, int((counted != IGNORED_LABEL).sum()))

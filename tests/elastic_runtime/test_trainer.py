@@ -1,0 +1,168 @@
+"""Hugging Face's Trainer with the job's loop: what its arguments and callbacks ask for happens, or is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from elastic_runtime.errors import SettingsError
+from elastic_runtime.integrations.transformers import CAUSAL_MODELS, ElasticTrainer, counted_tokens
+from tests.elastic_runtime.training import Points
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+POINTS = Points(50)
+DATA = [{"x": x, "labels": y} for x, y in zip(POINTS.x, POINTS.y, strict=True)]
+
+
+class Small(nn.Module):
+    """Says its loss, as transformers' models do, and in what precision it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(12, 3)
+        self.computed_in: set[torch.dtype] = set()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(x)
+        self.computed_in.add(logits.dtype)
+        return {"loss": nn.functional.cross_entropy(logits.float(), labels), "logits": logits}
+
+
+class Heard(TrainerCallback):
+    """Which events there were, and at which step."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_") and name != "on_init_end":
+            return partial(self.hear, name)
+        return super().__getattribute__(name)
+
+    def hear(self, event: str, _args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        self.events.append(f"{event} {state.global_step}")
+
+
+def arguments(directory: Path, **more: Any) -> TrainingArguments:
+    asked: dict[str, Any] = {"num_train_epochs": 2, "per_device_train_batch_size": 10, "report_to": "none"}
+    asked |= {
+        "use_cpu": True,
+        "learning_rate": 0.05,
+        "logging_steps": 3,
+        "disable_tqdm": True,
+        "lr_scheduler_type": "constant",
+    }
+    return TrainingArguments(output_dir=str(directory), **{**asked, **more})
+
+
+def trained(directory: Path, *callbacks: TrainerCallback, **more: Any) -> ElasticTrainer:
+    trainer = ElasticTrainer(
+        model=Small(),
+        args=arguments(directory, **more),
+        train_dataset=DATA,
+        eval_dataset=DATA[:20],
+        callbacks=list(callbacks),
+        global_batch_size=20,
+    )
+    trainer.train()
+    return trainer
+
+
+def test_callbacks_hear_what_trainers_own_loop_tells_them(tmp_path: Path) -> None:
+    """A step of 20 samples in two iterations; Trainer's own loop with as many steps says the same in the same order."""
+    ours, plain = Heard(), Heard()
+    asked = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "no"}
+    trained(tmp_path, ours, **asked)
+    given = arguments(tmp_path, gradient_accumulation_steps=2, **asked)
+    Trainer(model=Small(), args=given, train_dataset=DATA, eval_dataset=DATA[:20], callbacks=[plain]).train()
+    unlike = ("on_prediction_step", "on_substep_end", "on_log")
+    assert [e for e in ours.events if not e.startswith(unlike)] == [e for e in plain.events if not e.startswith(unlike)]
+    assert [e for e in ours.events if e.startswith("on_log")]
+
+
+def test_it_evaluates_and_stops_early_where_it_is_asked_to(tmp_path: Path) -> None:
+    trainer = trained(
+        tmp_path,
+        EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=10.0),
+        num_train_epochs=20,
+        eval_strategy="steps",
+        eval_steps=2,
+        metric_for_best_model="loss",
+        greater_is_better=False,
+    )
+    evaluations = [row for row in trainer.state.log_history if "eval_loss" in row]
+    assert len(evaluations) == 3
+    assert trainer.state.global_step == 6 == trainer.job.step
+
+
+def test_a_log_tells_the_mean_loss_since_the_last_one(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, save_strategy="no")
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["step"] for row in rows] == [3, 6]
+    assert rows[1]["loss"] < rows[0]["loss"]
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [({}, torch.float32), ({"bf16": True}, torch.bfloat16)])
+def test_it_computes_in_the_precision_that_was_asked_for(
+    tmp_path: Path, asked: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model: Any = trained(tmp_path, save_strategy="no", **asked).model
+    assert model.computed_in == {dtype}
+    assert model.layer.weight.dtype == torch.float32
+
+
+def test_dropping_the_last_samples_makes_fewer_steps(tmp_path: Path) -> None:
+    assert trained(tmp_path, save_strategy="no", dataloader_drop_last=True).state.global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "remedy"),
+    [
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 250}, "save the best in a callback"),
+        ({"auto_find_batch_size": True}, "max_batch_per_gpu"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(tmp_path: Path, asked: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(SettingsError, match=remedy):
+        ElasticTrainer(model=Small(), args=arguments(tmp_path, **asked), train_dataset=DATA, eval_dataset=DATA)
+
+
+def test_a_checkpoint_of_trainers_is_not_gone_on_with(tmp_path: Path) -> None:
+    trainer = ElasticTrainer(model=Small(), args=arguments(tmp_path), train_dataset=DATA)
+    with pytest.raises(SettingsError, match="goes on at the newest checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_step_of_the_scripts_own_is_refused(tmp_path: Path) -> None:
+    class Own(ElasticTrainer):
+        def training_step(self, *_: Any, **__: Any) -> torch.Tensor:
+            raise AssertionError
+
+    with pytest.raises(SettingsError, match="override compute_loss"):
+        Own(model=Small(), args=arguments(tmp_path), train_dataset=DATA)
+
+
+def test_tokens_are_counted_as_the_models_loss_counts_them() -> None:
+    labels = torch.tensor([[5, 6, -100], [-100, 7, 8]])
+    assert counted_tokens({"labels": labels}, shifted=False) == 4
+    assert counted_tokens({"labels": labels}, shifted=True) == 3
+    assert counted_tokens({"labels": torch.tensor([1, 2])}, shifted=False) is None
+    assert counted_tokens({}, shifted=True) is None
+    assert {"GPT2LMHeadModel", "LlamaForCausalLM"} <= CAUSAL_MODELS
+    assert not {"T5ForConditionalGeneration", "BertForTokenClassification"} & CAUSAL_MODELS
