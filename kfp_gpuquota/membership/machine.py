@@ -13,7 +13,7 @@ from typing import Never
 from kfp_gpuquota.membership import commands as c
 from kfp_gpuquota.membership import events as e
 from kfp_gpuquota.membership.limits import kills_due
-from kfp_gpuquota.membership.policy import concerned, cut_off, first_members, next_members, survivors
+from kfp_gpuquota.membership.policy import concerned, cut_off, first_members, next_members, still_fits, survivors
 from kfp_gpuquota.membership.roster import Generation, Limits, Member
 from kfp_gpuquota.membership.tables import GenerationState, GenerationTrigger, WorkerState, WorkerTrigger
 
@@ -79,8 +79,7 @@ class Membership:
             return c.Propose(pending.number, pending.members, pending.base)
         if not in_base and self.finished and member.state is not WorkerState.FINISHED:
             return c.Release("the training has finished")
-        named = member.wanted_at is not None
-        if not in_base and named and worker not in self._wanted() and member.state is not WorkerState.FINISHED:
+        if not in_base and not self._stays(member) and member.state is not WorkerState.FINISHED:
             return c.Release("this job does not want the worker any more")
         return c.Stay(self.generation if in_base else 0)
 
@@ -157,7 +156,7 @@ class Membership:
             generation = self._note_adoption(event.worker, event.generation, event.step)
             if generation:
                 generation.adopted.setdefault(event.worker, (0.0, 0))
-        elif self.base and event.worker not in self.base.members and not (self.pending and self.pending.base == 0):
+        elif self.base and event.worker not in self.base.members and not self._recovering and self._stays(member):
             self._kill(event.worker, f"it trains in generation {event.generation}, which is not in force")
 
     def _relearn(self, event: e.WorkerReconnected) -> None:
@@ -204,9 +203,10 @@ class Membership:
         recovering = self.pending and self.pending.base == 0 and self.pending.number != event.generation
         if (generation or behind) and not recovering and self._failed_at is None:
             self._failed_at = self._now
-        if not in_base and self.base and event.worker in self.base.leavers:
-            self.members[event.worker].move(WorkerTrigger.EXCLUDED)
-            self.base.adopted.setdefault(event.worker, (0.0, 0))  # nothing of it is waited for any more
+        if in_base and self.base and event.generation == self.base.number:
+            self.base.failed.add(event.worker)
+        elif self.base and event.worker in self.base.leavers:
+            self._let_go(event.worker, self.base)
 
     @_on.register
     def _on_finished(self, event: e.TrainingFinished) -> None:
@@ -245,12 +245,19 @@ class Membership:
         generation.move(GenerationTrigger.ADOPTED)
         generation.step = step
         generation.leavers = set(self.base.members if self.base else ()) - set(generation.members)
+        for worker in generation.leavers & (self.base.failed if self.base else set()):
+            self._let_go(worker, generation)
         self.base, self.pending, self._failed_at = generation, None, None
         for number in [n for n in self.generations if n < generation.number]:
             self.generations.pop(number).move(GenerationTrigger.REPLACED)
         for worker in generation.members:
             self.members[worker].move(WorkerTrigger.INCLUDED)
         self._announce(generation)
+
+    def _let_go(self, worker: str, generation: Generation) -> None:
+        """It leaves with this generation, and its collective before has failed: it is waited for no more."""
+        self.members[worker].move(WorkerTrigger.EXCLUDED)
+        generation.adopted.setdefault(worker, (0.0, 0))
 
     def _announce(self, generation: Generation) -> None:
         pauses, lost = zip(*(generation.adopted.values() or [(0.0, 0)]), strict=True)
@@ -275,6 +282,14 @@ class Membership:
         if not member.killed and member.state is not WorkerState.GONE:
             member.killed = True
             self._out.append(c.Kill(worker, why))
+
+    @property
+    def _recovering(self) -> bool:
+        return self.pending is not None and self.pending.base == 0
+
+    def _stays(self, member: Member) -> bool:
+        """It is wanted, or nobody has named it yet; others are let go."""
+        return member.wanted_at is None or member.id in self._wanted()
 
     def _wanted(self) -> tuple[str, ...]:
         return tuple(w for w in self.target if w not in self._asked_to_leave and self.members[w].alive)
@@ -322,8 +337,7 @@ class Membership:
 
     def _decide_recovery(self, base: Generation) -> bool:
         """True while a loss is being dealt with."""
-        recovering = self.pending is not None and self.pending.base == 0
-        if recovering and self.pending and all(self.members[w].alive for w in self.pending.members):
+        if self._recovering and self.pending and all(self.members[w].alive for w in self.pending.members):
             if not self._failure_is_due(self.pending):
                 return True
         elif not any(self._is_missing(w, base) for w in base.members) and not self._failure_is_due(base):
@@ -349,20 +363,13 @@ class Membership:
 
     def _decide_resize(self, base: Generation) -> None:
         members = next_members(base.members, self._wanted(), self.members)
-        if self.pending and self._still_fits(self.pending, base, members):
+        failed_at = self.pending.failed_at if self.pending else None
+        stuck = failed_at is not None and self._now - failed_at >= self.limits.failure_s
+        if self.pending and not stuck and still_fits(self.pending.members, base.members, members):
             return
         self._withdraw()
         if members != base.members:
             self._open(members, base=base.number)
-
-    def _still_fits(self, proposed: Generation, base: Generation, wanted: tuple[str, ...]) -> bool:
-        """A proposal is kept unless it is stuck or somebody in it is not to be there: more joiners come with the next.
-
-        Replacing it for each joiner would interrupt those that may be entering it.
-        """
-        stuck = proposed.failed_at is not None and self._now - proposed.failed_at >= self.limits.failure_s
-        without_newcomers = tuple(w for w in wanted if w in base.members or w in proposed.members)
-        return not stuck and proposed.members == without_newcomers and bool(proposed.members) == bool(wanted)
 
     def _is_missing(self, worker: str, base: Generation) -> bool:
         """It is lost, or gave the generation up just before the others agreed on it."""

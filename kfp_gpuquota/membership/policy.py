@@ -57,6 +57,15 @@ def next_members(base: Sequence[str], wanted: Sequence[str], members: Mapping[st
     return (*base[:1], *join) if join else tuple(base)
 
 
+def still_fits(proposed: Sequence[str], base: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether nobody is in a proposal who is not to be there: more joiners come with the next.
+
+    Replacing it for each joiner would interrupt those that may be entering it.
+    """
+    without_newcomers = [worker for worker in wanted if worker in base or worker in proposed]
+    return list(proposed) == without_newcomers and bool(proposed) == bool(wanted)
+
+
 def concerned(generations: Iterable[Generation]) -> set[str]:
     """Their members, and those who leave with one of them while not everybody has switched."""
     return {worker for g in generations for worker in (*g.members, *(() if g.complete else g.leavers))}

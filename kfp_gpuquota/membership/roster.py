@@ -89,6 +89,7 @@ class Generation:
     adopted: dict[str, tuple[float, int]] = field(default_factory=dict)  # worker -> (pause in ms, lost steps)
     leavers: set[str] = field(default_factory=set)  # of the generation before, known when this one is committed
     refused: set[str] = field(default_factory=set)  # members that could not, or no longer wanted to, enter it
+    failed: set[str] = field(default_factory=set)  # members in which a collective of it failed
     failed_at: float | None = None  # when a member could not prepare it
     step: int = 0
     complete: bool = False  # everybody has switched

@@ -265,6 +265,20 @@ def test_a_worker_that_is_ready_is_waited_for_and_may_not_be_silent() -> None:
     assert passing(drive, "a", until=10.5) == {"b"}
 
 
+def test_a_leaver_whose_collective_failed_before_the_others_recovered_without_it_is_released() -> None:
+    drive = training("a", "b", "c")
+    drive(TargetChanged(("a", "b")), CollectiveFailed("c", 1), WorkerGone("b"), GenerationAdopted("a", 3, 1))
+    assert isinstance(drive.machine.order_for("c"), Release)
+
+
+def test_a_leaver_that_finds_a_restarted_coordinator_after_the_others_have_switched_is_released_not_killed() -> None:
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "b")), TargetChanged(("a",)), WorkerReconnected("a", 7, ("a",), 30))
+    said = drive(WorkerReconnected("b", 6, ("a", "b"), 30), GenerationAdopted("b", 7, 30))
+    assert [command for command in said if isinstance(command, Kill)] == []
+    assert isinstance(drive.machine.order_for("b"), Release)
+
+
 def test_a_worker_that_does_not_leave_in_time_is_killed() -> None:
     drive = training("a", "b")
     drive(TargetChanged(("a",)), at=1.0)
