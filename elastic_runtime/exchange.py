@@ -30,12 +30,13 @@ def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state:
     Raises CollectiveError where a member was lost or does not fit; ModelMismatchError in the one that does not fit.
     """
     step = state.position.step if holds_state else -1
-    mine = [step, state.fingerprint(), state.agreement_fingerprint()]
+    mine = [step, state.fingerprint(), state.agreement_fingerprint(), state.rounds]
     with phases("meet"):
-        steps, models, agreements = group.all_gather(torch.tensor(mine, dtype=torch.int64)).T.tolist()
+        steps, models, agreements, rounds = group.all_gather(torch.tensor(mine, dtype=torch.int64)).T.tolist()
     source = steps.index(max(steps))
     check_same(group, source, models, OTHER_MODEL)
     check_same(group, source, agreements, f"{_OTHERWISE} (it has {state.agreement()})", what="way of training")
+    state.rounds = max(rounds)
     behind = [rank for rank, known in enumerate(steps) if rank != source and (known < steps[source] or known < 0)]
     with phases("state"):
         received = _passed_on(group, relay(source, behind), state, holds_state=holds_state)

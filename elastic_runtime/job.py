@@ -9,7 +9,7 @@ import sys
 import weakref
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     Schedulers = Stateful | Sequence[Stateful] | None
 
 
+Result = TypeVar("Result")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _log = logging.getLogger("elastic_runtime")
 
@@ -271,6 +272,26 @@ class Job:
             raise UsageError("job.warm_up cannot be with shard=: a forward pass needs all workers")
         session.warm_up = forward
         return forward
+
+    def repeat(self, work: Callable[[], Result]) -> Result:
+        """`work()`, done by all workers together (an evaluation that adds up over them), and again where one is lost in
+        the middle of it; returns what it returned. It talks to the others by `job.all_reduce` only, begins anew each
+        time it is called, and reads `job.rank` and `job.world_size` there, for they may have changed.
+
+        After an epoch's loop, or in an iteration after `optimizer.step()` where `job.applied`; LoopError elsewhere.
+        With shard= it is done once: where shards are lost the training goes back, and an evaluation cannot go on.
+        """
+        session = self._prepared
+        if self._member.sharding:
+            return work()
+        session.pause()
+        return session.rounds.run(work)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` in place over all workers, and return it; alone it is the sum. CollectiveError where one is
+        lost, which `job.repeat` sees to.
+        """
+        return self._prepared.rounds.all_reduce(tensor)
 
     def report(self, **metrics: float) -> None:
         """Figures of the script's own (loss, accuracy): to the report file, and with the next progress."""

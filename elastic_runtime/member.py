@@ -231,12 +231,15 @@ class Member:
             self._stand("CollectiveFailed", generation=self.generation, step=state.position.step, why=str(error)[:500])
         self._settle(state, self._next(after=self.generation), "recovered")
 
+    def meet(self) -> None:
+        """Wait for all members. CollectiveError where one was lost."""
+        if self.group is not None and self.group.size > 1:
+            self.group.barrier()
+
     def all_here(self, state: TrainingState) -> bool:
         """Wait for all members; False where one was lost."""
-        if self.group is None or self.group.size == 1:
-            return True
         try:
-            self.group.barrier()
+            self.meet()
         except CollectiveError as error:
             if self._environment.static:
                 self.recover(state, error)

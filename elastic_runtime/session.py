@@ -13,6 +13,7 @@ import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError, UsageError
 from elastic_runtime.memory import free_cache, is_out_of_memory
+from elastic_runtime.rounds import Rounds
 from elastic_runtime.tail import STAMPS, Share
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Session:
         self._unapplied: int | None = None  # the step before, where none did
         self._catching_up = False  # another's state is ahead of this worker's place in the loop
         self._agreed: Generation | None = None
+        self._counted = self._moved = False  # in this iteration: its step, early; the membership
+        self.rounds = Rounds(state, member, self._recover_between_steps)
         self._share_of: tuple[object, ...] = ()
         self._share = torch.empty(0)
 
@@ -198,7 +201,7 @@ class Session:
             self._samples, self._weight, self._weighted, self._acted = 0, 0.0, False, False
         if self._limit is not None:
             self._limit.note(micro_batch.size)
-        self._micro, self._backward_done, self._complete = micro_batch, False, False
+        self._micro, self._backward_done, self._complete, self._counted = micro_batch, False, False, False
 
     def backward(self, loss: torch.Tensor, weight: float | None, reduction: str) -> None:
         """See `Job.backward`."""
@@ -239,22 +242,45 @@ class Session:
     def end(self) -> bool:
         """The loop is done with an iteration; False where what follows is to be planned anew."""
         micro, self._micro = self._micro, None
+        counted, self._counted = self._counted, False
+        changed, self._moved = self._moved, False
         if self._repeat:
             self._repeat, self._first = False, True
             return False
         if not self._backward_done:
             raise LoopError("an iteration ended without job.backward(loss); every iteration needs it, exactly once")
-        if micro is None or not micro.last:
-            return True
-        self._count(micro)
+        if not counted:
+            if micro is None or not micro.last:
+                return True
+            self._count(micro)
         self._member.save_if_due(self._state)
         if not self.loader.has_more(self.position):
             self._remember()
             return True  # a joiner should begin with a whole epoch: the switch waits for it
-        changed = self._memory.follow()
+        changed |= self._memory.follow()
         changed |= self._change_membership()
         self._remember()
         return not changed
+
+    def pause(self) -> None:
+        """Work beside the training comes next: an iteration that completed a step counts from here on.
+
+        LoopError in one that did not, and before its optimizer stepped: workers would not be at the same state.
+        """
+        if not self.started:
+            raise LoopError("job.repeat comes after the training has begun; call it within job.epochs(...)")
+        if self._micro is None:
+            return
+        if not self._complete or not self._acted:
+            raise LoopError("job.repeat within a step: call it where job.applied, after optimizer.step()")
+        micro, self._micro = self._micro, None
+        self._counted = True
+        self._count(micro)
+
+    def _recover_between_steps(self, error: CollectiveError) -> None:
+        self._agreed = None
+        self._recover(error)
+        self._moved = True
 
     def break_off(self, iteration: MicroBatch | None = None) -> None:
         """The loop was left within an iteration (this one: a generator may be closed long after). A step counts where

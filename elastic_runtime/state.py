@@ -38,6 +38,7 @@ class TrainingState:
     numerics: str = ""  # what all workers must have in common for results that are the same to the bit
     data: str = ""  # what the order of the samples depends on
     split: str = ""  # how a step is split
+    rounds: int = 0  # of work done together beside the training, since the workers started
     _rehearsed: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,0 +1,56 @@
+"""Work of the script's own that all workers do together, such as an evaluation: done again where one is lost meanwhile.
+
+A round is over where all have done it, which a barrier tells. Whoever passed the barrier may have gone on when others
+hear of a loss; so the number of rounds that are over travels with the state in the next generation's exchange, and who
+is behind knows that its own result counts: nobody passes the barrier before all have come to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from elastic_runtime.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from elastic_runtime.member import Member
+    from elastic_runtime.state import TrainingState
+
+Result = TypeVar("Result")
+
+
+class Rounds:
+    """`recover(error)` goes on with whoever is left."""
+
+    def __init__(self, state: TrainingState, member: Member, recover: Callable[[CollectiveError], None]) -> None:
+        self._state, self._member, self._recover = state, member, recover
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """What `work` returned, once all have done it with the same peers."""
+        number = self._state.rounds
+        while True:
+            try:
+                self._member.check()
+                result = work()
+            except CollectiveError as error:
+                self._recover(error)
+                continue
+            try:
+                self._member.meet()
+            except CollectiveError as error:
+                self._recover(error)
+                if self._state.rounds == number:
+                    continue
+            self._state.rounds = number + 1
+            return result
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum in place over all workers. CollectiveError where one is lost."""
+        group = self._member.group
+        if group is not None and group.size > 1:
+            self._member.check()
+            group.wait([group.all_reduce(tensor)])
+        return tensor

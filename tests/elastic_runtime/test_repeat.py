@@ -1,0 +1,131 @@
+"""Evaluations that all workers share survive the loss of one of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import elastic_runtime
+from elastic_runtime.errors import LoopError
+from tests.elastic_runtime.harness import Cluster
+from tests.elastic_runtime.training import Gate, Plan, Points, Record
+from tests.patience import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HELD_OUT = 37  # divided by no number of workers here
+IN_EVALUATION = 1 << 20  # where a worker says that it is, in place of a step
+
+
+def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    """After each epoch, and within it after step 5 of each: how many held-out samples all workers together have seen.
+
+    `plan.options`: a victim, which stays in the evaluation of step 18 (within an epoch) or 26 (after one), before or
+    after it has added its part.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    asked = plan.options
+    job = elastic_runtime.init(global_batch_size=16, max_batch_per_gpu=5)
+    model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
+    loader: Any = DataLoader(Points(plan.samples), batch_size=4, shuffle=True)
+    model, optimizer, loader, scheduler = job.prepare(model, optimizer, loader, scheduler)
+    record = Record(job, index, directory, optimizer, dict)
+    results = (directory / f"evaluated-{index}.jsonl").open("a", buffering=1)
+
+    def stay(when: str) -> None:
+        if gate and (asked.get("victim"), asked.get("when"), asked.get("step")) == (index, when, job.step):
+            gate.at[index] = IN_EVALUATION
+            time.sleep(600)
+
+    def evaluate() -> torch.Tensor:
+        mine = Points(HELD_OUT).x[job.rank :: job.world_size]
+        stay("before")
+        with torch.no_grad():
+            seen = torch.tensor([float(len(mine)), model(mine).sum().item()])
+        job.all_reduce(seen)
+        stay("after")
+        return seen
+
+    def note() -> None:
+        count, total = job.repeat(evaluate).tolist()
+        results.write(json.dumps({"step": job.step, "count": count, "total": total}) + "\n")
+
+    for _epoch in job.epochs(plan.epochs):
+        for x, y, indices in loader:
+            if gate:
+                gate.pass_through(index, job.step)
+            record.computes(indices)
+            job.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.applied and job.step % 13 == 4:
+                note()
+            scheduler.step()
+        note()
+    torch.save(
+        {"model": model.state_dict(), "step": job.step, "lr": scheduler.get_last_lr()}, directory / f"final-{index}.pt"
+    )
+
+
+def evaluated(directory: Path, index: int) -> list[dict[str, float]]:
+    return [json.loads(row) for row in (directory / f"evaluated-{index}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """(what was trained, what was evaluated) by one undisturbed process."""
+    directory = tmp_path_factory.mktemp("alone")
+    threads = torch.get_num_threads()
+    evaluating(Plan(), 9, directory, None)
+    torch.set_num_threads(threads)
+    return torch.load(directory / "final-9.pt"), evaluated(directory, 9)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", [18, 26])
+def test_an_evaluation_is_repeated_where_a_worker_is_lost_in_it(
+    tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], victim: int, when: str, step: int
+) -> None:
+    plan = replace(Plan(), body=evaluating, options={"victim": victim, "when": when, "step": step})
+    others = sorted({0, 1, 2} - {victim})
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.start(0, 1, 2)
+        cluster.let_go()
+        until(lambda: cluster.gate.at[victim] == IN_EVALUATION, lambda: f"the evaluation\n{cluster.logs()}")
+        cluster.kill(f"w{victim}")
+        cluster.wait_for_end(*others)
+        cluster.check_result(alone[0])
+    for index in others:
+        found = evaluated(tmp_path, index)
+        assert [row["step"] for row in found] == [row["step"] for row in alone[1]]
+        for ours, expected in zip(found, alone[1], strict=True):
+            assert ours["count"] == HELD_OUT
+            assert ours["total"] == pytest.approx(expected["total"], rel=1e-3, abs=1e-3)
+
+
+def test_it_is_not_done_within_a_step() -> None:
+    job = elastic_runtime.init(global_batch_size=8, max_batch_per_gpu=4)
+    model = nn.Linear(12, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.prepare(model, optimizer, DataLoader(Points(50), batch_size=8))
+    with pytest.raises(LoopError, match=r"within job\.epochs"):
+        job.repeat(lambda: None)
+    for x, _y, _i in job.steps(1):
+        job.backward(model(x).mean())
+        with pytest.raises(LoopError, match=r"where job\.applied, after optimizer\.step"):
+            job.repeat(lambda: None)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert job.repeat(lambda: job.all_reduce(torch.tensor(3.0)).item()) == 3.0
