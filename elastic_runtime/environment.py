@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ from elastic_runtime.errors import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from http.client import HTTPConnection
+
+_UNFIT = re.compile(r"[^\x21-\x7e]")
+"""What an address cannot hold: http.client would refuse it at each attempt."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class Environment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """From the process's environment. SettingsError where variables that belong together are not all there."""
+        """From the process's environment. SettingsError where variables that belong together are not all there, and for
+        an address or a token file that waiting would not mend.
+        """
         given = os.environ if variables is None else variables
         environment = cls(
             job_name=given.get("JOB_NAME", "local"),
@@ -46,7 +52,22 @@ class Environment:
         )
         if environment.coordinator and "ELASTIC_WORKER_ID" not in given:
             raise SettingsError("ELASTIC_COORDINATOR is set, but ELASTIC_WORKER_ID is not; set both, or neither")
+        environment._check_reachable()
         return environment
+
+    def _check_reachable(self) -> None:
+        """The address may be in a file that comes later, or anew; so may the token of a coordinator not yet there."""
+        if not self.coordinator:
+            return
+        try:
+            self.coordinator_address()
+            self.token()
+        except SettingsError:
+            if not self._in_file:
+                raise
+        except OSError as error:
+            if not self._in_file or Path(self.coordinator[1:]).exists():
+                raise SettingsError(f"{error}; the file must be there before the worker starts") from error
 
     def coordinator_address(self) -> tuple[str, int, str]:
         """(host, port, path) of the job's membership service; `@FILE` is read anew by each call.
@@ -54,10 +75,18 @@ class Environment:
         SettingsError for something that is not an HTTP address; OSError where the file is not there.
         """
         url = self._url()
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise SettingsError(f"ELASTIC_COORDINATOR is {url!r}, but it must be http(s)://HOST:PORT/PATH or @FILE")
-        return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), parts.path.rstrip("/")
+        try:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise SettingsError(self._no_address(url)) from error
+        if parts.scheme not in {"http", "https"} or not parts.hostname or _UNFIT.search(url):
+            raise SettingsError(self._no_address(url))
+        return parts.hostname, port, parts.path.rstrip("/")
+
+    def _no_address(self, url: str) -> str:
+        held = f"{self.coordinator!r}, a file that holds {url!r}" if self._in_file else repr(url)
+        return f"ELASTIC_COORDINATOR is {held}, but it must be http(s)://HOST:PORT/PATH, or @FILE with such a line"
 
     def connect(self, timeout_s: float) -> tuple[HTTPConnection, str]:
         """(a connection to the membership service, not yet open, the path there)."""
@@ -67,14 +96,24 @@ class Environment:
         authority = self.ca_file if self._url().startswith("https:") else None
         return open_connection(host, port, authority, timeout_s), path
 
+    @property
+    def _in_file(self) -> bool:
+        return self.coordinator.startswith("@")
+
     def _url(self) -> str:
-        if self.coordinator.startswith("@"):
-            return Path(self.coordinator[1:]).read_text(encoding="utf-8").strip()
-        return self.coordinator
+        return _line("ELASTIC_COORDINATOR", self.coordinator[1:]) if self._in_file else self.coordinator
 
     def token(self) -> str:
-        """The job's token; empty where there is no file."""
-        return Path(self.token_file).read_text(encoding="utf-8").strip() if self.token_file else ""
+        """The job's token; empty where no file is named. OSError where the file cannot be read."""
+        return _line("ELASTIC_TOKEN_FILE", self.token_file) if self.token_file else ""
+
+
+def _line(variable: str, file: str) -> str:
+    """What is in the file that a variable names. OSError that says which variable it was."""
+    try:
+        return Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise OSError(f"{variable} names the file {file!r}, which cannot be read: {error.strerror}") from error
 
 
 def _static(given: Mapping[str, str]) -> tuple[int, int] | None:

@@ -73,12 +73,14 @@ class Generations:
     # The orders' thread
 
     def on_order(self, order: Order) -> None:
-        """A new order stands."""
+        """A new order stands, unless it is of a generation before the one that is known of."""
         with self._changed:
+            current = self.adopted.number if self.adopted else 0
+            if order.members and order.generation < max(current, self._order.generation):
+                return  # numbers only grow: it was overtaken
             if self._withdraws(order):
                 self.interrupt.set()
             self._order = order
-            current = self.adopted.number if self.adopted else 0
             if order.kind == "Release" or (order.kind == "Recover" and order.generation > current):
                 self.interrupt.set()
             if order.kind in {"Propose", "Recover"} and order.generation > current:

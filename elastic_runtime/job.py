@@ -14,20 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
-from elastic_runtime.batches import lockstep_batches, shard_batches
-from elastic_runtime.buffers import FollowedBuffers
 from elastic_runtime.checks import check_kinds, check_parameters, plain
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.guards import guard_class, guard_method
-from elastic_runtime.loader import ElasticLoader, IndexedLoader, check
+from elastic_runtime.loader import check
+from elastic_runtime.making import Workshop
 from elastic_runtime.member import Member
-from elastic_runtime.memory import MemoryFollower
-from elastic_runtime.modes import Clipping, ExactMode, FastMode, Mode, numerics
-from elastic_runtime.session import Session
-from elastic_runtime.sizes import GlobalBatch, MicroBatchLimit
+from elastic_runtime.modes import Clipping
 from elastic_runtime.sources import Source
 from elastic_runtime.state import Stateful, TrainingState
-from elastic_runtime.streamed import StreamedLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,10 +31,11 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from elastic_runtime.environment import Environment
-    from elastic_runtime.loader import Plan
     from elastic_runtime.options import Options
     from elastic_runtime.position import Position
+    from elastic_runtime.session import Session
     from elastic_runtime.sharded.wrap import ShardFunction
+    from elastic_runtime.sizes import GlobalBatch
 
     Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     Schedulers = Stateful | Sequence[Stateful] | None
@@ -150,11 +146,12 @@ class Job:
         check_parameters(whole, optimizers)
         _take_from_others(whole)
         state = TrainingState(whole, parts, reduction=self._options.reduction_text)
+        workshop = Workshop(self._options, self._member, self._environment.memory_dir)
         if shard is not None:
-            session, plan = self._make_sharded(state, models, shard, scaler)
+            session, plan = workshop.sharded(state, models, shard, scaler)
         else:
-            session, plan = self._make_session(state, scaler)
-        session.loader = self._make_loader(loader, session, batch, plan, state)
+            session, plan = workshop.session(state, scaler)
+        session.loader = workshop.loader(loader, session, batch, plan, state)
         for each in optimizers:
             guard_method(each, "step", session.may_step, partial(self._at_lr, each, batch) if batch.bounds else None)
         for part in (*schedulers, scaler):
@@ -324,52 +321,6 @@ class Job:
         samples = self._options.global_batch_size or per_worker
         self._options.check(samples)
         return self._options.batch(samples, per_worker)
-
-    def _make_session(self, state: TrainingState, scaler: torch.amp.GradScaler | None) -> tuple[Session, Plan]:
-        options, streams = self._options, self._member.streams
-        buffers = FollowedBuffers([state.model])
-        directory = self._environment.memory_dir
-        if options.exact:
-            state.numerics = numerics()
-            mode: Mode = ExactMode(state, buffers, streams, options.seed)
-            session = Session(state, self._member, mode, scaler, None, MemoryFollower(directory, None))
-            return session, partial(shard_batches, shards=options.shards)
-        allowed = options.max_batch_per_gpu
-        limit = MicroBatchLimit(allowed if isinstance(allowed, int) else None)
-        mode = FastMode(state, buffers, streams)
-        return Session(state, self._member, mode, scaler, limit, MemoryFollower(directory, limit)), limit.plan
-
-    def _make_sharded(
-        self, state: TrainingState, models: list[Any], shard: ShardFunction, scaler: torch.amp.GradScaler | None
-    ) -> tuple[Session, Plan]:
-        from elastic_runtime.sharded.mode import ShardedMode  # noqa: PLC0415  (FSDP costs a second to import)
-        from elastic_runtime.sharded.wrap import Wrapping  # noqa: PLC0415
-
-        options = self._options
-        options.check_sharded(scaled=scaler is not None)
-        optimizers = {name: part for name, part in state.parts if isinstance(part, torch.optim.Optimizer)}
-        wrapping = Wrapping(state.model, list(map(plain, models)), optimizers, shard)
-        sharding = self._member.shard(
-            state, wrapping, every_s=options.checkpoint_every_s, keep=options.keep_checkpoints
-        )
-        mode = ShardedMode(sharding, FollowedBuffers([state.model]), self._member.streams)
-        most = options.max_batch_per_gpu
-        plan = partial(lockstep_batches, max_batch=most if isinstance(most, int) else None)
-        return Session(state, self._member, mode, None, None, MemoryFollower(self._environment.memory_dir, None)), plan
-
-    def _make_loader(
-        self, loader: DataLoader[Any], session: Session, batch: GlobalBatch, plan: Plan, state: TrainingState
-    ) -> ElasticLoader:
-        seed, exact = self._options.seed, self._options.exact
-        state.split = f"global_batch_size={batch.samples}, scale_batch={batch.bounds}"
-        if not isinstance(loader.dataset, IterableDataset):
-            indexed = IndexedLoader(loader, session, seed, batch, plan, seeded=exact)
-            state.data = f"{indexed.length} samples in the order of seed={seed}"
-            return indexed
-        state.data = f"a stream, seed={seed}"
-        streamed = StreamedLoader(loader, session, seed, batch, plan, seeded=exact)
-        state.parts.append(("loader", streamed))
-        return streamed
 
     @contextmanager
     def _at_lr(self, optimizer: torch.optim.Optimizer, batch: GlobalBatch) -> Iterator[None]:

@@ -7,7 +7,7 @@ one, because fresh memory costs more than the copying.
 from __future__ import annotations
 
 import logging
-import os
+import tempfile
 import threading
 import time
 from functools import partial
@@ -153,7 +153,10 @@ def _check_writable(directory: str) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"ELASTIC_CHECKPOINT_DIR {directory!r} cannot be made: {error}") from error
-    if not os.access(directory, os.W_OK | os.X_OK):
+    try:
+        tempfile.TemporaryFile(dir=directory).close()  # os.access says yes to root where the file system says no
+    except OSError as error:
         raise CheckpointError(
-            f"ELASTIC_CHECKPOINT_DIR {directory!r} cannot be written to; mount it read-write, or unset it"
-        )
+            f"ELASTIC_CHECKPOINT_DIR {directory!r} cannot be written to ({error.strerror}); mount it read-write, or "
+            "unset it"
+        ) from error

@@ -31,6 +31,7 @@ from elastic_runtime.reporting import Reporter
 from elastic_runtime.store import CoordinatorStore
 from elastic_runtime.streams import RandomStreams
 from elastic_runtime.torch_internals import check_torch
+from elastic_runtime.voice import Voice
 
 if TYPE_CHECKING:
     from elastic_runtime.environment import Environment
@@ -60,12 +61,12 @@ class Member:
     ) -> None:
         self._environment, self._seed = environment, seed
         self.streams = RandomStreams()
-        self._events: dict[str, dict[str, Any]] = {}  # what has to be said again to a coordinator that connects
+        self._voice = Voice(environment.worker_id, lambda: self._generations.adopted)
         self._holds_state = self.leaving = False
-        self._generations = Generations(environment.worker_id, self._store, self._say, _backend)
+        self._generations = Generations(environment.worker_id, self._store, self._voice.say, _backend)
         shown = Progress(sys.stderr, wanted=progress)
         self._began = time.perf_counter()
-        self.reporter = Reporter(environment.report_file, environment.worker_id, self._stand, shown)
+        self.reporter = Reporter(environment.report_file, environment.worker_id, self._voice.stand, shown)
         self._keeper = Keeper(
             environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints
         )
@@ -73,8 +74,9 @@ class Member:
         if environment.coordinator:
             check_torch()
             self._coordinator = Coordinator(
-                environment, self._generations.on_order, self._standing, self._generations.on_refused
+                environment, self._generations.on_order, self._voice.standing, self._generations.on_refused
             )
+            self._voice.coordinator = self._coordinator
             self._coordinator.start()
             atexit.register(self._coordinator.close)
         self.at_rest = AtRest()
@@ -182,7 +184,7 @@ class Member:
         elif self._generations.adopted is None:
             if not self.sharding:
                 state.rehearse()
-            self._stand("WorkerReady")
+            self._voice.stand("WorkerReady")
             self.reporter.phases.add("load", (time.perf_counter() - self._began) * 1e3)
             self._settle(state, self._next(after=0), "join")
         if self._preemption:
@@ -228,7 +230,7 @@ class Member:
             raise error or CollectiveError("this process was told to end")
         if error:
             _log.warning("generation %d: %s; recovering", self.generation, error)
-            self._stand("CollectiveFailed", generation=self.generation, step=state.position.step, why=str(error)[:500])
+            self._tell_failed(self.generation, state, error)
         self._settle(state, self._next(after=self.generation), "recovered")
 
     def meet(self) -> None:
@@ -243,8 +245,7 @@ class Member:
         except CollectiveError as error:
             if self._environment.static:
                 self.recover(state, error)
-            step = state.position.step
-            self._stand("CollectiveFailed", generation=self.generation, step=step, why=str(error)[:500])
+            self._tell_failed(self.generation, state, error)
             return False
         return True
 
@@ -252,7 +253,7 @@ class Member:
         """The last step is applied."""
         self.reporter.line("finished", step=step)
         self.reporter.close()
-        self._stand("TrainingFinished", step=step)
+        self._voice.stand("TrainingFinished", step=step)
         if self._preemption:
             self._preemption.soft = self._coordinator is not None
         self._keeper.settle()
@@ -288,9 +289,9 @@ class Member:
             self._adopt(state, generation, received=received)
         self.reporter.clock.restart()
         pause_ms = 0.0 if cause == "join" else (time.perf_counter() - began) * 1e3  # a joiner has no loop yet
-        self._events.pop("CollectiveFailed", None)
+        self._voice.forget("CollectiveFailed")
         lost = max(stood - state.position.step, 0)  # where a shard was lost
-        self._say(
+        self._voice.say(
             "GenerationAdopted",
             generation=generation.number,
             step=state.position.step,
@@ -343,11 +344,12 @@ class Member:
         if generation.group:
             generation.group.close_soon()
         if self._generations.adopted is None:
-            self._say("PreparationFailed", generation=generation.number, why=str(error)[:500])
+            self._voice.say("PreparationFailed", generation=generation.number, why=str(error)[:500])
         else:
-            self._stand(
-                "CollectiveFailed", generation=generation.number, step=state.position.step, why=str(error)[:500]
-            )
+            self._tell_failed(generation.number, state, error)
+
+    def _tell_failed(self, generation: int, state: TrainingState, error: CollectiveError) -> None:
+        self._voice.stand("CollectiveFailed", generation=generation, step=state.position.step, why=str(error)[:500])
 
     def _leave(self, state: TrainingState, generation: Generation | None) -> NoReturn:
         self._note_leaving()
@@ -355,7 +357,7 @@ class Member:
             if not generation.members and (self.place[0] == 0 or self.sharding):
                 self._save_checkpoint(state)
             self.reporter.line("left", generation=generation.number, step=state.position.step)
-            self._stand("GenerationAdopted", generation=generation.number, step=state.position.step)
+            self._voice.stand("GenerationAdopted", generation=generation.number, step=state.position.step)
             self._generations.wait_for_release(RELEASE_S)
         if self._coordinator:
             self._coordinator.close()
@@ -391,27 +393,6 @@ class Member:
 
     # The coordinator
 
-    def _say(self, event: str, **fields: object) -> None:
-        if self._coordinator:
-            self._coordinator.say(event, **fields)
-
-    def _stand(self, event: str, **fields: object) -> None:
-        """Say something that a coordinator which restarts has to hear again."""
-        self._events[event] = fields
-        self._say(event, **fields)
-
-    def _standing(self) -> list[dict[str, Any]]:
-        """What is true of this worker now, for a coordinator that it has just connected to."""
-        adopted, worker = self._generations.adopted, self._environment.worker_id
-        first: dict[str, Any] = {"event": "WorkerJoined"}
-        if adopted:
-            step = int(self._events.get("ProgressReported", {}).get("step", 0))
-            first = {
-                "event": "WorkerReconnected", "generation": adopted.number, "members": adopted.members, "step": step
-            }  # fmt: skip
-        events = [{"event": event, **fields} for event, fields in list(self._events.items())]
-        return [{"worker": worker, **event} for event in [first, *events]]
-
     def _store(self, generation: int) -> Store:
         return CoordinatorStore(self._environment, generation)
 
@@ -422,7 +403,7 @@ class Member:
         return self._preemption is not None and self._preemption.told.is_set()
 
     def _on_told(self) -> None:
-        self._stand("LeaveRequested")
+        self._voice.stand("LeaveRequested")
         if self._environment.static and not self.sharding:
             self._generations.interrupt.set()  # its peers are being ended as well
 

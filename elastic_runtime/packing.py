@@ -13,6 +13,8 @@ import torch
 
 from elastic_runtime.errors import StateError
 
+_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError)
+
 
 @dataclass(frozen=True)
 class _Hole:
@@ -27,9 +29,10 @@ def pack(state: object) -> tuple[bytes, list[torch.Tensor]]:
     skeleton = _map(state, lambda tensor: _dig(tensor, tensors))
     try:
         return pickle.dumps(skeleton, protocol=5), tensors
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except _UNPICKLABLE as error:
         raise StateError(
-            f"the training state cannot be saved: {error}; keep open files, locks and lambdas out of state_dict()"
+            f"the training state cannot be saved: {_culprit(skeleton)}{error}; keep open files, locks and lambdas out "
+            "of state_dict()"
         ) from error
 
 
@@ -59,6 +62,17 @@ def _locate(value: object, path: str, found: dict[int, str]) -> None:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _locate(item, f"{path}/{index}", found)
+
+
+def _culprit(value: object, path: str = "") -> str:
+    """Where the first thing is that cannot be pickled, as in "['parts']['lock']: "; empty for `value` itself."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in items:
+        try:
+            pickle.dumps(item, protocol=5)
+        except _UNPICKLABLE:
+            return _culprit(item, f"{path}[{key!r}]")
+    return f"{path}: " if path else ""
 
 
 def _dig(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> _Hole:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.errors import CollectiveError, LoopError, UsageError
+from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.losses import StepLosses
 from elastic_runtime.memory import free_cache, is_out_of_memory
 from elastic_runtime.rounds import Rounds
 from elastic_runtime.tail import STAMPS, Share
@@ -52,7 +53,7 @@ class Session:
         self.started = self.finished = False
         self._micro: MicroBatch | None = None
         self._samples = 0
-        self._weight, self._weighted = 0.0, False
+        self._losses = StepLosses(whole=mode.name == "exact")
         self._first = True  # the next iteration begins a step
         self._backward_done = self._complete = self._repeat = False
         self._released = False
@@ -63,8 +64,6 @@ class Session:
         self._agreed: Generation | None = None
         self._counted = self._moved = False  # in this iteration: its step, early; the membership
         self.rounds = Rounds(state, member, self._recover_between_steps)
-        self._share_of: tuple[object, ...] = ()
-        self._share = torch.empty(0)
 
     @property
     def position(self) -> Position:
@@ -198,7 +197,8 @@ class Session:
         """The loop gets this micro-batch next."""
         self._mode.begin(micro_batch, self.position.step, first=self._first)
         if self._first:
-            self._samples, self._weight, self._weighted, self._acted = 0, 0.0, False, False
+            self._samples, self._acted = 0, False
+            self._losses.begin()
         if self._limit is not None:
             self._limit.note(micro_batch.size)
         self._micro, self._backward_done, self._complete, self._counted = micro_batch, False, False, False
@@ -210,17 +210,17 @@ class Session:
             raise LoopError("job.backward was called outside the prepared loader's loop; call it once per iteration")
         if self._backward_done:
             raise LoopError("job.backward was called twice in one iteration; add the losses up and call it once")
-        self._check_weight(weight, reduction)
+        self._losses.check(weight, reduction, first=self._first)
         self._check_applied()
         self._backward_done = True
         self._samples += micro.size
         self._mode.reducer.begin(self._member.group, micro, first=self._first)
-        factor = self._factor(micro, weight, reduction)
+        factor = self._losses.factor(micro, weight, reduction, passive=self._mode.reducer.passive)
         self._first = False
         try:
             if self._scaler:
                 loss = self._scaler.scale(loss)
-            loss.backward(self._seed(loss, factor))  # type: ignore[no-untyped-call]
+            loss.backward(self._losses.seed(loss, factor))  # type: ignore[no-untyped-call]
             self._mode.end(micro)
             if micro.last:
                 self._complete_step(micro)
@@ -337,19 +337,6 @@ class Session:
         self._member.tell_halved(micro.size, self._limit.now)
         return True
 
-    def _check_weight(self, weight: float | None, reduction: str) -> None:
-        if reduction not in {"mean", "sum"}:
-            raise UsageError(f"job.backward got reduction={reduction!r}, but it must be 'mean' or 'sum'")
-        if weight is not None and (reduction == "sum" or not weight >= 0):
-            raise UsageError(
-                f"job.backward got weight={weight!r} with reduction={reduction!r}; a weight is a number from 0 up and "
-                "says over how many units (tokens, pixels) the loss is the mean"
-            )
-        if weight is not None and self._mode.name == "exact" and weight != int(weight):
-            raise UsageError(f"job.backward got weight={weight!r}; with reduction='exact' weights are whole numbers")
-        if not self._first and self._weighted != (weight is not None):
-            raise LoopError("job.backward got a weight in one iteration of a step and none in another")
-
     def _check_applied(self) -> None:
         """Loops that add gradients up by themselves would add up those of all workers, again and again."""
         step, self._unapplied = self._unapplied, None
@@ -362,29 +349,6 @@ class Session:
                 "is complete), and give global_batch_size in place of accumulating in the loop"
             )
 
-    def _factor(self, micro: MicroBatch, weight: float | None, reduction: str) -> float:
-        """What this micro-batch's loss is multiplied by, so that the sum over the step is what was asked for."""
-        self._weighted = weight is not None
-        if reduction == "sum":
-            return 0.0 if micro.ghost else 1.0
-        if weight is None:
-            return micro.weight
-        if self._mode.reducer.passive:
-            return 1.0
-        counted = 0.0 if micro.ghost else float(weight)
-        self._weight += counted
-        return counted / micro.step_samples
-
-    def _seed(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
-        """What the backward pass begins with; as an operation on the loss it would be one more in each direction."""
-        asked = (loss.shape, loss.dtype, loss.device, factor)
-        if self._share_of != asked:
-            if loss.numel() != 1:
-                raise UsageError(f"job.backward got a loss of shape {tuple(loss.shape)}; it needs one number")
-            self._share = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
-            self._share_of = asked
-        return self._share
-
     def _complete_step(self, micro: MicroBatch) -> None:
         """Sum the gradients; what the tail says is decided by all workers in the same way."""
         vote = self._member.vote()
@@ -392,15 +356,14 @@ class Session:
         clock, tail = self._member.reporter.clock, self._mode.tail
         distance = vote.number - self._member.generation if vote else 0
         stamp = (self.position.step + self.loader.stamp) % STAMPS
-        share = Share(self._samples, distance, self._weight, clock.ready(), stamp)
+        share = Share(self._samples, distance, self._losses.weight, clock.ready(), stamp)
         self._mode.fill_tail(share, leader=rank == 0)
         self._member.check()
         self._mode.reducer.reduce()
         self._member.at_rest.end()
         agreed = self._mode.take_tail(micro, leader=rank == 0, workers=workers)
         clock.summed(tail.busy_s / workers)
-        total = tail.weight
-        self._mode.reducer.hand_out(micro.step_samples / total if self._weighted and total else 1.0)
+        self._mode.reducer.hand_out(self._losses.final(micro.step_samples, tail.weight))
         self._mode.completed(self.position.step)
         self._complete = True
         self._member.reporter.note_step(micro.step_samples, workers)

@@ -15,6 +15,7 @@ from elastic_runtime.generations import Generations
 from elastic_runtime.member import Member
 from elastic_runtime.state import TrainingState
 from elastic_runtime.streams import RandomStreams
+from elastic_runtime.voice import Voice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +24,7 @@ PLACES: list[tuple[Any, str]] = [
     (generations, "build_group"),
     (Generations, "on_order"),
     (Generations, "adopt"),
-    (Member, "_say"),
+    (Voice, "say"),
     (Member, "_adopt"),
     (TrainingState, "load"),
     (RandomStreams, "restore"),

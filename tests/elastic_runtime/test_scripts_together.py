@@ -63,7 +63,7 @@ def scripted(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None
             if gate:
                 gate.pass_through(index, job.step)
             if asked.get("slow") == index:
-                time.sleep(0.02)
+                time.sleep(0.04)
             record.computes(indices)
             job.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
@@ -120,14 +120,14 @@ def test_a_loss_that_is_no_number_does_not_cut_the_worker_off(tmp_path: Path) ->
 
 
 def test_a_slow_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(body=scripted, options={"slow": 1}, epochs=12)
+    plan = Plan(body=scripted, options={"slow": 1}, epochs=16)
     with Cluster(tmp_path, plan) as cluster:
         cluster.start(0, 1, 2, step=1)
         cluster.let_go()
-        until(lambda: cluster.progress and cluster.progress[-1].stragglers, "a straggler")
-        assert list(cluster.progress[-1].stragglers) == ["w1"]
-        assert cluster.progress[-1].stragglers["w1"] > 1.2
-        assert (cluster.progress[-1].step_ms or 0) > 20
+        told = until(lambda: next((p for p in cluster.progress if p.stragglers), None), "a straggler")
+        assert list(told.stragglers) == ["w1"]
+        assert told.stragglers["w1"] > 1.2
+        assert (told.step_ms or 0) > 20
         cluster.wait_for_end(0, 1, 2)
         rows = [json.loads(row) for row in (tmp_path / "report-0.jsonl").read_text().splitlines()]
         waited = [row["wait_ms"] for row in rows if row["event"] == "steps"]
