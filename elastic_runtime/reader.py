@@ -84,7 +84,7 @@ class Reader:
                 self._go_back(request.mark)
             kept = self._from_kept(request)
             if kept is not None:
-                return Read(kept, self._length, None, request.seed)
+                return Read(kept, self._length, self._mark() if request.through else None, request.seed)
             if self._at > request.start:
                 self._go_back(request.mark)
             self._take(request.start - self._at, keep=False)
@@ -101,8 +101,13 @@ class Reader:
         return Read(samples[: request.stop - request.start], self._length, mark, request.seed)
 
     def _from_kept(self, request: Request) -> list[Any] | None:
+        """What was kept of a step; of its first request, planned anew, where the stream has ended in the step: so that
+        a stream read by one worker alone never goes back.
+        """
         start, samples = self._kept
-        if request.through or not start <= request.start < request.stop <= start + len(samples):
+        if request.through and request.through != self._length:
+            return None
+        if not start <= request.start < request.stop <= max(request.stop, request.keep) <= start + len(samples):
             return None
         return samples[request.start - start : request.stop - start]
 

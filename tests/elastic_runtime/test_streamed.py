@@ -123,6 +123,28 @@ def test_an_exact_training_reads_a_stream_in_the_same_order() -> None:
     assert steps == read(Stream(DATA))
 
 
+class Forgetful(Stream):
+    """Its state lacks what its buffer held."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "buffer": []}
+
+
+def test_one_worker_never_goes_back_in_a_stream() -> None:
+    model = nn.Linear(12, 3)
+    job = elastic_runtime.init(global_batch_size=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = job.prepare(model, optimizer, DataLoader(Forgetful(Points(50)), batch_size=4))[2]
+    for _epoch in job.epochs(2):
+        seen: list[int] = []
+        for x, _y, indices in loader:
+            seen += indices.tolist()
+            job.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sorted(seen) == list(range(50))
+
+
 class Lines(IterableDataset[Any]):
     """Its iterator has the state."""
 
