@@ -56,18 +56,19 @@ class Environment:
         return environment
 
     def _check_reachable(self) -> None:
-        """The address may be in a file that comes later, or anew; so may the token of a coordinator not yet there."""
+        """SettingsError for what waiting would not mend; a file may hold the address later, and the token by then."""
         if not self.coordinator:
             return
         try:
             self.coordinator_address()
+        except (SettingsError, OSError):
+            if self._in_file:
+                return
+            raise
+        try:
             self.token()
-        except SettingsError:
-            if not self._in_file:
-                raise
         except OSError as error:
-            if not self._in_file or Path(self.coordinator[1:]).exists():
-                raise SettingsError(f"{error}; the file must be there before the worker starts") from error
+            raise SettingsError(f"{error}; the file must be there before the worker starts") from error
 
     def coordinator_address(self) -> tuple[str, int, str]:
         """(host, port, path) of the job's membership service; `@FILE` is read anew by each call.
@@ -111,7 +112,7 @@ class Environment:
 def _line(variable: str, file: str) -> str:
     """What is in the file that a variable names. OSError that says which variable it was."""
     try:
-        return Path(file).read_text(encoding="utf-8").strip()
+        return Path(file).read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
         raise OSError(f"{variable} names the file {file!r}, which cannot be read: {error.strerror}") from error
 

@@ -76,7 +76,7 @@ class Generations:
         """A new order stands, unless it is of a generation before the one that is known of."""
         with self._changed:
             current = self.adopted.number if self.adopted else 0
-            if order.members and order.generation < max(current, self._order.generation):
+            if order.kind in {"Propose", "Recover"} and order.generation < max(current, self._order.generation):
                 return  # numbers only grow: it was overtaken
             if self._withdraws(order):
                 self.interrupt.set()
