@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,8 @@ class Tail:
         self._buffers = buffers
         self.size = _HEAD + buffers.size
         self._share = Share(0)
+        self._numbers = array("d", [0.0] * _HEAD)
+        self._values = torch.frombuffer(self._numbers, dtype=torch.float64)  # the same memory
         self.weight = 0.0  # of all workers' losses in the step that was taken last
         self.busy_s = 0.0  # of all workers together
 
@@ -54,7 +57,8 @@ class Tail:
         self._share = share
         vote, stamp = share.vote, share.stamp
         numbers = [share.samples, vote, vote**2, stamp, stamp**2, share.busy_s, *divmod(share.weight, _BASE)]
-        section[:_HEAD].copy_(torch.tensor(numbers, dtype=section.dtype))
+        self._numbers[:] = array("d", numbers)
+        section[:_HEAD].copy_(self._values)
         if self._buffers.size:
             self._buffers.fill(section[_HEAD:], leader=leader)
 

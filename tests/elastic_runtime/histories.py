@@ -41,7 +41,8 @@ class Word:
 @dataclass(frozen=True)
 class History:
     """`trained`: workers:N at the beginning (2), stream (an iterable dataset), exact (its reduction), loaders:N
-    (processes of each loader), saved (checkpoints), delays:SEED (see delays.py). `actions`: methods of `play.Play`.
+    (processes of each loader), saved (checkpoints), evaluates (together, again and again), delays:SEED (see delays.py).
+    `actions`: methods of `play.Play`.
     """
 
     trained: tuple[Word, ...]
@@ -70,6 +71,7 @@ class History:
             EXACT if self.has("exact") else Plan(),
             epochs=EPOCHS,
             streamed=self.has("stream"),
+            evaluates=self.has("evaluates"),
             loader_workers=self.number("loaders"),
             delays=self.number("delays") if self.has("delays") else None,
         )
@@ -122,6 +124,7 @@ def histories(draw: st.DrawFn) -> History:
         st.sampled_from([[], [Word("exact")]]),
         _optional(_word("loaders", st.integers(1, 2))),
         _optional(_word("saved")),
+        st.sampled_from([[], [Word("evaluates")]]),
         st.one_of(st.just([]), _word("delays", st.integers(0, 999)).map(lambda drawn: [drawn])),
     ]
     trained = [word for option in options for word in draw(option)]

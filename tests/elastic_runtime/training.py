@@ -94,6 +94,7 @@ class Plan:
     loader_batch: int = 4
     streamed: bool = False  # an iterable dataset
     compiled: str = ""  # by which of torch.compile's backends
+    evaluates: bool = False  # together with the others, after every third step and each epoch
     body: Callable[..., None] | None = None  # another training than `train`
 
 
@@ -186,6 +187,16 @@ class Record:
         self._log.write(json.dumps({**row, **self._more()}) + "\n")
 
 
+def evaluate(job: Any) -> None:
+    """All workers together see each of so many samples once."""
+
+    def count() -> float:
+        mine = range(job.rank, 31, job.world_size)
+        return float(job.all_reduce(torch.tensor(float(len(mine)))))
+
+    assert job.repeat(count) == 31
+
+
 def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     torch.set_num_threads(plan.threads)
     job = elastic_runtime.init(global_batch_size=plan.global_batch, max_batch_per_gpu=plan.max_batch, **plan.options)
@@ -213,10 +224,14 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 5.0)
             optimizer.step()
             optimizer.zero_grad()
+            if plan.evaluates and job.applied and job.step % 3 == 0:
+                evaluate(job)
             scheduler.step()
             if torch.distributed.is_initialized():
                 assert torch.distributed.get_rank() == job.rank
                 assert torch.distributed.get_world_size() == job.world_size
+        if plan.evaluates:
+            evaluate(job)
     torch.save(
         {
             "model": model.state_dict(),
