@@ -23,6 +23,13 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
         )
 
 
+def check_gradients(model: torch.nn.Module) -> None:
+    """UsageError for gradients that cannot be added up in flat buffers."""
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
+            raise UsageError(f"{name or type(part).__name__} has sparse gradients; leave sparse=True out")
+
+
 def check_parameters(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """UsageError for what would be trained by each worker for itself."""
     known = {id(parameter) for parameter in model.parameters()}

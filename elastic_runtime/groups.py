@@ -7,6 +7,7 @@ otherwise wait for minutes. What was in flight is then abandoned, with its buffe
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 POLL = timedelta(milliseconds=10)
+LOOK_EVERY_S = 0.0002
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Far above any honest wait (a peer that evaluates); silent peers are the coordinator's to find."""
 
@@ -28,8 +30,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 class Pending(Protocol):
     """A collective in flight."""
 
-    def wait(self, timeout: timedelta) -> bool:
-        """Until it is done, or the time is over."""
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Until it is done, or the time is over. Raises RuntimeError where it failed."""
 
     def is_completed(self) -> bool:
         """Whether it is done, well or not."""
@@ -59,7 +61,8 @@ class Group:
     """The members of one generation, connected. `rank` and `size` are those of `torch.distributed` once published.
 
     `second`: further connections between the same members, which share what is sent from one to another: a single TCP
-    stream moves about half of what two do.
+    stream moves about half of what two do. `polls`: how its works are waited for, by default by whether there is CUDA:
+    NCCL takes a wait with a time limit for the operation's own, and aborts the communicator when it is over.
     """
 
     def __init__(
@@ -69,10 +72,13 @@ class Group:
         size: int,
         interrupt: Interrupt,
         second: dist.ProcessGroup | None = None,
+        *,
+        polls: bool | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self._group, self._interrupt = group, interrupt
         self._lanes = (group, second or group)
+        self._polls = torch.cuda.is_available() if polls is None else polls
 
     def publish(self) -> None:
         """Make it torch's default group."""
@@ -186,6 +192,12 @@ class Group:
                 raise error
 
     def _done(self, work: Pending) -> bool:
+        if self._polls:
+            if not work.is_completed():
+                time.sleep(LOOK_EVERY_S)
+                return False
+            work.wait()
+            return True
         try:
             work.wait(POLL)
         except RuntimeError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
-from elastic_runtime.checks import check_kinds, check_parameters, plain
+from elastic_runtime.checks import check_gradients, check_kinds, check_parameters, plain
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.guards import guard_class, guard_method
 from elastic_runtime.loader import check
@@ -143,6 +143,7 @@ class Job:
         parts = [*_named("optimizer", optimizers), *_named("scheduler", schedulers)]
         parts += [("scaler", scaler)] if scaler is not None else []
         whole = plain(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(plain, models))
+        check_gradients(whole)
         check_parameters(whole, optimizers)
         _take_from_others(whole)
         state = TrainingState(whole, parts, reduction=self._options.reduction_text)

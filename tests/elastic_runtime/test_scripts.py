@@ -148,6 +148,12 @@ def test_an_optimizer_that_computes_gradients_by_itself_is_refused() -> None:
         made(model, torch.optim.LBFGS(model.parameters()))
 
 
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
+    with pytest.raises(UsageError, match="0 has sparse gradients; leave sparse=True out"):
+        made(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_a_closure_is_refused() -> None:
     model, optimizer = linear()
     job, loader = made(model, optimizer)
