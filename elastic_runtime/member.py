@@ -19,7 +19,7 @@ from elastic_runtime import static
 from elastic_runtime.coordinator import Coordinator
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.exchange import exchange
-from elastic_runtime.generations import Generation, Generations
+from elastic_runtime.generations import ALONE, Generation, Generations
 from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group
 from elastic_runtime.keeper import Keeper
 from elastic_runtime.leaving import hasten_exit
@@ -230,7 +230,7 @@ class Member:
             raise error or CollectiveError("this process was told to end")
         if error:
             _log.warning("generation %d: %s; recovering", self.generation, error)
-            self._tell_failed(self.generation, state, error)
+            self._tell_failed(self._generations.adopted, state, error)
         self._settle(state, self._next(after=self.generation), "recovered")
 
     def meet(self) -> None:
@@ -245,7 +245,7 @@ class Member:
         except CollectiveError as error:
             if self._environment.static:
                 self.recover(state, error)
-            self._tell_failed(self.generation, state, error)
+            self._tell_failed(self._generations.adopted, state, error)
             return False
         return True
 
@@ -294,6 +294,7 @@ class Member:
         self._voice.say(
             "GenerationAdopted",
             generation=generation.number,
+            members=generation.members,
             step=state.position.step,
             pause_ms=pause_ms,
             lost_steps=lost,
@@ -346,10 +347,17 @@ class Member:
         if self._generations.adopted is None:
             self._voice.say("PreparationFailed", generation=generation.number, why=str(error)[:500])
         else:
-            self._tell_failed(generation.number, state, error)
+            self._tell_failed(generation, state, error)
 
-    def _tell_failed(self, generation: int, state: TrainingState, error: CollectiveError) -> None:
-        self._voice.stand("CollectiveFailed", generation=generation, step=state.position.step, why=str(error)[:500])
+    def _tell_failed(self, generation: Generation | None, state: TrainingState, error: CollectiveError) -> None:
+        known = generation or ALONE
+        self._voice.stand(
+            "CollectiveFailed",
+            generation=known.number,
+            members=known.members,
+            step=state.position.step,
+            why=str(error)[:500],
+        )
 
     def _leave(self, state: TrainingState, generation: Generation | None) -> NoReturn:
         self._note_leaving()
@@ -357,7 +365,8 @@ class Member:
             if not generation.members and (self.place[0] == 0 or self.sharding):
                 self._save_checkpoint(state)
             self.reporter.line("left", generation=generation.number, step=state.position.step)
-            self._voice.stand("GenerationAdopted", generation=generation.number, step=state.position.step)
+            known = {"generation": generation.number, "members": generation.members}
+            self._voice.stand("GenerationAdopted", step=state.position.step, **known)
             self._generations.wait_for_release(RELEASE_S)
         if self._coordinator:
             self._coordinator.close()

@@ -79,7 +79,8 @@ class PreparationFailed(msgspec.Struct, frozen=True, tag=True, tag_field="event"
 class GenerationAdopted(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
     """It switched at the end of `step`. From a worker outside the generation: it left, by the same agreement.
 
-    `pause_ms` is how long its loop stood still, `lost_steps` the applied steps that have to be computed again.
+    `pause_ms` is how long its loop stood still, `lost_steps` the applied steps that have to be computed again;
+    `members` are the generation's, for a coordinator that does not know it.
     """
 
     worker: str
@@ -87,15 +88,17 @@ class GenerationAdopted(msgspec.Struct, frozen=True, tag=True, tag_field="event"
     step: int
     pause_ms: float = 0.0
     lost_steps: int = 0
+    members: tuple[str, ...] = ()
 
 
 class CollectiveFailed(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """A collective of this generation failed. The worker waits to be told with whom it repeats the step."""
+    """A collective of this generation, of these members, failed. The worker waits to be told with whom it goes on."""
 
     worker: str
     generation: int
     step: int = 0
     why: str = ""
+    members: tuple[str, ...] = ()
 
 
 class LeaveRequested(msgspec.Struct, frozen=True, tag=True, tag_field="event"):

@@ -39,7 +39,7 @@ class Membership:
         self.base: Generation | None = None
         self.pending: Generation | None = None
         self.finished = False
-        self._highest = first_generation - 1
+        self._first, self._highest = first_generation, first_generation - 1
         self._amnesia_until = now + self.limits.silence_s if first_generation > 1 else now
         self._now = now
         self._failed_at: float | None = None
@@ -151,7 +151,7 @@ class Membership:
         member.connect(self._now)
         known = self.generations.get(event.generation)
         if known is None and event.generation > self.generation:
-            self._relearn(event)
+            self._relearn(event.generation, event.members, event.step).adopted[event.worker] = (0.0, 0)
         elif known is not None:
             generation = self._note_adoption(event.worker, event.generation, event.step)
             if generation:
@@ -159,15 +159,25 @@ class Membership:
         elif self.base and event.worker not in self.base.members and not self._recovering and self._stays(member):
             self._kill(event.worker, f"it trains in generation {event.generation}, which is not in force")
 
-    def _relearn(self, event: e.WorkerReconnected) -> None:
-        generation = Generation(event.generation, event.members, 0, GenerationState.RECOVERING)
-        self.generations[event.generation] = generation
-        self._highest = max(self._highest, event.generation)
-        for worker in event.members:
+    def _relearn(self, number: int, members: tuple[str, ...], step: int) -> Generation:
+        generation = Generation(number, members, 0, GenerationState.RECOVERING)
+        self.generations[number] = generation
+        self._highest = max(self._highest, number)
+        for worker in members:
             member = self.members.setdefault(worker, Member(worker))
             member.heard_at = self._now  # its silence is counted from here
-        self._commit(generation, event.step)
-        generation.adopted[event.worker] = (0.0, 0)
+        self._commit(generation, step)
+        return generation
+
+    def _learn_switch(self, event: e.GenerationAdopted | e.CollectiveFailed) -> None:
+        """A switch that was agreed on under the coordinator before this one, and made after they connected to this one.
+
+        All members of the generation in force had agreed on it, so that it is the only one that can follow.
+        """
+        before = self.generation < event.generation < self._first and event.generation not in self.generations
+        if before and event.members and event.worker in self.members:
+            self._withdraw()
+            self._relearn(event.generation, event.members, event.step)
 
     @_on.register
     def _on_prepared(self, event: e.GenerationPrepared) -> None:
@@ -187,6 +197,7 @@ class Membership:
 
     @_on.register
     def _on_adopted(self, event: e.GenerationAdopted) -> None:
+        self._learn_switch(event)
         generation = self._note_adoption(event.worker, event.generation, event.step)
         if generation is None:
             self._end_stray(event.worker, event.generation)
@@ -197,6 +208,7 @@ class Membership:
 
     @_on.register
     def _on_failed(self, event: e.CollectiveFailed) -> None:
+        self._learn_switch(event)
         generation = self._note_adoption(event.worker, event.generation, event.step)
         in_base = self.base is not None and event.worker in self.base.members
         behind = generation is None and in_base and self.base and event.worker not in self.base.adopted

@@ -67,8 +67,7 @@ def test_a_listener_uses_its_limit_and_gives_it_back_to_an_owner_that_arrives(te
     hold(team, "trainer", "0.25", "0.8", "listen")
     until(team, lambda found: used(found, "trainer") == 0.8 * TOTAL)
     hold(team, "owner", "0.75", "", "take", str(int(0.75 * TOTAL)))
-    found = until(team, lambda found: used(found, "owner") == 0.75 * TOTAL)
-    assert used(found, "trainer") == 0.25 * TOTAL
+    until(team, lambda found: (used(found, "owner"), used(found, "trainer")) == (0.75 * TOTAL, 0.25 * TOTAL))
     assert team.job("trainer", "team-a")["status"]["phase"] == "Running"
     team("delete", "owner")
     until(team, lambda found: used(found, "trainer") == 0.8 * TOTAL)

@@ -165,6 +165,13 @@ class Cluster:
 
         return until(found, lambda: f"a generation of {size}, seen {self.commits}\n{self.logs()}")
 
+    def resize(self, *indices: int, up_to: int) -> AnnounceCommit:
+        """These workers train together from the next step on, and wait at `up_to`."""
+        self.target(*indices)
+        self.wait_until_prepared(*indices)
+        self.hold_at(up_to)
+        return self.wait_for_size(len(indices))
+
     def wait_for_end(self, *indices: int) -> None:
         """These workers end well."""
         for index in indices:
@@ -180,10 +187,7 @@ class Cluster:
 
     def grow_lose_the_first_and_end(self) -> None:
         """Of workers 0 and 1, which wait: a third one joins them, then the first is killed at step 15; two end."""
-        self.target(0, 1, 2)
-        self.wait_until_prepared(0, 1, 2)
-        self.hold_at(15)
-        self.wait_for_size(3)
+        self.resize(0, 1, 2, up_to=15)
         self.wait_until_at(15, 0, 1, 2)
         self.kill("w0")
         self.let_go()

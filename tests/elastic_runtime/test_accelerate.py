@@ -55,10 +55,7 @@ def test_an_accelerate_training_grows_and_loses_its_leader(tmp_path: Path, refer
 def test_an_accelerate_training_shrinks_to_one_and_grows_again(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path, PLAN) as cluster:
         cluster.start(0, 1, 2)
-        cluster.target(1)
-        cluster.wait_until_prepared(1)
-        cluster.hold_at(20)
-        cluster.wait_for_size(1)
+        cluster.resize(1, up_to=20)
         cluster.wait_for_end(0, 2)
         cluster.wait_until_at(20, 1)
         cluster.target(1, 3)

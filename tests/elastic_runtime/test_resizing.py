@@ -35,10 +35,7 @@ def finish(cluster: Cluster, reference: dict[str, Any], *indices: int) -> None:
 def test_a_job_of_two_grows_to_three(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
         cluster.start(0, 1)
-        cluster.target(0, 1, 2)
-        cluster.wait_until_prepared(0, 1, 2)
-        cluster.hold_at(20)
-        commit = cluster.wait_for_size(3)
+        commit = cluster.resize(0, 1, 2, up_to=20)
         assert commit.lost_steps == 0
         finish(cluster, reference, 0, 1, 2)
 
@@ -46,10 +43,7 @@ def test_a_job_of_two_grows_to_three(tmp_path: Path, reference: dict[str, Any]) 
 def test_a_job_of_three_shrinks_to_one_without_its_leader(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
         cluster.start(0, 1, 2)
-        cluster.target(1)
-        cluster.wait_until_prepared(1)
-        cluster.hold_at(20)
-        cluster.wait_for_size(1)
+        cluster.resize(1, up_to=20)
         cluster.wait_for_end(0, 2)
         assert sorted(cluster.released) == ["w0", "w2"]
         finish(cluster, reference, 1)
@@ -99,10 +93,7 @@ def test_training_goes_on_while_the_coordinator_is_away_and_resizes_after_its_re
         cluster.hold_at(12)
         cluster.restart_coordinator()
         cluster.wait_until_at(12, 0, 1)
-        cluster.target(0, 1, 2)
-        cluster.wait_until_prepared(0, 1, 2)
-        cluster.hold_at(25)
-        cluster.wait_for_size(3)
+        cluster.resize(0, 1, 2, up_to=25)
         finish(cluster, reference, 0, 1, 2)
 
 

@@ -30,10 +30,7 @@ def undisturbed(plan: Plan, directory: Path) -> dict[str, Any]:
 def grow_shrink_and_lose_one(cluster: Cluster) -> None:
     """Two workers, three, two others, and one of them is killed."""
     cluster.start(0, 1)
-    cluster.target(0, 1, 2)
-    cluster.wait_until_prepared(0, 1, 2)
-    cluster.hold_at(10)
-    cluster.wait_for_size(3)
+    cluster.resize(0, 1, 2, up_to=10)
     cluster.wait_until_at(10, 0, 1, 2)
     cluster.target(1, 2)
     cluster.wait_until_prepared(1, 2)

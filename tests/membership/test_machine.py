@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kfp_gpuquota.membership import (
     AnnounceCommit,
     AnnounceRelease,
@@ -340,6 +342,9 @@ def test_one_that_has_not_finished_recovers_without_those_that_have() -> None:
     assert drive(Ticked(), at=2.0) == [Reserve(2), Tell("b", Recover(2, ("b",)))]
 
 
+FAILED_IN_7 = CollectiveFailed("a", 7, 31, members=("a", "b", "c"))
+
+
 def test_a_restarted_coordinator_learns_the_generation_from_its_workers() -> None:
     drive = Driver(Membership(first_generation=8))
     drive(TargetChanged(("a", "b", "c")), WorkerReconnected("b", 7, ("a", "b"), 30))
@@ -349,6 +354,20 @@ def test_a_restarted_coordinator_learns_the_generation_from_its_workers() -> Non
         Reserve(8),
         *(Tell(w, Propose(8, ("a", "b", "c"), base=7)) for w in "abc"),
     ]
+
+
+@pytest.mark.parametrize("told", [GenerationAdopted("a", 7, 31, members=("a", "b", "c")), FAILED_IN_7])
+def test_a_restarted_coordinator_learns_of_a_switch_that_was_agreed_on_before_it(told: Event) -> None:
+    """Both had voted for it when it began, and said so only after they had found it."""
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "b", "c")), WorkerReconnected("a", 6, ("a", "b"), 30))
+    drive(WorkerReconnected("b", 6, ("a", "b"), 30), *arrive("c"))
+    assert drive.machine.pending is not None
+    assert drive.machine.pending.number == 8
+    said = drive(told)
+    assert drive.machine.generation == 7
+    said += drive(*(GenerationAdopted(worker, 7, 31, members=("a", "b", "c")) for worker in "bc"))
+    assert [command for command in said if isinstance(command, Kill)] == []
 
 
 def test_a_restarted_coordinator_forms_nothing_new_while_a_worker_may_still_be_training() -> None:
