@@ -97,5 +97,5 @@ def test_what_is_torn_comes_half_and_ends_in_good_order(relay: Relay) -> None:
 
 
 def test_nobody_is_connected_to_a_coordinator_that_is_away() -> None:
-    with Relay(lambda: 9) as relay, connect(relay) as worker, pytest.raises(ConnectionResetError):
+    with Relay(lambda: 9) as relay, pytest.raises(ConnectionResetError), connect(relay) as worker:
         worker.recv(100)
