@@ -18,7 +18,8 @@ import torch
 
 from elastic_runtime.batches import split
 from elastic_runtime.errors import CollectiveError
-from elastic_runtime.layout import Bucket, Layout, Slot, view_of
+from elastic_runtime.gradients import BucketReducer
+from elastic_runtime.layout import Bucket, Slot, view_of
 from elastic_runtime.trees import Node, Push, joint_plan, range_plan
 
 if TYPE_CHECKING:
@@ -31,13 +32,10 @@ _NOTHING = -0.0
 """x + -0.0 is x to the bit for every x; x + 0.0 is not where x is -0.0."""
 
 
-class ExactReducer:
+class ExactReducer(BucketReducer):
     """Sums along the tree. Its memory: one copy of the gradients more for each level that a worker adds up itself."""
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
-        self._parameters, self._tail_size = list(parameters), tail_size
-        self._rows: list[list[torch.Tensor]] = []  # [row][bucket], padding included; row 0 is the layout's own
-        self._views: dict[tuple[int, Slot], torch.Tensor] = {}
         self._group: Group | None = None
         self._nodes: tuple[tuple[Node, ...], ...] = ()  # of each rank
         self._merges: tuple[tuple[int, int], ...] = ()
@@ -45,33 +43,17 @@ class ExactReducer:
         self._push = Push(0, ())
         self._launched = 0
         self._last, self._ghost = True, False
-        self._lay_out()
+        super().__init__(parameters, tail_size)
 
     def _lay_out(self) -> None:
-        self._layout = Layout(self._parameters, self._tail_size)
+        super()._lay_out()
         self._exchanges = [Exchange(bucket) for bucket in self._layout.buckets]
         self._forget_rows()
-        self.attach()
-
-    def attach(self) -> None:
-        """See GradientReducer."""
-        self._layout.hook(self._on_gradient)
-
-    def release(self) -> None:
-        """See GradientReducer."""
-        self._layout.unhook()
-
-    @property
-    def tail(self) -> torch.Tensor:
-        """See GradientReducer."""
-        return self._layout.tail
 
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
         """See GradientReducer. A ghost's gradients are dropped."""
-        if first and self._layout.outdated:
-            self._layout.unhook()
-            self._lay_out()
         if first:
+            self._begin_step()
             self._group = group if group is not None and group.size > 1 else None
             self._plan_step(micro.step_shards)
             self._launched = 0
@@ -119,8 +101,9 @@ class ExactReducer:
             exchange.forget()
 
     def _forget_rows(self) -> None:
-        self._rows = [[bucket.whole for bucket in self._layout.buckets]]
-        self._views = {(0, slot): slot.view for slot in self._layout.slots}
+        # [row][bucket], padding included; row 0 is the layout's own
+        self._rows: list[list[torch.Tensor]] = [[bucket.whole for bucket in self._layout.buckets]]
+        self._views: dict[tuple[int, Slot], torch.Tensor] = {(0, slot): slot.view for slot in self._layout.slots}
 
     def _row_view(self, row: int, slot: Slot) -> torch.Tensor:
         """The slot's part of a partial sum; memory for it is made when it is first needed."""

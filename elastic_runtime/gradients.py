@@ -63,19 +63,17 @@ class GradientReducer(Protocol):
         """Forget the step's gradients; what is in flight keeps the old buffers."""
 
 
-class FastReducer:
-    """By all-reduce: equal to one worker's sum within rounding."""
+class BucketReducer:
+    """What reducers over flat buckets have in common: see GradientReducer.
+
+    A layout is of the parameters that are trained; where others are from a step on, it is made anew.
+    """
+
+    _layout: Layout
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
         self._parameters, self._tail_size = list(parameters), tail_size
-        self._layout = Layout(self._parameters, tail_size)
-        self._group: Group | None = None
-        self._works: list[Pending] = []
-        self._launched = 0
-        self._last = True
-        self._all_used = False  # by this worker, in this step: then nobody needs to be asked
-        self._ghost = self._passive = False
-        self.attach()
+        self._lay_out()
 
     def attach(self) -> None:
         """See GradientReducer."""
@@ -90,12 +88,35 @@ class FastReducer:
         """See GradientReducer."""
         return self._layout.tail
 
+    def _begin_step(self) -> None:
+        if self._layout.outdated:
+            self._layout.unhook()
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        self._layout = Layout(self._parameters, self._tail_size)
+        self.attach()
+
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class FastReducer(BucketReducer):
+    """By all-reduce: equal to one worker's sum within rounding."""
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
+        super().__init__(parameters, tail_size)
+        self._group: Group | None = None
+        self._works: list[Pending] = []
+        self._launched = 0
+        self._last = True
+        self._all_used = False  # by this worker, in this step: then nobody needs to be asked
+        self._ghost = self._passive = False
+
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
         """See GradientReducer. A ghost's gradients count as zero."""
-        if first and self._layout.outdated:
-            self._layout.unhook()
-            self._layout = Layout(self._parameters, self._tail_size)
-            self.attach()
+        if first:
+            self._begin_step()
         self._group = group if group is not None and group.size > 1 else None
         self._last, self._ghost = micro.last, micro.ghost
         self._passive = self._group is None and first and micro.last and not micro.ghost

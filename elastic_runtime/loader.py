@@ -142,7 +142,7 @@ class IndexedLoader(ElasticLoader):
     def __init__(
         self, loader: DataLoader[Any], loop: Loop, seed: int, batch: GlobalBatch, plan: Plan, *, seeded: bool = False
     ) -> None:
-        super().__init__(loader, loop, seed, batch, plan, seeded=seeded)
+        super().__init__(loader, loop, seed, batch, plan, seeded=seeded or loader.num_workers > 0)
         self._source = Source(loader, seed)
         self.length = self._source.length
         self.steps = self._source.steps(batch.samples)
@@ -152,7 +152,6 @@ class IndexedLoader(ElasticLoader):
                 f"{batch.samples} is ever full; lower global_batch_size, or leave drop_last out"
             )
         self._epoch, self._order = -1, cast("Sequence[int]", ())
-        self._seeded = seeded or loader.num_workers > 0
         dataset = SeededDataset(loader.dataset) if self._seeded else loader.dataset
         self._inner = like(loader, dataset, self._batches, loader.collate_fn, self._generator)
 

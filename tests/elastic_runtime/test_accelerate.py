@@ -16,7 +16,7 @@ from tests.elastic_runtime import training
 from tests.elastic_runtime.accelerate_training import IN_EVALUATION, train
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.test_torchrun import free_port
-from tests.elastic_runtime.training import Plan
+from tests.elastic_runtime.training import Plan, trained_alone
 from tests.patience import PATIENCE_S
 
 PLAN = Plan(body=train)
@@ -34,11 +34,7 @@ accelerate_training.train(Plan(), int(os.environ["RANK"]), pathlib.Path(sys.argv
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one undisturbed process gets without Accelerate."""
     directory = tmp_path_factory.mktemp("reference")
-    threads = torch.get_num_threads()
-    training.train(Plan(), 0, directory, None)
-    torch.set_num_threads(threads)
-    result: dict[str, Any] = torch.load(directory / "final-0.pt")
-    return result
+    return trained_alone(training.train, Plan(), directory)
 
 
 def test_an_accelerate_training_grows_and_loses_its_leader(tmp_path: Path, reference: dict[str, Any]) -> None:

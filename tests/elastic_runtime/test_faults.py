@@ -29,7 +29,7 @@ from elastic_runtime.orders import Order
 from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
 from tests.cluster.test_faults import CLOCK
 from tests.elastic_runtime.harness import JOB, Cluster, context
-from tests.elastic_runtime.training import Gate, Plan, Points, build, train, worker_main
+from tests.elastic_runtime.training import Gate, Plan, Points, build, train, trained_alone, worker_main
 from tests.membership.test_service import Recorder
 from tests.patience import PATIENCE_S, until
 
@@ -39,20 +39,10 @@ if TYPE_CHECKING:
 # Bad input
 
 
-def trained_alone(plan: Plan, directory: Path) -> dict[str, Any]:
-    """What one undisturbed process gets."""
-    directory.mkdir()
-    threads = torch.get_num_threads()
-    train(plan, 0, directory, None)
-    torch.set_num_threads(threads)
-    result: dict[str, Any] = torch.load(directory / "final-0.pt")
-    return result
-
-
 @pytest.mark.parametrize("options", [{}, {"reduction": "exact", "shards": 2}], ids=["fast", "exact"])
 def test_a_worker_that_has_no_sample_in_any_step_changes_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
     plan = Plan(epochs=2, samples=9, global_batch=2, options=options)
-    alone = trained_alone(plan, tmp_path / "alone")
+    alone = trained_alone(train, plan, tmp_path / "alone")
     with Cluster(tmp_path, plan) as cluster:
         cluster.start(0, 1, 2, step=2)
         cluster.let_go()
@@ -105,7 +95,7 @@ def train_with_a_lock(plan: Plan, _index: int, _directory: Path, _gate: Gate | N
 
 def test_a_joiner_whose_state_cannot_be_pickled_ends_and_names_it_and_the_others_go_on(tmp_path: Path) -> None:
     plan = Plan()
-    alone = trained_alone(plan, tmp_path / "alone")
+    alone = trained_alone(train, plan, tmp_path / "alone")
     with Cluster(tmp_path, plan) as cluster:
         cluster.start(0, 1)
         cluster.plan = Plan(body=train_with_a_lock)
@@ -215,7 +205,7 @@ def checkpoints_of(directory: Path) -> list[dict[str, Any]]:
 def test_a_wall_clock_that_jumps_by_hours_disturbs_neither_training_nor_checkpoints(
     tmp_path: Path, clock: dict[str, str]
 ) -> None:
-    alone = trained_alone(Plan(), tmp_path / "alone")
+    alone = trained_alone(train, Plan(), tmp_path / "alone")
     (tmp_path / "token").write_text("secret")
     recorder = Recorder()
     with StandaloneCoordinator(recorder) as coordinator:
@@ -352,7 +342,7 @@ def test_attempts_to_reconnect_become_rarer_up_to_a_limit_and_begin_anew_after_a
 
 def test_a_second_process_with_the_same_worker_id_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     plan = Plan()
-    alone = trained_alone(plan, tmp_path / "alone")
+    alone = trained_alone(train, plan, tmp_path / "alone")
     with Cluster(tmp_path, plan) as cluster:
         cluster.start(0, 1)
         environment = {
@@ -421,7 +411,7 @@ def test_training_goes_on_while_the_coordinator_answers_seconds_late_and_the_res
     tmp_path: Path,
 ) -> None:
     plan = Plan()
-    alone = trained_alone(plan, tmp_path / "alone")
+    alone = trained_alone(train, plan, tmp_path / "alone")
     with Cluster(tmp_path, plan, relayed=True) as cluster:
         assert cluster.relay is not None
         cluster.start(0, 1)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import elastic_runtime
 from elastic_runtime.errors import LoopError
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.training import Gate, Plan, Points, Record
+from tests.elastic_runtime.training import Gate, Plan, Points, Record, trained_alone
 from tests.patience import until
 
 if TYPE_CHECKING:
@@ -86,10 +86,7 @@ def evaluated(directory: Path, index: int) -> list[dict[str, float]]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, float]]]:
     """(what was trained, what was evaluated) by one undisturbed process."""
     directory = tmp_path_factory.mktemp("alone")
-    threads = torch.get_num_threads()
-    evaluating(Plan(), 9, directory, None)
-    torch.set_num_threads(threads)
-    return torch.load(directory / "final-9.pt"), evaluated(directory, 9)
+    return trained_alone(evaluating, Plan(), directory), evaluated(directory, 0)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.training import Plan, train
+from tests.elastic_runtime.training import Plan, train, trained_alone
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one undisturbed process gets."""
     directory = tmp_path_factory.mktemp("reference")
-    threads = torch.get_num_threads()
-    train(Plan(), 0, directory, None)
-    torch.set_num_threads(threads)
-    result: dict[str, Any] = torch.load(directory / "final-0.pt")
-    return result
+    return trained_alone(train, Plan(), directory)
 
 
 def finish(cluster: Cluster, reference: dict[str, Any], *indices: int) -> None:

@@ -18,7 +18,7 @@ import elastic_runtime
 from elastic_runtime.coordinator import WARN_AFTER_S, Away
 from elastic_runtime.exchange import relay
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.training import Gate, Plan, Points, Record, train
+from tests.elastic_runtime.training import Gate, Plan, Points, Record, train, trained_alone
 from tests.patience import until
 
 if TYPE_CHECKING:
@@ -74,22 +74,13 @@ def scripted(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None
     torch.save({"model": model.state_dict(), "step": job.step, "lr": []}, directory / f"final-{index}.pt")
 
 
-def alone(plan: Plan, directory: Path) -> dict[str, Any]:
-    (directory / "alone").mkdir()
-    threads = torch.get_num_threads()
-    scripted(plan, 9, directory / "alone", None)
-    torch.set_num_threads(threads)
-    found: dict[str, Any] = torch.load(directory / "alone" / "final-9.pt")
-    return found
-
-
 @pytest.mark.parametrize("asked", ["unfreezes", "own_generator", "warms_up"])
 def test_a_joiner_goes_on_where_the_script_has_changed_what_it_trains(tmp_path: Path, asked: str) -> None:
     """It has not seen the epoch in which layers were unfrozen; its sampler's generator is elsewhere; it has computed a
     step before, which changes nothing.
     """
     plan = Plan(body=scripted, options={asked: 5}, epochs=4)
-    reference = alone(plan, tmp_path)
+    reference = trained_alone(scripted, plan, tmp_path / "alone")
     with Cluster(tmp_path, plan) as cluster:
         cluster.start(0, 1, step=30)
         cluster.resize(0, 1, 2, up_to=40)
@@ -140,15 +131,12 @@ def test_workers_at_different_steps_are_told_so(tmp_path: Path) -> None:
 
 def test_three_others_begin_with_the_state_of_the_first(tmp_path: Path) -> None:
     """It goes to the second, and from both to the others."""
-    (tmp_path / "alone").mkdir()
-    threads = torch.get_num_threads()
-    train(Plan(), 9, tmp_path / "alone", None)
-    torch.set_num_threads(threads)
+    reference = trained_alone(train, Plan(), tmp_path / "alone")
     with Cluster(tmp_path) as cluster:
         cluster.start(0, 1, 2, 3)
         cluster.let_go()
         cluster.wait_for_end(0, 1, 2, 3)
-        cluster.check_result(torch.load(tmp_path / "alone" / "final-9.pt"))
+        cluster.check_result(reference)
         for worker in range(1, 4):
             rows = [json.loads(row) for row in (tmp_path / f"report-{worker}.jsonl").read_text().splitlines()]
             joined = next(row for row in rows if row["event"] == "resize")
@@ -210,10 +198,7 @@ class Garbage:
 
 def test_training_goes_on_while_the_coordinator_answers_garbage_and_grows_when_it_is_back(tmp_path: Path) -> None:
     plan = Plan()
-    (tmp_path / "alone").mkdir()
-    threads = torch.get_num_threads()
-    train(plan, 9, tmp_path / "alone", None)
-    torch.set_num_threads(threads)
+    reference = trained_alone(train, plan, tmp_path / "alone")
     with Cluster(tmp_path, plan) as cluster:
         cluster.start(0, 1)
         garbage = Garbage()
@@ -230,7 +215,7 @@ def test_training_goes_on_while_the_coordinator_answers_garbage_and_grows_when_i
         cluster.resize(0, 1, 2, up_to=25)
         cluster.let_go()
         cluster.wait_for_end(0, 1, 2)
-        cluster.check_result(torch.load(tmp_path / "alone" / "final-9.pt"))
+        cluster.check_result(reference)
 
 
 def test_a_coordinator_that_is_long_away_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from tests.elastic_runtime.sharded_training import (
     train,
     train_with_a_part_left_out,
 )
-from tests.elastic_runtime.training import Gate, Plan, worker_main
+from tests.elastic_runtime.training import Gate, Plan, trained_alone, worker_main
 from tests.patience import until
 
 if TYPE_CHECKING:
@@ -34,11 +34,7 @@ PLAN = Plan(body=train, epochs=2)
 
 def undisturbed(plan: Plan, directory: Path) -> dict[str, Any]:
     """What one process gets that does not shard anything."""
-    threads = torch.get_num_threads()
-    train(replace(plan, options={**plan.options, "sharded": ""}), 0, directory, None)
-    torch.set_num_threads(threads)
-    result: dict[str, Any] = torch.load(directory / "final-0.pt")
-    return result
+    return trained_alone(train, replace(plan, options={**plan.options, "sharded": ""}), directory)
 
 
 @pytest.fixture(scope="module")

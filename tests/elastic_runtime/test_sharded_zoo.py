@@ -10,7 +10,7 @@ import torch
 from elastic_runtime.sharded import files
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_zoo import train_zoo
-from tests.elastic_runtime.training import Plan
+from tests.elastic_runtime.training import Plan, trained_alone
 from tests.patience import until
 
 if TYPE_CHECKING:
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 def undisturbed(plan: Plan, directory: Path) -> dict[str, Any]:
     """What one process gets, with the plain models."""
     directory.mkdir()
-    threads = torch.get_num_threads()
-    train_zoo(plan, 0, directory, None)
-    torch.set_num_threads(threads)
-    found: dict[str, Any] = torch.load(directory / "final-0.pt")
-    return found
+    return trained_alone(train_zoo, plan, directory)
 
 
 def grow_shrink_and_lose_one(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import elastic_runtime
 from elastic_runtime.errors import StateError, UsageError
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.training import Plan, Points, Stream, train
+from tests.elastic_runtime.training import Plan, Points, Stream, train, trained_alone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,11 +28,7 @@ PLAN = Plan(streamed=True)
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one undisturbed process gets."""
     directory = tmp_path_factory.mktemp("reference")
-    threads = torch.get_num_threads()
-    train(PLAN, 0, directory, None)
-    torch.set_num_threads(threads)
-    result: dict[str, Any] = torch.load(directory / "final-0.pt")
-    return result
+    return trained_alone(train, PLAN, directory)
 
 
 @pytest.mark.parametrize("loader_workers", [0, 2])

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import elastic_runtime
 from elastic_runtime.errors import UsageError
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.training import Plan, Points
+from tests.elastic_runtime.training import Plan, Points, trained_alone
 from tests.elastic_runtime.zoo import train_zoo
 
 if TYPE_CHECKING:
@@ -23,11 +23,7 @@ PLAN = Plan(epochs=2, body=train_zoo)
 
 def alone(directory: Path, plan: Plan = PLAN) -> dict[str, Any]:
     directory.mkdir()
-    threads = torch.get_num_threads()
-    train_zoo(plan, 0, directory, None)
-    torch.set_num_threads(threads)
-    result: dict[str, Any] = torch.load(directory / "final-0.pt")
-    return result
+    return trained_alone(train_zoo, plan, directory)
 
 
 def same(got: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -244,6 +244,16 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     )
 
 
+def trained_alone(body: Callable[..., None], plan: Plan, directory: Path) -> dict[str, Any]:
+    """What one undisturbed worker gets; in this process, and in a directory of its own."""
+    directory.mkdir(exist_ok=True)
+    threads = torch.get_num_threads()
+    body(plan, 0, directory, None)
+    torch.set_num_threads(threads)
+    result: dict[str, Any] = torch.load(directory / "final-0.pt")
+    return result
+
+
 def worker_main(
     plan: Plan, index: int, directory: str, environment: dict[str, str], gate: Gate, module: str = ""
 ) -> None:
