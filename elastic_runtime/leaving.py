@@ -10,17 +10,26 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
-def hasten_exit() -> None:
-    """From now on the process ends, with 0, right after its `atexit` handlers.
+def hasten_exit(code: int) -> None:
+    """From now on the process ends, with `code`, right after its `atexit` handlers.
 
-    Not by an `atexit` handler of our own: that would leave out the handlers registered before it.
+    Not by an `atexit` handler of our own: that would leave out the handlers registered before it. Where an error of the
+    script's ends the process, that is told as ever, with its traceback and its exit code.
     """
     gc.disable()
-    sys.last_traceback = _Last()  # type: ignore[assignment]  # what the interpreter lets go of first, after atexit
+    sys.last_traceback = _Last(code)  # type: ignore[assignment]  # what the interpreter lets go of first, after atexit
 
 
 class _Last:
-    def __del__(self, end: object = os._exit) -> None:
-        end(0)  # type: ignore[operator]
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def __del__(self, end: Callable[[int], object] = os._exit, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ending():
+            end(self._code)

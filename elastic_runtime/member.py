@@ -267,6 +267,7 @@ class Member:
             self._note_leaving()
             self._save_checkpoint(state)
             self.reporter.line("left", generation=0, step=state.position.step)
+            hasten_exit(TERMINATED)
             raise SystemExit(TERMINATED)
 
     def _next(self, after: int) -> Generation | None:
@@ -370,7 +371,7 @@ class Member:
             self._generations.wait_for_release(RELEASE_S)
         if self._coordinator:
             self._coordinator.close()
-        hasten_exit()
+        hasten_exit(0)
         raise SystemExit(0)
 
     # Checkpoints
