@@ -1,7 +1,7 @@
 """When checkpoints are written: now and then beside the training, and once more when the whole job has to go.
 
-The loop stands still only while the state is copied; a thread writes the copy. The copy's memory is kept for the next
-one, because fresh memory costs more than the copying.
+The loop stands still only while the state is copied; a thread writes the copy. The copy's memory is made by a thread,
+too, before the first one is due, and kept.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from elastic_runtime import checkpoint
+from elastic_runtime.copies import Copies
 from elastic_runtime.errors import CheckpointError, SettingsError
-from elastic_runtime.packing import pack, unpack
+from elastic_runtime.packing import describe, pack, unpack
 from elastic_runtime.sharded import files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import torch
 
     from elastic_runtime.reporting import Reporter
 
@@ -37,6 +38,8 @@ class BackgroundWriter:
         self._reporter, self._every_s, self._keep = reporter, every_s, keep
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
+        self._copies = Copies()
+        self._prepared = False
 
     def due(self) -> bool:
         """Whether the time for another one has come, and the last one is written."""
@@ -48,11 +51,20 @@ class BackgroundWriter:
         if self._thread is not None:
             self._thread.join()
 
+    def _prepare(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Once, before the first copy is due: a thread makes its memory."""
+        if self.directory and not self._prepared:
+            self._prepared = True
+            self._run(partial(self._copies.make_room, describe(tensors())))
+
     def _start(self, began: float, write: Callable[[float], None]) -> None:
         """The state is copied, since `began`: `write(stall_ms)` in a thread."""
         self._saved_at = time.monotonic()
         stall_ms = (self._saved_at - began) * 1e3
-        self._thread = threading.Thread(target=write, args=(stall_ms,), name="elastic-checkpoint", daemon=True)
+        self._run(partial(write, stall_ms))
+
+    def _run(self, work: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=work, name="elastic-checkpoint", daemon=True)
         self._thread.start()
 
     def _carry_out(self, step: int, stall_ms: float, save: Callable[[], Path]) -> bool:
@@ -88,7 +100,6 @@ class Keeper(BackgroundWriter):
         super().__init__(directory, reporter, every_s=every_s, keep=keep)
         self._written: int | None = None  # the newest step that is durable
         self._lock = threading.Lock()
-        self._copies: list[torch.Tensor] = []
         if directory:
             _check_writable(directory)
 
@@ -98,6 +109,8 @@ class Keeper(BackgroundWriter):
 
     def save_if_due(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
         """Copy the state and have it written, if the time has come and the last one is written."""
+        with self._lock:
+            self._prepare(lambda: pack(capture())[1])
         if self.due():
             self.save_soon(step, capture, _at_once)
 
@@ -126,16 +139,8 @@ class Keeper(BackgroundWriter):
     def _start_writing(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
         began = time.monotonic()
         skeleton, tensors = pack(capture())
-        state = unpack(skeleton, self._copy(tensors))
+        state = unpack(skeleton, self._copies.take(tensors))
         self._start(began, partial(self._write, step, state))
-
-    def _copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        known = [(copy.shape, copy.dtype) for copy in self._copies]
-        if known != [(tensor.shape, tensor.dtype) for tensor in tensors]:
-            self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-        for copy, tensor in zip(self._copies, tensors, strict=True):
-            copy.copy_(tensor)
-        return self._copies
 
     def _write(self, step: int, state: object, stall_ms: float) -> None:
         if self._carry_out(step, stall_ms, partial(checkpoint.save, self.directory, step, state, keep=self._keep)):

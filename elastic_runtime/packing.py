@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_runtime.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError)
 
@@ -41,7 +44,7 @@ def unpack(skeleton: bytes, tensors: list[torch.Tensor]) -> Any:
     return _fill(pickle.loads(skeleton), tensors)  # noqa: S301  (written by a worker of the same job)
 
 
-def describe(tensors: list[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+def describe(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """What a receiver has to allocate."""
     return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
 

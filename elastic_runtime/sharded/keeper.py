@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import torch
+
     from elastic_runtime.sharded.files import Saved
     from elastic_runtime.sharded.state import Parts
 
@@ -24,13 +26,17 @@ if TYPE_CHECKING:
 class ShardKeeper(BackgroundWriter):
     """Writes one rank's parts into `directory` ("": none); rank 0 leaves `keep` checkpoints there."""
 
+    def prepare(self, capture: Callable[[], Parts]) -> None:
+        """Once, before the first copy is due: a thread makes its memory."""
+        self._prepare(lambda: _tensors(capture()))
+
     def save_soon(self, saved: Saved, rank: int, capture: Callable[[], Parts]) -> None:
         """Copy the parts and have them written."""
         self.settle()
         began = time.monotonic()
         parts = capture()
-        copied = [[tensor.to("cpu", copy=True) for tensor in tensors] for tensors in (parts.shards, parts.replicated)]
-        parts = replace(parts, shards=copied[0], replicated=copied[1])
+        copied, shards = self._copies.take(_tensors(parts)), len(parts.shards)
+        parts = replace(parts, shards=copied[:shards], replicated=copied[shards:])
         self._start(began, partial(self._write, saved, rank, parts))
 
     def save_now(self, saved: Saved, rank: int, capture: Callable[[], Parts]) -> None:
@@ -53,3 +59,7 @@ class ShardKeeper(BackgroundWriter):
             return path
 
         self._carry_out(saved.step, stall_ms, save)
+
+
+def _tensors(parts: Parts) -> list[torch.Tensor]:
+    return [*parts.shards, *parts.replicated]

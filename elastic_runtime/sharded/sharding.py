@@ -233,6 +233,7 @@ class Sharding:
 
     def save_if_agreed(self) -> None:
         """Between two steps: have this rank's parts written where all said so."""
+        self.keeper.prepare(self._capture)
         number, self._save = self._save, 0
         if number:
             group = self.link.group
