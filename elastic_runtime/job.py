@@ -220,7 +220,9 @@ class Job:
                     session.leave_epoch(epoch)
             session.finish()
 
-    def backward(self, loss: torch.Tensor, *, weight: float | None = None, reduction: str = "mean") -> None:
+    def backward(
+        self, loss: torch.Tensor, *, weight: float | None = None, reduction: str = "mean", more: bool = False
+    ) -> None:
         """Backpropagate this micro-batch's share of the global batch, in place of `loss.backward()`.
 
         `loss` is a scalar: the mean over the micro-batch's samples; or with `weight=n` the mean over n units of this
@@ -229,8 +231,21 @@ class Job:
 
         After the last micro-batch of a step the gradients are those of the whole global batch; or the step is going to
         be repeated, and they are None. LoopError where it is not called exactly once in an iteration.
+
+        `more=True`: an optimizer acts on these gradients now, and another backward pass follows in the same iteration
+        (a GAN's critic, then its generator). The step ends with the call without it; where a worker is lost before
+        that, the whole iteration is repeated from the state of its beginning, of which a copy is kept. It needs a
+        step's whole share in one iteration, so no smaller max_batch_per_gpu, and reduction="fast" without shard=.
         """
-        self._prepared.backward(loss, weight, reduction)
+        self._prepared.backward(loss, weight, reduction, more=more)
+
+    def skip(self) -> None:
+        """This micro-batch counts for nothing, in place of `backward` (a loss that is not finite, a broken sample).
+
+        The step's mean is over what the other micro-batches and workers have; the rest of the iteration is as ever.
+        Where all are skipped, optimizer, scheduler and scaler do nothing in that step. Not with shard=: LoopError.
+        """
+        self._prepared.skip()
 
     def clip_grad_norm_(
         self,

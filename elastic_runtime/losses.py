@@ -18,7 +18,7 @@ class StepLosses:
     def __init__(self, *, whole: bool) -> None:
         self._whole = whole
         self._weighted = False
-        self.weight = 0.0  # of this worker's losses in this step
+        self.weight = 0.0  # of this worker's losses in this step: units, or samples
         self._share_of: tuple[object, ...] = ()
         self._share = torch.empty(0)
 
@@ -45,11 +45,9 @@ class StepLosses:
         self._weighted = weight is not None
         if reduction == "sum":
             return 0.0 if micro.ghost else 1.0
-        if weight is None:
-            return micro.weight
         if passive:
             return 1.0
-        counted = 0.0 if micro.ghost else float(weight)
+        counted = 0.0 if micro.ghost else micro.size if weight is None else float(weight)
         self.weight += counted
         return counted / micro.step_samples
 
@@ -64,5 +62,5 @@ class StepLosses:
         return self._share
 
     def final(self, step_samples: int, total: float) -> float:
-        """What the summed gradients are multiplied by; `total`: the weight of all workers' losses."""
-        return step_samples / total if self._weighted and total else 1.0
+        """What the summed gradients are multiplied by; `total`: the weight of all workers' losses, 0 for sums."""
+        return step_samples / total if total else 1.0

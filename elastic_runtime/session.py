@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
-from elastic_runtime.losses import StepLosses
-from elastic_runtime.memory import free_cache, is_out_of_memory
 from elastic_runtime.rounds import Rounds
-from elastic_runtime.tail import STAMPS, Share
+from elastic_runtime.step import GlobalStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from elastic_runtime.batches import MicroBatch
-    from elastic_runtime.generations import Generation
     from elastic_runtime.loader import ElasticLoader
     from elastic_runtime.member import Member
     from elastic_runtime.memory import MemoryFollower
@@ -46,22 +43,13 @@ class Session:
         limit: MicroBatchLimit | None,
         memory: MemoryFollower,
     ) -> None:
-        self._state, self._member, self._mode, self._scaler = state, member, mode, scaler
-        self._limit, self._memory = limit, memory
+        self._state, self._member, self._mode, self._memory = state, member, mode, memory
+        self._step = GlobalStep(state, member, mode, scaler, limit, memory)
         self._total_steps: int | None = None
         self.last_step: int | None = None
         self.started = self.finished = False
-        self._micro: MicroBatch | None = None
-        self._samples = 0
-        self._losses = StepLosses(whole=mode.name == "exact")
-        self._first = True  # the next iteration begins a step
-        self._backward_done = self._complete = self._repeat = False
         self._released = False
-        self._acted = True  # an optimizer did, in this step
-        self._acts = False  # one ever did
-        self._unapplied: int | None = None  # the step before, where none did
         self._catching_up = False  # another's state is ahead of this worker's place in the loop
-        self._agreed: Generation | None = None
         self._counted = self._moved = False  # in this iteration: its step, early; the membership
         self.rounds = Rounds(state, member, self._recover_between_steps)
 
@@ -83,27 +71,27 @@ class Session:
     @property
     def applied(self) -> bool:
         """Whether this iteration completes a global step."""
-        return self._complete
+        return self._step.complete
 
     @property
     def reached(self) -> Position:
         """Where the training stands once this iteration is over."""
-        micro = self._micro
-        return self.position.after_step(micro.step_samples) if micro and self._complete else self.position
+        micro = self._step.micro
+        return self.position.after_step(micro.step_samples) if micro and self._step.complete else self.position
 
     def may_act(self) -> bool:
         """Whether optimizer, scheduler and scaler act now: outside an iteration, and where a step is complete."""
         if self._released:
             return True
-        if self._micro is None:
+        if self._step.micro is None:
             self._member.at_rest.end()
-        return not self._catching_up and (self._micro is None or self._complete)
+        return not self._catching_up and (self._step.micro is None or self._step.acts)
 
     def may_step(self) -> bool:
         """Whether an optimizer acts now; it is about to, if so."""
         may = self.may_act()
-        self._acted |= may
-        self._acts |= may
+        if may:
+            self._step.note_acting()
         return may
 
     # Epochs
@@ -148,7 +136,7 @@ class Session:
                 "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
             )
         self.break_off()
-        self._catching_up, self._first = False, True
+        self._catching_up, self._step.first = False, True
         self._change_membership()
         self._remember()
 
@@ -195,60 +183,49 @@ class Session:
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """The loop gets this micro-batch next."""
-        self._mode.begin(micro_batch, self.position.step, first=self._first)
-        if self._first:
-            self._samples, self._acted = 0, False
-            self._losses.begin()
-        if self._limit is not None:
-            self._limit.note(micro_batch.size)
-        self._micro, self._backward_done, self._complete, self._counted = micro_batch, False, False, False
+        self._step.begin(micro_batch, self.loader.stamp)
+        self._counted = False
 
-    def backward(self, loss: torch.Tensor, weight: float | None, reduction: str) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | None, reduction: str, *, more: bool) -> None:
         """See `Job.backward`."""
-        micro = self._micro
-        if micro is None:
-            raise LoopError("job.backward was called outside the prepared loader's loop; call it once per iteration")
-        if self._backward_done:
-            raise LoopError("job.backward was called twice in one iteration; add the losses up and call it once")
-        self._losses.check(weight, reduction, first=self._first)
-        self._check_applied()
-        self._backward_done = True
-        self._samples += micro.size
-        self._mode.reducer.begin(self._member.group, micro, first=self._first)
-        factor = self._losses.factor(micro, weight, reduction, passive=self._mode.reducer.passive)
-        self._first = False
         try:
-            if self._scaler:
-                loss = self._scaler.scale(loss)
-            loss.backward(self._losses.seed(loss, factor))  # type: ignore[no-untyped-call]
-            self._mode.end(micro)
-            if micro.last:
-                self._complete_step(micro)
+            self._step.backward(loss, weight, reduction, more=more)
         except CollectiveError as error:
             self._repeat_step(error)
-        except (RuntimeError, MemoryError) as error:
-            if not self.out_of_memory(error):
-                raise
+
+    def skip(self) -> None:
+        """See `Job.skip`."""
+        try:
+            self._step.skip()
+        except CollectiveError as error:
+            self._repeat_step(error)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """See `Job.clip_grad_norm_`."""
-        if self._complete:
-            try:
-                return self._mode.clip_grad_norm_(parameters, clipping)
-            except CollectiveError as error:
-                self._repeat_step(error)
+        try:
+            return self._step.clip_grad_norm_(parameters, clipping)
+        except CollectiveError as error:
+            self._repeat_step(error)
         return torch.tensor(0.0)
+
+    def out_of_memory(self, error: BaseException | None) -> bool:
+        """Whether the iteration did not fit, and is going to be repeated in halves."""
+        try:
+            return self._step.out_of_memory(error)
+        except CollectiveError as others:
+            self._repeat_step(others)
+        return True
 
     def end(self) -> bool:
         """The loop is done with an iteration; False where what follows is to be planned anew."""
-        micro, self._micro = self._micro, None
+        step = self._step
+        micro, step.micro = step.micro, None
         counted, self._counted = self._counted, False
         changed, self._moved = self._moved, False
-        if self._repeat:
-            self._repeat, self._first = False, True
+        if step.repeat:
+            step.repeat, step.first = False, True
             return False
-        if not self._backward_done:
-            raise LoopError("an iteration ended without job.backward(loss); every iteration needs it, exactly once")
+        step.check_ended()
         if not counted:
             if micro is None or not micro.last:
                 return True
@@ -269,16 +246,17 @@ class Session:
         """
         if not self.started:
             raise LoopError("job.repeat comes after the training has begun; call it within job.epochs(...)")
-        if self._micro is None:
+        micro = self._step.micro
+        if micro is None:
             return
-        if not self._complete or not self._acted:
+        if not self._step.settled:
             raise LoopError("job.repeat within a step: call it where job.applied, after optimizer.step()")
-        micro, self._micro = self._micro, None
+        self._step.micro = None
         self._counted = True
         self._count(micro)
 
     def _recover_between_steps(self, error: CollectiveError) -> None:
-        self._agreed = None
+        self._step.agreed = None
         self._recover(error)
         self._moved = True
 
@@ -286,101 +264,28 @@ class Session:
         """The loop was left within an iteration (this one: a generator may be closed long after). A step counts where
         it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
         """
-        micro = self._micro
+        step, micro = self._step, self._step.micro
         if micro is None or (iteration is not None and iteration is not micro):
             return
-        self._micro = None
-        if self._complete:
+        step.micro = None
+        if step.complete:
             self._count(micro)
-        elif self._backward_done:
-            self._forget_step()
-            self._repeat = False
+        elif step.begun:
+            step.forget()
+            step.repeat = False
 
     def _count(self, micro: MicroBatch) -> None:
         """A step is over."""
-        self._unapplied = None if self._acted else self.position.step
-        self._first, self._complete = True, False
+        self._step.count()
         self._state.position = self.position.after_step(micro.step_samples)
         self._tell_progress()
 
-    def out_of_memory(self, error: BaseException | None) -> bool:
-        """Take an iteration that did not fit back, to be repeated in halves; False where it is not that, or cannot be.
-
-        Where gradients of it are under way already, the others have to repeat the step as well.
-        """
-        micro = self._micro
-        if micro is None or self._complete or error is None or not is_out_of_memory(error):
-            return False
-        if self._mode.lockstep:
-            error.add_note("with shard= all workers iterate in step: lower max_batch_per_gpu")
-            return False
-        if not self._memory.grow() and not self._halve(micro, error):
-            return False
-        self._backward_done = True
-        if self._mode.reducer.in_flight and self._member.group is not None:
-            self._repeat_step(CollectiveError("out of memory in the middle of a reduction"))
-        else:
-            self._forget_step()
-        free_cache()
-        return True
-
-    def _halve(self, micro: MicroBatch, error: BaseException) -> bool:
-        """Plan smaller iterations from now on."""
-        if self._limit is None:
-            error.add_note(
-                "reduction='exact' fixes the shape of a shard: use more shards, so that one fits into memory"
-            )
-            return False
-        if not self._limit.halve(micro.size):
-            error.add_note("an iteration of one sample does not fit into memory")
-            return False
-        self._member.tell_halved(micro.size, self._limit.now)
-        return True
-
-    def _check_applied(self) -> None:
-        """Loops that add gradients up by themselves would add up those of all workers, again and again."""
-        step, self._unapplied = self._unapplied, None
-        if step is None or not self._acts:
-            return
-        if any(p.grad is not None and bool(p.grad.any()) for _, p in self._state.parameters()):
-            raise LoopError(
-                f"the gradients of step {step} were neither applied nor cleared; job.backward adds micro-batches up by "
-                "itself, so call optimizer.step() and optimizer.zero_grad() in every iteration (they act where a step "
-                "is complete), and give global_batch_size in place of accumulating in the loop"
-            )
-
-    def _complete_step(self, micro: MicroBatch) -> None:
-        """Sum the gradients; what the tail says is decided by all workers in the same way."""
-        vote = self._member.vote()
-        rank, workers = self.place
-        clock, tail = self._member.reporter.clock, self._mode.tail
-        distance = vote.number - self._member.generation if vote else 0
-        stamp = (self.position.step + self.loader.stamp) % STAMPS
-        share = Share(self._samples, distance, self._losses.weight, clock.ready(), stamp)
-        self._mode.fill_tail(share, leader=rank == 0)
-        self._member.check()
-        self._mode.reducer.reduce()
-        self._member.at_rest.end()
-        agreed = self._mode.take_tail(micro, leader=rank == 0, workers=workers)
-        clock.summed(tail.busy_s / workers)
-        self._mode.reducer.hand_out(self._losses.final(micro.step_samples, tail.weight))
-        self._mode.completed(self.position.step)
-        self._complete = True
-        self._member.reporter.note_step(micro.step_samples, workers)
-        if agreed:
-            self._agreed = vote
-
     def _repeat_step(self, error: CollectiveError) -> None:
         """Back to the step's beginning, and on with whoever is left."""
-        self._forget_step()
-        self._agreed = None
+        self._step.forget()
+        self._step.agreed = None
         self._recover(error)
         self._remember()
-
-    def _forget_step(self) -> None:
-        self._mode.reducer.abandon()
-        self._mode.restore()
-        self._repeat, self._complete = True, False
 
     def _recover(self, error: CollectiveError | None) -> None:
         epoch = self.position.epoch
@@ -391,7 +296,7 @@ class Session:
 
     def _change_membership(self) -> bool:
         """Between two steps: make the switch that was agreed on, or the one that a loss calls for."""
-        agreed, self._agreed = self._agreed, None
+        agreed, self._step.agreed = self._step.agreed, None
         self._member.leave_if_told(self._state)
         if self._member.must_recover:
             self._recover(None)

@@ -175,11 +175,11 @@ class Record:
     def computes(self, indices: torch.Tensor) -> None:
         """The loop begins an iteration over these samples."""
         session = self._job._session
-        if session._first:
+        if session._step.first:
             self._consumed.clear()
-        if not session._micro.ghost:
+        if not session._step.micro.ghost:
             self._consumed += indices.tolist()
-        if session._micro.last:
+        if session._step.micro.last:
             self._note("computed")
 
     def _note(self, what: str) -> None:

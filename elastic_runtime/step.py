@@ -1,0 +1,258 @@
+"""The global step that is being computed: what this worker's iterations add to it, and whether optimizers act."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.losses import StepLosses
+from elastic_runtime.memory import free_cache, is_out_of_memory
+from elastic_runtime.passes import Passes
+from elastic_runtime.tail import STAMPS, Share
+
+if TYPE_CHECKING:
+    from elastic_runtime.batches import MicroBatch
+    from elastic_runtime.generations import Generation
+    from elastic_runtime.member import Member
+    from elastic_runtime.memory import MemoryFollower
+    from elastic_runtime.modes import Clipping, Mode
+    from elastic_runtime.sizes import MicroBatchLimit
+    from elastic_runtime.state import TrainingState
+
+_STAMP_OF_PASS = (7, 11)
+"""By whether more passes follow: workers that are in different passes of a step do not add up to one stamp."""
+
+
+class GlobalStep:
+    """As this worker takes part in it.
+
+    Its methods raise CollectiveError where a peer was lost, or where all have to compute the step once more; the state
+    is that of the step's beginning again after `forget`.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        member: Member,
+        mode: Mode,
+        scaler: torch.amp.GradScaler | None,
+        limit: MicroBatchLimit | None,
+        memory: MemoryFollower,
+    ) -> None:
+        self._state, self._member, self._mode, self._scaler = state, member, mode, scaler
+        self._limit, self._memory = limit, memory
+        self.micro: MicroBatch | None = None  # of the current iteration
+        self.first = True  # the next iteration begins a step
+        self.complete = False  # the gradients are those of all workers
+        self.repeat = False  # the iteration's results are dropped
+        self.computed = False  # the iteration's last backward pass was asked for
+        self.agreed: Generation | None = None  # on a switch, once the step is over
+        self._stamp = 0
+        self._samples = 0
+        self._losses = StepLosses(whole=mode.name == "exact")
+        self._passes = Passes(state)
+        self._skipped = self._void = False  # this iteration counts for nothing; nobody's does
+        self._acted, self._acts = True, False  # an optimizer did, in this step; in any
+        self._unapplied: int | None = None  # the step before, where none did
+
+    @property
+    def acts(self) -> bool:
+        """Whether optimizers act now, in an iteration."""
+        return (self.complete and not self._void) or self._passes.done > 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether something of the iteration is computed that did not complete the step."""
+        return not self.complete and (self.computed or self._passes.done > 0)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is complete and applied."""
+        return self.complete and (self._acted or self._void)
+
+    def note_acting(self) -> None:
+        """An optimizer acts on it."""
+        self._acted = self._acts = True
+
+    def begin(self, micro_batch: MicroBatch, order_stamp: int) -> None:
+        """The loop gets this micro-batch next. `order_stamp`: equal for workers with the same order of samples."""
+        self._mode.begin(micro_batch, self._state.position.step, first=self.first)
+        if self.first:
+            self._samples, self._acted = 0, False
+            self._losses.begin()
+        if self._limit is not None:
+            self._limit.note(micro_batch.size)
+        self.micro, self._stamp = micro_batch, order_stamp
+        self.computed = self.complete = self._skipped = self._void = False
+
+    def backward(self, loss: torch.Tensor, weight: float | None, reduction: str, *, more: bool) -> None:
+        """See `Job.backward`."""
+        micro = self._current("job.backward")
+        if self.repeat:
+            return  # an earlier pass of the iteration failed
+        if more:
+            self._passes.check(micro, self._mode, first=self.first)
+        self._losses.check(weight, reduction, first=self.first or self._passes.done > 0)
+        self._begin_pass(micro, more=more)
+        factor = self._losses.factor(micro, weight, reduction, passive=self._mode.reducer.passive)
+        try:
+            if self._scaler:
+                loss = self._scaler.scale(loss)
+            loss.backward(self._losses.seed(loss, factor))  # type: ignore[no-untyped-call]
+            self._end_pass(micro, more=more)
+        except CollectiveError:
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if not self.out_of_memory(error):
+                raise
+
+    def skip(self) -> None:
+        """See `Job.skip`."""
+        micro = self._current("job.skip")
+        if self.repeat:
+            return
+        if self._mode.lockstep or self._passes.done:
+            raise LoopError(
+                "job.skip cannot take the place of one of several backward passes, nor be with shard=, where all "
+                "workers compute together; call job.backward(loss, weight=0.0) with a finite loss"
+            )
+        self._skipped = True
+        self._begin_pass(micro, more=False)
+        self._end_pass(micro, more=False)
+        if self._mode.reducer.passive:
+            self._mode.reducer.abandon()
+        self._void = self.complete and all(p.grad is None for _, p in self._state.parameters())
+
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """See `Job.clip_grad_norm_`."""
+        return self._mode.clip_grad_norm_(parameters, clipping) if self.acts else torch.tensor(0.0)
+
+    def check_ended(self) -> None:
+        """LoopError for an iteration that did not do its part."""
+        if not self.computed:
+            last = "a job.backward(loss) without more=True" if self._passes.done else "job.backward(loss)"
+            raise LoopError(f"an iteration ended without {last}; every iteration needs it, exactly once")
+        if self._skipped and self.complete and not self.settled:
+            raise LoopError(
+                "an iteration with job.skip() ended without optimizer.step(), but the other workers' samples count; "
+                "call it in place of job.backward(loss), and leave the rest of the iteration as it is"
+            )
+
+    def count(self) -> None:
+        """It is over."""
+        self._unapplied = None if self._acted else self._state.position.step
+        self.first, self.complete = True, False
+        self._passes.forget()
+
+    def forget(self) -> None:
+        """Back to its beginning; the iteration is repeated."""
+        self._mode.reducer.abandon()
+        self._passes.restore()
+        self._mode.restore()
+        self.repeat, self.complete = True, False
+        free_cache()  # it may not have fitted
+
+    def out_of_memory(self, error: BaseException | None) -> bool:
+        """Take an iteration that did not fit back, to be repeated in halves; False where it is not that, or cannot be.
+
+        CollectiveError where gradients of it are under way already: the others have to repeat the step as well.
+        """
+        micro = self.micro
+        if micro is None or self.complete or error is None or not is_out_of_memory(error):
+            return False
+        if self._mode.lockstep:
+            error.add_note("with shard= all workers iterate in step: lower max_batch_per_gpu")
+            return False
+        if not self._memory.grow() and not self._halve(micro, error):
+            return False
+        self.computed = True
+        if (self._mode.reducer.in_flight or self._passes.done) and self._member.group is not None:
+            raise CollectiveError("out of memory in the middle of a reduction")
+        self.forget()
+        return True
+
+    def _halve(self, micro: MicroBatch, error: BaseException) -> bool:
+        """Plan smaller iterations from now on."""
+        if self._limit is None:
+            error.add_note(
+                "reduction='exact' fixes the shape of a shard: use more shards, so that one fits into memory"
+            )
+            return False
+        if self._passes.used:
+            error.add_note("an iteration with several backward passes is not cut: use a smaller global_batch_size")
+            return False
+        if not self._limit.halve(micro.size):
+            error.add_note("an iteration of one sample does not fit into memory")
+            return False
+        self._member.tell_halved(micro.size, self._limit.now)
+        return True
+
+    def _current(self, call: str) -> MicroBatch:
+        if self.micro is None:
+            raise LoopError(f"{call} was called outside the prepared loader's loop; call it once per iteration")
+        if self.computed and not self.repeat:
+            raise LoopError(
+                f"{call} was called twice in one iteration; add the losses up and call it once, or, where an optimizer "
+                "acts in between, pass more=True to all calls but the last"
+            )
+        return self.micro
+
+    def _begin_pass(self, micro: MicroBatch, *, more: bool) -> None:
+        self._check_applied()
+        if self._passes.done:
+            self._samples = 0
+            self._losses.begin()
+        self.computed = not more
+        self._samples += micro.size
+        self._passes.set_aside()
+        self._mode.reducer.begin(self._member.group, micro, first=self.first or self._passes.done > 0)
+        self.first = False
+
+    def _check_applied(self) -> None:
+        """Loops that add gradients up by themselves would add up those of all workers, again and again."""
+        step, self._unapplied = self._unapplied, None
+        if step is None or not self._acts:
+            return
+        if any(p.grad is not None and bool(p.grad.any()) for _, p in self._state.parameters()):
+            raise LoopError(
+                f"the gradients of step {step} were neither applied nor cleared; job.backward adds micro-batches up by "
+                "itself, so call optimizer.step() and optimizer.zero_grad() in every iteration (they act where a step "
+                "is complete), and give global_batch_size in place of accumulating in the loop"
+            )
+
+    def _end_pass(self, micro: MicroBatch, *, more: bool) -> None:
+        self._mode.end(micro)
+        if micro.last:
+            self._sum(micro, more=more)
+            self._passes.add_back()
+
+    def _sum(self, micro: MicroBatch, *, more: bool) -> None:
+        """Sum the gradients; what the tail says is decided by all workers in the same way."""
+        member, mode = self._member, self._mode
+        vote = None if more else member.vote()
+        rank, workers = member.place
+        mode.fill_tail(self._share(vote, more=more), leader=rank == 0)
+        member.check()
+        mode.reducer.reduce()
+        member.at_rest.end()
+        agreed = mode.take_tail(micro, leader=rank == 0, workers=workers)
+        if more:
+            self._passes.complete_one()
+        else:
+            member.reporter.clock.summed(mode.tail.busy_s / workers)
+        mode.reducer.hand_out(self._losses.final(micro.step_samples, mode.tail.weight))
+        if more:
+            return
+        mode.completed(self._state.position.step)
+        self.complete = True
+        member.reporter.note_step(micro.step_samples, workers)
+        if agreed:
+            self.agreed = vote
+
+    def _share(self, vote: Generation | None, *, more: bool) -> Share:
+        distance = vote.number - self._member.generation if vote else 0
+        stamp = self._state.position.step + self._stamp + _STAMP_OF_PASS[more] * (self._passes.done + 1)
+        busy_s = 0.0 if more else self._member.reporter.clock.ready()
+        return Share(self._samples, distance, self._losses.weight, busy_s, stamp % STAMPS)
