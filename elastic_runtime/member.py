@@ -10,7 +10,7 @@ import atexit
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from elastic_runtime.packing import pack
 from elastic_runtime.preemption import TERMINATED, AtRest, Preemption
 from elastic_runtime.progress import Progress
 from elastic_runtime.reporting import Reporter
+from elastic_runtime.saving import Saving
 from elastic_runtime.store import CoordinatorStore
 from elastic_runtime.streams import RandomStreams
 from elastic_runtime.torch_internals import check_torch
@@ -67,9 +68,8 @@ class Member:
         shown = Progress(sys.stderr, wanted=progress)
         self._began = time.perf_counter()
         self.reporter = Reporter(environment.report_file, environment.worker_id, self._voice.stand, shown)
-        self._keeper = Keeper(
-            environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints
-        )
+        keeper = Keeper(environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints)
+        self._saving = Saving(keeper, self.streams, self.reporter)
         self._coordinator: Coordinator | None = None
         if environment.coordinator:
             check_torch()
@@ -80,7 +80,6 @@ class Member:
             self._coordinator.start()
             atexit.register(self._coordinator.close)
         self.at_rest = AtRest()
-        self.sharding: Sharding | None = None
         self._preemption: Preemption | None = None
         if not environment.checkpoint_dir and (environment.coordinator or environment.static):
             _log.warning(
@@ -123,8 +122,13 @@ class Member:
         if directory and self._preemption is None:
             self._preemption = Preemption(self._on_told)
         keeper = ShardKeeper(directory, self.reporter, every_s=every_s, keep=keep)
-        self.sharding = Sharding(state, wrapping, self.streams, keeper, lambda: self._told)
-        return self.sharding
+        self._saving.sharding = Sharding(state, wrapping, self.streams, keeper, lambda: self._told)
+        return self._saving.sharding
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """How the state is held in shards, where it is."""
+        return self._saving.sharding
 
     @property
     def coordinated(self) -> bool:
@@ -179,7 +183,7 @@ class Member:
             self._join_static(state, 0, 1)
         elif self._coordinator is None:
             if not self._holds_state:
-                self._load_checkpoint(state)
+                self._saving.load(state)
             self._holds_state = True
         elif self._generations.adopted is None:
             if not self.sharding:
@@ -188,7 +192,7 @@ class Member:
             self.reporter.phases.add("load", (time.perf_counter() - self._began) * 1e3)
             self._settle(state, self._next(after=0), "join")
         if self._preemption:
-            self._preemption.save_by(lambda: self._save_in_time(state, mode))
+            self._preemption.save_by(lambda: self._saving.in_time(state, mode, self.at_rest, leader=self.place[0] == 0))
             self._preemption.soft = True
 
     def _join_static(self, state: TrainingState, rank: int, size: int) -> None:
@@ -205,7 +209,7 @@ class Member:
         members = tuple(f"rank{other}" for other in range(size))
         generation = Generation(1, members, group)
         if rank == 0 and not self.sharding:
-            self._holds_state = self._load_checkpoint(state)
+            self._holds_state = self._saving.load(state)
         self._adopt(state, generation, received=self._exchange(group, 1, state), publish=False)
 
     def switch_to(self, generation: Generation, state: TrainingState) -> None:
@@ -225,7 +229,7 @@ class Member:
         """
         if self._environment.static:
             if self.place[0] == 0 and not self.sharding:
-                self._save_checkpoint(state)
+                self._saving.now(state)
             self.leave_if_told(state)
             raise error or CollectiveError("this process was told to end")
         if error:
@@ -256,16 +260,14 @@ class Member:
         self._voice.stand("TrainingFinished", step=step)
         if self._preemption:
             self._preemption.soft = self._coordinator is not None
-        self._keeper.settle()
-        if self.sharding:
-            self.sharding.keeper.settle()
+        self._saving.settle()
 
     def leave_if_told(self, state: TrainingState) -> None:
         """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""
         told = self.sharding.told if self.sharding else self._told  # where all have to save, all have to be told
         if told and self._coordinator is None:
             self._note_leaving()
-            self._save_checkpoint(state)
+            self._saving.now(state)
             self.reporter.line("left", generation=0, step=state.position.step)
             hasten_exit(TERMINATED)
             raise SystemExit(TERMINATED)
@@ -320,7 +322,7 @@ class Member:
             return self._exchange(group, generation.number, state)
         if not self._holds_state and generation.members[0] == self._environment.worker_id:
             state.forget_rehearsal()  # rank 0 without state: the first generation
-            self._holds_state = self._load_checkpoint(state)
+            self._holds_state = self._saving.load(state)
         if group is None or group.size == 1:
             return False
         return self._exchange(group, generation.number, state)
@@ -364,7 +366,7 @@ class Member:
         self._note_leaving()
         if generation is not None:
             if not generation.members and (self.place[0] == 0 or self.sharding):
-                self._save_checkpoint(state)
+                self._saving.now(state)
             self.reporter.line("left", generation=generation.number, step=state.position.step)
             known = {"generation": generation.number, "members": generation.members}
             self._voice.stand("GenerationAdopted", step=state.position.step, **known)
@@ -377,29 +379,8 @@ class Member:
     # Checkpoints
 
     def save_if_due(self, state: TrainingState) -> None:
-        """Rank 0 keeps a checkpoint now and then."""
-        if self.sharding:
-            self.sharding.save_if_agreed()
-        elif self.place[0] == 0:
-            self._keeper.save_if_due(state.position.step, lambda: self._capture(state))
-
-    def _capture(self, state: TrainingState) -> dict[str, Any]:
-        return {**state.capture(), "streams": self.streams.capture()}
-
-    def _load_checkpoint(self, state: TrainingState) -> bool:
-        found = self._keeper.load()
-        if found is None:
-            return False
-        state.load(found[1])
-        self.streams.load(found[1]["streams"])
-        self.reporter.line("restored", step=found[0])
-        return True
-
-    def _save_checkpoint(self, state: TrainingState) -> None:
-        if self.sharding:
-            self.sharding.save_now()
-            return
-        self._keeper.save_now(state.position.step, lambda: self._capture(state))
+        """Now and then, between two steps."""
+        self._saving.if_due(state, leader=self.place[0] == 0)
 
     # The coordinator
 
@@ -422,18 +403,6 @@ class Member:
         self.reporter.close()
         if self._preemption:
             self._preemption.leaving.set()
-
-    def _save_in_time(self, state: TrainingState, mode: Mode) -> bool:
-        """From another thread: rank 0 saves the state of the beginning of the step that takes so long.
-
-        In shards everybody does, and stays ready to do so in the next step: others may be in that one already.
-        """
-        if self.sharding and self.sharding.keeper.directory:
-            self.sharding.save_in_time(mode.rewound, self.at_rest.use)
-            return False
-        if self.place[0] != 0 or self.sharding:
-            return True
-        return self._keeper.save_soon(state.position.step, lambda: mode.rewound(self._capture(state)), self.at_rest.use)
 
 
 def _backend() -> str:
