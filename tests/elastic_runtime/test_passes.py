@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,14 @@ PLAN = Plan(epochs=2, max_batch=None, body=train_adversaries)
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one undisturbed process gets, where torch adds the passes up itself."""
     return trained_alone(train_adversaries, PLAN, tmp_path_factory.mktemp("reference"))
+
+
+def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    runpy.run_path("examples/train_gan.py", run_name="__main__")
+    torch.set_num_threads(threads)
+    off = [float(line.split()[2]) for line in capsys.readouterr().out.splitlines()]
+    assert off[-1] < off[0] / 2
 
 
 def test_each_pass_is_summed_by_itself_and_gradients_add_up_over_them(
