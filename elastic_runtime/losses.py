@@ -17,17 +17,17 @@ class StepLosses:
 
     def __init__(self, *, whole: bool) -> None:
         self._whole = whole
-        self._weighted = False
+        self._kind = ""  # not known yet
         self.weight = 0.0  # of this worker's losses in this step: units, or samples
         self._share_of: tuple[object, ...] = ()
         self._share = torch.empty(0)
 
     def begin(self) -> None:
-        """Another step."""
-        self.weight, self._weighted = 0.0, False
+        """Another step, or another pass of one."""
+        self.weight, self._kind = 0.0, ""
 
-    def check(self, weight: float | None, reduction: str, *, first: bool) -> None:
-        """UsageError and LoopError for what `job.backward` was given, in the `first` iteration of a step or another."""
+    def check(self, weight: float | None, reduction: str) -> None:
+        """UsageError and LoopError for what `job.backward` was given."""
         if reduction not in {"mean", "sum"}:
             raise UsageError(f"job.backward got reduction={reduction!r}, but it must be 'mean' or 'sum'")
         if weight is not None and (reduction == "sum" or not weight >= 0):
@@ -37,12 +37,16 @@ class StepLosses:
             )
         if weight is not None and self._whole and weight != int(weight):
             raise UsageError(f"job.backward got weight={weight!r}; with reduction='exact' weights are whole numbers")
-        if not first and self._weighted != (weight is not None):
-            raise LoopError("job.backward got a weight in one iteration of a step and none in another")
+        kind = reduction if weight is None else "weighted"
+        if self._kind and self._kind != kind:
+            raise LoopError(
+                f"job.backward got a {kind} loss in one iteration of a step and a {self._kind} one in another; a step "
+                "has one kind: a mean, a sum, or a mean with a weight"
+            )
+        self._kind = kind
 
     def factor(self, micro: MicroBatch, weight: float | None, reduction: str, *, passive: bool) -> float:
         """What this micro-batch's loss is multiplied by. `passive`: nothing is done to the gradients afterwards."""
-        self._weighted = weight is not None
         if reduction == "sum":
             return 0.0 if micro.ghost else 1.0
         if passive:

@@ -94,7 +94,7 @@ class GlobalStep:
             return  # an earlier pass of the iteration failed
         if more:
             self._passes.check(micro, self._mode, first=self.first)
-        self._losses.check(weight, reduction, first=self.first or self._passes.done > 0)
+        self._losses.check(weight, reduction)
         self._begin_pass(micro, more=more)
         factor = self._losses.factor(micro, weight, reduction, passive=self._mode.reducer.passive)
         try:
@@ -201,9 +201,6 @@ class GlobalStep:
 
     def _begin_pass(self, micro: MicroBatch, *, more: bool) -> None:
         self._check_applied()
-        if self._passes.done:
-            self._samples = 0
-            self._losses.begin()
         self.computed = not more
         self._samples += micro.size
         self._passes.set_aside()
@@ -240,6 +237,8 @@ class GlobalStep:
         agreed = mode.take_tail(micro, leader=rank == 0, workers=workers)
         if more:
             self._passes.complete_one()
+            self._samples = 0
+            self._losses.begin()
         else:
             member.reporter.clock.summed(mode.tail.busy_s / workers)
         mode.reducer.hand_out(self._losses.final(micro.step_samples, mode.tail.weight))

@@ -95,9 +95,10 @@ def test_what_a_weight_cannot_be_is_named(wrong: dict[str, Any]) -> None:
         backward_with([wrong])
 
 
-def test_a_step_is_weighted_as_a_whole_or_not_at_all() -> None:
-    with pytest.raises(LoopError, match="a weight in one iteration of a step and none in another"):
-        backward_with([{"weight": 1.0}, {}])
+@pytest.mark.parametrize("second", [{}, {"reduction": "sum"}])
+def test_a_step_has_losses_of_one_kind(second: dict[str, Any]) -> None:
+    with pytest.raises(LoopError, match="in one iteration of a step and a weighted one in another"):
+        backward_with([{"weight": 1.0}, second])
 
 
 @given(weights=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=8))

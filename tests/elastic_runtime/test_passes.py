@@ -196,6 +196,22 @@ def test_a_step_in_which_everything_is_skipped_changes_nothing_and_counts() -> N
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+def test_a_skipped_part_of_a_step_may_come_before_a_weighted_one() -> None:
+    job, model, optimizer, loader = prepared(global_batch_size=8, max_batch_per_gpu=4)
+    bias = next(parameter for name, parameter in model.named_parameters() if name == "bias")
+    for _epoch in job.epochs(1):
+        for number, (x, _y, _indices) in enumerate(loader):
+            if number % 2 == 0:
+                job.skip()
+            else:
+                job.backward(model(x).mean(), weight=5)
+                assert bias.grad is not None
+                torch.testing.assert_close(bias.grad, torch.full((3,), 1 / 3))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert job.step == 3
+
+
 def train_leaving_the_optimizer_out(plan: Plan, index: int, directory: Path, gate: Any) -> None:
     job, model, optimizer, loader = prepared(global_batch_size=8)
     for _epoch in job.epochs(1):
