@@ -12,9 +12,10 @@ from hypothesis import given
 
 import elastic_runtime
 from elastic_runtime.batches import check_batch, micro_batches, split
+from elastic_runtime.copies import Copies
 from elastic_runtime.errors import BatchPlanError, StateError
 from elastic_runtime.order import epoch_order, mix_seed, steps_in_epoch
-from elastic_runtime.packing import pack, unpack
+from elastic_runtime.packing import describe, pack, unpack
 
 SIZES = st.integers(1, 40)
 
@@ -74,6 +75,18 @@ def test_a_state_survives_packing() -> None:
     assert again["b"][0] == 1
     assert again["b"][1][0].dtype == torch.bfloat16
     assert again["b"][1][1] == "x"
+
+
+def test_a_copy_goes_into_memory_that_was_made_for_it_and_follows_other_shapes() -> None:
+    copies, state = Copies(), [torch.randn(3, 4), torch.arange(5)]
+    copies.make_room(describe(state))
+    first = copies.take(state)
+    kept = [tensor.data_ptr() for tensor in first]
+    state[0].add_(1)
+    second = copies.take(state)
+    assert [tensor.data_ptr() for tensor in second] == kept
+    assert all(torch.equal(copy, own) for copy, own in zip(second, state, strict=True))
+    assert torch.equal(copies.take([torch.ones(2)])[0], torch.ones(2))
 
 
 def test_a_state_that_cannot_be_pickled_is_named() -> None:
