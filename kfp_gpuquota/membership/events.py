@@ -80,7 +80,7 @@ class GenerationAdopted(msgspec.Struct, frozen=True, tag=True, tag_field="event"
     """It switched at the end of `step`. From a worker outside the generation: it left, by the same agreement.
 
     `pause_ms` is how long its loop stood still, `lost_steps` the applied steps that have to be computed again;
-    `members` are the generation's, for a coordinator that does not know it.
+    `members` are the generation's, for a coordinator that does not know it; none: the whole job leaves.
     """
 
     worker: str
@@ -88,7 +88,7 @@ class GenerationAdopted(msgspec.Struct, frozen=True, tag=True, tag_field="event"
     step: int
     pause_ms: float = 0.0
     lost_steps: int = 0
-    members: tuple[str, ...] = ()
+    members: tuple[str, ...] | None = None
 
 
 class CollectiveFailed(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
@@ -98,7 +98,7 @@ class CollectiveFailed(msgspec.Struct, frozen=True, tag=True, tag_field="event")
     generation: int
     step: int = 0
     why: str = ""
-    members: tuple[str, ...] = ()
+    members: tuple[str, ...] | None = None
 
 
 class LeaveRequested(msgspec.Struct, frozen=True, tag=True, tag_field="event"):

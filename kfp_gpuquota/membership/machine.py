@@ -116,6 +116,8 @@ class Membership:
         together = [self.members[w] for w in concerned(self.generations.values())]  # also one withdrawn, yet agreed on
         for worker, why in kills_due(self.members.values(), together, self.limits, self._now):
             self._kill(worker, why)
+        for member in [member for member in self.members.values() if self._is_stray(member)]:
+            self._kill(member.id, f"it trains in generation {member.stray_in}, which is not in force")
 
     @_on.register
     def _on_gone(self, event: e.WorkerGone) -> None:
@@ -149,6 +151,7 @@ class Membership:
         """A restarted coordinator learns from its workers which generation is in force: the highest one adopted."""
         member = self.members.setdefault(event.worker, Member(event.worker))
         member.connect(self._now)
+        member.stray_in = 0
         known = self.generations.get(event.generation)
         if known is None and event.generation > self.generation:
             self._relearn(event.generation, event.members, event.step).adopted[event.worker] = (0.0, 0)
@@ -156,8 +159,8 @@ class Membership:
             generation = self._note_adoption(event.worker, event.generation, event.step)
             if generation:
                 generation.adopted.setdefault(event.worker, (0.0, 0))
-        elif self.base and event.worker not in self.base.members and not self._recovering and self._stays(member):
-            self._kill(event.worker, f"it trains in generation {event.generation}, which is not in force")
+        else:
+            member.stray_in = event.generation
 
     def _relearn(self, number: int, members: tuple[str, ...], step: int) -> Generation:
         generation = Generation(number, members, 0, GenerationState.RECOVERING)
@@ -172,10 +175,11 @@ class Membership:
     def _learn_switch(self, event: e.GenerationAdopted | e.CollectiveFailed) -> None:
         """A switch that was agreed on under the coordinator before this one, and made after they connected to this one.
 
-        All members of the generation in force had agreed on it, so that it is the only one that can follow.
+        All members of the generation in force had agreed on it, so that it is the only one that can follow; one that
+        leaves with it may be the first to say so, and nobody is in it where they agreed on an eviction.
         """
         before = self.generation < event.generation < self._first and event.generation not in self.generations
-        if before and event.members and event.worker in self.members:
+        if before and event.members is not None and event.worker in self.members:
             self._withdraw()
             self._relearn(event.generation, event.members, event.step)
 
@@ -202,8 +206,11 @@ class Membership:
         if generation is None:
             self._end_stray(event.worker, event.generation)
             return
+        known = event.worker in generation.adopted
         generation.adopted[event.worker] = (event.pause_ms, event.lost_steps)
-        if event.worker in generation.leavers and self.members[event.worker].move(WorkerTrigger.RELEASED):
+        if event.worker not in generation.members and not known:
+            generation.leavers.add(event.worker)
+            self.members[event.worker].move(WorkerTrigger.RELEASED)
             self._out.append(c.AnnounceRelease(event.worker, event.step))
 
     @_on.register
@@ -252,6 +259,14 @@ class Membership:
             self._kill(worker, f"it switched to generation {number}, which was given up")
         elif member.alive:
             self._kill(worker, f"it switched to generation {number}, which generation {self.generation} has replaced")
+
+    def _is_stray(self, member: Member) -> bool:
+        """It came back with a generation that is history, and has not said since that it left by agreement."""
+        if not member.stray_in or member.connected_at is None or self.base is None or self._recovering:
+            return False
+        concerned_now = member.id in {*self.base.members, *self.base.leavers}
+        had_time = self._now - member.connected_at >= self.limits.failure_s
+        return had_time and not concerned_now and self._stays(member)
 
     def _commit(self, generation: Generation, step: int) -> None:
         generation.move(GenerationTrigger.ADOPTED)

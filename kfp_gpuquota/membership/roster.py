@@ -46,6 +46,7 @@ class Member:
     lost_at: float | None = None  # it was, until then
     ready_at: float | None = None
     leaving_since: float | None = None
+    stray_in: int = 0  # it came back with this generation, which was history already
     killed: bool = False
     finished: bool = False
 

@@ -28,6 +28,8 @@ from tests.elastic_runtime.training import Gate, Plan, worker_main
 from tests.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kfp_gpuquota.api import Progress
     from kfp_gpuquota.server.membership import MembershipService
 
@@ -195,9 +197,15 @@ class Cluster:
 
     def restart_coordinator(self, *, away_s: float = 0.0) -> None:
         """A new service that knows only the highest number, at another address."""
+        with self.without_coordinator():
+            time.sleep(away_s)
+
+    @contextlib.contextmanager
+    def without_coordinator(self) -> Iterator[None]:
+        """What happens meanwhile, the one that comes after it has not seen."""
         with self._serving:
             self.coordinator.__exit__(None, None, None)
-            time.sleep(away_s)
+            yield
             self._serve(self.highest + 1)
 
     def logs(self) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, train, trained_alone
+from tests.patience import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,6 +114,41 @@ def test_an_evicted_job_saves_and_goes_on_at_another_size(tmp_path: Path, refere
         assert len(list((tmp_path / "checkpoints").glob("*.elastic"))) == 1
         cluster.target(2, 3, 4)
         finish(cluster, reference, 2, 3, 4)
+
+
+def left(directory: Path, *indices: int) -> bool:
+    return all('"event": "left"' in (directory / f"report-{index}.jsonl").read_text() for index in indices)
+
+
+def test_an_eviction_that_is_agreed_on_while_the_coordinator_restarts_lets_all_go_and_the_next_ones_go_on(
+    tmp_path: Path, reference: dict[str, Any]
+) -> None:
+    with Cluster(tmp_path, checkpoints=True) as cluster:
+        cluster.start(0, 1)
+        cluster.target()
+        cluster.wait_until_prepared()
+        with cluster.without_coordinator():
+            cluster.let_go()
+            until(lambda: left(tmp_path, 0, 1), cluster.logs)
+        cluster.target(2, 3, 4)
+        cluster.wait_for_end(0, 1)
+        finish(cluster, reference, 2, 3, 4)
+        assert cluster.kills == []
+
+
+def test_who_leaves_by_a_switch_that_is_agreed_on_while_the_coordinator_restarts_is_let_go(
+    tmp_path: Path, reference: dict[str, Any]
+) -> None:
+    with Cluster(tmp_path) as cluster:
+        cluster.start(0, 1, 2)
+        cluster.target(0, 2)
+        cluster.wait_until_prepared(0, 2)
+        with cluster.without_coordinator():
+            cluster.hold_at(20)
+            until(lambda: left(tmp_path, 1), cluster.logs)
+        cluster.wait_for_end(1)
+        finish(cluster, reference, 0, 2)
+        assert cluster.kills == []
 
 
 def test_sigterm_lets_a_worker_go_by_agreement(tmp_path: Path, reference: dict[str, Any]) -> None:

@@ -44,18 +44,25 @@ class SimulatedWorker:
     step: int = 0
     order: Order = field(default_factory=lambda: Stay(0))
     outbox: list[Event] = field(default_factory=list)
+    standing: list[Event] = field(default_factory=list)  # said again to each coordinator
 
     def say(self, event: Event) -> None:
         if not self.silent:
             self.outbox.append(event)
 
+    def stand(self, event: Event) -> None:
+        self.standing.append(event)
+        self.say(event)
+
     def adopt(self, generation: int, members: tuple[str, ...]) -> None:
-        self.generation, self.failed = generation, False
-        self.say(GenerationAdopted(self.id, generation, self.step, 1.0))
-        if self.id in members:
-            self.members = members
-        else:
+        adopted = GenerationAdopted(self.id, generation, self.step, 1.0, members=members)
+        if self.id not in members:
             self.left = True
+            self.stand(adopted)
+            return
+        self.generation, self.members, self.failed = generation, members, False
+        self.standing = [event for event in self.standing if not isinstance(event, CollectiveFailed)]
+        self.say(adopted)
 
 
 class World:
@@ -114,7 +121,7 @@ class World:
         if not process.running or process.connected or process.silent:
             return
         process.connected = True
-        process.outbox = [e for e in process.outbox if isinstance(e, GenerationAdopted | CollectiveFailed)]
+        process.outbox = list(process.standing)
         if process.generation:
             self.apply(WorkerReconnected(worker, process.generation, process.members, process.step))
         else:
@@ -233,7 +240,7 @@ class World:
     def _fail(self, process: SimulatedWorker) -> None:
         if not process.failed and not process.silent:
             process.failed = True
-            process.say(CollectiveFailed(process.id, process.generation, process.step))
+            process.stand(CollectiveFailed(process.id, process.generation, process.step, members=process.members))
 
     def _agreed(self, members: list[SimulatedWorker]) -> Propose | None:
         order = members[0].order

@@ -370,6 +370,54 @@ def test_a_restarted_coordinator_learns_of_a_switch_that_was_agreed_on_before_it
     assert [command for command in said if isinstance(command, Kill)] == []
 
 
+def killed(said: list[Command]) -> list[str]:
+    return [command.worker for command in said if isinstance(command, Kill)]
+
+
+def test_a_restarted_coordinator_learns_of_an_eviction_that_was_agreed_on_before_it_and_waits_for_all_to_leave() -> (
+    None
+):
+    """Rank 0 saves, and says so last: who comes next begins where it ended."""
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "b", "c")), TargetChanged(("c",)), *arrive("c"))
+    drive(WorkerReconnected("b", 6, ("a", "b"), 30), GenerationAdopted("b", 7, 31, members=()))
+    drive(WorkerGone("b"), WorkerReconnected("a", 6, ("a", "b"), 31))
+    assert drive.machine.order_for("c") == Stay(0)
+    said = drive(GenerationAdopted("a", 7, 31, members=()))
+    assert AnnounceRelease("a", 31) in said
+    assert isinstance(drive.machine.order_for("a"), Release)
+    assert drive.orders("c")[-1] == Recover(9, ("c",)), "8 was proposed before it was heard of 7"
+    assert killed(drive.said) == []
+
+
+def test_a_restarted_coordinator_believes_who_left_by_the_switch_as_well_as_who_stayed() -> None:
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "b", "c")), TargetChanged(("a", "b")), WorkerReconnected("c", 6, ("a", "b", "c"), 30))
+    said = drive(GenerationAdopted("c", 7, 31, members=("a", "b")))
+    assert AnnounceRelease("c", 31) in said
+    assert drive.machine.generation == 7
+    drive(WorkerReconnected("b", 6, ("a", "b", "c"), 30), WorkerReconnected("a", 7, ("a", "b"), 31))
+    drive(GenerationAdopted("b", 7, 31, members=("a", "b")))
+    assert isinstance(drive.machine.order_for("c"), Release)
+    assert killed(drive.said) == []
+
+
+def test_who_was_told_to_go_by_its_node_and_left_is_released_by_a_restarted_coordinator_that_still_wants_it() -> None:
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "b")), WorkerReconnected("a", 7, ("a",), 31), WorkerReconnected("b", 6, ("a", "b"), 31))
+    drive(LeaveRequested("b"), GenerationAdopted("b", 7, 31, members=("a",)), at=0.1)
+    assert isinstance(drive.machine.order_for("b"), Release)
+    assert passing(drive, "a", "b", until=20.0) == set()
+    assert AnnounceRelease("b", 31) in drive.said
+
+
+def test_a_worker_that_comes_back_in_a_generation_that_was_replaced_without_it_is_killed() -> None:
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "b")), WorkerReconnected("a", 7, ("a",), 31), WorkerReconnected("b", 6, ("a", "b"), 30))
+    assert passing(drive, "a", "b", until=1.5) == set(), "it may say at once that it left by agreement"
+    assert passing(drive, "a", "b", until=2.0) == {"b"}
+
+
 def test_a_restarted_coordinator_forms_nothing_new_while_a_worker_may_still_be_training() -> None:
     drive = Driver(Membership(first_generation=8))
     drive(TargetChanged(("a", "b")), *arrive("b"), at=1.0)
