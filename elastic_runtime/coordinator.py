@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 1.0
+"""A worker whose peers are back has 2 s to be back as well (`Limits.failure_s`)."""
 WARN_AFTER_S = 10.0
 
 _LAST_CHUNK = b"0\r\n\r\n"

@@ -48,7 +48,7 @@ def _too_long_silent_s(member: Member, together: Collection[Member], limits: Lim
 
 
 def _heard_for_s(member: Member, limits: Limits, now: float) -> float:
-    """For how long it has been heard, up to now, without a gap that is called silence."""
-    if not member.alive or member.heard_since is None or now - (member.heard_at or 0.0) > limits.silence_s:
+    """For how long it has been heard, up to now, without a gap."""
+    if not member.alive or member.heard_since is None or now - (member.heard_at or 0.0) > limits.gap_s:
         return 0.0
     return now - member.heard_since

@@ -95,7 +95,7 @@ class Membership:
             return
         member = self.members.get(event.worker)
         if member and member.alive:
-            member.hear(self._now, self.limits.silence_s)
+            member.hear(self._now, self.limits.gap_s)
 
     @_on.register
     def _on_target(self, event: e.TargetChanged) -> None:
@@ -134,7 +134,7 @@ class Membership:
     def _on_joined(self, event: e.WorkerJoined) -> None:
         member = self.members.setdefault(event.worker, Member(event.worker))
         member.connect(self._now)
-        member.hear(self._now, self.limits.silence_s)
+        member.hear(self._now, self.limits.gap_s)
         member.move(WorkerTrigger.JOINED)
 
     @_on.register
@@ -378,15 +378,14 @@ class Membership:
         return True
 
     def _failure_is_due(self, generation: Generation) -> bool:
-        """A failed collective is acted upon at once where a lost connection explains it, else after a while."""
+        """A failed collective is acted upon at once where one lost connection explains it, else after a while."""
         if self._failed_at is None:
             return False
-        over = self._now - self._failed_at >= self.limits.failure_s
         alive = [member for w in generation.members if (member := self.members[w]).alive]
-        lost = cut_off(alive, over=over)
-        for worker in lost:
+        lost = cut_off(alive, self._failed_at, self.limits.failure_s, self._now)
+        for worker in lost or ():
             self._kill(worker, "its connections broke and its peers lost it")
-        return over or bool(lost)
+        return lost is not None
 
     def _decide_resize(self, base: Generation) -> None:
         members = next_members(base.members, self._wanted(), self.members)

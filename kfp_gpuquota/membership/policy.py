@@ -24,19 +24,22 @@ def first_members(wanted: Sequence[Member], min_workers: int, forming_s: float, 
     return tuple(member.id for member in ready)
 
 
-def cut_off(alive: Sequence[Member], *, over: bool) -> list[str]:
-    """Of the members of a generation in which a collective failed, those who are taken for dead.
+def cut_off(alive: Sequence[Member], failed_at: float, failure_s: float, now: float) -> list[str] | None:
+    """Of the members of a generation in which a collective failed, those who are taken for dead; None: not known yet.
 
-    At once, where one connection broke and all others stayed: so it looks when a process dies. Where others broke as
-    well, and perhaps came back, it may be the network's doing, and they have time to come back until it is `over`. One
-    that was never connected (after a restart) is waited for until its silence is too long.
+    At once, where one connection broke and all others had stood for a while: so it looks when a process dies. Where
+    others broke as well, and perhaps came back, it may be the network's doing: each has `failure_s` to come back, from
+    its own loss and from when another one was there to show that it can be done. One that was never connected (after a
+    restart) is waited for until its silence is too long.
     """
     lost = {member.id: member.lost_at for member in alive if member.lost_at is not None}
     there = [member.connected_at for member in alive if member.connected_at is not None]
-    if not lost or not there:
-        return []
-    one_alone = len(lost) == 1 == len(alive) - len(there) and max(there) <= min(lost.values())
-    return list(lost) if over or one_alone else []
+    one_alone = len(lost) == 1 == len(alive) - len(there)
+    if there and one_alone and max(there) + failure_s <= min(lost.values()):
+        return list(lost)
+    if now - max([failed_at, *lost.values(), *sorted(there)[:1]]) < failure_s:
+        return None
+    return list(lost) if there else []
 
 
 def survivors(base: Sequence[Member], wanted: Sequence[str]) -> tuple[str, ...]:

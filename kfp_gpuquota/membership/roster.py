@@ -22,7 +22,8 @@ class Limits:
     `silence_s`: without a sign of life from then on, before a worker is killed that another one may wait for.
     `unheard_s`: the same where nobody may, or nobody who might is heard. `leave_s`: from being told to go to being
     killed. `forming_s`: from the first ready worker to a first generation without those that are not. `failure_s`: from
-    a failed collective that no lost worker explains to repeating the step with everybody.
+    a failed collective that no lost worker explains to repeating the step with everybody who has come back by then;
+    more than the longest pause between a worker's attempts to connect.
     """
 
     starting_s: float = 900.0
@@ -31,6 +32,11 @@ class Limits:
     leave_s: float = 30.0
     forming_s: float = 5.0
     failure_s: float = 2.0
+
+    @property
+    def gap_s(self) -> float:
+        """How long one may not be heard that is said to be heard without a gap: longer, and it was away itself."""
+        return self.silence_s / 2
 
 
 @dataclass
@@ -41,7 +47,7 @@ class Member:
     state: WorkerState = WorkerState.EXPECTED
     wanted_at: float | None = None  # None: it connected, and the cluster has not named it yet
     heard_at: float | None = None
-    heard_since: float | None = None  # from here to `heard_at` there was no silence
+    heard_since: float | None = None  # from here to `heard_at` there was no gap
     connected_at: float | None = None  # it is connected, since then
     lost_at: float | None = None  # it was, until then
     ready_at: float | None = None
@@ -59,9 +65,9 @@ class Member:
         if self.connected_at is not None:
             self.connected_at, self.lost_at = None, now
 
-    def hear(self, now: float, silence_s: float) -> None:
+    def hear(self, now: float, gap_s: float) -> None:
         """It gave a sign of life."""
-        if self.heard_since is None or now - (self.heard_at or 0.0) > silence_s:
+        if self.heard_since is None or now - (self.heard_at or 0.0) > gap_s:
             self.heard_since = now
         self.heard_at = now
 

@@ -29,6 +29,9 @@ from kfp_gpuquota.membership import (
     WorkerReconnected,
 )
 
+DESERVED = ("it did not leave within", "it switched to generation")
+"""Why one may be killed that is connected and speaks: it disobeys, or joined alone what others have given up."""
+
 
 @dataclass
 class SimulatedWorker:
@@ -89,6 +92,9 @@ class World:
                 self._check(command.order)
                 self._deliver(command.worker, command.order)
             elif isinstance(command, Kill):
+                process = self.workers[command.worker]
+                there = process.running and process.connected and not process.silent
+                assert not there or command.why.startswith(DESERVED), f"{process} is killed: {command.why}"
                 self.end(command.worker)
             elif isinstance(command, AnnounceCommit):
                 self.commits.append(command)

@@ -124,7 +124,7 @@ def test_the_loss_of_a_member_makes_a_recovery_generation_of_the_survivors_at_on
 
 def test_a_failed_collective_and_a_broken_connection_together_are_a_loss() -> None:
     drive = training("a", "b", "c")
-    assert drive(WorkerDisconnected("c")) == []
+    assert drive(WorkerDisconnected("c"), at=10.0) == []
     said = drive(CollectiveFailed("a", 1))
     assert isinstance(said[0], Kill)
     assert Tell("b", Recover(2, ("a", "b"))) in said
@@ -135,10 +135,54 @@ def test_several_connections_that_break_at_once_have_time_to_come_back() -> None
     drive(*map(WorkerDisconnected, "abc"))
     drive(WorkerReconnected("a", 1, ("a", "b", "c"), 1), CollectiveFailed("a", 1), at=1.0)
     drive(WorkerReconnected("b", 1, ("a", "b", "c"), 1), at=1.5)
-    assert [command for command in drive.said if isinstance(command, Kill)] == []
+    assert killed(drive.said) == []
     said = drive(Ticked(), at=3.0)
-    assert [command.worker for command in said if isinstance(command, Kill)] == ["c"]
+    assert killed(said) == ["c"]
     assert Tell("b", Recover(2, ("a", "b"))) in said
+
+
+def killed(said: list[Command]) -> list[str]:
+    return [command.worker for command in said if isinstance(command, Kill)]
+
+
+def passing(drive: Driver, *heard: str, until: float) -> set[str]:
+    """Who is killed while only these are heard, twice a second."""
+    found = set[str]()
+    while drive.now < until:
+        found |= set(killed(drive(*map(WorkerHeard, heard), Ticked(), at=drive.now + 0.5)))
+    return found
+
+
+def both_back_after(drive: Driver, a_s: float, b_s: float, *, b_lost_s: float = 0.0) -> None:
+    """All connections of a job of two break at 20 s; that of b's to the coordinator may be noticed later."""
+    passing(drive, "a", "b", until=20.0)
+    back = {worker: (WorkerReconnected(worker, 1, ("a", "b"), 1), CollectiveFailed(worker, 1)) for worker in "ab"}
+    breaks = [(0.0, WorkerDisconnected("a")), (b_lost_s, WorkerDisconnected("b"))]
+    happens = [*breaks, *((a_s, event) for event in back["a"]), *((b_s, event) for event in back["b"])]
+    for after_s, event in sorted(happens, key=lambda row: row[0]):
+        drive(Ticked(), event, at=20 + after_s)
+
+
+@pytest.mark.parametrize("b_lost_s", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize(("a_s", "b_s"), [(0.1, 1.5), (10.0, 11.9)])
+def test_of_two_whose_connections_all_break_together_the_first_to_be_back_has_nobody_killed(
+    a_s: float, b_s: float, b_lost_s: float
+) -> None:
+    drive = training("a", "b")
+    both_back_after(drive, a_s, b_s, b_lost_s=b_lost_s)
+    assert passing(drive, "a", "b", until=23 + b_s) == set()
+    assert killed(drive.said) == []
+    assert [drive.orders(worker)[-1] for worker in "ab"] == [Recover(2, ("a", "b"))] * 2
+
+
+def test_of_two_whose_connections_all_break_together_one_that_stays_away_is_killed_soon() -> None:
+    drive = training("a", "b")
+    passing(drive, "a", "b", until=20.0)
+    drive(WorkerDisconnected("a"), WorkerDisconnected("b"))
+    drive(WorkerReconnected("a", 1, ("a", "b"), 1), CollectiveFailed("a", 1), at=25.0)
+    assert passing(drive, "a", until=26.5) == set()
+    assert passing(drive, "a", until=27.0) == {"b"}
+    assert drive.orders("a")[-1] == Recover(2, ("a",))
 
 
 def test_a_failed_collective_that_nothing_explains_is_repeated_with_everybody_after_a_while() -> None:
@@ -202,18 +246,9 @@ def test_a_joiner_that_switched_alone_to_what_another_generation_has_replaced_is
     drive(TargetChanged(("a", "b", "c")), *arrive("c"), WorkerGone("a"), GenerationAdopted("b", 3, 5))
     assert drive.machine.order_for("c") == Propose(4, ("b", "c"), base=3)
     said = drive(GenerationAdopted("c", 2, 4))
-    assert [c.worker for c in said if isinstance(c, Kill)] == ["c"]
+    assert killed(said) == ["c"]
     assert Tell("b", Stay(3)) in said
-    assert [c for c in drive(GenerationAdopted("b", 2, 4)) if isinstance(c, Kill)] == []
-
-
-def passing(drive: Driver, *heard: str, until: float) -> set[str]:
-    """Who is killed while only these are heard, twice a second."""
-    killed = set[str]()
-    while drive.now < until:
-        said = drive(*map(WorkerHeard, heard), Ticked(), at=drive.now + 0.5)
-        killed |= {command.worker for command in said if isinstance(command, Kill)}
-    return killed
+    assert killed(drive(GenerationAdopted("b", 2, 4))) == []
 
 
 def test_a_silent_worker_is_killed_and_its_peers_go_on() -> None:
@@ -256,9 +291,9 @@ def test_a_worker_that_gets_ready_may_be_silent_for_longer_since_nobody_waits_fo
     drive(TargetChanged(("a", "b")), WorkerJoined("b"))
     for now in (10.0, 890.0):
         said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=now)
-        assert [c for c in said if isinstance(c, Kill)] == []
+        assert killed(said) == []
     said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=900.5)
-    assert [c.worker for c in said if isinstance(c, Kill)] == ["b"]
+    assert killed(said) == ["b"]
 
 
 def test_a_worker_that_is_ready_is_waited_for_and_may_not_be_silent() -> None:
@@ -277,7 +312,7 @@ def test_a_leaver_that_finds_a_restarted_coordinator_after_the_others_have_switc
     drive = Driver(Membership(first_generation=8))
     drive(TargetChanged(("a", "b")), TargetChanged(("a",)), WorkerReconnected("a", 7, ("a",), 30))
     said = drive(WorkerReconnected("b", 6, ("a", "b"), 30), GenerationAdopted("b", 7, 30))
-    assert [command for command in said if isinstance(command, Kill)] == []
+    assert killed(said) == []
     assert isinstance(drive.machine.order_for("b"), Release)
 
 
@@ -286,7 +321,7 @@ def test_a_worker_that_does_not_leave_in_time_is_killed() -> None:
     drive(TargetChanged(("a",)), at=1.0)
     for worker in "ab":
         drive(GenerationAdopted(worker, 1, 0), at=30.0)
-    assert [c.worker for c in drive(Ticked(), at=31.1) if isinstance(c, Kill)] == ["b"]
+    assert killed(drive(Ticked(), at=31.1)) == ["b"]
 
 
 def test_one_member_stays_until_a_joiner_holds_the_state() -> None:
@@ -367,11 +402,7 @@ def test_a_restarted_coordinator_learns_of_a_switch_that_was_agreed_on_before_it
     said = drive(told)
     assert drive.machine.generation == 7
     said += drive(*(GenerationAdopted(worker, 7, 31, members=("a", "b", "c")) for worker in "bc"))
-    assert [command for command in said if isinstance(command, Kill)] == []
-
-
-def killed(said: list[Command]) -> list[str]:
-    return [command.worker for command in said if isinstance(command, Kill)]
+    assert killed(said) == []
 
 
 def test_a_restarted_coordinator_learns_of_an_eviction_that_was_agreed_on_before_it_and_waits_for_all_to_leave() -> (
@@ -438,7 +469,7 @@ def test_a_restarted_coordinator_takes_nobody_for_lost_who_has_not_found_it_yet(
     members = ("a", "b", "c")
     drive(TargetChanged(members), WorkerReconnected("a", 7, members, 30), CollectiveFailed("a", 7, 30))
     drive(WorkerReconnected("b", 7, members, 30), CollectiveFailed("b", 7, 30), at=1.0)
-    assert [command for command in drive.said if isinstance(command, Kill)] == []
+    assert killed(drive.said) == []
     assert passing(drive, "a", "b", until=10.0) == set()
     assert passing(drive, "a", "b", until=11.0) == {"c"}, "it was the one that died"
     assert drive.orders("b")[-1] == Recover(9, ("a", "b"))
