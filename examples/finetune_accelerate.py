@@ -5,7 +5,8 @@
 
 A small vision transformer is made from a config (nothing is downloaded), and reads scikit-learn's handwritten digits.
 It needs `pip install transformers accelerate`. What differs from a script for Accelerate are the decorator, the class's
-name, and `accelerator.epochs(...)` in place of `range(...)`.
+name, `accelerator.epochs(...)` in place of `range(...)`, and that the evaluation is a function, which
+`accelerator.repeat` shares out and does again where a worker is lost in it.
 """
 
 # ruff: noqa: PLC0415  # KFP runs a component's source by itself, so it imports what it uses
@@ -54,6 +55,15 @@ def finetune(epochs: int, metrics: dsl.Output[dsl.Metrics]) -> float:  # type: i
     steps = epochs * len(train_loader) // accelerator.gradient_accumulation_steps
     scheduler = accelerator.prepare(get_cosine_schedule_with_warmup(optimizer, steps // 10, steps))
 
+    def evaluate() -> float:
+        model.eval()
+        right = []
+        for batch in test_loader:
+            with torch.no_grad():
+                answers = model(pixel_values=batch["pixel_values"]).logits.argmax(-1)
+            right.append(accelerator.gather_for_metrics(answers == batch["labels"]))
+        return torch.cat(right).float().mean().item()
+
     accuracy = 0.0
     for epoch in accelerator.epochs(epochs):
         model.train()
@@ -66,13 +76,7 @@ def finetune(epochs: int, metrics: dsl.Output[dsl.Metrics]) -> float:  # type: i
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        model.eval()
-        right = []
-        for batch in test_loader:
-            with torch.no_grad():
-                answers = model(pixel_values=batch["pixel_values"]).logits.argmax(-1)
-            right.append(accelerator.gather_for_metrics(answers == batch["labels"]))
-        accuracy = torch.cat(right).float().mean().item()
+        accuracy = accelerator.repeat(evaluate)
         accelerator.log({"loss": loss.item(), "accuracy": accuracy})
         accelerator.print(f"epoch {epoch}: accuracy {accuracy:.3f} ({accelerator.num_processes} workers)")
     if accelerator.is_main_process:

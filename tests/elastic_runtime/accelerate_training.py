@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from elastic_runtime.job import Job
 
 HELD_OUT = 37  # divided by no number of workers here
-IN_EVALUATION = 1 << 20  # where a worker says that it is, in place of a step
 
 
 class Counter:
@@ -78,7 +78,10 @@ def check_collectives(accelerator: ElasticAccelerator) -> None:
     assert accelerator.gather(mine.bool()[:, 0]).tolist() == [bool(r) for r in range(size) for _ in range(r + 1)]
     assert accelerator.gather({"rank": torch.tensor(rank)})["rank"].tolist() in (list(range(size)), rank)
     assert accelerator.reduce(torch.tensor(rank)).item() == sum(range(size))
-    assert accelerator.pad_across_processes(mine).shape == (size, 2)
+    assert accelerator.reduce(torch.tensor(float(rank)), "mean").item() == (size - 1) / 2
+    assert accelerator.reduce(torch.tensor([-rank, rank]), "max").tolist() == [0, size - 1]
+    padded = accelerator.pad_across_processes(mine, pad_index=-1, pad_first=True)
+    assert padded[:, 0].tolist() == [-1] * (size - rank - 1) + [rank] * (rank + 1)
     assert accelerator.gather_for_metrics([f"of rank {rank}"]) == [f"of rank {r}" for r in range(size)]
     with accelerator.main_process_first():
         accelerator.wait_for_everyone()
@@ -87,14 +90,12 @@ def check_collectives(accelerator: ElasticAccelerator) -> None:
 def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     torch.set_num_threads(plan.threads)
     options = dict(plan.options)
-    precision, share = options.pop("mixed_precision", None), options.pop("share_evaluation", True)
-    held, save_at, load = (options.pop(name, None) for name in ("held_in_evaluation", "save_at", "load"))
+    precision, save_at, load = (options.pop(name, None) for name in ("mixed_precision", "save_at", "load"))
     accelerator = ElasticAccelerator(
         mixed_precision=precision,
         cpu=True,
         log_with=Journal(directory / f"journal-{index}"),
         global_batch_size=plan.global_batch,
-        share_evaluation=share,
         elastic={"max_batch_per_gpu": plan.max_batch, **options},
     )
     job, counter = accelerator.job, Counter()
@@ -140,9 +141,8 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
             if counter.steps % 10 == 0:
                 held_out_names.append(evaluate(accelerator, model, held_out))
         check_collectives(accelerator)
-        if gate and held:
-            gate.pass_through(index, IN_EVALUATION)
-        held_out_names.append(evaluate(accelerator, model, held_out))
+        held_out_names.append(accelerator.repeat(partial(evaluate, accelerator, model, held_out)))
+        assert len(held_out) == -(-HELD_OUT // 4)  # by itself
     assert all(names == list(range(HELD_OUT)) for names in held_out_names)
     accelerator.wait_for_everyone()
     final: dict[str, Any] = {"model": accelerator.unwrap_model(model).state_dict(), "lr": scheduler.get_last_lr()}
@@ -151,7 +151,7 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
 
 
 def evaluate(accelerator: ElasticAccelerator, model: nn.Module, held_out: Any) -> list[int]:
-    """Over all workers; returns what was evaluated, in order."""
+    """Returns what was evaluated, in order: by all workers together, or by this one."""
     found = []
     for x, _y, indices in held_out:
         with torch.no_grad():

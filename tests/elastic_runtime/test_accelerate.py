@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from tests.elastic_runtime import training
-from tests.elastic_runtime.accelerate_training import IN_EVALUATION, train
+from tests.elastic_runtime.accelerate_training import train
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.test_torchrun import free_port
 from tests.elastic_runtime.training import Plan, trained_alone
-from tests.patience import PATIENCE_S
 
 PLAN = Plan(body=train)
 
@@ -91,28 +90,6 @@ def test_two_workers_go_on_with_a_state_that_three_saved(tmp_path: Path, referen
         assert final["lr"] == reference["lr"]
         for name, value in reference["model"].items():
             torch.testing.assert_close(final["model"][name], value, rtol=2e-4, atol=2e-5)
-
-
-def test_a_worker_lost_in_an_evaluation_that_is_not_shared_costs_nothing(
-    tmp_path: Path, reference: dict[str, Any]
-) -> None:
-    with Cluster(tmp_path, replace(PLAN, options={"share_evaluation": False, "held_in_evaluation": True})) as cluster:
-        cluster.start(0, 1, step=IN_EVALUATION)
-        cluster.kill("w0")
-        cluster.let_go()
-        cluster.wait_for_end(1)
-        cluster.check_result(reference)
-
-
-def test_a_worker_lost_in_a_shared_evaluation_ends_the_others_which_say_why(tmp_path: Path) -> None:
-    with Cluster(tmp_path, replace(PLAN, options={"held_in_evaluation": True})) as cluster:
-        cluster.start(0, 1, step=IN_EVALUATION)
-        cluster.kill("w0")
-        cluster.processes["w0"].join(PATIENCE_S)
-        cluster.let_go()
-        cluster.processes["w1"].join(PATIENCE_S)
-        assert cluster.processes["w1"].exitcode == 1
-        assert "share_evaluation=False" in cluster.logs()
 
 
 def test_under_torchrun_the_ranks_are_the_jobs(tmp_path: Path, reference: dict[str, Any]) -> None:

@@ -44,16 +44,17 @@ class ElasticAccelerator(PlacedAccelerator):
 
     `global_batch_size` (samples of one global step, over all workers) is by default the training loader's `batch_size`
     times `gradient_accumulation_steps`; the loader's `batch_size` is the most samples of one iteration.
-    `share_evaluation`: whether loaders besides the training one are shared out, as Accelerate does; if not, each worker
-    reads all of them, and may be lost meanwhile. Keywords in `elastic` go to `elastic_runtime.init`, all others to
-    Accelerator. SettingsError for those that bring a way of distributing of their own.
+    Keywords in `elastic` go to `elastic_runtime.init`, all others to Accelerator. SettingsError for those that bring a
+    way of distributing of their own.
     """
+
+    _optimizers: list[Any]
+    _ready = _began = False  # the job has got everything; the loop has begun
 
     def __init__(
         self,
         *args: Any,
         global_batch_size: int | None = None,
-        share_evaluation: bool = True,
         elastic: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -73,13 +74,14 @@ class ElasticAccelerator(PlacedAccelerator):
             "seed": self.dataloader_config.data_seed or 0,
         }
         options |= elastic or {}
-        self._global_batch, self._share_evaluation = options["global_batch_size"], share_evaluation
+        self._global_batch, self.seed = options["global_batch_size"], int(options["seed"])
         self._trained: list[torch.nn.Module] = []
         self._training: TrainingLoader | None = None
         self._named: DataLoader[Any] | None = None
         self._position: Position | None = None
         self._wanted_trackers: tuple[Any, ...] | None = None
-        self._ready = self._began = False  # the job has got everything; the loop runs, or did
+        self._unlogged: list[tuple[Any, ...]] = []  # what the trackers are told as soon as they are opened
+        self._epoch, self.epoch_over = -1, False
         self.job: Job = elastic_runtime.init(**options)
         self.job.on_resize(self.follow)
         self.register_save_state_pre_hook(self._save_position)
@@ -92,13 +94,16 @@ class ElasticAccelerator(PlacedAccelerator):
         self._begin()
         for epoch in self.job.epochs(count):
             self.follow()
+            self.read_alone, self._epoch, self.epoch_over = False, epoch, False
             yield epoch
+        self.live = False
 
     def steps(self, count: int) -> Iterator[Any]:
         """The training loader's batches, epoch after epoch, until `count` global steps are applied."""
         self._begin()
         assert self._training is not None
         yield from self._training.iterations(self.job.steps(count))
+        self.live = False
 
     def warm_up(self, forward: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
         """`job.warm_up` over a function from a batch to its loss; a decorator. After all has been prepared."""
@@ -154,9 +159,21 @@ class ElasticAccelerator(PlacedAccelerator):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Where a global step is complete; by the scaler, if there is one."""
+        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         if self.sync_gradients and self.scaler is not None:
-            for each in self._optimizers if optimizer is None else [optimizer]:
+            for each in self._optimizers if optimizer is None else given:
                 self.scaler.unscale_(getattr(each, "optimizer", each))
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """See Accelerator. It may be set until the loop begins, else LoopError: it makes the global batch."""
+        return int(self.gradient_state.num_steps)
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        if self._ready:
+            raise LoopError("gradient_accumulation_steps comes before accelerator.epochs: it makes the global batch")
+        self.gradient_state.plugin_kwargs.update({"num_steps": steps})
 
     # What is prepared
 
@@ -215,9 +232,7 @@ class ElasticAccelerator(PlacedAccelerator):
         if slice_fn_for_dispatch is not None:
             raise UsageError("slice_fn_for_dispatch is set, but no worker reads for the others; leave it out")
         place = self.device_placement if device_placement is None else device_placement
-        prepared = self._training_loader(data_loader, place) or FurtherLoader(
-            self, data_loader, place=place, share=self._share_evaluation
-        )
+        prepared = self._training_loader(data_loader, place) or FurtherLoader(self, data_loader, place=place)
         self._dataloaders.append(prepared)
         return prepared
 
@@ -226,6 +241,15 @@ class ElasticAccelerator(PlacedAccelerator):
         if self._ready:
             raise LoopError("accelerator.register_for_checkpointing comes before accelerator.epochs")
         super().register_for_checkpointing(*objects)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerator's: before the loop what was prepared is forgotten, so that something else may be prepared."""
+        kept = self._optimizers if self._ready else []
+        found = super().free_memory(*objects)
+        self._optimizers = kept
+        if not self._ready:
+            self._trained, self._training, self._named = [], None, None
+        return found
 
     def batch_of(self, loader: DataLoader[Any]) -> tuple[int, int | None]:
         """Samples of a global step, and the most of one iteration."""
@@ -272,7 +296,7 @@ class ElasticAccelerator(PlacedAccelerator):
         position, self._position = self._position, None
         if position is not None:
             self.job.begin_at(position)
-        self._began = True
+        self._began = self.live = True
 
     def _registered(self) -> tuple[list[Any], list[Any]]:
         """Schedulers, and other objects that were registered, each once and without its wrapper."""
@@ -290,8 +314,7 @@ class ElasticAccelerator(PlacedAccelerator):
         """See PlacedAccelerator; and whoever is rank 0 has the trackers."""
         super().follow()
         if self._wanted_trackers is not None and self.is_main_process:
-            wanted, self._wanted_trackers = self._wanted_trackers, None
-            super().init_trackers(*wanted)
+            self._open_trackers()
 
     # Saving, tracking
 
@@ -300,17 +323,34 @@ class ElasticAccelerator(PlacedAccelerator):
 
         The job's own checkpoints (ELASTIC_CHECKPOINT_DIR) need no call.
         """
-        with self._together("save_state"):
-            return super().save_state(*args, **kwargs)
+        self._check_place("save_state")
+        if self.project_configuration.automatic_checkpoint_naming:
+            self.project_configuration.iteration = self._next_iteration()
+        return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As Accelerator's. Before the loop, the training goes on at that position, unless a checkpoint is further."""
-        with self._together("load_state"):
-            super().load_state(*args, **kwargs)
+        self._check_place("load_state")
+        super().load_state(*args, **kwargs)
+
+    def _next_iteration(self) -> int:
+        """As rank 0 sees it: who joined, and a training that goes on, have not counted what was saved before."""
+        counted = int(self.save_iteration)
+        for folder in Path(self.project_dir, "checkpoints").glob("checkpoint_*"):
+            counted = max(counted, int(folder.name.rpartition("_")[2]) + 1)
+
+        def told() -> int:
+            return int(self.job.all_reduce(torch.tensor(counted if self.is_main_process else 0)))
+
+        return self._survived("save_state", told, counted)
 
     def _save_position(self, _models: object, _weights: object, folder: str) -> None:
+        """After the loop over the loader the epoch is over: what comes after it was done, or is left out."""
         if self._ready and self.is_main_process:
-            Path(folder, POSITION_FILE).write_text(json.dumps(asdict(self.job.position)), encoding="utf-8")
+            position = self.job.position
+            if self.epoch_over and position.epoch == self._epoch:
+                position = position.after_epoch()
+            Path(folder, POSITION_FILE).write_text(json.dumps(asdict(position)), encoding="utf-8")
 
     def _load_position(self, _models: object, folder: str) -> None:
         file = Path(folder, POSITION_FILE)
@@ -331,11 +371,28 @@ class ElasticAccelerator(PlacedAccelerator):
         except LoopError:  # not known before the loop
             return
         if leads:
-            wanted, self._wanted_trackers = self._wanted_trackers, None
-            super().init_trackers(*wanted)
+            self._open_trackers()
+
+    def _open_trackers(self) -> None:
+        assert self._wanted_trackers is not None
+        wanted, self._wanted_trackers = self._wanted_trackers, None
+        super().init_trackers(*wanted)
+        for told in self._unlogged:
+            super().log(*told)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # noqa: FBT001, FBT002  (Accelerate's own signature)
+        """As Accelerator's: on rank 0, elsewhere one that does nothing. LoopError while it is not known who that is."""
+        if self._wanted_trackers is not None and not self._began:
+            raise LoopError(
+                "accelerator.get_tracker comes after the loop has begun: before it, nobody is rank 0, and who is may "
+                "change; ask for the tracker where you use it"
+            )
+        return super().get_tracker(name, unwrap)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """To rank 0's trackers, as Accelerator's; numbers also to `job.report`."""
+        if self._wanted_trackers is not None and not self._began:
+            self._unlogged.append((values, step, log_kwargs or {}))
         super().log(values, step, log_kwargs or {})
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, Real)}
         if self._began and numbers:

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import gather, recursively_apply
+from accelerate.utils import recursively_apply
 
-from elastic_runtime.errors import LoopError
+from elastic_runtime.errors import CollectiveError, LoopError, UsageError
+from elastic_runtime.integrations.accelerate import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from elastic_runtime.job import Job
 
+Result = TypeVar("Result")
+REDUCTIONS = ("sum", "mean", "max")
+
+
+class _OwnTurn(Exception):  # noqa: N818  (not an error: it ends a wait)
+    """This worker became rank 0 while it waited for rank 0."""
+
 
 class PlacedAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
     """Before the loop each worker is alone; then Accelerate's state, which all of its functions ask, is the job's."""
 
     job: Job
+    flag_tensor: torch.Tensor | None
+    live = False  # the loop runs: a lost worker is noticed, and the others go on
+    iterating = False  # in an iteration of the training loader
+    repeating = False  # in a function that `repeat` calls
+    read_alone = False  # since the last training iteration a loader was read by each worker alone
+    _alone = 0  # how many such loops surround this place
+    _divided = False  # the script has shared something out
 
     @property
     def is_local_main_process(self) -> bool:
@@ -40,93 +56,194 @@ class PlacedAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no
     def by_itself(self) -> Iterator[None]:
         """Gathering and the like concern this worker only. It keeps its rank."""
         rank, size = self.process_index, self.num_processes
+        self.read_alone = True
+        self._alone += 1
         self._show(rank, 1)
         try:
             yield
         finally:
+            self._alone -= 1
             self._show(rank, size)
 
     def follow(self, *_: object) -> None:
         """Show the rank and size of the moment."""
         self._show(self.job.rank, self.job.world_size)
 
+    def begin_iteration(self) -> None:
+        """The training goes on."""
+        self.iterating, self.sync_gradients, self.read_alone, self._divided = True, False, False, False
+        for each in self._optimizers:
+            each.acted = False
+
+    def end_iterations(self) -> None:
+        """The training loader's loop is over."""
+        self.iterating, self.sync_gradients = False, True
+
     def _show(self, rank: int, size: int) -> None:
         cuda = self.device.type == "cuda"
         several = (DistributedType.MULTI_GPU, "nccl") if cuda else (DistributedType.MULTI_CPU, "gloo")
         kind, backend = several if size > 1 else (DistributedType.NO, None)
         for state in (PartialState(), self.state):
-            state.process_index, state.num_processes = rank, size
-            state.distributed_type, state.backend = kind, backend
+            state.process_index = state.local_process_index = rank
+            state.num_processes, state.distributed_type, state.backend = size, kind, backend
 
-    @contextmanager
-    def _together(self, name: str) -> Iterator[None]:
-        """All workers do it at the same place: outside an iteration, or where it completes a step. Else LoopError."""
-        if not self.sync_gradients:
-            raise LoopError(
-                f"accelerator.{name} was called in an iteration that has not completed a global step; workers differ "
-                "in how many iterations a step has, so call it below accelerator.backward, "
-                "within: if accelerator.sync_gradients"
-            )
+    # What all workers do at the same place
+
+    def repeat(self, work: Callable[[], Result]) -> Result:
+        """`work()`, done by all workers together, and again where one is lost in the middle of it; returns its result.
+
+        In it, and only there, the loaders for evaluation are shared out. It begins anew each time: metrics that add up
+        are made in it, or reset. After an epoch's loop, or in an iteration after `optimizer.step()` where
+        `sync_gradients`; LoopError elsewhere. Before and after the training each worker does it by itself.
+        """
+        self._check_place("repeat")
+        if self.repeating or not self.live:
+            return work()
+        loops = list(self.gradient_state.dataloader_references)
+
+        def attempt() -> Result:
+            self.follow()
+            self.gradient_state.dataloader_references = list(loops)  # less those of an attempt that was broken off
+            return work()
+
+        self.repeating = True
         try:
-            yield
-        except RuntimeError as error:
-            if self.num_processes > 1:
-                error.add_note(
-                    f"accelerator.{name}: another worker was lost, or called it with another shape. Only the "
-                    "gradients' reduction is repeated after a loss; with share_evaluation=False an evaluation needs "
-                    "no other worker"
-                )
-            raise
+            return self.job.repeat(attempt)
+        finally:
+            self.repeating = False
 
     def gather(self, tensor: Any) -> Any:
         """As Accelerator's, at a place that all workers reach; parts may differ in length."""
-        with self._together("gather"):
-            return recursively_apply(_gather_uneven, tensor, error_on_other_type=True)
+        alone = recursively_apply(lambda each: each, tensor, error_on_other_type=True)
+        return self._shared("gather", partial(collectives.gather, self.job, tensor), alone)
 
-    def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:  # noqa: FBT001, FBT002
         """As Accelerator's, in the loop over an evaluation loader; without the samples that were there twice."""
-        with self._together("gather_for_metrics"):
-            return super().gather_for_metrics(input_data, *args, **kwargs)
+        way = collectives.gather_object if use_gather_object or not _all_tensors(input_data) else collectives.gather
+        found = self._shared("gather_for_metrics", partial(way, self.job, input_data), input_data)
+        counted = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
+        if counted <= 0:
+            return found
+        if way is collectives.gather_object:
+            return found[:counted]
+        return recursively_apply(lambda tensor: tensor[:counted] if tensor.ndim else tensor, found)
 
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerator's, at a place that all workers reach."""
-        with self._together("reduce"):
-            return super().reduce(tensor, *args, **kwargs)
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:  # noqa: ARG002  (XLA's)
+        """As Accelerator's, at a place that all workers reach. `reduction`: "sum", "mean" or "max"; else UsageError."""
+        if reduction not in REDUCTIONS:
+            raise UsageError(f"accelerator.reduce got reduction={reduction!r}; it must be one of {REDUCTIONS}")
+        alone = recursively_apply(lambda each: each.clone(), tensor, error_on_other_type=True)
+        return self._shared("reduce", partial(collectives.reduce, self.job, tensor, reduction), alone)
 
-    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:  # noqa: FBT001, FBT002
         """As Accelerator's, at a place that all workers reach."""
-        with self._together("pad_across_processes"):
-            return super().pad_across_processes(tensor, *args, **kwargs)
+        work = partial(collectives.pad, self.job, tensor, dim, pad_index, first=pad_first)
+        return self._shared("pad_across_processes", work, tensor)
+
+    def check_trigger(self) -> bool:
+        """As Accelerator's, at a place that all workers reach: the same answer on all that are left."""
+        self._check_place("check_trigger")
+        triggered = self.flag_tensor is not None and bool(self.flag_tensor)
+        self.flag_tensor = None
+
+        def anywhere() -> bool:
+            return bool(self.job.all_reduce(torch.tensor(int(triggered))))
+
+        return self._survived("check_trigger", anywhere, triggered)
 
     def wait_for_everyone(self) -> None:
-        """As Accelerator's, at a place that all workers reach."""
-        with self._together("wait_for_everyone"):
-            super().wait_for_everyone()
+        """As Accelerator's, at a place that all workers reach: for everyone that is left."""
+        self._check_place("wait_for_everyone")
+        with suppress(*() if self.live else (CollectiveError,)):  # after the training nobody needs who is lost
+            self._meet("wait_for_everyone")
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """As Accelerator's, at a place that all workers reach."""
-        with self._together("main_process_first"), super().main_process_first():
-            yield
+        """As Accelerator's, at a place that all workers reach; whoever becomes rank 0 meanwhile is the first then."""
+        self._check_place("main_process_first")
+        leads = self.is_main_process
+        if not leads:
+            try:
+                self._meet("main_process_first", self._unless_rank_0)
+            except _OwnTurn:
+                leads = True
+        yield
+        if leads:
+            self._meet("main_process_first")
 
     def local_main_process_first(self) -> Any:
         """As `main_process_first`."""
         return self.main_process_first()
 
     @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:  # noqa: FBT001, FBT002
+        """As Accelerator's, for the size of the moment. Within `repeat` a lost worker's share is shared out again."""
+        self._divided = not self.repeating
+        with super().split_between_processes(inputs, apply_padding) as share:
+            yield share
+
+    @contextmanager
     def join_uneven_inputs(self, *_: Any, **__: Any) -> Iterator[None]:
         """Nothing: shares may always be uneven."""
         yield
 
+    # Inside
 
-def _gather_uneven(tensor: torch.Tensor) -> torch.Tensor:
-    """All workers' rows, in order of ranks. Shape: (sum of lengths, ...)."""
-    rows = tensor[None] if tensor.ndim == 0 else tensor
-    lengths = gather(torch.tensor([len(rows)], device=rows.device)).tolist()
-    if len(set(lengths)) == 1:
-        found: torch.Tensor = gather(rows)
-        return found
-    padded = rows.new_zeros((max(lengths), *rows.shape[1:]))  # Accelerate's own padding makes integers of booleans
-    padded[: len(rows)] = rows
-    parts = gather(padded).split(max(lengths))
-    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+    def _check_place(self, name: str) -> None:
+        """LoopError in an iteration that has not completed a step: workers differ in how many of those they have."""
+        if not self.sync_gradients:
+            raise LoopError(
+                f"accelerator.{name} was called in an iteration that has not completed a global step; workers differ "
+                "in how many iterations a step has, so call it below accelerator.backward, "
+                "within: if accelerator.sync_gradients"
+            )
+
+    def _shared(self, name: str, work: Callable[[], Result], alone: Result) -> Result:
+        """What `work` finds for all workers, `alone` where there is one."""
+        self._check_place(name)
+        if self.read_alone and not self._alone and not self.repeating:
+            raise LoopError(
+                f"accelerator.{name} was called after a loop in which each worker evaluated everything by itself, so "
+                "that samples would count several times; put the evaluation into a function, and call "
+                "accelerator.repeat(evaluate): there it is shared out"
+            )
+        return self._survived(name, work, alone, again=not self._divided)
+
+    def _meet(self, name: str, before: Callable[[], None] | None = None) -> None:
+        """Wait for all others that are left; `before` is called each time that the wait begins."""
+
+        def met() -> None:
+            if before:
+                before()
+            self.job.all_reduce(torch.zeros(1))
+
+        self._survived(name, met, None)
+
+    def _unless_rank_0(self) -> None:
+        if self.is_main_process:
+            raise _OwnTurn
+
+    def _survived(self, name: str, work: Callable[[], Result], alone: Result, *, again: bool = True) -> Result:
+        """`work()`, and again where a worker is lost in it, if that may be, and the place is one for it."""
+        if self.num_processes == 1:
+            return alone
+        acted = not self.iterating or any(each.acted for each in self._optimizers)
+        if again and acted and self.live and not self.repeating:
+            return self.job.repeat(work)
+        try:
+            return work()
+        except CollectiveError as error:
+            if not self.repeating:
+                error.add_note(
+                    f"accelerator.{name}: what workers share out is done again where one is lost in a function that "
+                    "accelerator.repeat(...) calls; calls in an iteration, where they come after optimizer.step()"
+                )
+            raise
+
+
+def _all_tensors(found: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, found, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

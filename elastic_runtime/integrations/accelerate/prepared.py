@@ -6,15 +6,20 @@ number of processes or of iterations: both are the job's here.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import send_to_device
+from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
-from elastic_runtime.errors import LoopError
-from elastic_runtime.sources import Source
+from elastic_runtime.errors import LoopError, UsageError
+from elastic_runtime.loader import like
+from elastic_runtime.sources import Source, has_own_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,6 +32,13 @@ if TYPE_CHECKING:
 
 class ElasticOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has no types
     """Acts where a global step is complete."""
+
+    acted = False  # in this iteration
+
+    def step(self, closure: Any = None) -> None:
+        """As Accelerate's."""
+        super().step(closure)
+        self.acted = True
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001  (torch's own signature)
         """At any place in an iteration: between the micro-batches of a step there are no gradients to lose."""
@@ -96,7 +108,15 @@ class TrainingLoader(_Loader):
                 "the training loader is iterated outside accelerator.epochs(...); write: "
                 "for epoch in accelerator.epochs(N)"
             )
-        return self.iterations(self.elastic)
+        return self._epoch(self.elastic)
+
+    def _epoch(self, batches: Iterable[Any]) -> Iterator[Any]:
+        accelerator = self._accelerator
+        accelerator.epoch_over = False
+        try:
+            yield from self.iterations(batches)
+        finally:
+            accelerator.epoch_over = True
 
     def iterations(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Each batch begins an iteration, which has not completed a step yet."""
@@ -105,10 +125,10 @@ class TrainingLoader(_Loader):
             for number, batch in enumerate(batches):
                 if number == 0:
                     accelerator.follow()
-                accelerator.sync_gradients = False
+                accelerator.begin_iteration()
                 yield self.on_device(batch)
         finally:
-            accelerator.sync_gradients = True
+            accelerator.end_iterations()
 
     def on_device(self, batch: Any) -> Any:
         """The batch where the model is, unless that was not asked for."""
@@ -117,46 +137,66 @@ class TrainingLoader(_Loader):
 
 
 class FurtherLoader(_Loader):
-    """Evaluation's and others': each worker reads its share at the current size, as Accelerate deals it out."""
+    """Evaluation's and others': each worker reads all of it by itself; in a function that `accelerator.repeat` calls
+    its share at the current size, as Accelerate deals it out.
+    """
 
-    def __init__(self, accelerator: ElasticAccelerator, loader: DataLoader[Any], *, place: bool, share: bool) -> None:
-        """Not `share`: each worker reads all of it, alone."""
+    def __init__(self, accelerator: ElasticAccelerator, loader: DataLoader[Any], *, place: bool) -> None:
         super().__init__(accelerator, loader, place=place)
-        self._share = share
+        if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+            raise UsageError("the loader has a DistributedSampler; leave it out: accelerator.repeat shares samples out")
         self._of_place: tuple[tuple[int, int], Any] | None = None
 
     def __len__(self) -> int:
-        """Iterations of this worker at the current size."""
-        return len(self._shared())
+        """Iterations of this worker, here and now."""
+        return len(self._prepared())
 
     def __iter__(self) -> Iterator[Any]:
-        if self._share:
-            yield from self._shared()
-            return
-        with self._accelerator.by_itself():
-            yield from self._shared()
+        accelerator = self._accelerator
+        with nullcontext() if accelerator.repeating else accelerator.by_itself():
+            yield from self._prepared()
 
-    def _shared(self) -> Any:
+    def _prepared(self) -> Any:
         """Kept until the size changes, with its loader processes."""
         accelerator = self._accelerator
-        place = (accelerator.process_index, accelerator.num_processes) if self._share else (0, 1)
+        place = (accelerator.process_index, accelerator.num_processes) if accelerator.repeating else (0, 1)
         if self._of_place is None or self._of_place[0] != place:
-            self._of_place = (place, self._prepared(*place))
+            self._of_place = (place, self._by_accelerate(*place))
         return self._of_place[1]
 
-    def _prepared(self, rank: int, size: int) -> Any:
-        """By Accelerate, without `split_batches`: a batch that three workers do not divide would be an error."""
+    def _by_accelerate(self, rank: int, size: int) -> Any:
+        """Without `split_batches` (a batch that three workers do not divide would be an error), without a worker that
+        reads for the others, and with nothing that they would have to tell each other: each of these is lost with one.
+        """
         accelerator = self._accelerator
         return prepare_data_loader(
-            self.loader,
+            self.loader if size == 1 else self._in_one_order(),
             accelerator.device,
             num_processes=size,
             process_index=rank,
             put_on_device=self._place,
-            rng_types=list(accelerator.rng_types),
-            dispatch_batches=accelerator.dispatch_batches,
+            rng_types=None,
+            dispatch_batches=False,
             even_batches=accelerator.even_batches,
-            use_seedable_sampler=accelerator.use_seedable_sampler,
+            use_seedable_sampler=accelerator.use_seedable_sampler and size == 1,
             data_seed=accelerator.dataloader_config.data_seed,
             non_blocking=accelerator.non_blocking,
         )
+
+    def _in_one_order(self) -> DataLoader[Any]:
+        """Whatever a sampler draws, the same on all workers. UsageError for a dataset without a length: the samples
+        that fill the last batches up could not be told from the others.
+        """
+        loader = self.loader
+        if isinstance(loader.dataset, IterableDataset):
+            if hasattr(loader.dataset, "__len__"):
+                return loader
+            raise UsageError(
+                "an evaluation loader over an IterableDataset without a length cannot be shared out exactly; iterate "
+                "it outside accelerator.repeat, where each worker reads all of it"
+            )
+        if has_own_batches(loader):
+            return loader
+        order = Source(loader, self._accelerator.seed).epoch(0)
+        batches: Any = BatchSampler(order, loader.batch_size or 1, loader.drop_last)
+        return like(loader, loader.dataset, batches, loader.collate_fn, torch.Generator())

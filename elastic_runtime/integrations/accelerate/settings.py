@@ -29,6 +29,13 @@ SWITCHES = (
     "ACCELERATE_USE_MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
 )
+REFUSED = (
+    ("dataloader_config", "use_stateful_dataloader", True, "the place in the data is the job's, in its checkpoints"),
+    ("dataloader_config", "dispatch_batches", True, "no worker reads for the others: it may be lost"),
+    ("gradient_accumulation_plugin", "sync_with_dataloader", False, "the last step of an epoch ends with it"),
+    ("gradient_accumulation_plugin", "sync_each_batch", True, "gradients are summed once a step"),
+)
+"""(argument of Accelerator, its attribute, the value that cannot be had, why)"""
 
 
 @contextmanager
@@ -69,11 +76,9 @@ def check_arguments(given: Mapping[str, Any], variables: Mapping[str, str]) -> N
     precision = given.get("mixed_precision") or variables.get("ACCELERATE_MIXED_PRECISION")
     if str(precision) == "fp8":
         raise SettingsError("mixed_precision is 'fp8', which ElasticAccelerator has not been tried with; use 'bf16'")
-    if getattr(given.get("dataloader_config"), "use_stateful_dataloader", False):
-        raise SettingsError(
-            "use_stateful_dataloader is set, but the place in the data is the job's, and is in its checkpoints; leave "
-            "it out"
-        )
+    for owner, name, bad, instead in REFUSED:
+        if getattr(given.get(owner), name, not bad) is bad:
+            raise SettingsError(f"{name} is {bad}, but {instead}; leave it out")
 
 
 def check_more(given: Mapping[str, Any]) -> None:
