@@ -37,6 +37,7 @@ class ReasonCode(StrEnum):
     LEASE_ENDED = "lease-ended"
     GPU_MEMORY_RECLAIMED = "gpu-memory-reclaimed"
     OVER_GPU_MEMORY_LIMIT = "over-gpu-memory-limit"
+    PODS_NOT_READY = "pods-not-ready"
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,6 +45,8 @@ class Narrator:
         word, reason = waits.get(status.phase), _reason(job)
         if word and reason and (changed or _reason(before) != reason):  # without one it has not been looked at yet
             yield f"{word}: {reason}"
+        if _held_up(job) and (before is None or not _held_up(before) or _reason(before) != reason):
+            yield f"a worker does not start: {reason}"
 
     def _restarts(self, job: Job) -> Iterator[str]:
         already = self._before.status.restarts if self._before else 0
@@ -79,6 +81,13 @@ class Narrator:
         if late or job.status.phase is Phase.SUCCEEDED:
             self._joining_is_settled = True
             yield _unjoined(job, f"after {JOINS_WITHIN_S:.0f} s " if late else "")
+
+
+def _held_up(job: Job) -> bool:
+    """Its pods do not come up (an image that cannot be pulled), though it was given its GPUs."""
+    reason = job.status.reason
+    given = job.status.phase in {Phase.STARTING, Phase.RUNNING}
+    return given and reason is not None and reason.code is ReasonCode.PODS_NOT_READY
 
 
 def conclusion(job: Job) -> str:

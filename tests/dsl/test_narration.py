@@ -50,6 +50,14 @@ def test_changes_are_told_once_where_the_cluster_remembers_the_last_few_only() -
     ]
 
 
+def test_an_image_that_cannot_be_pulled_is_told_once() -> None:
+    fits = _job(Phase.STARTING, reason=Reason(code=ReasonCode.FITS, message="starts with 1 GPU"))
+    pull = _job(
+        Phase.STARTING, reason=Reason(code=ReasonCode.PODS_NOT_READY, message="ImagePullBackOff: no such image")
+    )
+    assert _story(fits, pull, pull) == ["a worker does not start: ImagePullBackOff: no such image"]
+
+
 def test_each_change_is_told_once() -> None:
     waiting = _job(Phase.PENDING, reason=WAITS)
     large = _job(Phase.RUNNING, gpus=2)

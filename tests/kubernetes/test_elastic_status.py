@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
 from kfp_gpuquota.api.job import Resize
+from kfp_gpuquota.api.wire import ShareView
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.deadlines import Deadline, Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.elastic_status import record_of, status_of, with_condition, without_pods
 from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, ElasticJobSpec, ElasticJobStatus, JobLease
-from kfp_gpuquota.cluster.kubernetes.objects import Condition, Metadata, Pod
-from kfp_gpuquota.cluster.kubernetes.views import job_of
+from kfp_gpuquota.cluster.kubernetes.objects import Condition, Metadata, Node, Pod
+from kfp_gpuquota.cluster.kubernetes.views import job_of, node_view
 from kfp_gpuquota.cluster.records import Intent, with_status
 
 TEMPLATE = msgspec.Raw(b'{"spec": {"containers": [{"name": "main"}]}}')
@@ -72,6 +73,50 @@ def test_a_worker_is_shown_with_its_rank_once_it_has_one() -> None:
     pods = [pod(0, phase="Failed"), pod(2), pod(4), pod(5)]
     shown = job_of(job_with(phase="Running", ranks=(4, 2)), pods)
     assert [(w.index, w.rank) for w in shown.status.workers] == [(0, None), (2, 1), (4, 0), (5, None)]
+
+
+def test_what_keeps_pods_from_running_is_the_reason_that_a_client_shows() -> None:
+    pull = Condition("WorkersReady", "False", "ImagePullBackOff", "ImagePullBackOff: no such image")
+    stuck = job_of(job_with(phase="Starting", reason="fits", message="starts with 2 GPUs", conditions=(pull,)))
+    assert stuck.status.reason == Reason(code=ReasonCode.PODS_NOT_READY, message="ImagePullBackOff: no such image")
+    failed = job_of(job_with(phase="Failed", reason="worker-failed", message="it failed", conditions=(pull,)))
+    assert str(failed.status.reason) == "it failed", "what ended it, where it has ended"
+
+
+@pytest.mark.parametrize(
+    ("container", "shown"),
+    [
+        (b'{"image": "i", "command": ["sh", "-c"], "args": ["true"]}', ("sh", "-c", "true")),
+        (b'{"image": "registry/trainer:1"}', ("registry/trainer:1",)),
+    ],
+)
+def test_a_job_is_shown_with_what_its_first_container_runs(container: bytes, shown: tuple[str, ...]) -> None:
+    template = msgspec.Raw(b'{"spec": {"containers": [' + container + b"]}}")
+    stored = msgspec.structs.replace(job_with(), spec=ElasticJobSpec(template=template, gpus=1))
+    assert job_of(stored).spec.command == shown
+
+
+def gpu_pod(name: str, gpus: int, phase: str = "Running", **annotations: str) -> Pod:
+    container = {"name": "main", "resources": {"limits": {labels.GPU_RESOURCE: str(gpus)}}}
+    notes = {f"{labels.GROUP}/{key}": value for key, value in annotations.items()}
+    meta = {"name": name, "annotations": notes}
+    spec = {"nodeName": "n", "containers": [container]}
+    return msgspec.convert({"metadata": meta, "spec": spec, "status": {"phase": phase}}, Pod)
+
+
+def test_a_nodes_devices_are_in_use_by_pods_under_the_quota_and_outside_of_it() -> None:
+    node = msgspec.convert({"metadata": {"name": "n"}, "status": {"allocatable": {labels.GPU_RESOURCE: "4"}}}, Node)
+    pods = [gpu_pod("ours", 1, devices="1"), gpu_pod("foreign", 2), gpu_pod("over", 1, "Succeeded")]
+    shown = node_view(node, pods)
+    assert shown.held == {1: ("ours",), 0: ("foreign",), 2: ("foreign",)}
+    assert shown.used == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+def test_a_shared_device_is_in_use_as_far_as_its_sharers_have_asked_for_it() -> None:
+    node = msgspec.convert({"metadata": {"name": "n"}, "status": {"allocatable": {labels.GPU_RESOURCE: "2"}}}, Node)
+    given_ = {"project": "t", "device": 0, "total_mib": 16384, "used_mib": 0, "limit_mib": 0, "granted_mib": 0}
+    shares = [ShareView(worker=name, job=name, request_mib=4096, **given_) for name in "ab"]  # type: ignore[arg-type]
+    assert node_view(node, [gpu_pod("a", 0, devices="0"), gpu_pod("b", 0, devices="0")], shares).used == {0: 0.5}
 
 
 @pytest.mark.parametrize(

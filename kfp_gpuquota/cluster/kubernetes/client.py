@@ -147,10 +147,7 @@ class KubernetesClient:
         """All nodes with GPUs, and which pods hold their devices."""
         nodes = self._items("/api/v1/nodes", objects.Node)
         pods = self._items("/api/v1/pods", objects.Pod, fieldSelector="spec.nodeName!=")
-        shown = (
-            msgspec.structs.replace(views.node_view(node, pods), shares=ledger.views_of(node.metadata.name, pods))
-            for node in nodes
-        )
+        shown = (views.node_view(node, pods, ledger.views_of(node.metadata.name, pods)) for node in nodes)
         return tuple(sorted((view for view in shown if view.node.devices), key=lambda view: view.node.name))
 
     # Jobs

@@ -25,6 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.structural import Schema, column, definitio
 YEAR_S: Final = 31_536_000
 MAX_CONTAINERS: Final = 64
 MAX_POOLS: Final = 64
+_WORKERS_READY: Final = '.status.conditions[?(@.type=="WorkersReady")].reason'
 _DNS_LABEL: Final = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 
 # name on the wire: (the field of JobSpec that it is, what it means)
@@ -81,6 +82,7 @@ def _elastic_job() -> Schema:
         column("Phase", "string", ".status.phase"),
         column("GPUs", "number", ".status.gpus", "held now"),
         column("Workers", "integer", ".status.workers", "pods now"),
+        column("Pods", "string", _WORKERS_READY, "Running, or what keeps them from it"),
         column("Kind", "string", ".spec.kind", wide=True),
         column("Requested", "integer", ".spec.gpus", "GPUs asked for", wide=True),
         column("Priority", "integer", ".spec.priority", wide=True),

@@ -14,8 +14,9 @@ from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Reason, ReasonCode
 from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_RESTARTS
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import NodeView, ProjectView
-from kfp_gpuquota.cluster.kubernetes import labels, nodes, quotas, translate
+from kfp_gpuquota.cluster.kubernetes import labels, nodes, quotas, reservation_pods, translate
 from kfp_gpuquota.cluster.kubernetes.elastic_status import progress_of
+from kfp_gpuquota.cluster.kubernetes.needs import gpus_of
 from kfp_gpuquota.cluster.kubernetes.policy_objects import set_by
 from kfp_gpuquota.cluster.kubernetes.size_changes import reason_of, resizes_of
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kfp_gpuquota.api import JobSpec, Project
-    from kfp_gpuquota.api.wire import Lease
-    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, GpuQuota
+    from kfp_gpuquota.api.wire import Lease, ShareView
+    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, ElasticJobStatus, GpuQuota
     from kfp_gpuquota.cluster.kubernetes.objects import Node, Pod
 
 Json = dict[str, Any]
@@ -54,6 +55,24 @@ _FIELDS: Final = {
     "spread": ("spread", False),
 }
 _MEMORY: Final = frozenset({"gpuMemory", "gpuMemoryLimit"})
+
+
+class _Container(msgspec.Struct, frozen=True):
+    image: str = ""
+    command: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+
+
+class _Pod(msgspec.Struct, frozen=True):
+    containers: tuple[_Container, ...] = (_Container(),)
+
+
+class _Template(msgspec.Struct, frozen=True):
+    """Of a pod template what a client shows."""
+
+    spec: _Pod = _Pod()
+
+
 _PHASES: Final = {"Pending": WorkerPhase.STARTING, "Running": WorkerPhase.RUNNING}
 
 
@@ -137,10 +156,10 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
     workers = sorted((_ranked(worker, ranks) for worker in known), key=lambda worker: worker.index)
     return Job(
         uid=stored.metadata.uid,
-        spec=translate.elastic_job(stored),
+        spec=msgspec.structs.replace(translate.elastic_job(stored), command=_command(stored)),
         status=JobStatus(
             phase=Phase(status.phase or Phase.PENDING),
-            reason=_reason(status.reason, status.message),
+            reason=_trouble(status) or _reason(status.reason, status.message),
             gpus=as_number(status.gpus),
             generation=status.generation,
             restarts=status.restarts,
@@ -157,6 +176,21 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
             set_by=set_by(stored.metadata.annotations),
         ),
     )
+
+
+def _command(stored: ElasticJob) -> tuple[str, ...]:
+    """What its first container runs; its image, where that one's entry point does."""
+    container = msgspec.json.decode(stored.spec.template, type=_Template).spec.containers[0]
+    return (*container.command, *container.args) or (container.image or "pod",)
+
+
+def _trouble(status: ElasticJobStatus) -> Reason | None:
+    """Why its pods do not come up: more than the decision that they should, which is what its message says."""
+    if Phase(status.phase or Phase.PENDING).final:
+        return None
+    found = (c.message for c in status.conditions if c.type == "WorkersReady" and c.status == "False" and c.message)
+    message = next(found, "")
+    return Reason(code=ReasonCode.PODS_NOT_READY, message=message) if message else None
 
 
 def worker_of(pod: Pod, job_uid: str) -> Worker:
@@ -194,14 +228,39 @@ def project_view(quota: GpuQuota) -> ProjectView:
     )
 
 
-def node_view(node: Node, pods: Iterable[Pod]) -> NodeView:
-    """A node and which pods hold its devices, as far as our pods say so."""
-    held: dict[int, tuple[str, ...]] = {}
-    for pod in pods:
-        if pod.spec.node_name == node.metadata.name and pod.status.phase not in {"Succeeded", "Failed"}:
-            for device in worker_of(pod, "").devices:
-                held[device] = (*held.get(device, ()), pod.metadata.name)
-    return NodeView(node=nodes.node_of(node), held=held)
+def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ()) -> NodeView:
+    """A node and which pods hold its devices, with those that pods outside the quota hold.
+
+    Which these are only the kubelet knows: they are taken to be the first that nobody else has.
+    """
+    here = [pod for pod in pods if pod.spec.node_name == node.metadata.name and _holds(pod)]
+    shown, held = nodes.node_of(node), dict[int, tuple[str, ...]]()
+    for pod in here:
+        for device in _devices(pod):
+            held[device] = (*held.get(device, ()), pod.metadata.name)
+    for pod in here:
+        foreign = 0 if _devices(pod) else gpus_of(pod.spec)
+        free = [device.index for device in shown.devices if device.index not in held]
+        held.update((index, (pod.metadata.name,)) for index in free[:foreign])
+    return NodeView(node=shown, held=held, used=_used(held, shares), shares=tuple(shares))
+
+
+def _devices(pod: Pod) -> tuple[int, ...]:
+    """Those that a plan gave it, or that it reserves for several."""
+    reserved = reservation_pods.view_of(pod)
+    return worker_of(pod, "").devices if reserved is None else (reserved.device,)
+
+
+def _holds(pod: Pod) -> bool:
+    return pod.status.phase not in {"Succeeded", "Failed"}
+
+
+def _used(held: Iterable[int], shares: Iterable[ShareView]) -> dict[int, float]:
+    """The part of each device that is held: of a shared one what its sharers have asked for."""
+    parts: dict[int, float] = {}
+    for share in shares:
+        parts[share.device] = parts.get(share.device, 0.0) + share.request_mib / (share.total_mib or 1)
+    return {device: min(1.0, round(parts.get(device, 1.0), 2)) for device in held}
 
 
 def _reason(code: str, message: str) -> Reason | None:
