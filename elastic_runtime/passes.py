@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from elastic_runtime.copies import Copies
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.packing import pack, unpack
+from elastic_runtime.torch_internals import forget_unscaled
 
 if TYPE_CHECKING:
-    import torch
-
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.modes import Mode
     from elastic_runtime.state import TrainingState
@@ -73,6 +74,9 @@ class Passes:
         """Take the state back to the step's beginning."""
         if self.done:
             self._state.load(self._before)
+            for _, part in self._state.parts:
+                if isinstance(part, torch.amp.GradScaler):
+                    forget_unscaled(part)
             self._copies = Copies(device=None)  # optimizers go on in the memory of what they load
         self.forget()
 

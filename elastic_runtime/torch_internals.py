@@ -5,7 +5,7 @@ what keeps a resize off the training loop. Used here, all of `torch.distributed.
 2.14 and 2.15): `_new_process_group_helper` builds a group without making it the default one, `_update_default_pg` and
 `_world` make it so. torch 2.15's own `reconfigure` was rejected as the only way: private as well, experimental, and it
 hangs when a collective is in flight. And of `torch.utils.data` what `get_worker_info` returns; and where `fully_shard`
-keeps which modules it has wrapped.
+keeps which modules it has wrapped, and GradScaler which optimizers it has seen in a step.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ __all__ = [
     "check_torch",
     "drop_group",
     "forget_composable_state",
+    "forget_unscaled",
     "make_default",
     "no_worker_info",
 ]
@@ -117,3 +118,8 @@ def no_worker_info() -> Iterator[None]:
 def forget_composable_state(module: torch.nn.Module) -> None:
     """`fully_shard` may wrap the module again: it refuses those that it finds here."""
     composable._module_state_mapping.pop(module, None)  # noqa: SLF001
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """A step that the scaler has begun is taken back: it has unscaled nobody's gradients, and stepped nobody."""
+    scaler._per_optimizer_states.clear()  # noqa: SLF001

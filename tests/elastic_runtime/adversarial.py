@@ -24,7 +24,7 @@ judged = nn.functional.binary_cross_entropy_with_logits
 def train_adversaries(
     plan: Plan, index: int, directory: Path, gate: Gate | None, *, dies: tuple[int, int, int] = (-1, -1, -1)
 ) -> None:
-    """Critic, generator, and the critic once more on gradients that add up over the passes.
+    """Critic, generator, and the critic once more on gradients that add up over the passes; all with a GradScaler.
 
     `dies`: (worker, step, after how many passes are applied).
     """
@@ -36,8 +36,9 @@ def train_adversaries(
     makes, judges = torch.optim.AdamW(generator.parameters(), lr=0.01), torch.optim.AdamW(critic.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(judges, step_size=7, gamma=0.9)
     loader = DataLoader(Points(plan.samples), batch_size=plan.loader_batch, shuffle=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5)
     models = nn.ModuleDict({"generator": generator, "critic": critic})
-    _, _, elastic_loader, _ = job.prepare(models, [makes, judges], loader, [scheduler])
+    _, _, elastic_loader, _ = job.prepare(models, [makes, judges], loader, [scheduler], scaler=scaler)
     record = Record(job, index, directory, makes, dict)
 
     def applied(passes: int) -> None:
@@ -53,16 +54,19 @@ def train_adversaries(
             judges.zero_grad()
             real, fake = critic(x), critic(made.detach())
             job.backward(judged(real, torch.ones_like(real)) + judged(fake, torch.zeros_like(fake)), more=True)
-            judges.step()
+            scaler.step(judges)
             applied(1)
             makes.zero_grad()
             fake = critic(made)
             job.backward(judged(fake, torch.ones_like(fake)), more=True)
+            scaler.unscale_(makes)
             job.clip_grad_norm_(generator.parameters(), 5.0)
-            makes.step()
+            scaler.step(makes)
+            scaler.update()
             applied(2)
             job.backward(critic(x).square().mean())
-            judges.step()
+            scaler.step(judges)
+            scaler.update()
             scheduler.step()
     final: dict[str, Any] = {"model": models.state_dict(), "lr": scheduler.get_last_lr(), "step": job.step}
     torch.save(final, directory / f"final-{index}.pt")
