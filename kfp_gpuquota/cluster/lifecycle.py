@@ -8,6 +8,8 @@
 | failed, managed, others are left             | goes on without it, up to `max_restarts` times, then fails      |
 | killed by a signal, managed, the last one    | returns to the queue, up to `max_restarts` times, then fails    |
 | failed by itself, managed, the last one      | fails with its exit code                                        |
+| killed after the training, others are left   | goes on: another one holds or brings its result                 |
+| failed by itself after the training          | fails with its exit code, the others are stopped                |
 """
 
 from __future__ import annotations
@@ -42,15 +44,22 @@ def _after_own_end(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerR
     if code == 0:
         return msgspec.structs.replace(job, completing=True)
     others = any(worker.alive or _finished(worker) for worker in workers)
-    if job.completing and others:
+    if job.completing and others and not _failed_by_itself(job, gone):
         return job  # the training is over, and another worker holds or brings its result
     recoverable = job.managed and (others or code > KILLED_ABOVE) and job.status.restarts < job.spec.max_restarts
+    recoverable = recoverable and not (job.completing and _failed_by_itself(job, gone))
     why = _failure(gone, code, job, recoverable=recoverable)
     job = with_status(job, restarts=job.status.restarts + recoverable, exit_code=code, reason=why)
     job = msgspec.structs.replace(job, resize_reason=why)
     if not recoverable:
         return msgspec.structs.replace(job, intent=Intent.FAIL)
     return job if others else msgspec.structs.replace(job, intent=Intent.REQUEUE)
+
+
+def _failed_by_itself(job: JobRecord, gone: WorkerRecord) -> bool:
+    """Its own program says so. What came too late to be in a generation of a training has no part in its result."""
+    trained = gone.worker.rank is not None or not job.managed
+    return trained and 0 < (gone.worker.exit_code or 0) <= KILLED_ABOVE
 
 
 def resized(
@@ -126,7 +135,9 @@ def _failure(gone: WorkerRecord, code: int, job: JobRecord, *, recoverable: bool
     how = f"was killed by signal {code - KILLED_ABOVE}" if code > KILLED_ABOVE else f"ended with exit code {code}"
     how += _MEANINGS.get(code, "")
     then = ""
-    if recoverable:
+    if job.completing and _failed_by_itself(job, gone):
+        then = ", after its training had ended" if job.managed else ", after another one had ended with 0"
+    elif recoverable:
         then = f"; restart {job.status.restarts + 1} of at most {job.spec.max_restarts}"
     elif job.managed and job.spec.max_restarts and job.status.restarts >= job.spec.max_restarts:
         then = f"; it had been restarted {job.spec.max_restarts} times, which is its max_restarts"

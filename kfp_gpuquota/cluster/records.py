@@ -72,6 +72,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return self.worker.phase is not WorkerPhase.GONE
 
 
+def leaving(record: WorkerRecord, now: float) -> WorkerRecord:
+    """The worker after it was told to go, by us or by somebody else."""
+    worker = msgspec.structs.replace(record.worker, phase=WorkerPhase.LEAVING)
+    return msgspec.structs.replace(record, worker=worker, released=True, released_at=now)
+
+
 def view(record: JobRecord, workers: list[WorkerRecord]) -> Job:
     """The job as clients see it, with the workers of its present attempt: all that live, and the last that ended."""
     chosen = [w for w in workers if w.attempt == record.attempt or w.alive]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Eviction, Phase, Reason, Worker, WorkerPhase
+from kfp_gpuquota.api import Eviction, Phase, Reason, Worker
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.lifecycle import settled
-from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -132,9 +132,6 @@ class Transcript:
         """Tell workers to go: they hold their devices until they are gone."""
         for worker in workers:
             record = self.change.workers.get(worker) or self.state.workers[worker]
-            leaving = msgspec.structs.replace(record.worker, phase=WorkerPhase.LEAVING)
-            self.change.workers[worker] = msgspec.structs.replace(
-                record, worker=leaving, released=True, released_at=self.now
-            )
+            self.change.workers[worker] = leaving(record, self.now)
             self.stopped.append(worker)
         self.change.jobs[job.uid] = with_status(msgspec.structs.replace(job, resize_reason=reason), reason=reason)

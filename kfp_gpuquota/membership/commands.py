@@ -82,7 +82,7 @@ class AnnounceCommit(msgspec.Struct, frozen=True):
 
 
 class AnnounceRelease(msgspec.Struct, frozen=True):
-    """The worker left by agreement, at the end of `step`; its process is about to end with 0."""
+    """The worker is let go, or left by agreement, at the end of `step`; its process is about to end with 0."""
 
     worker: str
     step: int

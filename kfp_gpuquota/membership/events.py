@@ -16,9 +16,13 @@ class TargetChanged(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
 
 
 class WorkerGone(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """The cluster saw the worker's process end. It never comes back under this id."""
+    """The cluster saw the worker's process end. It never comes back under this id.
+
+    `finished`: nobody had told it to go and its exit code was 0, so that its training is over, said or not.
+    """
 
     worker: str
+    finished: bool = False
 
 
 class WorkerDisconnected(msgspec.Struct, frozen=True, tag=True, tag_field="event"):

@@ -123,6 +123,8 @@ class Membership:
     def _on_gone(self, event: e.WorkerGone) -> None:
         member = self.members.setdefault(event.worker, Member(event.worker))
         member.disconnect(self._now)
+        if event.finished and not member.killed and member.state is not WorkerState.LEFT:
+            member.finished = self.finished = True
         member.move(WorkerTrigger.GONE)
 
     @_on.register
@@ -206,12 +208,9 @@ class Membership:
         if generation is None:
             self._end_stray(event.worker, event.generation)
             return
-        known = event.worker in generation.adopted
         generation.adopted[event.worker] = (event.pause_ms, event.lost_steps)
-        if event.worker not in generation.members and not known:
-            generation.leavers.add(event.worker)
-            self.members[event.worker].move(WorkerTrigger.RELEASED)
-            self._out.append(c.AnnounceRelease(event.worker, event.step))
+        if event.worker not in generation.members:
+            self._release(event.worker, WorkerTrigger.RELEASED, event.step)
 
     @_on.register
     def _on_failed(self, event: e.CollectiveFailed) -> None:
@@ -283,8 +282,14 @@ class Membership:
 
     def _let_go(self, worker: str, generation: Generation) -> None:
         """It leaves with this generation, and its collective before has failed: it is waited for no more."""
-        self.members[worker].move(WorkerTrigger.EXCLUDED)
+        self._release(worker, WorkerTrigger.EXCLUDED, generation.step)
         generation.adopted.setdefault(worker, (0.0, 0))
+
+    def _release(self, worker: str, trigger: WorkerTrigger, step: int) -> None:
+        """It is in no generation any more, as was agreed: its end says nothing about the job."""
+        member = self.members[worker]
+        if member.move(trigger) and not member.killed:
+            self._out.append(c.AnnounceRelease(worker, step))
 
     def _announce(self, generation: Generation) -> None:
         pauses, lost = zip(*(generation.adopted.values() or [(0.0, 0)]), strict=True)
@@ -343,7 +348,9 @@ class Membership:
             if not (self.base.complete and self._wanted()):
                 return
             self._forget_base()
-        if self.base is None:
+        if self.base is None and self.finished:
+            self._withdraw()  # a first generation would train again what is finished
+        elif self.base is None:
             self._decide_first()
         elif self._decide_recovery(self.base):
             return
@@ -425,7 +432,7 @@ class Membership:
         in_use = concerned([generation for generation in (self.base, self.pending) if generation])
         named = {worker for worker, member in self.members.items() if member.wanted_at is not None}
         for worker in named - set(self._wanted()) - in_use - self._perhaps_training():
-            self.members[worker].move(WorkerTrigger.RELEASED)
+            self._release(worker, WorkerTrigger.RELEASED, self.base.step if self.base else 0)
         for worker, member in self.members.items():
             order = self.order_for(worker)
             if member.state is not WorkerState.GONE and self._sent.get(worker) != order:

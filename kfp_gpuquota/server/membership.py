@@ -75,7 +75,10 @@ class Notices(Protocol):
         """A generation is in force; told again with `complete` and the final figures once everybody switched."""
 
     def worker_released(self, job_uid: str, worker: str, step: int) -> None:
-        """The worker left by agreement after `step`; its process ends with 0."""
+        """The worker left by agreement after `step`, or is let go: its process ends with 0, which is not a success.
+
+        Perhaps it asked for it itself: somebody else had told its process to go.
+        """
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
         """End the worker's process with SIGKILL, then report `worker_gone`."""
@@ -172,10 +175,10 @@ class MembershipService:
         """
         self._apply(job_uid, TargetChanged(tuple(workers), reasons or {}))
 
-    def worker_gone(self, job_uid: str, worker: str) -> None:
-        """The worker's process has ended, however it ended."""
+    def worker_gone(self, job_uid: str, worker: str, *, finished: bool = False) -> None:
+        """The worker's process has ended, however it ended. `finished`: with 0, and nobody had told it to go."""
         if job_uid in self._jobs:
-            self._apply(job_uid, WorkerGone(worker))
+            self._apply(job_uid, WorkerGone(worker, finished))
 
     def machine(self, job_uid: str) -> Membership:
         """The job's machine, to be read only. NotFoundError for a job that is not open."""

@@ -98,6 +98,30 @@ def test_a_crash_after_the_training_does_not_spoil_the_result_of_another_worker(
     assert (ended.status.phase, ended.status.result_worker) == (Phase.SUCCEEDED, "u-1")
 
 
+@pytest.mark.parametrize("others", [(), (1,), (1, 2)])
+def test_a_script_that_fails_after_its_training_fails_the_job_whoever_else_has_a_result(
+    others: tuple[int, ...],
+) -> None:
+    ends = [worker(index, 0, rank=index) for index in others[:1]] + [worker(index, rank=index) for index in others[1:]]
+    ended = after(job(managed=True, completing=True), worker(0, 1, rank=0), *ends)
+    failing = ended.intent is Intent.FAIL or ended.status.phase is Phase.FAILED
+    assert (failing, ended.status.exit_code, ended.status.restarts) == (True, 1, 0)
+    assert ended.status.reason is not None
+    assert ended.status.reason.message == "worker 0 ended with exit code 1, after its training had ended"
+
+
+def test_a_worker_that_came_too_late_to_train_does_not_spoil_the_others_result() -> None:
+    ended = after(job(managed=True, completing=True), worker(1, 1), worker(0, 0, rank=0))
+    assert (ended.status.phase, ended.status.result_worker) == (Phase.SUCCEEDED, "u-0")
+
+
+def test_a_gang_of_a_plain_command_fails_with_any_of_its_workers_even_after_another_has_ended_well() -> None:
+    ended = after(job(completing=True), worker(1, 3), worker(0, 0))
+    assert (ended.status.phase, ended.status.exit_code) == (Phase.FAILED, 3)
+    assert ended.status.reason is not None
+    assert ended.status.reason.message == "worker 1 ended with exit code 3, after another one had ended with 0"
+
+
 def test_a_job_of_which_every_worker_was_told_to_go_returns_to_the_queue() -> None:
     assert after(job(), worker(0, 0, released=True)).status.phase is Phase.PENDING
 

@@ -278,10 +278,26 @@ def test_a_restarted_controller_remembers_who_had_finished(controlled: Controlle
     controlled.finish(path_of(team, "two-0"))
     controlled.until(job, lambda j: j["status"]["ended"] == [0])
     controlled.kill()
-    controlled.finish(path_of(team, "two-1"), exit_code=1)
+    controlled.finish(path_of(team, "two-1"), exit_code=137)
     controlled.start()
-    status = controlled.until_phase(job, "Succeeded")["status"]  # the result is there; the other one only came late
+    status = controlled.until_phase(job, "Succeeded")["status"]  # the result is there; the other one was only killed
     assert status["resultWorker"] == "two-0"
+
+
+def test_a_worker_that_fails_after_another_has_ended_well_fails_the_job(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    job = controlled.job(team, "two", gpus=2, gpusPerWorker=1, gracePeriodSeconds=1)
+    controlled.until_phase(job, "Running")
+    for name in ("two-0", "two-1"):
+        controlled.until(path_of(team, name), lambda p: p["status"].get("phase") == "Running")
+    controlled.finish(path_of(team, "two-0"))
+    controlled.until(job, lambda j: j["status"]["ended"] == [0])
+    controlled.finish(path_of(team, "two-1"), exit_code=1)
+    status = controlled.until_phase(job, "Failed")["status"]
+    assert status["exitCode"] == 1
+    assert "worker 1 ended with exit code 1, after another one had ended with 0" in status["message"]
 
 
 def _condition(job: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -377,6 +377,38 @@ def test_one_that_has_not_finished_recovers_without_those_that_have() -> None:
     assert drive(Ticked(), at=2.0) == [Reserve(2), Tell("b", Recover(2, ("b",)))]
 
 
+def test_the_exit_code_0_of_a_worker_says_that_the_training_is_over_where_nobody_heard_it_say_so() -> None:
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "b", "c")), WorkerGone("a", finished=True), WorkerReconnected("b", 7, ("a", "b"), 99))
+    assert drive.machine.order_for("b") == Stay(7), "nobody is lost"
+    drive(*arrive("c"))
+    assert drive.orders("c")[-1] == Release("the training has finished")
+    drive(CollectiveFailed("b", 7, 99, members=("a", "b")))
+    assert Tell("b", Recover(8, ("b",))) in drive(Ticked(), at=2.0), "it was not there to see it"
+
+
+def test_a_training_that_all_have_finished_is_not_begun_again_by_a_late_worker() -> None:
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "c")), WorkerGone("a", finished=True), *arrive("c"))
+    drive(Ticked(), at=30.0)
+    assert drive.orders("c")[-1] == Release("the training has finished")
+    assert not [command for command in drive.said if isinstance(command, Reserve)]
+
+
+def test_a_worker_that_was_let_go_has_finished_nothing_by_ending_well() -> None:
+    drive = training("a", "b")
+    drive(LeaveRequested("a"), GenerationAdopted("a", 2, 5), GenerationAdopted("b", 2, 5))
+    drive(WorkerGone("a", finished=True))
+    assert not drive.machine.finished
+
+
+def test_whoever_is_let_go_is_announced_once_also_where_its_collective_failed() -> None:
+    drive = training("a", "b", "c")
+    drive(LeaveRequested("c"), CollectiveFailed("c", 1, 4), WorkerGone("b"), GenerationAdopted("a", 3, 5))
+    drive(GenerationAdopted("c", 3, 5), Ticked())
+    assert [command for command in drive.said if isinstance(command, AnnounceRelease)] == [AnnounceRelease("c", 5)]
+
+
 FAILED_IN_7 = CollectiveFailed("a", 7, 31, members=("a", "b", "c"))
 
 

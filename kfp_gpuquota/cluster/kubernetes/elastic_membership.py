@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kfp_gpuquota.cluster.job_book import Change
 from kfp_gpuquota.cluster.kubernetes import elastic_pods
 from kfp_gpuquota.cluster.kubernetes.elastic_status import RESERVED_AT_ONCE, index_of
 from kfp_gpuquota.cluster.lifecycle import progressed, resized
-from kfp_gpuquota.cluster.records import Intent, JobRecord
+from kfp_gpuquota.cluster.records import Intent, JobRecord, leaving
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership import MembershipService
@@ -120,6 +121,10 @@ class JobMembership:
     def worker_released(self, job_uid: str, worker: str, step: int) -> None:
         """The worker left by agreement; its process ends by itself, and until then holds its devices."""
         log.info("worker %s of job %s left after step %d", worker, job_uid, step)
+        record = self._book.workers.get(worker)
+        if record is not None and record.alive and not record.released:  # it was told to go by somebody else
+            self._book.commit(Change(workers={worker: leaving(record, time.time())}))
+            self._changed(job_uid)
 
     def training_finished(self, job_uid: str, worker: str, step: int) -> None:
         """A worker applied the training's last step: the job takes no more workers."""

@@ -131,7 +131,7 @@ class WorkerNews:
         self._carry_on(before, after, record, [w.worker.id for w in workers if w.alive])
         self._workers.pods.pop(worker, None)
         self._killed.discard(worker)
-        self._membership.service.worker_gone(gone.job_uid, worker)
+        self._membership.service.worker_gone(gone.job_uid, worker, finished=gone.exit_code == 0 and not record.released)
         self._moved(gone.job_uid)
 
     def _remember_ended(self, pod: PodView, worker: str) -> None:

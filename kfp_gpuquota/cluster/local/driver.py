@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.local.environment import worker_environment
 from kfp_gpuquota.cluster.local.home import Home, write_private
 from kfp_gpuquota.cluster.local.sharing import Sharing
 from kfp_gpuquota.cluster.pace import Pace
-from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 from kfp_gpuquota.cluster.transcript import Transcript
 from kfp_gpuquota.errors import NotFoundError, StateFileError
 from kfp_gpuquota.fractions import Policy
@@ -269,7 +269,7 @@ class Driver:
             transcript.record(after)
             if after.intent is Intent.FAIL and before.intent is not Intent.FAIL and not after.status.phase.final:
                 transcript.fail(after, [w.worker.id for w in workers if w.alive])
-        self.membership.worker_gone(gone.job_uid, gone.id)
+        self.membership.worker_gone(gone.job_uid, gone.id, finished=code == 0 and not record.released)
         self._after_end(gone.job_uid)
 
     def _after_end(self, uid: str) -> None:
@@ -320,6 +320,12 @@ class Driver:
     def worker_released(self, job_uid: str, worker: str, step: int) -> None:
         """The worker left by agreement; its process ends by itself, and until then holds its devices."""
         log.info("worker %s of job %s left after step %s", worker, job_uid, step)
+        record = self._state.workers.get(worker)
+        if record is None or record.released or not record.alive:
+            return
+        with self._noting(worker) as transcript:  # it was told to go by somebody else
+            transcript.change.workers[worker] = leaving(record, transcript.now)
+        self.wake()
 
     def training_finished(self, job_uid: str, worker: str, step: int) -> None:
         """A worker applied the training's last step: the job takes no more workers."""
