@@ -13,6 +13,7 @@ from typing import Self
 import hypothesis.strategies as st
 from hypothesis import assume
 
+from tests.elastic_runtime import sharded_training
 from tests.elastic_runtime.training import Plan
 
 EPOCHS = 4
@@ -20,6 +21,8 @@ MOST_AT_ONCE = 4
 EXACT = Plan(
     max_batch=None, normalise=True, mixed=True, global_batch=19, options={"reduction": "exact", "shards": 6, "seed": 3}
 )
+SHARDED = Plan(body=sharded_training.train, options={"checkpoint_every_s": 1e-9})
+"""Saved after each step: what a lost shard costs differs from history to history, and the tests stay short."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class Word:
 @dataclass(frozen=True)
 class History:
     """`trained`: workers:N at the beginning (2), stream (an iterable dataset), exact (its reduction), loaders:N
-    (processes of each loader), saved (checkpoints), evaluates (together, again and again), delays:SEED (see delays.py).
-    `actions`: methods of `play.Play`.
+    (processes of each loader), saved (checkpoints), evaluates (together, again and again), delays:SEED (see delays.py),
+    sharded (by FSDP2, with checkpoints, and none of the words before but workers). `actions`: methods of `play.Play`.
     """
 
     trained: tuple[Word, ...]
@@ -65,10 +68,15 @@ class History:
         return next((word.numbers[0] for word in self.trained if word.name == name), otherwise)
 
     @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints."""
+        return self.has("saved") or self.has("sharded")
+
+    @property
     def plan(self) -> Plan:
         """What the workers train."""
         plan = replace(
-            EXACT if self.has("exact") else Plan(),
+            SHARDED if self.has("sharded") else EXACT if self.has("exact") else Plan(),
             epochs=EPOCHS,
             streamed=self.has("stream"),
             evaluates=self.has("evaluates"),
@@ -114,20 +122,25 @@ def _optional(word: st.SearchStrategy[Word]) -> st.SearchStrategy[list[Word]]:
     return st.one_of(st.just([]), st.just([]), word.map(lambda drawn: [drawn]))
 
 
+_WORKERS = st.sampled_from([[], [Word("workers", (3,))]])
+_DELAYS = st.one_of(st.just([]), _word("delays", st.integers(0, 999)).map(lambda drawn: [drawn]))
+_REPLICATED: list[st.SearchStrategy[list[Word]]] = [
+    _WORKERS,
+    st.sampled_from([[], [Word("stream")]]),
+    st.sampled_from([[], [Word("exact")]]),
+    _optional(_word("loaders", st.integers(1, 2))),
+    _optional(_word("saved")),
+    st.sampled_from([[], [Word("evaluates")]]),
+    _DELAYS,
+]
+_SHARDED: list[st.SearchStrategy[list[Word]]] = [st.just([Word("sharded")]), _WORKERS, _DELAYS]
+
+
 @st.composite
-def histories(draw: st.DrawFn) -> History:
+def histories(draw: st.DrawFn, *, sharded: bool = False) -> History:
     """At least three things happen, one right after another or some steps apart, in the run or at rest."""
     assume(draw(st.booleans()))  # hypothesis tries the simplest example first, and one is all that a seed plays
-    options: list[st.SearchStrategy[list[Word]]] = [
-        st.sampled_from([[], [Word("workers", (3,))]]),
-        st.sampled_from([[], [Word("stream")]]),
-        st.sampled_from([[], [Word("exact")]]),
-        _optional(_word("loaders", st.integers(1, 2))),
-        _optional(_word("saved")),
-        st.sampled_from([[], [Word("evaluates")]]),
-        st.one_of(st.just([]), _word("delays", st.integers(0, 999)).map(lambda drawn: [drawn])),
-    ]
-    trained = [word for option in options for word in draw(option)]
-    fault = st.one_of(_FAULTS, _FAULTS, _EVICTION) if Word("saved") in trained else _FAULTS
+    trained = tuple(word for option in (_SHARDED if sharded else _REPLICATED) for word in draw(option))
+    fault = st.one_of(_FAULTS, _FAULTS, _EVICTION) if History(trained, ()).saves else _FAULTS
     happened = draw(st.lists(st.tuples(fault, _PACES), min_size=3, max_size=9))
-    return History(tuple(trained), tuple(word for what, pace in happened for word in (what, *pace)))
+    return History(trained, tuple(word for what, pace in happened for word in (what, *pace)))

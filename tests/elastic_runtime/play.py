@@ -7,6 +7,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+from elastic_runtime.sharded import files
 from kfp_gpuquota.membership.tables import WorkerState
 from tests.elastic_runtime.harness import JOB
 from tests.elastic_runtime.histories import MOST_AT_ONCE
@@ -40,11 +41,13 @@ class Play:
         self._fresh = 0
         self._step = 3
 
-    def begin(self, workers: int) -> None:
-        """So many train, and wait."""
+    def begin(self, workers: int, *, sharded: bool = False) -> None:
+        """So many train, and wait; in shards, which are lost with a worker, with a checkpoint to go back to."""
         self._hold_after(0)
         self.grow(workers)
         self.cluster.wait_until_at(self._step, *range(workers))
+        if sharded:
+            until(lambda: files.whole_ones(f"{self.cluster.directory}/checkpoints"), self.cluster.logs)
 
     def do(self, word: Word) -> None:
         """The next thing happens."""

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import elastic_runtime
 from elastic_runtime.packing import pack
-from tests.elastic_runtime.training import FEATURES, Gate, Plan, Points, Record, backpropagate
+from tests.elastic_runtime.training import FEATURES, Gate, Plan, Points, Record, backpropagate, digest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -163,7 +163,13 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None, clip: Clip
             scheduler.step()
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     torch.save(
-        {"model": whole, "lr": scheduler.get_last_lr(), "step": job.step, "rank": job.rank},
+        {
+            "model": whole,
+            "sha256": digest(whole),
+            "lr": scheduler.get_last_lr(),
+            "step": job.step,
+            "rank": job.rank,
+        },
         directory / f"final-{index}.pt",
     )
 

@@ -5,13 +5,14 @@ Hypothesis draws them, the same one for a seed each time. A failing test prints 
     ELASTIC_HISTORY='exact | grow:1 kill:0 run:4' pytest tests/elastic_runtime/test_histories.py
 
 plays that one (play.py says what the words mean). `ELASTIC_SEEDS=17`, a list or a range (`0:200`, as `make soak`
-does) draws and plays those of other seeds. Looking for a simpler history that fails as well takes minutes, because
-each takes seconds: it is done with `ELASTIC_SHRINK=1`.
+does) draws and plays those of other seeds, and every third of them also for a sharded training. Looking for a simpler
+history that fails as well takes minutes, because each takes seconds: it is done with `ELASTIC_SHRINK=1`.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -21,7 +22,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.elastic_runtime.harness import Cluster, context
-from tests.elastic_runtime.histories import History, histories
+from tests.elastic_runtime.histories import History, Word, histories
 from tests.elastic_runtime.play import Play
 from tests.elastic_runtime.training import train
 
@@ -41,21 +42,26 @@ def asked() -> list[object]:
     if "ELASTIC_HISTORY" in os.environ:
         return [pytest.param(st.just(History.parse(os.environ["ELASTIC_HISTORY"])), 0, id="history")]
     seeds = os.environ.get("ELASTIC_SEEDS", "0:5")
-    numbers = range(*map(int, seeds.split(":"))) if ":" in seeds else map(int, seeds.split(","))
-    return [pytest.param(histories(), seed, id=str(seed)) for seed in numbers]
+    numbers = list(range(*map(int, seeds.split(":"))) if ":" in seeds else map(int, seeds.split(",")))
+    return [
+        *(pytest.param(histories(), seed, id=str(seed)) for seed in numbers),
+        *(pytest.param(histories(sharded=True), seed, id=f"sharded-{seed}") for seed in numbers[::3]),
+    ]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """What one undisturbed process gets; in a process of its own, because "exact" changes torch's settings for good."""
-    known: dict[tuple[bool, bool], dict[str, Any]] = {}
+    known: dict[tuple[Word, ...], dict[str, Any]] = {}
 
     def find(history: History) -> dict[str, Any]:
-        kind = history.has("exact"), history.has("stream")
+        kind = tuple(word for word in history.trained if word.name in {"exact", "stream", "sharded"})
         if kind not in known:
             directory = tmp_path_factory.mktemp("reference")
-            plan = History(tuple(word for word in history.trained if word.name in {"exact", "stream"}), ()).plan
-            process = context.Process(target=train, args=(plan, 0, directory, None))
+            plan = History(kind, ()).plan
+            if history.has("sharded"):
+                plan = replace(plan, options={"sharded": ""})
+            process = context.Process(target=plan.body or train, args=(plan, 0, directory, None))
             process.start()
             process.join(120)
             known[kind] = torch.load(directory / "final-0.pt")
@@ -66,9 +72,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 def play(history: History, directory: Path, reference: dict[str, Any]) -> None:
     """All of it, and what must hold at the end."""
-    with Cluster(directory, history.plan, checkpoints=history.has("saved"), relayed=True) as cluster:
+    with Cluster(directory, history.plan, checkpoints=history.saves, relayed=True) as cluster:
         played = Play(cluster)
-        played.begin(history.number("workers", 2))
+        played.begin(history.number("workers", 2), sharded=history.has("sharded"))
         for word in history.actions:
             played.do(word)
         played.end()
@@ -107,6 +113,6 @@ def test_any_history_ends_with_the_undisturbed_model(
 
 
 @settings(max_examples=50, database=None)
-@given(histories())
+@given(st.one_of(histories(), histories(sharded=True)))
 def test_a_history_can_be_read_as_it_is_printed(history: History) -> None:
     assert History.parse(str(history)) == history

@@ -107,10 +107,10 @@ def build(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
 
 
-def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of every bit of the model's and the optimizer's tensors."""
+def digest(*states: dict[str, Any]) -> str:
+    """Of every bit of their tensors."""
     found = hashlib.sha256()
-    for tensor in pack([model.state_dict(), optimizer.state_dict()])[1]:
+    for tensor in pack(list(states))[1]:
         found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
@@ -235,7 +235,7 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     torch.save(
         {
             "model": model.state_dict(),
-            "sha256": digest(model, optimizer),
+            "sha256": digest(model.state_dict(), optimizer.state_dict()),
             "lr": scheduler.get_last_lr(),
             "step": job.step,
             "rank": job.rank,
