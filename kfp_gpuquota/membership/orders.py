@@ -1,0 +1,47 @@
+"""What stands for each worker: a function of what is known of the job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.membership import commands as c
+from kfp_gpuquota.membership.policy import concerned
+from kfp_gpuquota.membership.tables import WorkerState, WorkerTrigger
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.membership.known import KnownJob
+
+
+def send_changed_orders(job: KnownJob) -> None:
+    """Let go who is not wanted any more and in no generation; tell each worker whose order is another than before."""
+    in_use = concerned([generation for generation in (job.base, job.pending) if generation])
+    named = {worker for worker, member in job.members.items() if member.wanted_at is not None}
+    for worker in named - set(job.wanted()) - in_use - job.perhaps_training():
+        job.release(worker, WorkerTrigger.RELEASED, job.base.step if job.base else 0)
+    for worker, member in job.members.items():
+        order = order_for(job, worker)
+        if member.state is not WorkerState.GONE and job.sent.get(worker) != order:
+            job.sent[worker] = order
+            job.out.append(c.Tell(worker, order))
+
+
+def order_for(job: KnownJob, worker: str) -> c.Order:
+    """What stands for `worker` now: sent whenever it connects."""
+    member = job.members.get(worker)
+    if job.base and worker in job.base.leavers and worker in job.sent and not job.all_switched(job.base):
+        return job.sent[worker]  # its connections stay open until nobody needs them
+    if member is None:
+        return c.Stay(0)
+    if not member.alive and member.state is not WorkerState.FINISHED:
+        return c.Release("this job does not want the worker any more")
+    in_base = job.base is not None and worker in job.base.members
+    pending = job.pending
+    if pending and pending.base == 0 and worker in pending.members:
+        return c.Recover(pending.number, pending.members)
+    if pending and pending.base and (in_base or worker in pending.members):
+        return c.Propose(pending.number, pending.members, pending.base)
+    if not in_base and job.finished and member.state is not WorkerState.FINISHED:
+        return c.Release("the training has finished")
+    if not in_base and not job.stays(member) and member.state is not WorkerState.FINISHED:
+        return c.Release("this job does not want the worker any more")
+    return c.Stay(job.generation if in_base else 0)
