@@ -10,6 +10,7 @@ from kfp_gpuquota.membership import (
     Event,
     GenerationAdopted,
     Kill,
+    LeaveRequested,
     Limits,
     Membership,
     Order,
@@ -156,6 +157,19 @@ class World:
         if process.connected:
             process.connected = False
             self.apply(WorkerDisconnected(worker))
+
+    def break_everything(self) -> None:
+        """All connections, to the coordinator and among workers."""
+        for process in self.workers.values():
+            self.disconnect(process.id)
+            if process.running and not process.left and process.generation:
+                self._fail(process)
+
+    def drain(self, worker: str) -> None:
+        """Its node tells it to go, and it asks to be let go."""
+        process = self.workers[worker]
+        if process.running and not process.left:
+            process.stand(LeaveRequested(worker))
 
     def end(self, worker: str) -> None:
         process = self.workers.get(worker)

@@ -49,6 +49,14 @@ class Histories(RuleBasedStateMachine):
     def a_connection_breaks(self, data: st.DataObject) -> None:
         self.world.disconnect(self.worker(data))
 
+    @rule()
+    def all_connections_break(self) -> None:
+        self.world.break_everything()
+
+    @rule(data=st.data())
+    def a_node_is_drained(self, data: st.DataObject) -> None:
+        self.world.drain(self.worker(data))
+
     @rule(data=st.data())
     def a_worker_connects(self, data: st.DataObject) -> None:
         self.world.connect(self.worker(data))
