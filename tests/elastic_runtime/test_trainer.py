@@ -86,13 +86,13 @@ def trained(directory: Path, *callbacks: TrainerCallback, **more: Any) -> Elasti
 def test_callbacks_hear_what_trainers_own_loop_tells_them(tmp_path: Path) -> None:
     """A step of 20 samples in two iterations; Trainer's own loop with as many steps says the same in the same order."""
     ours, plain = Heard(), Heard()
-    asked = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "no"}
+    asked = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "epoch", "eval_on_start": True}
     trained(tmp_path, ours, **asked)
     given = arguments(tmp_path, gradient_accumulation_steps=2, **asked)
     Trainer(model=Small(), args=given, train_dataset=DATA, eval_dataset=DATA[:20], callbacks=[plain]).train()
-    unlike = ("on_prediction_step", "on_substep_end", "on_log")
+    unlike = ("on_prediction_step", "on_substep_end")
     assert [e for e in ours.events if not e.startswith(unlike)] == [e for e in plain.events if not e.startswith(unlike)]
-    assert [e for e in ours.events if e.startswith("on_log")]
+    assert "on_save 6" in ours.events
 
 
 def test_it_evaluates_and_stops_early_where_it_is_asked_to(tmp_path: Path) -> None:
@@ -127,6 +127,78 @@ def test_it_computes_in_the_precision_that_was_asked_for(
     assert model.layer.weight.dtype == torch.float32
 
 
+def test_the_last_epoch_may_be_a_part_as_trainer_counts_it(tmp_path: Path) -> None:
+    asked = {"num_train_epochs": 1.5, "save_strategy": "no"}
+    plain = Trainer(model=Small(), args=arguments(tmp_path, gradient_accumulation_steps=2, **asked), train_dataset=DATA)
+    plain.train()
+    assert trained(tmp_path, **asked).state.global_step == plain.state.global_step == 5
+
+
+def test_saved_checkpoints_are_trainers_own(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, save_strategy="best", eval_strategy="epoch", metric_for_best_model="loss")
+    (saved, *_) = sorted(tmp_path.glob("checkpoint-*"))
+    state = TrainerState.load_from_json(str(saved / "trainer_state.json"))
+    assert saved.name == f"checkpoint-{state.global_step}"
+    assert trainer.state.best_model_checkpoint == str(
+        max(tmp_path.glob("checkpoint-*"), key=lambda f: f.stat().st_mtime)
+    )
+    assert (saved / "optimizer.pt").exists()
+
+
+def test_the_order_of_the_samples_is_that_of_the_datas_seed(tmp_path: Path) -> None:
+    models: list[Any] = [
+        trained(tmp_path, save_strategy="no", **asked).model
+        for asked in ({"data_seed": 3}, {"data_seed": 3, "seed": 5}, {"data_seed": 4})
+    ]
+    first, same, other = (model.layer.weight for model in models)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_an_optimizer_without_a_schedule_is_told_that_it_trains(tmp_path: Path) -> None:
+    class Averaging(torch.optim.SGD):
+        training = True
+        stepped: list[bool] = []  # noqa: RUF012
+
+        def train(self) -> None:
+            self.training = True
+
+        def eval(self) -> None:
+            self.training = False
+
+        def step(self, closure: Any = None) -> Any:
+            self.stepped.append(self.training)
+            return super().step(closure)
+
+    model = Small()
+    trainer = ElasticTrainer(
+        model=model,
+        args=arguments(tmp_path, save_strategy="no", eval_strategy="steps", eval_steps=1),
+        train_dataset=DATA,
+        eval_dataset=DATA[:20],
+        optimizers=(Averaging(model.parameters(), lr=0.1), None),
+        global_batch_size=20,
+    )
+    trainer.train()
+    assert Averaging.stepped == [True] * 6
+
+
+def test_it_is_compiled_where_that_is_asked_for(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    trainer = trained(tmp_path, save_strategy="no", torch_compile=True, torch_compile_backend="eager")
+    assert trainer.state.global_step == 6
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_ending_an_epoch_early_is_refused(tmp_path: Path) -> None:
+    class Ending(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop = True
+
+    with pytest.raises(SettingsError, match="should_training_stop"):
+        trained(tmp_path, Ending(), save_strategy="no")
+
+
 def test_dropping_the_last_samples_makes_fewer_steps(tmp_path: Path) -> None:
     assert trained(tmp_path, save_strategy="no", dataloader_drop_last=True).state.global_step == 4
 
@@ -136,6 +208,8 @@ def test_dropping_the_last_samples_makes_fewer_steps(tmp_path: Path) -> None:
     [
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 250}, "save the best in a callback"),
         ({"auto_find_batch_size": True}, "max_batch_per_gpu"),
+        ({"include_num_input_tokens_seen": "all"}, "is lost with it"),
+        ({"optim": "lomo"}, "within the backward pass"),
     ],
 )
 def test_what_cannot_be_had_is_refused(tmp_path: Path, asked: dict[str, Any], remedy: str) -> None:

@@ -1,36 +1,28 @@
-"""Hugging Face's Trainer, elastic: `ElasticTrainer` in place of `Trainer`.
-
-    from elastic_runtime.integrations.transformers import ElasticTrainer
-
-    trainer = ElasticTrainer(model=model, args=args, train_dataset=data, global_batch_size=256)
-    trainer.train()
-
-Trainer keeps its arguments, losses, optimizers, schedules, callbacks, logging and evaluation; the loop is elastic: the
-global batch stays the same at every size, each sample is seen once per epoch, and checkpoints are the job's
-(`ELASTIC_CHECKPOINT_DIR`), so `save_strategy` has nothing to do. Accelerate is used by Trainer as on a single device.
-"""
+"""`ElasticTrainer`: a Trainer whose loop is an elastic job's."""
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput, speed_metrics
 
 import elastic_runtime
-from elastic_runtime.errors import SettingsError
+from elastic_runtime.errors import LoopError, SettingsError
+from elastic_runtime.integrations.accelerate import collectives
+from elastic_runtime.integrations.transformers.carried import Carried
+from elastic_runtime.integrations.transformers.settings import check_arguments
+from elastic_runtime.integrations.transformers.tokens import CAUSAL_MODELS, counted_tokens
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from elastic_runtime.job import Job
-
-IGNORED_LABEL = -100
-CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 class ElasticTrainer(Trainer):
@@ -45,17 +37,21 @@ class ElasticTrainer(Trainer):
     def __init__(
         self, *args: Any, global_batch_size: int | None = None, elastic: dict[str, Any] | None = None, **kwargs: Any
     ):
+        self._begun = self._led = self._agreeing = False
+        self._first_step = 0
         super().__init__(*args, **kwargs)
-        self._check_arguments()
+        check_arguments(self.args)
+        if type(self).training_step is not Trainer.training_step:
+            raise SettingsError(
+                "training_step is overridden, but the job calls backward; override compute_loss instead"
+            )
         micro = self.args.per_device_train_batch_size
         self._global_batch = global_batch_size or micro * self.args.gradient_accumulation_steps
         self.job: Job = elastic_runtime.init(
             global_batch_size=self._global_batch,
             max_batch_per_gpu=micro,
-            seed=self.args.seed,
-            **(elastic or {}),
+            **{"seed": self.args.seed if self.args.data_seed is None else self.args.data_seed, **(elastic or {})},
         )
-        self._begun = False
         self._losses: list[float] = []  # of this worker's iterations since the last log
         self._ignored: list[str] | None = None
 
@@ -105,14 +101,39 @@ class ElasticTrainer(Trainer):
         parts[0].to(self.args.device)
         scaler = getattr(self.accelerator, "scaler", None)
         model, optimizer, loader, scheduler = self.job.prepare(*parts, scaler=scaler)
-        self.state = TrainerState(max_steps=steps, num_train_epochs=-(-steps // self._steps_per_epoch))
+        self._make_state(steps)
+        self.job.track(trainer=Carried(self))
+        total = self._train(self._compiled(model), optimizer, scheduler, scaler, loader)
+        return self._finish(began, total)
+
+    def _make_state(self, steps: int) -> None:
+        stateful: list[Any] = [
+            each for each in (*self.callback_handler.callbacks, self.control) if isinstance(each, ExportableState)
+        ]
+        self.state = TrainerState(
+            max_steps=steps,
+            num_train_epochs=-(-steps // self._steps_per_epoch),
+            train_batch_size=self.args.per_device_train_batch_size,
+            stateful_callbacks=stateful,
+        )
         self.state.compute_steps(self.args, steps)  # type: ignore[no-untyped-call]
-        total = self._train(model, optimizer, scheduler, scaler, loader)
+
+    def _compiled(self, model: Any) -> Any:
+        """As `torch_compile` asks for it: Trainer leaves it to the model that Accelerate wraps, which is not used."""
+        args = self.args
+        if not args.torch_compile:
+            return model
+        return torch.compile(model, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
+
+    def _finish(self, began: float, total: float) -> TrainOutput:
+        """As Trainer: trackers hear of the figures before they are closed."""
+        trained = self.state.global_step - self._first_step
+        metrics = speed_metrics("train", began, num_samples=trained * self._global_batch, num_steps=trained)  # type: ignore[no-untyped-call]
+        metrics["train_loss"] = total
+        self.log(dict(metrics))
         if self._begun:
             self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         self.is_in_train = False
-        metrics = {"train_runtime": round(time.time() - began, 3), "train_loss": total}
-        self.log(dict(metrics))
         return TrainOutput(self.state.global_step, total, metrics)
 
     def _train(self, model: Any, optimizer: Any, scheduler: Any, scaler: Any, loader: Any) -> float:
@@ -122,6 +143,8 @@ class ElasticTrainer(Trainer):
             if fresh:
                 self._before_step(loader)
             model.train()
+            if callable(getattr(self.optimizer, "train", None)):  # an optimizer without a schedule
+                self.optimizer.train()  # type: ignore[union-attr]
             prepared = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
                 loss: Any = self.compute_loss(model, prepared)
@@ -167,10 +190,23 @@ class ElasticTrainer(Trainer):
             self.is_in_train = self._begun = True
             handler.model, handler.optimizer = self.model, self.optimizer
             handler.lr_scheduler, handler.train_dataloader = self.lr_scheduler, loader
+            self._first_step = self.job.step
             self.control = handler.on_train_begin(self.args, self.state, self.control)
+            self._led = self.job.is_leader
+            if self.args.eval_on_start and self.job.step == 0:
+                self._evaluate(None, self._ignored, skip_scheduler=True)
+        self._take_over()
         if self.job.step % self._steps_per_epoch == 0:
             self.control = handler.on_epoch_begin(self.args, self.state, self.control)
         self.control = handler.on_step_begin(self.args, self.state, self.control)
+
+    def _take_over(self) -> None:
+        """Whoever becomes rank 0 in the middle of the training has no progress bar yet."""
+        if self.job.is_leader and not self._led:
+            for each in self.callback_handler.callbacks:
+                if isinstance(each, ProgressCallback):
+                    each.on_train_begin(self.args, self.state, self.control)  # type: ignore[no-untyped-call]
+        self._led = self.job.is_leader
 
     def _note_place(self) -> None:
         """Which worker this one is may change at each step."""
@@ -181,18 +217,63 @@ class ElasticTrainer(Trainer):
     def _after_step(self, norm: torch.Tensor | None) -> None:
         """A global step is applied: callbacks, and the log and the evaluation that they ask for, on every worker."""
         self._note_place()
+        self._take_over()
         self.state.global_step += 1
         self.state.epoch = self.state.global_step / self._steps_per_epoch
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         if self.state.global_step % self._steps_per_epoch == 0:
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        if self.control.should_epoch_stop and not self.control.should_training_stop:
+            raise SettingsError(
+                "a callback set control.should_epoch_stop, but epochs are whole ones here; use should_training_stop"
+            )
         self.job.report(loss=self._losses[-1])
         if self.control.should_log:
             self._log_step(norm)
-        if self.control.should_evaluate:
+        best = self.control.should_evaluate and self._evaluate_step()
+        if best if self.args.save_strategy == SaveStrategy.BEST else self.control.should_save:
+            self._save_step()
+
+    def _evaluate_step(self) -> bool:
+        """Whether the model is the best one so far."""
+        self._agreeing = True
+        try:
             metrics = self._evaluate(None, self._ignored)
-            self._determine_best_metric(metrics=metrics, trial=None)
-        self.control.should_save = False
+        finally:
+            self._agreeing = False
+        return self._determine_best_metric(metrics=metrics, trial=None)
+
+    def _save_step(self) -> None:
+        """Trainer's own checkpoint, for use elsewhere: the job goes on from its own ones."""
+        if self.is_world_process_zero():
+            self._save_checkpoint(self.model, trial=None)  # type: ignore[arg-type]
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As Trainer's, over all of the data; within the training every worker gets rank 0's figures, so that all stop
+        early, or lower the learning rate, at the same step: rounding may differ between devices.
+        """
+        found = super().evaluation_loop(*args, **kwargs)
+        if not self._agreeing or self.job.world_size == 1:
+            return found
+        figures = self.job.repeat(lambda: collectives.gather_object(self.job, [found.metrics])[0])
+        return found._replace(metrics=figures)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this worker is rank 0; before the training every worker is."""
+        try:
+            return self.job.is_leader
+        except (AttributeError, LoopError):  # while Trainer is being made, or nobody knows yet
+            return True
+
+    def is_local_process_zero(self) -> bool:
+        """As `is_world_process_zero`: which workers share a machine is the cluster's to know."""
+        return self.is_world_process_zero()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
+        """As Trainer's: by rank 0."""
+        if self.is_world_process_zero():
+            super().save_model(output_dir, _internal_call)
 
     def _log_step(self, norm: torch.Tensor | None) -> None:
         logs = {"loss": sum(self._losses) / len(self._losses), "learning_rate": self._get_learning_rate()}
@@ -202,49 +283,11 @@ class ElasticTrainer(Trainer):
         self.log(logs)
 
     def _steps(self) -> int:
-        """Optimizer steps in all: `max_steps`, or those of the epochs."""
-        of_epochs = self.args.num_train_epochs * self._steps_per_epoch
+        """Optimizer steps in all: `max_steps`, or those of the epochs, of which the last may be a part."""
+        of_epochs = math.ceil(self.args.num_train_epochs * self._steps_per_epoch)
         return int(self.args.max_steps if self.args.max_steps > 0 else of_epochs)
 
     def _counted(self, inputs: dict[str, Any]) -> int | None:
         model: Any = self.model
         causal = type(getattr(model, "_orig_mod", model)).__name__ in CAUSAL_MODELS
         return counted_tokens(inputs, shifted=causal)
-
-    def _check_arguments(self) -> None:
-        """SettingsError for what would be done twice, or not at all."""
-        args = self.args
-        for name in ("deepspeed", "fsdp"):
-            if getattr(args, name, None):
-                raise SettingsError(f"args.{name} is set, but ElasticTrainer distributes by itself; leave it out")
-        for name, instead in _REFUSED.items():
-            if getattr(args, name, None):
-                raise SettingsError(f"args.{name} is set, but {instead}")
-        if type(self).training_step is not Trainer.training_step:
-            raise SettingsError(
-                "training_step is overridden, but the job calls backward; override compute_loss instead"
-            )
-        if args.n_gpu > 1:
-            raise SettingsError(
-                f"this process sees {args.n_gpu} GPUs, but a worker of an elastic job has one; let the cluster "
-                "choose it, or set CUDA_VISIBLE_DEVICES"
-            )
-
-
-_REFUSED = {
-    "load_best_model_at_end": "checkpoints are the job's, which keeps the newest ones; save the best in a callback",
-    "resume_from_checkpoint": "a job goes on at the newest checkpoint in ELASTIC_CHECKPOINT_DIR by itself",
-    "auto_find_batch_size": 'elastic={"max_batch_per_gpu": "auto"} does that',
-}
-
-
-def counted_tokens(inputs: dict[str, Any], *, shifted: bool) -> int | None:
-    """Tokens that the loss is a mean over, where labels are per token; None where each sample counts the same.
-
-    `shifted`: a causal model predicts each label from those before it, so that the first counts for nothing.
-    """
-    labels = inputs.get("labels")
-    if labels is None or labels.dim() < 2:
-        return None
-    counted = labels[..., 1:] if shifted else labels
-    return max(1, int((counted != IGNORED_LABEL).sum()))

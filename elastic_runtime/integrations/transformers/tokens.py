@@ -1,0 +1,22 @@
+"""Over how many tokens a loss is a mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+IGNORED_LABEL = -100
+CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
+def counted_tokens(inputs: dict[str, Any], *, shifted: bool) -> int | None:
+    """Tokens that the loss is a mean over, where labels are per token; None where each sample counts the same.
+
+    `shifted`: a causal model predicts each label from those before it, so that the first counts for nothing.
+    """
+    labels = inputs.get("labels")
+    if labels is None or labels.dim() < 2:
+        return None
+    counted = labels[..., 1:] if shifted else labels
+    return max(1, int((counted != IGNORED_LABEL).sum()))
