@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -12,6 +13,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from torch import nn
 from torch.utils.data import DataLoader
 
+from elastic_runtime.errors import LoopError
 from elastic_runtime.integrations.accelerate import ElasticAccelerator
 from tests.elastic_runtime.training import Gate, Plan, Points, Record, build
 
@@ -106,6 +108,10 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     record = Record(job, index, directory, optimizer, dict)
     accelerator.register_for_checkpointing(counter)
     accelerator.init_trackers("points", {"lr": 0.01})
+    accelerator.log({"before": 1.0}, step=0)
+    if gate:
+        with pytest.raises(LoopError, match="nobody is rank 0"):
+            accelerator.get_tracker("journal")
     held_out_names: list[list[int]] = []
     scheduler, model, held_out = accelerator.prepare(scheduler, raw, held_out, training_loader=loader)
     optimizer, loader = accelerator.prepare(optimizer, loader)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +16,17 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from elastic_runtime.integrations.transformers import ElasticTrainer
 from tests.elastic_runtime.harness import Cluster
+from tests.elastic_runtime.test_torchrun import free_port
 from tests.elastic_runtime.test_trainer import DATA, Small, arguments
 from tests.elastic_runtime.training import Gate, Plan, trained_alone
 
-if TYPE_CHECKING:
-    from pathlib import Path
+SCRIPT = """
+import os, pathlib, sys
+from tests.elastic_runtime import test_trainer_resizing
+from tests.elastic_runtime.training import Plan
 
+test_trainer_resizing.train(Plan(), int(os.environ["RANK"]), pathlib.Path(sys.argv[1]), None)
+"""
 PATIENCE = 5  # evaluations: the training stops early at step 5 * (1 + 5)
 
 
@@ -104,3 +113,21 @@ def test_patience_goes_on_from_the_jobs_checkpoint(tmp_path: Path, alone: dict[s
     told = json.loads((tmp_path / "told-2.json").read_text())
     assert told["step"] == alone["step"]
     assert told["evaluated"] == [5, 10, 15, 20, 25, 30]
+
+
+def test_under_torchrun_the_ranks_are_the_jobs(tmp_path: Path, alone: dict[str, Any]) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    ended = subprocess.run(
+        [sys.executable, *command, str(tmp_path / "script.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
+    assert ended.returncode == 0, ended.stderr
+    told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in range(2)]
+    assert [found["step"] for found in told] == [alone["step"]] * 2
+    assert told[0]["losses"] == told[1]["losses"]
+    assert [(tmp_path / f"model-{rank}").exists() for rank in range(2)] == [True, False]

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from contextlib import contextmanager
-from dataclasses import asdict
-from numbers import Real
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +13,15 @@ from accelerate.utils import parse_flag_from_env
 
 import elastic_runtime
 from elastic_runtime.errors import LoopError, SettingsError, UsageError
-from elastic_runtime.integrations.accelerate.place import PlacedAccelerator
 from elastic_runtime.integrations.accelerate.prepared import (
     ElasticOptimizer,
     ElasticScheduler,
     FurtherLoader,
     TrainingLoader,
 )
+from elastic_runtime.integrations.accelerate.records import RecordingAccelerator
 from elastic_runtime.integrations.accelerate.settings import as_one_process, check_arguments, check_more
 from elastic_runtime.loader import check
-from elastic_runtime.position import Position
 from elastic_runtime.sources import has_own_batches
 
 if TYPE_CHECKING:
@@ -36,10 +31,8 @@ if TYPE_CHECKING:
 
     from elastic_runtime.job import Job
 
-POSITION_FILE = "elastic_position.json"
 
-
-class ElasticAccelerator(PlacedAccelerator):
+class ElasticAccelerator(RecordingAccelerator):
     """An Accelerator whose training may grow, shrink, lose workers and resume.
 
     `global_batch_size` (samples of one global step, over all workers) is by default the training loader's `batch_size`
@@ -49,7 +42,6 @@ class ElasticAccelerator(PlacedAccelerator):
     """
 
     _optimizers: list[Any]
-    _ready = _began = False  # the job has got everything; the loop has begun
 
     def __init__(
         self,
@@ -78,14 +70,9 @@ class ElasticAccelerator(PlacedAccelerator):
         self._trained: list[torch.nn.Module] = []
         self._training: TrainingLoader | None = None
         self._named: DataLoader[Any] | None = None
-        self._position: Position | None = None
-        self._wanted_trackers: tuple[Any, ...] | None = None
-        self._unlogged: list[tuple[Any, ...]] = []  # what the trackers are told as soon as they are opened
-        self._epoch, self.epoch_over = -1, False
         self.job: Job = elastic_runtime.init(**options)
         self.job.on_resize(self.follow)
-        self.register_save_state_pre_hook(self._save_position)
-        self.register_load_state_pre_hook(self._load_position)
+        self.keep_position()
 
     # The loop
 
@@ -94,7 +81,7 @@ class ElasticAccelerator(PlacedAccelerator):
         self._begin()
         for epoch in self.job.epochs(count):
             self.follow()
-            self.read_alone, self._epoch, self.epoch_over = False, epoch, False
+            self.read_alone, self.epoch, self.epoch_over = False, epoch, False
             yield epoch
         self.live = False
 
@@ -171,7 +158,7 @@ class ElasticAccelerator(PlacedAccelerator):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        if self._ready:
+        if self.ready:
             raise LoopError("gradient_accumulation_steps comes before accelerator.epochs: it makes the global batch")
         self.gradient_state.plugin_kwargs.update({"num_steps": steps})
 
@@ -185,7 +172,7 @@ class ElasticAccelerator(PlacedAccelerator):
         The first DataLoader that is given, or `training_loader`, holds the training data; further ones are for
         evaluation and the like. Before the loop, else LoopError.
         """
-        if self._ready and any(isinstance(each, torch.nn.Module | torch.optim.Optimizer) for each in args):
+        if self.ready and any(isinstance(each, torch.nn.Module | torch.optim.Optimizer) for each in args):
             raise LoopError("accelerator.prepare comes before accelerator.epochs: joiners have to prepare the same")
         if training_loader is not None:
             self._named = training_loader
@@ -238,16 +225,16 @@ class ElasticAccelerator(PlacedAccelerator):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """In `save_state`; and carried to joiners and in the job's checkpoints (`job.track`). Before the loop."""
-        if self._ready:
+        if self.ready:
             raise LoopError("accelerator.register_for_checkpointing comes before accelerator.epochs")
         super().register_for_checkpointing(*objects)
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerator's: before the loop what was prepared is forgotten, so that something else may be prepared."""
-        kept = self._optimizers if self._ready else []
+        kept = self._optimizers if self.ready else []
         found = super().free_memory(*objects)
         self._optimizers = kept
-        if not self._ready:
+        if not self.ready:
             self._trained, self._training, self._named = [], None, None
         return found
 
@@ -271,7 +258,7 @@ class ElasticAccelerator(PlacedAccelerator):
 
     def _prepare_job(self) -> None:
         """Everything has been prepared: give it to the job, once."""
-        if self._ready:
+        if self.ready:
             return
         models = [model for model in self._trained if any(p.requires_grad for p in model.parameters())]
         if self._training is None or not models or not self._optimizers:
@@ -279,7 +266,7 @@ class ElasticAccelerator(PlacedAccelerator):
                 "accelerator.prepare was not given a DataLoader, a model that requires gradients and its optimizer; it "
                 "comes before accelerator.epochs"
             )
-        self._ready = True
+        self.ready = True
         most, cut = self.batch_of(self._training.loader)
         self.job.settle_batch(global_batch_size=most, max_batch_per_gpu=cut)
         optimizers = [each.optimizer for each in self._optimizers]
@@ -293,10 +280,10 @@ class ElasticAccelerator(PlacedAccelerator):
     def _begin(self) -> None:
         """Where `load_state` said, if it was called: before or after the job was given everything."""
         self._prepare_job()
-        position, self._position = self._position, None
+        position, self.loaded_position = self.loaded_position, None
         if position is not None:
             self.job.begin_at(position)
-        self._began = self.live = True
+        self.began = self.live = True
 
     def _registered(self) -> tuple[list[Any], list[Any]]:
         """Schedulers, and other objects that were registered, each once and without its wrapper."""
@@ -309,96 +296,3 @@ class ElasticAccelerator(PlacedAccelerator):
             is_scheduler = isinstance(plain, torch.optim.lr_scheduler.LRScheduler)
             (schedulers if is_scheduler else tracked).append(plain)
         return schedulers, tracked
-
-    def follow(self, *_: object) -> None:
-        """See PlacedAccelerator; and whoever is rank 0 has the trackers."""
-        super().follow()
-        if self._wanted_trackers is not None and self.is_main_process:
-            self._open_trackers()
-
-    # Saving, tracking
-
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerator's, by rank 0, with the position in the training; after `optimizer.step()`.
-
-        The job's own checkpoints (ELASTIC_CHECKPOINT_DIR) need no call.
-        """
-        self._check_place("save_state")
-        if self.project_configuration.automatic_checkpoint_naming:
-            self.project_configuration.iteration = self._next_iteration()
-        return super().save_state(*args, **kwargs)
-
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As Accelerator's. Before the loop, the training goes on at that position, unless a checkpoint is further."""
-        self._check_place("load_state")
-        super().load_state(*args, **kwargs)
-
-    def _next_iteration(self) -> int:
-        """As rank 0 sees it: who joined, and a training that goes on, have not counted what was saved before."""
-        counted = int(self.save_iteration)
-        for folder in Path(self.project_dir, "checkpoints").glob("checkpoint_*"):
-            counted = max(counted, int(folder.name.rpartition("_")[2]) + 1)
-
-        def told() -> int:
-            return int(self.job.all_reduce(torch.tensor(counted if self.is_main_process else 0)))
-
-        return self._survived("save_state", told, counted)
-
-    def _save_position(self, _models: object, _weights: object, folder: str) -> None:
-        """After the loop over the loader the epoch is over: what comes after it was done, or is left out."""
-        if self._ready and self.is_main_process:
-            position = self.job.position
-            if self.epoch_over and position.epoch == self._epoch:
-                position = position.after_epoch()
-            Path(folder, POSITION_FILE).write_text(json.dumps(asdict(position)), encoding="utf-8")
-
-    def _load_position(self, _models: object, folder: str) -> None:
-        file = Path(folder, POSITION_FILE)
-        if file.exists() and not self._began:
-            self._position = Position(**json.loads(file.read_text(encoding="utf-8")))
-
-    def skip_first_batches(self, *_: Any, **__: Any) -> Any:
-        """UsageError: the training loader knows where it is."""
-        raise UsageError(
-            "the training loader goes on where the training stands, after load_state too; leave skip_first_batches out"
-        )
-
-    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """On whoever is, or becomes, rank 0: as soon as that is known."""
-        self._wanted_trackers = (project_name, config, init_kwargs)
-        try:
-            leads = self.job.is_leader
-        except LoopError:  # not known before the loop
-            return
-        if leads:
-            self._open_trackers()
-
-    def _open_trackers(self) -> None:
-        assert self._wanted_trackers is not None
-        wanted, self._wanted_trackers = self._wanted_trackers, None
-        super().init_trackers(*wanted)
-        for told in self._unlogged:
-            super().log(*told)
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # noqa: FBT001, FBT002  (Accelerate's own signature)
-        """As Accelerator's: on rank 0, elsewhere one that does nothing. LoopError while it is not known who that is."""
-        if self._wanted_trackers is not None and not self._began:
-            raise LoopError(
-                "accelerator.get_tracker comes after the loop has begun: before it, nobody is rank 0, and who is may "
-                "change; ask for the tracker where you use it"
-            )
-        return super().get_tracker(name, unwrap)
-
-    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """To rank 0's trackers, as Accelerator's; numbers also to `job.report`."""
-        if self._wanted_trackers is not None and not self._began:
-            self._unlogged.append((values, step, log_kwargs or {}))
-        super().log(values, step, log_kwargs or {})
-        numbers = {name: float(value) for name, value in values.items() if isinstance(value, Real)}
-        if self._began and numbers:
-            self.job.report(**numbers)
-
-    def end_training(self) -> None:
-        """Finish the trackers. The process group is the job's."""
-        for tracker in self.trackers:
-            tracker.finish()

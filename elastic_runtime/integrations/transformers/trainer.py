@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import DistributedType, PartialState
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState, ProgressCallback
@@ -54,6 +55,12 @@ class ElasticTrainer(Trainer):
         )
         self._losses: list[float] = []  # of this worker's iterations since the last log
         self._ignored: list[str] | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As on a single device; under torchrun, too, where the arguments have found several: ranks are the job's."""
+        state = PartialState()
+        state.num_processes, state.distributed_type, state.backend = 1, DistributedType.NO, None
+        super().create_accelerator_and_postprocess()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The training data as one worker alone would read it; the job deals it out."""
