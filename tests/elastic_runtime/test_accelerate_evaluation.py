@@ -167,3 +167,5 @@ def test_who_comes_and_who_goes_waits_for_the_evaluations_end(
         (39, 2),
     ]
     assert [row["step"] for row in evaluated(tmp_path, 1)] == [13, 18, 26]
+    advised = [(tmp_path / f"log-{index}").read_text().count("accelerator.repeat(evaluate)") for index in (0, 1, 2)]
+    assert advised == [1, 0, 0]

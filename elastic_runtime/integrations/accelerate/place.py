@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from elastic_runtime.job import Job
 
 Result = TypeVar("Result")
+_log = logging.getLogger("elastic_runtime")
 REDUCTIONS = ("sum", "mean", "max")
 
 
@@ -37,6 +39,7 @@ class PlacedAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no
     read_alone = False  # since the last training iteration a loader was read by each worker alone
     _alone = 0  # how many such loops surround this place
     _divided = False  # the script has shared something out
+    _advised = False
 
     @property
     def is_local_main_process(self) -> bool:
@@ -56,6 +59,12 @@ class PlacedAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no
     def by_itself(self) -> Iterator[None]:
         """Gathering and the like concern this worker only. It keeps its rank."""
         rank, size = self.process_index, self.num_processes
+        if self.live and size > 1 and rank == 0 and not self._advised:
+            self._advised = True
+            _log.warning(
+                "each of the %d workers evaluates everything by itself; accelerator.repeat(evaluate) shares it out",
+                size,
+            )
         self.read_alone = True
         self._alone += 1
         self._show(rank, 1)
