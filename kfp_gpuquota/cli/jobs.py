@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.cli.options import ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.options import ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.errors import ConflictError, JobFailedError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -123,19 +124,41 @@ def execute(
       gpuquota exec train1 -- nvidia-smi
       gpuquota exec train1 -- bash
     """
-    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
-
     found = client().get_job(project_or_configured(project), job)
     running = [w for w in found.status.workers if w.phase == "Running" and worker in (None, w.index)]
     if not running:
         raise ConflictError(f"job {job!r} has no such worker running; see its workers with: gpuquota describe {job}")
-    directory = embedded_home().worker(found.uid, running[0].id)
-    spec = json.loads((directory / "spec.json").read_text())
+    run = _exec_in_pod if on_kubernetes() else _exec_here
+    ended = run(found, running[0].id, command)
+    sys.exit(ended.returncode if ended.returncode >= 0 else 128 - ended.returncode)
+
+
+def kubectl_exec(context: str, namespace: str, pod: str, command: list[str], *, terminal: bool) -> list[str]:
+    """The command that runs another one in a pod's first container, which is the one that trains."""
+    named = [f"--context={context}"] if context else []
+    return ["kubectl", *named, "exec", f"--namespace={namespace}", "-it" if terminal else "-i", pod, "--", *command]
+
+
+def _exec_in_pod(job: Job, pod: str, command: list[str]) -> subprocess.CompletedProcess[bytes]:
+    """By kubectl, whose terminal handling and streams are nothing to do a second time."""
+    from kfp_gpuquota.cluster.connect import kube_context  # noqa: PLC0415
+
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    line = kubectl_exec(kube_context() or "", job.spec.project, pod, command, terminal=terminal)
     try:
-        ended = subprocess.run(command, env=spec["environment"], cwd=spec["working_directory"], check=False)
+        return subprocess.run(line, check=False)
+    except OSError as error:
+        raise UsageError(f"kubectl, which does this, cannot be run ({error.strerror}): {shlex.join(line)}") from error
+
+
+def _exec_here(job: Job, worker: str, command: list[str]) -> subprocess.CompletedProcess[bytes]:
+    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+
+    spec = json.loads((embedded_home().worker(job.uid, worker) / "spec.json").read_text())
+    try:
+        return subprocess.run(command, env=spec["environment"], cwd=spec["working_directory"], check=False)
     except OSError as error:
         raise UsageError(f"cannot run {command[0]!r}: {error.strerror}") from error
-    sys.exit(ended.returncode if ended.returncode >= 0 else 128 - ended.returncode)
 
 
 def _phase(text: str) -> Phase | None:

@@ -48,3 +48,10 @@ def project_or_configured(given: str) -> str:
     from kfp_gpuquota.cluster.connect import current_project  # noqa: PLC0415
 
     return current_project(given)
+
+
+def project_or_all(given: str) -> str:
+    """The project of which jobs are listed; "" for all."""
+    from kfp_gpuquota.cluster.connect import listed_project  # noqa: PLC0415
+
+    return listed_project(given)

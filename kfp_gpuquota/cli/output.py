@@ -25,13 +25,17 @@ class Format(StrEnum):
 
 def show(content: object, output: Format, tabulated: str = "") -> None:
     """Print `content` (structs) as JSON or YAML, or the table made of it."""
-    match output:
-        case Format.JSON:
-            typer.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
-        case Format.YAML:
-            typer.echo(msgspec.yaml.encode(msgspec.to_builtins(content)).decode().rstrip())
-        case _ if tabulated:
-            typer.echo(tabulated)
+    if text := rendered(content, output, tabulated):
+        typer.echo(text)
+
+
+def rendered(content: object, output: Format, tabulated: str) -> str:
+    """`content` (structs) as JSON or YAML, or the table made of it."""
+    if output is Format.JSON:
+        return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
+    if output is Format.YAML:
+        return msgspec.yaml.encode(msgspec.to_builtins(content)).decode().rstrip()
+    return tabulated
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -10,8 +10,9 @@ import typer
 from kfp_gpuquota.api import PoolQuota, Project
 from kfp_gpuquota.api.quantity import parse_cores, parse_mib, show_mib
 from kfp_gpuquota.cli.amounts import gpu_quota, pairs
-from kfp_gpuquota.cli.options import OutputOption, client
+from kfp_gpuquota.cli.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.output import Format, show, table
+from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import ProjectView
@@ -148,6 +149,11 @@ def config_project(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") 
     if not name:
         typer.echo(current_project())
         return
+    if on_kubernetes():
+        raise UsageError(
+            "on Kubernetes the project is the namespace of your context, as for kubectl; set it with: "
+            f"kubectl config set-context --current --namespace={name}"
+        )
     client().get_project(name)
     save_settings(msgspec.structs.replace(load_settings(), project=name))
     typer.echo(f"project {name} is used from now on")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from contextlib import suppress
@@ -13,14 +14,21 @@ import typer
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cli.options import OutputOption, ProjectOption, WatchOption, client, project_or_configured
-from kfp_gpuquota.cli.output import Format, age, show, table
+from kfp_gpuquota.cli.options import (
+    OutputOption,
+    ProjectOption,
+    WatchOption,
+    client,
+    project_or_all,
+    project_or_configured,
+)
+from kfp_gpuquota.cli.output import Format, age, rendered, show, table
 from kfp_gpuquota.cli.output import watch as watch_pictures
 from kfp_gpuquota.cli.projects import project_table
-from kfp_gpuquota.errors import InvalidFieldError, UsageError
+from kfp_gpuquota.errors import InvalidFieldError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import NodeView
@@ -67,20 +75,22 @@ def list_things(
       gpuquota list -w
     """
     reached = client()
+    chosen = "" if all_projects or what is not What.JOBS else project_or_all(project)
+    if chosen:
+        reached.get_project(chosen)
+    if watch:  # quotas and nodes change in what they hold when jobs do
+        watch_pictures(_listed(reached, what, output, seen.jobs) for seen in reached.watch_jobs(chosen))
+    typer.echo(_listed(reached, what, output, reached.list_jobs(chosen).jobs if what is What.JOBS else ()))
+
+
+def _listed(reached: ClusterClient, what: What, output: Format, jobs: Sequence[Job]) -> str:
     if what is What.PROJECTS:
         views = reached.list_projects()
-        show(views, output, project_table(views, wide=output is Format.WIDE))
-    elif what is What.NODES:
+        return rendered(views, output, project_table(views, wide=output is Format.WIDE))
+    if what is What.NODES:
         nodes = reached.list_nodes()
-        show(nodes, output, _node_table(nodes))
-    else:
-        chosen = "" if all_projects else _project_or_all(project)
-        if chosen:
-            reached.get_project(chosen)
-        if watch:
-            watch_pictures(_job_table(listed.jobs, output) for listed in reached.watch_jobs(chosen))
-        jobs = reached.list_jobs(chosen).jobs
-        show(jobs, output, _job_table(jobs, output))
+        return rendered(nodes, output, _node_table(nodes))
+    return rendered(jobs, output, _job_table(jobs, output))
 
 
 def describe(job: JobArgument, project: ProjectOption = "", output: OutputOption = Format.TABLE) -> None:
@@ -150,12 +160,14 @@ def top(
         Path | None, typer.Option("--plot", metavar="FILE.png", help="With --gpus: draw it over time, until Ctrl-C.")
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="With --plot: for so long at most.")] = 60.0,
+    output: OutputOption = Format.TABLE,
 ) -> None:
     """Show projects, nodes and running jobs with what they use.
 
     Examples:
       gpuquota top
       gpuquota top -w
+      gpuquota top -o json
       gpuquota top --gpus -w
       gpuquota top --gpus --plot memory.png --seconds 120
     """
@@ -166,16 +178,14 @@ def top(
     if gpus:
         watch_pictures(_gpu_pictures(reached, once=not watch))
         return
+    if output in {Format.JSON, Format.YAML}:
+        jobs = reached.list_jobs().jobs
+        show({"projects": reached.list_projects(), "nodes": reached.list_nodes(), "jobs": jobs}, output)
+        return
+    project = _visible_project(reached)
     if watch:
-        watch_pictures(_overview(reached) for _ in reached.watch_jobs())
-    typer.echo(_overview(reached))
-
-
-def _project_or_all(given: str) -> str:
-    """The project asked for or configured; all of them for somebody who has set none."""
-    from kfp_gpuquota.cluster.connect import load_settings  # noqa: PLC0415
-
-    return given or load_settings().project
+        watch_pictures(_overview(reached, project) for _ in reached.watch_jobs(project))
+    typer.echo(_overview(reached, project))
 
 
 def _log_so_far(reached: ClusterClient, project: str, job: str, worker: str) -> Iterator[bytes]:
@@ -260,7 +270,7 @@ def _facts(job: Job) -> list[tuple[str, object]]:
         ("project", spec.project),
         ("uid", job.uid),
         ("type", f"{spec.kind.value}, priority {spec.effective_priority}, {_preemptible(job)}"),
-        ("command", " ".join(spec.command)),
+        ("command", shlex.join(spec.command)),
         ("asks for", _asks(job)),
         ("policies", ", ".join(f"{field} is set by {policy}" for field, policy in status.set_by.items())),
         ("status", f"{status.phase.value} with {_gpus(status.gpus)}"),
@@ -333,11 +343,34 @@ def _node_table(nodes: Sequence[NodeView]) -> str:
     return table(("NODE", "STATUS", "GPUS", "IN USE", "IDLE", "MODEL", *(["POOL"] if pooled else [])), rows)
 
 
-def _overview(reached: ClusterClient) -> str:
-    """Projects, nodes and running jobs, one below the other."""
-    running = [job for job in reached.list_jobs().jobs if not job.status.phase.final]
-    parts = (project_table(reached.list_projects()), _node_table(reached.list_nodes()), _job_table(running))
+def _overview(reached: ClusterClient, project: str) -> str:
+    """Projects, nodes and running jobs, one below the other; in the place of what its user may not see, a sentence."""
+    parts = (
+        _if_allowed("quotas", lambda: project_table(reached.list_projects())),
+        _if_allowed("nodes", lambda: _node_table(reached.list_nodes())),
+        _job_table(_running(reached, project)),
+    )
     return "\n\n".join(parts)
+
+
+def _running(reached: ClusterClient, project: str) -> list[Job]:
+    return [job for job in reached.list_jobs(project).jobs if not job.status.phase.final]
+
+
+def _if_allowed(what: str, picture: Callable[[], str]) -> str:
+    try:
+        return picture()
+    except UnauthorizedError:
+        return f"({what} are not shown: your account may not see them)"
+
+
+def _visible_project(reached: ClusterClient) -> str:
+    """All, or on Kubernetes the one namespace in which a team's user may see jobs."""
+    try:
+        reached.list_jobs()
+    except UnauthorizedError:
+        return project_or_configured("")
+    return ""
 
 
 def _gpu_pictures(reached: ClusterClient, *, once: bool) -> Iterator[str]:

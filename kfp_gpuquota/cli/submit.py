@@ -14,6 +14,7 @@ from kfp_gpuquota.api.quantity import parse_cores, parse_mib
 from kfp_gpuquota.cli.amounts import gpus_or_fraction, pairs, toleration_of, whole_number
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.cli.output import Format, show
+from kfp_gpuquota.errors import UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.cluster_client import ClusterClient
@@ -220,7 +221,15 @@ def submit(
 def _most(reached: ClusterClient, project: str) -> int:
     """What the project may hold at the most: its limit, or all there is."""
     limit = reached.get_project(project).project.limit
-    everything = sum(len(view.node.devices) for view in reached.list_nodes())
+    try:
+        everything = sum(len(view.node.devices) for view in reached.list_nodes())
+    except UnauthorizedError:
+        if limit is None:
+            raise UsageError(
+                "--elastic means up to all GPUs that there are, which you may not see on this cluster; say how many it "
+                "makes use of: --max-gpus N"
+            ) from None
+        return int(limit)
     return everything if limit is None else int(min(limit, everything))
 
 

@@ -34,6 +34,7 @@ PROJECT_VARIABLE: Final = "GPUQUOTA_PROJECT"
 CONTEXT_VARIABLE: Final = "GPUQUOTA_CONTEXT"
 EMBEDDED: Final = "embedded"
 CURRENT: Final = "."
+_NO_NAMESPACE: Final = "default"
 _POD_TOKEN: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 
@@ -119,6 +120,20 @@ def current_project(given: str = "", environment: Mapping[str, str] | None = Non
     if not found:
         raise UsageError("no project is given; add -p PROJECT, or set it once: gpuquota config project PROJECT")
     return found
+
+
+def listed_project(given: str = "", environment: Mapping[str, str] | None = None) -> str:
+    """The project of which a list shows the jobs: as `current_project`, and "" (all) for somebody who has set none.
+
+    A context without a namespace of its own counts as none: what is in `default` is hardly what its user looks for.
+    """
+    environment = os.environ if environment is None else environment
+    if found := given or environment.get(PROJECT_VARIABLE, ""):
+        return found
+    if (context := kube_context(environment)) is None:
+        return load_settings(environment).project
+    namespace = _credentials(context, environment).namespace
+    return "" if namespace == _NO_NAMESPACE else namespace
 
 
 def _kubernetes(context: str, environment: Mapping[str, str], image: str, retry_for_s: float) -> ClusterClient:

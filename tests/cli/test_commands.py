@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -191,6 +192,38 @@ def test_top_shows_projects_nodes_and_jobs(team: Cli) -> None:
     team.await_gpus("team-a", x=1)
     shown = team("top")
     assert all(word in shown for word in ("team-a", "node-0", "Running"))
+
+
+def test_top_for_programs_has_all_three_lists(team: Cli) -> None:
+    team("submit", "x", "--", "sleep", "infinity")
+    team.await_gpus("team-a", x=1)
+    shown = json.loads(team("top -o json"))
+    assert [job["spec"]["name"] for job in shown["jobs"]] == ["x"]
+    assert [view["project"]["name"] for view in shown["projects"]] == ["team-a"]
+    assert shown["nodes"][0]["used"] == {"0": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("what", "then"),
+    [("projects", "team-a,1,1,1,0,1"), ("nodes", "node-0,ready,2,1,1,cpu-slot"), ("nodes -o json", '"0",1.0')],
+)
+def test_what_is_watched_is_shown_again_when_a_job_changes_it(team: Cli, what: str, then: str) -> None:
+    watching = subprocess.Popen(
+        [PROGRAM, "list", *what.split(), "-w"], env=team.environment, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    try:
+        assert watching.stdout is not None
+        watching.stdout.readline()
+        team("submit", "x", "--", "sleep", "infinity")
+        assert any(re.sub(r"[\s:]+", ",", line).strip(",").startswith(then) for line in watching.stdout)
+    finally:
+        watching.kill()
+        watching.communicate()
+
+
+def test_a_command_is_described_as_a_shell_would_take_it(team: Cli) -> None:
+    team("submit", "x", "--", "sh", "-c", "echo 'a b'; exit 0")
+    assert """sh -c 'echo '"'"'a b'"'"'; exit 0'""" in team("describe x")
 
 
 def test_logs_follow_the_job_from_one_worker_to_the_next(cli: Cli, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from kfp_gpuquota.api import JobSpec, Phase, Project
 from kfp_gpuquota.api.wire import Lease
 from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.client import KubernetesClient
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
 from kfp_gpuquota.errors import (
@@ -26,6 +27,7 @@ from kfp_gpuquota.errors import (
 )
 from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import QUOTAS, jobs_of
+from tools.devcluster import binaries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -206,6 +208,69 @@ def test_the_command_line_speaks_to_kubernetes(crds_cluster: DevCluster, quota: 
     gone = run(crds_cluster, quota, "delete", "train1")
     assert gone.returncode == 0, gone.stderr
     assert "train1" not in run(crds_cluster, quota, "list").stdout
+
+
+@pytest.fixture
+def alice(crds_cluster: DevCluster, quota: str) -> str:
+    """The kubeconfig of a team's user: ElasticJobs in one namespace, and the quotas of all."""
+    api, rbac = crds_cluster.api, "/apis/rbac.authorization.k8s.io/v1"
+    group = {"apiGroups": ["gpuquota.dev"], "verbs": ["*"]}
+    for path, kind, resources in (
+        (f"{rbac}/namespaces/{quota}/role", "Role", ["elasticjobs"]),
+        (f"{rbac}/clusterrole", "ClusterRole", ["gpuquotas"]),
+    ):
+        api.create(f"{path}s", {"metadata": {"name": quota}, "rules": [{**group, "resources": resources}]})
+        subjects = [{"kind": "User", "name": quota, "apiGroup": "rbac.authorization.k8s.io"}]
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": quota}
+        api.create(f"{path}bindings", {"metadata": {"name": quota}, "roleRef": role, "subjects": subjects})
+    pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+    api.patch(f"{rbac}/namespaces/{quota}/roles/{quota}", {"rules": [{**group, "resources": ["elasticjobs"]}, pods]})
+    return str(crds_cluster.kubeconfig_of_user(quota, namespace=quota))
+
+
+def test_a_teams_user_is_shown_what_they_may_see(crds_cluster: DevCluster, quota: str, alice: str) -> None:
+    def of_alice(*command: str) -> subprocess.CompletedProcess[str]:
+        return run(crds_cluster, "", *command, KUBECONFIG=alice)
+
+    submitted = of_alice("submit", "e", "--elastic", "-i", "trainer:1", "--", "python", "train.py")
+    assert submitted.returncode == 0, submitted.stderr
+    assert "elastic from 1 to 4" in of_alice("describe", "e").stdout, "the team's limit, for nodes are not hers to see"
+    top = of_alice("top")
+    assert top.returncode == 0, top.stderr
+    assert "(nodes are not shown: your account may not see them)" in top.stdout
+    assert [line.split()[:2] for line in of_alice("list").stdout.splitlines()] == [["JOB", "PROJECT"], ["e", quota]]
+    crds_cluster.api.patch(f"{QUOTAS}/{quota}", {"spec": {"limit": None}})
+    unbounded = of_alice("submit", "f", "--elastic", "-i", "trainer:1", "--", "python", "train.py")
+    assert (unbounded.returncode, "--max-gpus N" in unbounded.stderr) == (2, True)
+
+
+def test_the_project_is_the_contexts_namespace_whatever_was_configured(
+    crds_cluster: DevCluster, quota: str, alice: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"project": "of-the-embedded-cluster"}')
+    home = {"GPUQUOTA_HOME": str(tmp_path), "KUBECONFIG": alice}
+    assert run(crds_cluster, "", "list", **home).returncode == 0
+    assert run(crds_cluster, "", "config", "project", **home).stdout == f"{quota}\n"
+    refused = run(crds_cluster, "", "config", "project", "other", **home)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "kubectl config set-context --current --namespace=other" in refused.stderr
+
+
+def test_exec_is_kubectls(crds_cluster: DevCluster, quota: str) -> None:
+    api, pods = crds_cluster.api, f"/api/v1/namespaces/{quota}/pods"
+    api.create(jobs_of(quota), {
+        "apiVersion": "gpuquota.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "train"},
+        "spec": {"template": {"spec": {"containers": [{"name": "main", "image": "none"}]}}},
+    })  # fmt: skip
+    meta = {"name": "train-0", "labels": {labels.JOB: "train", labels.WORKER: "0"}}
+    api.create(pods, {"metadata": meta, "spec": {"containers": [{"name": "main", "image": "none"}]}})
+    api.patch(f"{pods}/train-0/status", {"status": {"phase": "Running"}})
+    tools = f"{binaries.provide()}:{os.environ['PATH']}"
+    reached = run(crds_cluster, quota, "exec", "train", "--", "nvidia-smi", PATH=tools)
+    assert "pod train-0 does not have a host assigned" in reached.stderr
+    without = run(crds_cluster, quota, "exec", "train", "--", "nvidia-smi", PATH="/nowhere")
+    assert without.returncode == 2
+    assert f"kubectl exec --namespace={quota} -i train-0 -- nvidia-smi" in without.stderr
 
 
 def test_the_kubectl_plugin_uses_the_current_context(crds_cluster: DevCluster, quota: str) -> None:

@@ -238,11 +238,15 @@ def test_the_status_is_a_subresource_and_keeps_all_that_is_written(crds_cluster:
 
 def test_people_see_phase_size_and_reason(crds_cluster: DevCluster, jobs: str, namespace: str) -> None:
     crds_cluster.api.create(jobs, job())
-    status = {"phase": "Running", "gpus": 1, "workers": 1, "message": "lends 1 GPU to team-b"}
+    pull = {"type": "WorkersReady", "status": "False", "reason": "ImagePullBackOff", "message": "no such image"}
+    pull["lastTransitionTime"] = "2026-11-22T00:00:00Z"
+    status = {
+        "phase": "Running", "gpus": 1, "workers": 1, "message": "lends 1 GPU to team-b", "conditions": [pull],
+    }  # fmt: skip
     crds_cluster.api.patch(f"{jobs}/a/status", {"status": status})
     head, line = crds_cluster.kubectl("get", "ej", "-n", namespace).splitlines()
-    assert head.split() == ["NAME", "PHASE", "GPUS", "WORKERS", "MESSAGE", "AGE"]
-    assert line.split()[:4] == ["a", "Running", "1", "1"]
+    assert head.split() == ["NAME", "PHASE", "GPUS", "WORKERS", "PODS", "MESSAGE", "AGE"]
+    assert line.split()[:5] == ["a", "Running", "1", "1", "ImagePullBackOff"]
     assert "lends 1 GPU to team-b" in line
 
 
