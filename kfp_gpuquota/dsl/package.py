@@ -11,6 +11,7 @@ from kfp_gpuquota.dsl.route import route_pipeline
 from kfp_gpuquota.errors import DefinitionError
 
 Json = dict[str, Any]
+_BODY: Final = "\ncomponents:\n"  # keys are sorted, and a pipeline has some
 _COMPILE: Final = "compile one with: kfp dsl compile --py FILE.py --output FILE.yaml"
 
 
@@ -39,6 +40,7 @@ class Package:
 
 def parse(text: str, origin: str) -> Package:
     """The pipeline in `text`, which came from `origin`. Raises DefinitionError for anything else."""
+    text = _with_whole_header(text)
     try:
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except yaml.YAMLError as error:
@@ -46,6 +48,18 @@ def parse(text: str, origin: str) -> Package:
     if not documents or not _is_pipeline(documents[0]):
         raise DefinitionError(f"{origin} {_otherwise(documents)}")
     return Package(_comments(text), documents[0], tuple(documents[1:]))
+
+
+def _with_whole_header(text: str) -> str:
+    """The same, with every line of KFP's head a comment.
+
+    KFP writes defaults there as they are: of a prompt with several lines all but the first would be read as YAML, and
+    KFP cannot load its own file.
+    """
+    head, begins, body = text.partition(_BODY)
+    if not begins or not text.startswith("# PIPELINE DEFINITION"):
+        return text
+    return "\n".join(line if line.startswith("#") else f"#    {line}" for line in head.split("\n")) + begins + body
 
 
 def _said(error: yaml.YAMLError) -> str:

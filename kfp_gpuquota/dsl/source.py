@@ -63,12 +63,14 @@ def _chosen(pipelines: dict[str, BaseComponent], name: str, path: Path) -> BaseC
     shown = ", ".join(sorted(pipelines)) or "none"
     if not pipelines:
         raise DefinitionError(f"{path} defines no pipeline: put @dsl.pipeline above a function of it")
-    named = [pipeline for variable, pipeline in pipelines.items() if name in ("", variable, pipeline.name)]
+    if name in pipelines:  # a variable is the only one of its name, and two pipelines may call themselves the same
+        return pipelines[name]
+    named = {variable: pipeline for variable, pipeline in pipelines.items() if name in ("", pipeline.name)}
     if len(named) == 1:
-        return named[0]
+        return next(iter(named.values()))
     if not named:
         raise NotFoundError(f"{path} defines no pipeline {name!r}; it has: {shown}")
-    raise UsageError(f"{path} defines {len(named)} pipelines; choose one with --pipeline: {shown}")
+    raise UsageError(f"{path} defines {len(named)} pipelines; choose one with --pipeline: {', '.join(sorted(named))}")
 
 
 def _imported(path: Path) -> ModuleType:

@@ -268,6 +268,19 @@ def test_a_pipeline_is_chosen_by_its_variable_or_its_own_name(tmp_path: Path) ->
         assert _offline("check", tmp_path / "two.py", "--pipeline", name, "-p", "a", HOME=str(tmp_path))[0] == 0
 
 
+def test_a_variable_goes_before_another_pipelines_own_name(tmp_path: Path) -> None:
+    named_alike = DEFINED + ONE + "one = gpuquota.pipeline(project='team-b')(first)\n"
+    (tmp_path / "two.py").write_text(named_alike)
+    code, said, _ = _offline("check", tmp_path / "two.py", "--pipeline", "one", "-o", "json", HOME=str(tmp_path))
+    assert (code, json.loads(said)["routed"][0]["project"]) == (0, "team-b")
+
+
+def test_a_prompt_of_several_lines_may_be_a_default(tmp_path: Path) -> None:
+    prompt = 'prompt: str = "You are:\\n- brief\\nroot: cause"'
+    (tmp_path / "one.py").write_text(DEFINED + ONE.replace("x: int", f"x: int, {prompt}"))
+    assert _offline("check", tmp_path / "one.py", "-p", "a", HOME=str(tmp_path))[0] == 0
+
+
 def test_a_file_finds_what_lies_beside_it_and_may_have_the_name_of_a_library(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(DEFINED)
     (tmp_path / "torch.py").write_text("from steps import *" + ONE)

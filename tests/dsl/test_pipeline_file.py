@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 from kfp import components
 
 from kfp_gpuquota.dsl.package import parse
@@ -24,6 +25,20 @@ def test_what_was_set_for_a_platform_stays(tmp_path: Path) -> None:
     package = parse(GOLDEN[0].read_text() + PLATFORM, "x").routed("team-a")
     assert package.more == ({"platforms": {"kubernetes": {"deploymentSpec": {"executors": {}}}}},)
     assert components.load_component_from_text(package.text()).platform_spec.platforms.keys() == {"kubernetes"}
+
+
+def test_a_default_of_several_lines_that_kfp_writes_into_a_comment_stays_one() -> None:
+    text = GOLDEN[0].read_text()
+    head, begins, _ = text.partition("# PIPELINE DEFINITION\n")
+    assert (head, begins) == ("", "# PIPELINE DEFINITION\n")
+    prompt = "# Inputs:\n#    prompt: str [Default: 'You are:\n- brief\nroot: cause']\n"
+    broken = text.replace(begins, begins + prompt, 1)
+    with pytest.raises(yaml.YAMLError):
+        components.load_component_from_text(broken)
+    package = parse(broken, "x.yaml")
+    assert package.spec == parse(text, "x.yaml").spec
+    assert "#    root: cause']\n" in package.text()
+    components.load_component_from_text(package.text())
 
 
 @pytest.mark.parametrize(
