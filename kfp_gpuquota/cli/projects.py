@@ -80,8 +80,11 @@ def create(
     others = _amounts(cpu, cpu_limit, memory, memory_limit)
     given = _given(guaranteed, limit, priority, weight, parent)
     project = Project(name=name, **given, **others, pools=_pools(pool or []))
-    view = client().create_project(project)
+    reached = client()
+    view = reached.create_project(project)
     typer.echo(f"project {name} created: {_quota(view)}")
+    if gap := reached.quota_gap(name):
+        typer.echo(f"note: {gap}", err=True)
 
 
 @app.command("set", short_help="Change a project's quota.")

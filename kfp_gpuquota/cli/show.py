@@ -141,6 +141,7 @@ def logs(
       gpuquota logs train1 -f --worker 2
     """
     reached, project = client(), project_or_configured(project)
+    _say_if_not_started(reached.get_job(project, job))
     if not follow:
         chunks = _log_so_far(reached, project, job, worker)
     elif worker:
@@ -186,6 +187,12 @@ def top(
     if watch:
         watch_pictures(_overview(reached, project) for _ in reached.watch_jobs(project))
     typer.echo(_overview(reached, project))
+
+
+def _say_if_not_started(job: Job) -> None:
+    if not job.status.workers and job.status.phase in {Phase.PENDING, Phase.SUSPENDED}:
+        why = f": {job.status.reason.message}" if job.status.reason else ""
+        typer.echo(f"job {job.spec.name} has not started and is {job.status.phase.value.lower()}{why}", err=True)
 
 
 def _log_so_far(reached: ClusterClient, project: str, job: str, worker: str) -> Iterator[bytes]:

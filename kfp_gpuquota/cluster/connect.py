@@ -145,7 +145,7 @@ def _kubernetes(context: str, environment: Mapping[str, str], image: str, retry_
 def _credentials(context: str, environment: Mapping[str, str]) -> Credentials:
     from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials  # noqa: PLC0415
 
-    return load_credentials(environment.get("KUBECONFIG", "").split(":")[0] or None, context or None)
+    return load_credentials(environment.get("KUBECONFIG") or None, context or None)
 
 
 def _settings_file(environment: Mapping[str, str]) -> Path:

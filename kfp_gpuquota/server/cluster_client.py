@@ -36,6 +36,9 @@ class ClusterClient(Protocol):
     def set_project(self, project: Project) -> ProjectView:
         """Make it, or change its quota to what is given."""
 
+    def quota_gap(self, name: str) -> str:
+        """What the project's quota does not reach yet, and what would change that; "" where it reaches everything."""
+
     def delete_project(self, name: str) -> None:
         """Remove an empty project; ConflictError while it has jobs."""
 

@@ -226,6 +226,14 @@ def test_a_command_is_described_as_a_shell_would_take_it(team: Cli) -> None:
     assert """sh -c 'echo '"'"'a b'"'"'; exit 0'""" in team("describe x")
 
 
+def test_the_log_of_a_job_that_has_not_started_says_why(team: Cli) -> None:
+    team("submit", "x", "--", "sleep", "infinity")
+    team("submit", "y", "--", "true")
+    answer = team.run("logs y")
+    assert (answer.code, answer.out) == (0, "")
+    assert answer.err.startswith("job y has not started and is pending: needs 1 GPU; ")
+
+
 def test_logs_follow_the_job_from_one_worker_to_the_next(cli: Cli, tmp_path: Path) -> None:
     cli("project create team-a --guaranteed 2")
     cli("config project team-a")

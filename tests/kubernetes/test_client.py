@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from typing import TYPE_CHECKING
 
 import pytest
@@ -254,6 +255,25 @@ def test_the_project_is_the_contexts_namespace_whatever_was_configured(
     refused = run(crds_cluster, "", "config", "project", "other", **home)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "kubectl config set-context --current --namespace=other" in refused.stderr
+
+
+def test_of_several_kubeconfigs_the_one_that_holds_the_context_counts(
+    crds_cluster: DevCluster, quota: str, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("contexts: []\nclusters: []\nusers: []\n")
+    several = os.pathsep.join([str(tmp_path / "none"), str(empty), str(crds_cluster.kubeconfig)])
+    assert run(crds_cluster, quota, "list", KUBECONFIG=several).returncode == 0
+    refused = run(crds_cluster, quota, "--context", "nowhere", "list", KUBECONFIG=several)
+    assert (refused.returncode, "'nowhere'" in refused.stderr) == (2, True)
+
+
+def test_an_admin_is_told_what_a_new_quota_does_not_reach(client: KubernetesClient, crds_cluster: DevCluster) -> None:
+    team = crds_cluster.make_namespace(f"team-{uuid.uuid4().hex[:8]}")
+    assert f"kubectl label namespace {team} gpuquota.dev/managed=true" in client.quota_gap(team)
+    crds_cluster.api.patch(f"/api/v1/namespaces/{team}", {"metadata": {"labels": {labels.MANAGED: "true"}}})
+    assert client.quota_gap(team) == ""
+    assert client.quota_gap("research") == "there is no namespace 'research', which a team has and a department has not"
 
 
 def test_exec_is_kubectls(crds_cluster: DevCluster, quota: str) -> None:

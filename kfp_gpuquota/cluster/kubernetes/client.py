@@ -48,6 +48,10 @@ QUOTAS: Final = f"{_GROUP}/gpuquotas"
 _CANCELLED: Final = "gpuquota-cancel"
 
 
+class _Namespace(objects.Struct, frozen=True):
+    metadata: objects.Metadata
+
+
 class KubernetesClient:
     """The jobs and quotas of one API server. A project is a namespace. Raises the errors of `kfp_gpuquota.errors`."""
 
@@ -111,6 +115,19 @@ class KubernetesClient:
         cleared = dict.fromkeys(kinds.GpuQuotaSpec.__struct_encode_fields__)
         self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
         return self.get_project(project.name)
+
+    def quota_gap(self, name: str) -> str:
+        """Pods of a namespace that is not labelled start without a quota; a department has no namespace."""
+        try:
+            found = _decode(self.calls.get(f"/api/v1/namespaces/{quote(name)}"), _Namespace)
+        except NotFoundError:
+            return f"there is no namespace {name!r}, which a team has and a department has not"
+        if found.metadata.labels.get(labels.MANAGED) == "true":
+            return ""
+        return (
+            f"pods in namespace {name!r} are not under the quota, only ElasticJobs are; put them under it with: "
+            f"kubectl label namespace {name} {labels.MANAGED}=true"
+        )
 
     def delete_project(self, name: str) -> None:
         """Remove its quota; its namespace stays. ConflictError while it has jobs."""

@@ -66,15 +66,28 @@ def load_credentials(kubeconfig: str | None = None, context: str | None = None) 
 
     NotFoundError where there is none of them, InvalidFieldError for a file that names what it does not hold.
     """
-    explicit = kubeconfig or os.environ.get("KUBECONFIG", "").split(":")[0]
-    if explicit:
-        return from_file(Path(explicit), context)
+    if explicit := kubeconfig or os.environ.get("KUBECONFIG", ""):
+        return from_file(*_chosen([Path(part) for part in explicit.split(os.pathsep) if part], context))
     if "KUBERNETES_SERVICE_HOST" in os.environ and (SERVICE_ACCOUNT / "token").exists():
         return in_cluster(SERVICE_ACCOUNT)
     default = Path.home() / ".kube" / "config"
     if default.exists():
         return from_file(default, context)
     raise NotFoundError("there is no kubeconfig; name one with --kubeconfig or the variable KUBECONFIG")
+
+
+def _chosen(paths: list[Path], context: str | None) -> tuple[Path, str | None]:
+    """Of several kubeconfigs, as $KUBECONFIG may name, the one that holds the context; by default the current one.
+
+    kubectl merges the files, so that a context of one may name a cluster of another; here a context, its cluster and
+    its user stand in one file, as the tools that write such files have it.
+    """
+    there = {path: yaml.safe_load(path.read_text()) or {} for path in paths if path.exists()}
+    wanted = context or next((name for config in there.values() if (name := config.get("current-context"))), None)
+    for path, config in there.items():
+        if any(entry["name"] == wanted for entry in config.get("contexts") or []):
+            return path, wanted
+    return next(iter(there), paths[0]), context
 
 
 def in_cluster(directory: Path = SERVICE_ACCOUNT) -> Credentials:
