@@ -120,6 +120,8 @@ def _on_prepared(event: e.GenerationPrepared, job: KnownJob) -> None:
 def _on_preparation_failed(event: e.PreparationFailed, job: KnownJob) -> None:
     if generation := job.generations.get(event.generation):
         generation.refused.add(event.worker)
+    elif event.generation < job.first:
+        job.refused_before[event.worker] = event.generation
     if job.pending is None or job.pending.number != event.generation:
         return
     if job.pending.base:
@@ -166,6 +168,7 @@ def _on_finished(event: e.TrainingFinished, job: KnownJob) -> None:
 
 def _relearn(job: KnownJob, number: int, members: tuple[str, ...], step: int) -> Generation:
     generation = Generation(number, members, 0, GenerationState.RECOVERING)
+    generation.refused = {worker for worker in members if job.refused_before.get(worker) == number}
     job.generations[number] = generation
     job.highest = max(job.highest, number)
     for worker in members:

@@ -19,6 +19,7 @@ class KnownJob:
         self.target: tuple[str, ...] = ()
         self.asked_to_leave: set[str] = set()  # they, or their nodes; for good
         self.generations: dict[int, Generation] = {}  # in force, pending, or withdrawn and perhaps agreed on
+        self.refused_before: dict[str, int] = {}  # by worker: a generation not known of that it gave up
         self.base: Generation | None = None  # the one in force
         self.pending: Generation | None = None  # the next one
         self.finished = False  # somebody applied the last step

@@ -134,6 +134,8 @@ class Play:
     def pause(self, place: int, tenths: int) -> None:
         """It does nothing for so long."""
         worker = f"w{self._wanted_at(place)}"
+        if worker in self.killed:
+            return  # it would go on again
         self.cluster.kill(worker, signal.SIGSTOP)
         time.sleep(tenths / 10)
         self.cluster.kill(worker, signal.SIGCONT)

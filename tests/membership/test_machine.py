@@ -437,6 +437,16 @@ def test_a_restarted_coordinator_learns_of_a_switch_that_was_agreed_on_before_it
     assert killed(said) == []
 
 
+def test_a_switch_that_its_joiner_gave_up_before_a_restarted_coordinator_learned_of_it_is_made_anew() -> None:
+    """The others have met it there, and would send it the state for ever."""
+    drive = Driver(Membership(first_generation=8))
+    drive(TargetChanged(("a", "b", "c")), WorkerReconnected("a", 6, ("a", "b"), 30))
+    drive(WorkerReconnected("b", 6, ("a", "b"), 30), *arrive("c"), PreparationFailed("c", 7, "it was withdrawn"))
+    said = drive(GenerationAdopted("b", 7, 31, members=("a", "b", "c")))
+    assert [c for c in said if isinstance(c, Tell)] == [Tell(w, Recover(9, ("a", "b", "c"))) for w in "abc"]
+    assert killed(said) == []
+
+
 def test_a_restarted_coordinator_learns_of_an_eviction_that_was_agreed_on_before_it_and_waits_for_all_to_leave() -> (
     None
 ):
