@@ -11,6 +11,7 @@ import typer
 
 from kfp_gpuquota.cli import cluster, jobs, pipeline, policies, projects, show, simulate, submit, whatif
 from kfp_gpuquota.errors import GpuQuotaError
+from kfp_gpuquota.version import __version__
 
 app = typer.Typer(
     name="gpuquota",
@@ -32,6 +33,12 @@ simulate.register(app)
 whatif.register(app)
 
 
+def _show_version(*, wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gpuquota {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def choose_cluster(
     context: Annotated[
@@ -42,8 +49,16 @@ def choose_cluster(
             help='The cluster: a context of your kubeconfig, "." its current one, "embedded".',
         ),
     ] = "",
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=lambda value: _show_version(wanted=value), is_eager=True, help="Show the version."
+        ),
+    ] = False,
 ) -> None:
     """GPU quotas, borrowing and elastic training: on this machine, or on Kubernetes."""
+    del version
     if context:
         os.environ["GPUQUOTA_CONTEXT"] = context
 

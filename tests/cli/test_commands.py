@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+import kfp_gpuquota.version
 from tests.cli.conftest import PROGRAM
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ def test_every_help_text_has_an_example_that_begins_with_the_command(command: st
     assert "Example" in done.stdout
     examples = done.stdout.partition("Example")[2].splitlines()[1:]
     assert examples[0].strip().startswith(f"gpuquota {command}"), "one to a line"
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    done = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"gpuquota {kfp_gpuquota.version.__version__}\n"
 
 
 MISTAKES = [
