@@ -8,14 +8,15 @@ import msgspec
 import typer
 
 from kfp_gpuquota.api import PoolQuota, Project
-from kfp_gpuquota.api.quantity import parse_cores, parse_mib, show_mib
+from kfp_gpuquota.api.quantity import as_number, parse_cores, parse_mib, show_mib
 from kfp_gpuquota.cli.amounts import gpu_quota, pairs
 from kfp_gpuquota.cli.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.output import Format, show, table
-from kfp_gpuquota.errors import UsageError
+from kfp_gpuquota.errors import UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import ProjectView
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 app = typer.Typer(help="Projects and their quotas.", no_args_is_help=True)
 config = typer.Typer(help="What other commands use where nothing is given.", no_args_is_help=True)
@@ -83,8 +84,8 @@ def create(
     reached = client()
     view = reached.create_project(project)
     typer.echo(f"project {name} created: {_quota(view)}")
-    if gap := reached.quota_gap(name):
-        typer.echo(f"note: {gap}", err=True)
+    for note in (reached.quota_gap(name), _overcommitted(reached)):
+        _note(note)
 
 
 @app.command("set", short_help="Change a project's quota.")
@@ -112,6 +113,7 @@ def set_quota(
     changed = _given(guaranteed, limit, priority, weight, parent) | _amounts(cpu, cpu_limit, memory, memory_limit)
     view = reached.set_project(msgspec.structs.replace(before, **changed, pools={**before.pools, **_pools(pool or [])}))
     typer.echo(f"project {name} changed: {_quota(view)}")
+    _note(_overcommitted(reached))
 
 
 @app.command("list", short_help="List projects.")
@@ -225,6 +227,25 @@ def _both(amounts: list[str | None]) -> str:
     if limit is None:
         return guaranteed or ""
     return f"at most {limit}" if guaranteed is None else f"{guaranteed} of at most {limit}"
+
+
+def _note(text: str) -> None:
+    if text:
+        typer.echo(f"note: {text}", err=True)
+
+
+def _overcommitted(reached: ClusterClient) -> str:
+    """A sentence where more is guaranteed than there is, which cannot all be kept. Pools stand for themselves."""
+    try:
+        nodes = reached.list_nodes()
+    except UnauthorizedError:
+        return ""
+    there = sum(len(view.node.devices) for view in nodes if not view.node.pool)
+    projects = (view.project for view in reached.list_projects())
+    guaranteed = as_number(sum(project.guaranteed for project in projects if project.parent is None))
+    if guaranteed <= there:
+        return ""
+    return f"{guaranteed} GPUs are guaranteed to all projects together, and the cluster has {there}"
 
 
 def _quota(view: ProjectView) -> str:

@@ -114,6 +114,14 @@ def test_a_job_runs_in_the_directory_and_with_the_path_of_the_shell(team: Cli, t
     assert variables.endswith(" 1")
 
 
+def test_an_admin_is_told_when_more_is_guaranteed_than_there_is(team: Cli) -> None:
+    assert team.run("project create team-b --guaranteed 1").err == "", "2 of 2 GPUs are"
+    said = "note: 4 GPUs are guaranteed to all projects together, and the cluster has 2\n"
+    assert team.run("project set team-b --guaranteed 3").err == said
+    assert team.run("project create team-c --parent team-b --guaranteed 1").err == said, "a part of its department's"
+    assert team.run("project set team-b --guaranteed 1").err == ""
+
+
 def test_wait_ends_with_the_fate_of_the_job(team: Cli) -> None:
     team("submit", "good", "--", "true")
     assert team.run("wait good").code == 0
