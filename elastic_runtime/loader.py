@@ -7,7 +7,10 @@ resizes; what they had fetched ahead for the old generation is dropped. `streame
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -19,7 +22,7 @@ from elastic_runtime.order import mix_seed, order_stamp
 from elastic_runtime.sources import SeededDataset, SeededIndices, Source, has_own_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.position import Position
@@ -224,10 +227,26 @@ def like(
         "worker_init_fn": loader.worker_init_fn,
     }
     if loader.num_workers:
+        context = loader.multiprocessing_context or multiprocessing
+        if context.get_start_method() != "forkserver":
+            options["worker_init_fn"] = partial(begin_loader_process, loader.worker_init_fn)
         options["persistent_workers"] = True
         options["prefetch_factor"] = loader.prefetch_factor
         options["multiprocessing_context"] = loader.multiprocessing_context
     return DataLoader(dataset, batch_sampler=batches, generator=generator, **options)
+
+
+def begin_loader_process(init: Callable[[int], None] | None, number: int) -> None:
+    """Do what the script does first in a loader process; but end where its worker was killed before it came so far.
+
+    torch's loader processes look whether their parent is still the one that they began with, and live for ever where
+    that had changed already. (A process of a fork server never has its creator as its parent.)
+    """
+    creator = multiprocessing.parent_process()
+    if creator is not None and creator.pid != os.getppid():
+        os._exit(1)
+    if init is not None:
+        init(number)
 
 
 def check(loader: DataLoader[Any]) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SCRIPT = """
 import atexit, sys
@@ -33,6 +39,20 @@ finally:
     raise RuntimeError("the last words failed")
 """
 
+ORPHANED = """
+import multiprocessing, os, signal, sys, time
+from elastic_runtime.loader import begin_loader_process
+
+def load(worker):
+    while os.getppid() == worker:
+        time.sleep(0.001)
+    begin_loader_process(print, 7)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("fork").Process(target=load, args=(os.getpid(),), daemon=True).start()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 
 def test_everything_a_script_relies_on_runs_and_the_teardown_does_not() -> None:
     done = run(SCRIPT)
@@ -44,6 +64,17 @@ def test_an_error_of_the_script_while_it_leaves_is_told() -> None:
     done = run(FAILING)
     assert "RuntimeError: the last words failed" in done.stderr
     assert done.returncode == 1
+
+
+def test_a_loader_process_that_begins_after_its_worker_was_killed_ends(tmp_path: Path) -> None:
+    script = tmp_path / "orphaned.py"
+    script.write_text(ORPHANED)
+    reader, writer = os.pipe()  # at its end when the last process has gone that could write to it
+    worker = subprocess.Popen([sys.executable, str(script)], stdout=writer)
+    os.close(writer)
+    assert worker.wait(60) == -signal.SIGKILL
+    with os.fdopen(reader) as said:
+        assert said.read() == ""
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
