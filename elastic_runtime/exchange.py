@@ -30,9 +30,10 @@ def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state:
     Raises CollectiveError where a member was lost or does not fit; ModelMismatchError in the one that does not fit.
     """
     step = state.position.step if holds_state else -1
-    mine = [step, state.fingerprint(), state.agreement_fingerprint(), state.rounds]
+    mine = [step, state.fingerprint(), state.agreement_fingerprint(), state.rounds, state.in_round]
     with phases("meet"):
-        steps, models, agreements, rounds = group.all_gather(torch.tensor(mine, dtype=torch.int64)).T.tolist()
+        rows = group.all_gather(torch.tensor(mine, dtype=torch.int64)).T.tolist()
+    steps, models, agreements, rounds, in_rounds = rows
     source = steps.index(max(steps))
     check_same(group, source, models, OTHER_MODEL)
     check_same(group, source, agreements, f"{_OTHERWISE} (it has {state.agreement()})", what="way of training")
@@ -42,6 +43,7 @@ def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state:
         received = _passed_on(group, relay(source, behind), state, holds_state=holds_state)
         if received is not None:
             state.load(received)
+    state.awaited = received is not None and bool(in_rounds[source])
     return received is not None
 
 

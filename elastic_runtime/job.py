@@ -82,8 +82,8 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Global steps applied so far, over all epochs and all sizes."""
-        return self._prepared.position.step
+        """Global steps applied so far, over all epochs and all sizes; within an iteration: before it."""
+        return self._prepared.steps_before
 
     @property
     def applied(self) -> bool:

@@ -3,6 +3,9 @@
 A round is over where all have done it, which a barrier tells. Whoever passed the barrier may have gone on when others
 hear of a loss; so the number of rounds that are over travels with the state in the next generation's exchange, and who
 is behind knows that its own result counts: nobody passes the barrier before all have come to it.
+
+And whoever begins one may have applied a step that another one has not, whose sums were lost with a worker: that one
+takes over the state of a round that it has not begun, and runs the script on to it without applying anything.
 """
 
 from __future__ import annotations
@@ -30,6 +33,13 @@ class Rounds:
 
     def run(self, work: Callable[[], Result]) -> Result:
         """What `work` returned, once all have done it with the same peers."""
+        self._state.in_round = True
+        try:
+            return self._run(work)
+        finally:
+            self._state.in_round = False
+
+    def _run(self, work: Callable[[], Result]) -> Result:
         number = self._state.rounds
         while True:
             try:

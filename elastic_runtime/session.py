@@ -77,7 +77,13 @@ class Session:
     def reached(self) -> Position:
         """Where the training stands once this iteration is over."""
         micro = self._step.micro
-        return self.position.after_step(micro.step_samples) if micro and self._step.complete else self.position
+        ahead = micro is not None and self._step.complete and not self._counted
+        return self.position.after_step(micro.step_samples) if micro and ahead else self.position
+
+    @property
+    def steps_before(self) -> int:
+        """Global steps applied before this iteration; outside of one, so far."""
+        return self.position.step - self._counted
 
     def may_act(self) -> bool:
         """Whether optimizer, scheduler and scaler act now: outside an iteration, and where a step is complete."""
@@ -184,7 +190,7 @@ class Session:
     def begin(self, micro_batch: MicroBatch) -> None:
         """The loop gets this micro-batch next."""
         self._step.begin(micro_batch, self.loader.stamp)
-        self._counted = False
+        self._counted = self._catching_up = False
 
     def backward(self, loss: torch.Tensor, weight: float | None, reduction: str, *, more: bool) -> None:
         """See `Job.backward`."""
@@ -246,14 +252,17 @@ class Session:
         """
         if not self.started:
             raise LoopError("job.repeat comes after the training has begun; call it within job.epochs(...)")
-        micro = self._step.micro
+        micro, self._catching_up = self._step.micro, False
         if micro is None:
             return
         if not self._step.settled:
             raise LoopError("job.repeat within a step: call it where job.applied, after optimizer.step()")
         self._step.micro = None
-        self._counted = True
-        self._count(micro)
+        if self._counted:
+            self._step.count()
+        else:
+            self._counted = True
+            self._count(micro)
 
     def _recover_between_steps(self, error: CollectiveError) -> None:
         self._step.agreed = None
@@ -265,10 +274,13 @@ class Session:
         it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
         """
         step, micro = self._step, self._step.micro
-        if micro is None or (iteration is not None and iteration is not micro):
+        if micro is not None and iteration is not None and iteration is not micro:
+            return
+        counted, self._counted = self._counted, False
+        if micro is None:
             return
         step.micro = None
-        if step.complete:
+        if step.complete and not counted:
             self._count(micro)
         elif step.begun:
             step.forget()
@@ -283,8 +295,11 @@ class Session:
     def _repeat_step(self, error: CollectiveError) -> None:
         """Back to the step's beginning, and on with whoever is left."""
         self._step.forget()
-        self._step.agreed = None
+        self._step.agreed, self._state.awaited = None, False
         self._recover(error)
+        if self._state.awaited:
+            self._step.take_over()
+            self._counted = self._moved = self._catching_up = True
         self._remember()
 
     def _recover(self, error: CollectiveError | None) -> None:

@@ -39,6 +39,8 @@ class TrainingState:
     data: str = ""  # what the order of the samples depends on
     split: str = ""  # how a step is split
     rounds: int = 0  # of work done together beside the training, since the workers started
+    in_round: bool = False  # this worker is in one
+    awaited: bool = False  # who sent the state is in one that this worker has not begun
     _rehearsed: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

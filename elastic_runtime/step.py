@@ -154,6 +154,11 @@ class GlobalStep:
         self.repeat, self.complete = True, False
         free_cache()  # it may not have fitted
 
+    def take_over(self) -> None:
+        """Others have applied it, and this worker has their state: the rest of the iteration is as if it had."""
+        self.repeat, self.complete, self.computed, self.first = False, True, True, True
+        self._acted = True
+
     def out_of_memory(self, error: BaseException | None) -> bool:
         """Take an iteration that did not fit back, to be repeated in halves; False where it is not that, or cannot be.
 

@@ -123,7 +123,9 @@ def _optional(word: st.SearchStrategy[Word]) -> st.SearchStrategy[list[Word]]:
 
 
 _WORKERS = st.sampled_from([[], [Word("workers", (3,))]])
-_DELAYS = st.one_of(st.just([]), _word("delays", st.integers(0, 999)).map(lambda drawn: [drawn]))
+_DELAYS: st.SearchStrategy[list[Word]] = st.one_of(
+    st.just([]), _word("delays", st.integers(0, 999)).map(lambda drawn: [drawn])
+)
 _REPLICATED: list[st.SearchStrategy[list[Word]]] = [
     _WORKERS,
     st.sampled_from([[], [Word("stream")]]),

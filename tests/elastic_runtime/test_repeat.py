@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import elastic_runtime
-from elastic_runtime.errors import LoopError
+from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.gradients import FastReducer
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, Record, trained_alone
 from tests.patience import until
@@ -28,7 +31,7 @@ IN_EVALUATION = 1 << 20  # where a worker says that it is, in place of a step
 def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     """After each epoch, and within it after step 5 of each: how many held-out samples all workers together have seen.
 
-    `plan.options`: a victim, which stays in the evaluation of step 18 (within an epoch) or 26 (after one), before or
+    `plan.options`: a victim, which stays in the evaluation of step 17 (within an epoch) or 26 (after one), before or
     after it has added its part.
     """
     torch.set_num_threads(1)
@@ -91,7 +94,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], lis
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", [18, 26])
+@pytest.mark.parametrize("step", [17, 26])
 def test_an_evaluation_is_repeated_where_a_worker_is_lost_in_it(
     tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], victim: int, when: str, step: int
 ) -> None:
@@ -110,6 +113,40 @@ def test_an_evaluation_is_repeated_where_a_worker_is_lost_in_it(
         for ours, expected in zip(found, alone[1], strict=True):
             assert ours["count"] == HELD_OUT
             assert ours["total"] == pytest.approx(expected["total"], rel=1e-3, abs=1e-3)
+
+
+def missing_a_sum(plan: Plan, index: int, directory: Path, gate: Gate | None, *, nth: int) -> None:
+    """In its n-th step the second worker loses what the others have: the end of a sum, with a connection."""
+    if index == 1:
+        lose_a_sum(nth)
+    evaluating(plan, index, directory, gate)
+
+
+def lose_a_sum(nth: int) -> None:
+    original, steps = FastReducer.reduce, itertools.count(1)
+
+    def reduce(self: FastReducer) -> None:
+        original(self)
+        if next(steps) == nth:
+            raise CollectiveError("a peer was lost with the end of the sum")
+
+    FastReducer.reduce = reduce  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("nth", [18, 13, 26, 10], ids=["within-an-epoch", "after-one", "after-two", "elsewhere"])
+def test_who_missed_the_sum_that_others_have_applied_meets_them_in_the_evaluation(
+    tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], nth: int
+) -> None:
+    plan = replace(Plan(), body=partial(missing_a_sum, nth=nth))
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.target(0, 1, 2)
+        cluster.wait_for_end(0, 1, 2)
+        cluster.check_result(alone[0])
+        assert [commit.lost_steps for commit in cluster.commits if len(commit.members) == 3][1:]
+    for index in range(3):
+        found = evaluated(tmp_path, index)
+        assert [row["step"] for row in found] == [row["step"] for row in alone[1]]
+        assert all(row["count"] == HELD_OUT for row in found)
 
 
 def test_it_is_not_done_within_a_step() -> None:
