@@ -6,6 +6,7 @@ otherwise wait for minutes. What was in flight is then abandoned, with its buffe
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -95,6 +96,13 @@ class Group:
         drop_group(group)
         if second is not group:
             second.shutdown()
+
+    def __del__(self) -> None:
+        """In a thread of its own: gloo's destructor waits for what is under way to a peer, which may be stopped."""
+        held = list(self.__dict__.pop("_lanes", ()))
+        self.__dict__.pop("_group", None)
+        if held and not sys.is_finalizing():
+            threading.Thread(target=held.clear, name="elastic-drop", daemon=True).start()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing in place."""

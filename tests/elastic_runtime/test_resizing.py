@@ -136,6 +136,21 @@ def test_an_eviction_that_is_agreed_on_while_the_coordinator_restarts_lets_all_g
         assert cluster.kills == []
 
 
+def test_joiners_that_wait_for_a_stopped_worker_begin_without_it_after_the_coordinator_restarts(tmp_path: Path) -> None:
+    """What was under way to the stopped one never ends: gloo's destructor of that group held the joiner's loop."""
+    with Cluster(tmp_path, checkpoints=True) as cluster:
+        cluster.start(0)
+        cluster.target(0, 1)
+        cluster.wait_until_prepared(0, 1)
+        cluster.target(0, 1, 2)
+        cluster.kill("w0", signal.SIGSTOP)
+        cluster.restart_coordinator()
+        cluster.let_go()
+        cluster.wait_for_end(1, 2)
+        cluster.kill("w0")
+        cluster.processes["w0"].join()
+
+
 def test_who_leaves_by_a_switch_that_is_agreed_on_while_the_coordinator_restarts_is_let_go(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
