@@ -6,6 +6,7 @@ otherwise wait for minutes. What was in flight is then abandoned, with its buffe
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -101,7 +102,9 @@ class Group:
         """In a thread of its own: gloo's destructor waits for what is under way to a peer, which may be stopped."""
         held = list(self.__dict__.pop("_lanes", ()))
         self.__dict__.pop("_group", None)
-        if held and not sys.is_finalizing():
+        if not held or sys.is_finalizing():
+            return
+        with contextlib.suppress(RuntimeError):  # no thread can be started any more: the process is about to end
             threading.Thread(target=held.clear, name="elastic-drop", daemon=True).start()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
