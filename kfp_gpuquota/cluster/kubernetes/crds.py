@@ -109,6 +109,7 @@ def _gpu_quota() -> Schema:
         column("Limit", "number", ".spec.limit"),
         column("GPUs", "number", ".status.gpus", "held now"),
         column("Borrowed", "number", ".status.borrowed", "held above guaranteed"),
+        column("Requested", "number", ".status.requested", "asked for, by what runs and what waits"),
         column("Waiting", "integer", ".status.waiting", "jobs that wait"),
         column("Parent", "string", ".spec.parent"),
         column("Source", "string", f".metadata.labels.{labels.SOURCE.replace('.', chr(92) + '.')}", wide=True),

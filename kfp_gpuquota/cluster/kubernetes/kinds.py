@@ -30,6 +30,7 @@ class GpuQuotaStatus(Struct, frozen=True):
 
     gpus: float = 0
     borrowed: float = 0
+    requested: float = 0
     waiting: int = 0
     conditions: tuple[Condition, ...] = ()
 

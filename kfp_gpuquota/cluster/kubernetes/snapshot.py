@@ -37,10 +37,13 @@ log = logging.getLogger(__name__)
 
 
 class Held(NamedTuple):
-    """GPUs held, also by pods that are told to go, how many of them beyond the guarantee, and jobs that wait."""
+    """GPUs held, also by pods that are told to go, how many of them beyond the guarantee, how many are asked for (by
+    what runs and what waits, without what is only lent), and jobs that wait.
+    """
 
     gpus: float = 0
     borrowed: float = 0
+    requested: float = 0
     waiting: int = 0
 
 
@@ -191,12 +194,13 @@ class Snapshot:
 
     def held(self, name: str) -> Held:
         """What a project holds and waits for in all node pools, by the scheduler's own count."""
-        held = borrowed = waiting = 0.0
+        held = borrowed = requested = waiting = 0.0
         for queue in self.state.queues_of(name):
             here = queue.held[0] + queue.leaving[0]
             held, borrowed = held + here, borrowed + max(0.0, here - queue.deserved[0])
+            requested += queue.requested[0]
             waiting += sum(len(jobs) for shape, jobs in queue.waiting.items() if shape.starts)
-        return Held(as_number(held / GPU), as_number(borrowed / GPU), int(waiting))
+        return Held(as_number(held / GPU), as_number(borrowed / GPU), as_number(requested / GPU), int(waiting))
 
     # ElasticJobs
 

@@ -166,6 +166,7 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
     status = GpuQuotaStatus(
         gpus=held.gpus,
         borrowed=held.borrowed,
+        requested=held.requested,
         waiting=held.waiting,
         conditions=known,
     )

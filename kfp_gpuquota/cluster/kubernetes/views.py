@@ -224,7 +224,7 @@ def project_view(quota: GpuQuota) -> ProjectView:
         project=quotas.project_of(quota),
         allocated=as_number(quota.status.gpus),
         over_quota=as_number(quota.status.borrowed),
-        requested=as_number(quota.status.gpus),
+        requested=as_number(quota.status.requested),
     )
 
 
