@@ -91,6 +91,34 @@ def test_gradients_are_accumulated_as_accelerator_accumulates_them() -> None:
     assert same_rates == rates
 
 
+def adversaries(accelerator: Accelerator, **more: bool) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    makes, judges = nn.Linear(3, 12), nn.Linear(12, 1)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (makes, judges)]
+    prepared = accelerator.prepare(makes, judges, *optimizers, loader())
+    makes, judges, makes_step, judges_step, batches = prepared
+    epochs: Any = accelerator.epochs(2) if isinstance(accelerator, ElasticAccelerator) else range(2)
+    for _epoch in epochs:
+        for x, y, _indices in batches:
+            made = makes(nn.functional.one_hot(y, 3).float())
+            judges_step.zero_grad()
+            accelerator.backward(judges(x).square().mean() - judges(made.detach()).mean(), **more)
+            accelerator.clip_grad_norm_(judges.parameters(), 0.5)
+            judges_step.step()
+            makes_step.zero_grad()
+            accelerator.backward(judges(made).mean())
+            accelerator.clip_grad_norm_(makes.parameters(), 0.5)
+            makes_step.step()
+    return [parameter.detach() for each in (makes, judges) for parameter in each.parameters()]
+
+
+def test_two_optimizers_may_act_in_turns_within_an_iteration() -> None:
+    expected = adversaries(Accelerator(cpu=True))
+    forget_accelerate()
+    found = adversaries(ElasticAccelerator(cpu=True), more=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
 def test_a_schedules_length_is_that_of_the_loader_divided_by_the_accumulation() -> None:
     accelerator = ElasticAccelerator(gradient_accumulation_steps=3, cpu=True)
     model, optimizer, scheduler = build(Plan())

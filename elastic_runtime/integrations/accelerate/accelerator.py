@@ -60,7 +60,7 @@ class ElasticAccelerator(RecordingAccelerator):
                 "ElasticAccelerator before any other Accelerator or PartialState, and start it by torchrun, "
                 "accelerate launch or gpuquota"
             )
-        self.sync_gradients = True
+        self.sync_gradients, self._more = True, False
         options: dict[str, Any] = {
             "global_batch_size": global_batch_size,
             "seed": self.dataloader_config.data_seed or 0,
@@ -110,15 +110,22 @@ class ElasticAccelerator(RecordingAccelerator):
             yield
 
     def backward(
-        self, loss: torch.Tensor, *, weight: float | None = None, reduction: str = "mean", **kwargs: Any
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | None = None,
+        reduction: str = "mean",
+        more: bool = False,
+        **kwargs: Any,
     ) -> None:
-        """`job.backward`: this micro-batch's share of the global batch. Exactly once in each iteration.
+        """`job.backward`: this micro-batch's share of the global batch. Exactly once in each iteration, but for
+        `more=True`: an optimizer acts on these gradients, and another call follows.
 
-        Afterwards `sync_gradients` says whether the step is complete.
+        Afterwards `sync_gradients` says whether the step is complete, or there is `more`: optimizers act.
         """
         check_more(kwargs)
         try:
-            self.job.backward(loss, weight=weight, reduction=reduction)
+            self.job.backward(loss, weight=weight, reduction=reduction, more=more)
         except LoopError as error:
             if self.sync_gradients:  # in no iteration
                 error.add_note(
@@ -126,7 +133,8 @@ class ElasticAccelerator(RecordingAccelerator):
                     "accelerator.prepare was given, or its training_loader="
                 )
             raise
-        self.sync_gradients = self.job.applied
+        self._more = more
+        self.sync_gradients = self.job.applied or more
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -136,7 +144,7 @@ class ElasticAccelerator(RecordingAccelerator):
             return torch.zeros((), device=self.device)
         self.unscale_gradients()
         norm = self.job.clip_grad_norm_(parameters, max_norm, norm_type)
-        self.sync_gradients = self.job.applied
+        self.sync_gradients = self.job.applied or self._more
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
