@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.cli.options import ProjectOption, client, on_kubernetes, project_or_configured
+from kfp_gpuquota.cli.options import JobArgument, ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.errors import ConflictError, JobFailedError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...")]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB")]
 POLL_S = 5.0
 
 
@@ -87,18 +86,24 @@ def wait(
 
 
 def delete(
-    jobs: JobsArgument,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB...]")] = None,
     project: ProjectOption = "",
     *,
+    ended: Annotated[bool, typer.Option("--ended", help="All jobs of the project that have ended.")] = False,
     wait_for_end: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when they are gone.")] = True,
 ) -> None:
     """Stop jobs and forget them, their logs and their checkpoints.
 
-    Example:
+    Examples:
       gpuquota delete elastic1 filler1
+      gpuquota delete --ended
     """
+    if bool(jobs) == ended:
+        raise UsageError("name the jobs, or give --ended for all that have ended: gpuquota delete JOB...")
     reached, project = client(), project_or_configured(project)
-    known = {job.spec.name: job.uid for job in reached.list_jobs(project).jobs}
+    listed = reached.list_jobs(project).jobs
+    known = {job.spec.name: job.uid for job in listed}
+    jobs = jobs or [job.spec.name for job in listed if job.status.phase.final]
     if missing := [name for name in jobs if name not in known]:
         raise NotFoundError(
             f"project {project!r} has no job {', '.join(map(repr, missing))}, and nothing was deleted; see what it has "

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kfp_gpuquota.cli import cluster, jobs, pipeline, policies, projects, show, simulate, submit, whatif
+from kfp_gpuquota.cli import cluster, jobs, logs, pipeline, policies, projects, show, simulate, submit, whatif
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.version import __version__
 
@@ -28,6 +28,7 @@ app.add_typer(policies.app, name="policy")
 app.add_typer(projects.config, name="config")
 submit.register(app)
 show.register(app)
+logs.register(app)
 jobs.register(app)
 simulate.register(app)
 whatif.register(app)

@@ -11,6 +11,7 @@ from kfp_gpuquota.cli.output import Format
 if TYPE_CHECKING:
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
+JobArgument = Annotated[str, typer.Argument(metavar="JOB")]
 ProjectOption = Annotated[
     str,
     typer.Option(

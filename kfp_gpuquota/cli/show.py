@@ -1,9 +1,8 @@
-"""`gpuquota list`, `describe`, `explain`, `top` and `logs`: looking without touching."""
+"""`gpuquota list`, `describe`, `explain` and `top`: looking without touching."""
 
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from contextlib import suppress
 from enum import StrEnum
@@ -15,6 +14,7 @@ import typer
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cli.options import (
+    JobArgument,
     OutputOption,
     ProjectOption,
     WatchOption,
@@ -46,7 +46,6 @@ class What(StrEnum):
 GPU_REFRESH_S: Final = 0.5
 
 AllOption = Annotated[bool, typer.Option("--all-projects", "-A", help="Jobs of every project.")]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB")]
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +53,6 @@ def register(app: typer.Typer) -> None:
     app.command("list", short_help="List jobs, projects or nodes.")(list_things)
     app.command("describe", short_help="Show everything about a job.")(describe)
     app.command("explain", short_help="Say why a job waits, shrank or was stopped.")(explain)
-    app.command("logs", short_help="Show what a job printed.")(logs)
     app.command("top", short_help="Show who uses what.")(top)
 
 
@@ -127,32 +125,6 @@ def explain(job: JobArgument, project: ProjectOption = "") -> None:
         typer.echo(f"it was last stopped {age(stopped.at)} ago: {stopped.reason.message}")
 
 
-def logs(
-    job: JobArgument,
-    project: ProjectOption = "",
-    *,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
-    worker: Annotated[str, typer.Option("--worker", help="The worker's index or id; else the first.")] = "",
-) -> None:
-    """Show what a job's first worker printed; with -f, go on with another one where that one leaves before the others.
-
-    Examples:
-      gpuquota logs train1
-      gpuquota logs train1 -f --worker 2
-    """
-    reached, project = client(), project_or_configured(project)
-    _say_if_not_started(reached.get_job(project, job))
-    if not follow:
-        chunks = _log_so_far(reached, project, job, worker)
-    elif worker:
-        chunks = reached.follow_log(project, job, worker=worker)
-    else:
-        chunks = _job_log(reached, project, job)
-    for chunk in chunks:
-        sys.stdout.buffer.write(chunk)
-        sys.stdout.flush()
-
-
 def top(
     *,
     watch: WatchOption = False,
@@ -187,37 +159,6 @@ def top(
     if watch:
         watch_pictures(_overview(reached, project) for _ in reached.watch_jobs(project))
     typer.echo(_overview(reached, project))
-
-
-def _say_if_not_started(job: Job) -> None:
-    if not job.status.workers and job.status.phase in {Phase.PENDING, Phase.SUSPENDED}:
-        why = f": {job.status.reason.message}" if job.status.reason else ""
-        typer.echo(f"job {job.spec.name} has not started and is {job.status.phase.value.lower()}{why}", err=True)
-
-
-def _log_so_far(reached: ClusterClient, project: str, job: str, worker: str) -> Iterator[bytes]:
-    offset = 0
-    while (chunk := reached.read_log(project, job, worker=worker, offset=offset)).text:
-        yield chunk.text
-        offset = chunk.next_offset
-
-
-def _job_log(reached: ClusterClient, project: str, name: str) -> Iterator[bytes]:
-    """One worker's log after another's, for as long as the job goes on."""
-    from kfp_gpuquota.dsl.logs import to_follow  # noqa: PLC0415
-
-    reached.get_job(project, name)
-    followed: list[str] = []
-    for listed in reached.watch_jobs(project):
-        found = next((job for job in listed.jobs if job.spec.name == name), None)
-        while found is not None and (left := to_follow(found, followed)):
-            if followed:
-                typer.echo(f"worker {left[0].index} goes on:", err=True)
-            followed.append(left[0].id)
-            yield from reached.follow_log(project, name, worker=left[0].id)
-            found = reached.get_job(project, name)
-        if found is None or found.status.phase.final:
-            return
 
 
 def _job_table(jobs: Sequence[Job], output: Format = Format.TABLE) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
 from typing import TYPE_CHECKING
 
+import hypothesis.strategies as st
 import pytest
 import yaml  # type: ignore[import-untyped]
+from hypothesis import given
 
 import kfp_gpuquota.version
+from kfp_gpuquota.cli.logs import tail_start
 from tests.cli.conftest import PROGRAM
 
 if TYPE_CHECKING:
@@ -246,6 +250,34 @@ def test_the_log_of_a_job_that_has_not_started_says_why(team: Cli) -> None:
     answer = team.run("logs y")
     assert (answer.code, answer.out) == (0, "")
     assert answer.err.startswith("job y has not started and is pending: needs 1 GPU; ")
+
+
+def test_the_log_begins_with_its_last_lines_where_that_is_asked_for(team: Cli) -> None:
+    team("submit", "x", "--", "printf", r"one\ntwo\nthree\nfour")
+    team("wait x")
+    assert team("logs x --tail 2") == "three\nfour"
+    assert team("logs x --tail 1 -f") == "four"
+    assert team("logs x --tail 9") == "one\ntwo\nthree\nfour"
+    assert team("logs x --tail 0") == ""
+
+
+@given(pieces=st.lists(st.sampled_from([b"a", b"\n", b"bc\r", b"d\ne\n"])), lines=st.integers(0, 9))
+def test_the_last_lines_are_found_in_whatever_pieces_a_log_comes(pieces: list[bytes], lines: int) -> None:
+    text = b"".join(pieces)
+    whole = io.BytesIO(text).readlines()
+    assert text[tail_start(pieces, lines) :] == b"".join(whole[len(whole) - min(lines, len(whole)) :])
+
+
+def test_all_that_have_ended_are_deleted_at_once_and_nothing_else(team: Cli) -> None:
+    for name in ("x", "y"):
+        team("submit", name, "--", "true")
+    team("wait x y")
+    team("submit", "z", "--", "sleep", "infinity")
+    assert team("delete --ended") == "job x deleted\njob y deleted\n"
+    assert [line.split()[0] for line in team("list").splitlines()] == ["JOB", "z"]
+    assert team("delete --ended") == ""
+    assert "name the jobs, or give --ended" in team.run("delete").err
+    assert team.run("delete z --ended").code == 2
 
 
 def test_logs_follow_the_job_from_one_worker_to_the_next(cli: Cli, tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""`gpuquota logs`: what a job's workers printed."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cli.options import JobArgument, ProjectOption, client, project_or_configured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.server.cluster_client import ClusterClient
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("logs", short_help="Show what a job printed.")(logs)
+
+
+def logs(
+    job: JobArgument,
+    project: ProjectOption = "",
+    *,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    tail: Annotated[int | None, typer.Option("--tail", min=0, metavar="N", help="Begin with the last N lines.")] = None,
+    worker: Annotated[str, typer.Option("--worker", help="The worker's index or id; else the first.")] = "",
+) -> None:
+    """Show what a job's first worker printed; with -f, go on with another one where that one leaves before the others.
+
+    Examples:
+      gpuquota logs train1
+      gpuquota logs train1 -f --tail 20
+      gpuquota logs train1 -f --worker 2
+    """
+    reached, project = client(), project_or_configured(project)
+    _say_if_not_started(reached.get_job(project, job))
+    skipped = 0 if tail is None else tail_start(_log_so_far(reached, project, job, worker), tail)
+    if not follow:
+        chunks = _log_so_far(reached, project, job, worker)
+    elif worker:
+        chunks = reached.follow_log(project, job, worker=worker)
+    else:
+        chunks = _job_log(reached, project, job)
+    for chunk in chunks:
+        sys.stdout.buffer.write(chunk[skipped:])
+        sys.stdout.flush()
+        skipped = max(0, skipped - len(chunk))
+
+
+def tail_start(chunks: Iterable[bytes], lines: int) -> int:
+    """At which byte the last `lines` lines of a text begin; a last one without a line's end counts."""
+    starts, at = deque([0], maxlen=lines + 1), 0
+    for chunk in chunks:
+        for line in chunk.splitlines(keepends=True):
+            at += len(line)
+            if line.endswith(b"\n"):
+                starts.append(at)
+    if starts[-1] == at:
+        starts.pop()  # no line begins at the end
+    return starts[-lines] if 0 < lines <= len(starts) else starts[0] if lines and starts else at
+
+
+def _say_if_not_started(job: Job) -> None:
+    if not job.status.workers and job.status.phase in {Phase.PENDING, Phase.SUSPENDED}:
+        why = f": {job.status.reason.message}" if job.status.reason else ""
+        typer.echo(f"job {job.spec.name} has not started and is {job.status.phase.value.lower()}{why}", err=True)
+
+
+def _log_so_far(reached: ClusterClient, project: str, job: str, worker: str) -> Iterator[bytes]:
+    offset = 0
+    while (chunk := reached.read_log(project, job, worker=worker, offset=offset)).text:
+        yield chunk.text
+        offset = chunk.next_offset
+
+
+def _job_log(reached: ClusterClient, project: str, name: str) -> Iterator[bytes]:
+    """One worker's log after another's, for as long as the job goes on."""
+    from kfp_gpuquota.dsl.logs import to_follow  # noqa: PLC0415
+
+    reached.get_job(project, name)
+    followed: list[str] = []
+    for listed in reached.watch_jobs(project):
+        found = next((job for job in listed.jobs if job.spec.name == name), None)
+        while found is not None and (left := to_follow(found, followed)):
+            if followed:
+                typer.echo(f"worker {left[0].index} goes on:", err=True)
+            followed.append(left[0].id)
+            yield from reached.follow_log(project, name, worker=left[0].id)
+            found = reached.get_job(project, name)
+        if found is None or found.status.phase.final:
+            return
