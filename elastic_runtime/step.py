@@ -158,6 +158,7 @@ class GlobalStep:
         """Others have applied it, and this worker has their state: the rest of the iteration is as if it had."""
         self.repeat, self.complete, self.computed, self.first = False, True, True, True
         self._acted = True
+        self._mode.completed(self._state.position.step - 1)
 
     def out_of_memory(self, error: BaseException | None) -> bool:
         """Take an iteration that did not fit back, to be repeated in halves; False where it is not that, or cannot be.
