@@ -39,7 +39,7 @@ class BackgroundWriter:
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._copies = Copies()
-        self._prepared = False
+        self._preparing: threading.Thread | None = None
 
     def due(self) -> bool:
         """Whether the time for another one has come, and the last one is written."""
@@ -47,25 +47,21 @@ class BackgroundWriter:
         return bool(self.directory) and not writing and time.monotonic() - self._saved_at >= self._every_s
 
     def settle(self) -> None:
-        """Return when nothing is being written any more."""
-        if self._thread is not None:
-            self._thread.join()
+        """Return when nothing is being written any more, and the memory for a copy is there."""
+        for thread in (self._preparing, self._thread):
+            if thread is not None:
+                thread.join()
 
     def _prepare(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Once, before the first copy is due: a thread makes its memory."""
-        if self.directory and not self._prepared:
-            self._prepared = True
-            self._run(partial(self._copies.make_room, describe(tensors())))
+        if self.directory and self._preparing is None:
+            self._preparing = _in_thread(partial(self._copies.make_room, describe(tensors())))
 
     def _start(self, began: float, write: Callable[[float], None]) -> None:
         """The state is copied, since `began`: `write(stall_ms)` in a thread."""
         self._saved_at = time.monotonic()
         stall_ms = (self._saved_at - began) * 1e3
-        self._run(partial(write, stall_ms))
-
-    def _run(self, work: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=work, name="elastic-checkpoint", daemon=True)
-        self._thread.start()
+        self._thread = _in_thread(partial(write, stall_ms))
 
     def _carry_out(self, step: int, stall_ms: float, save: Callable[[], Path]) -> bool:
         """Write one, and report it; whether it is durable. One that cannot be written is warned of."""
@@ -145,6 +141,12 @@ class Keeper(BackgroundWriter):
     def _write(self, step: int, state: object, stall_ms: float) -> None:
         if self._carry_out(step, stall_ms, partial(checkpoint.save, self.directory, step, state, keep=self._keep)):
             self._written = step
+
+
+def _in_thread(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="elastic-checkpoint", daemon=True)
+    thread.start()
+    return thread
 
 
 def _at_once(copy: Callable[[], None]) -> bool:
