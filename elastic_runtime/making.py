@@ -16,6 +16,7 @@ from elastic_runtime.memory import MemoryFollower
 from elastic_runtime.modes import ExactMode, FastMode, Mode, numerics
 from elastic_runtime.session import Session
 from elastic_runtime.sizes import GlobalBatch, MicroBatchLimit
+from elastic_runtime.step import GlobalStep
 from elastic_runtime.streamed import StreamedLoader
 
 if TYPE_CHECKING:
@@ -42,12 +43,12 @@ class Workshop:
         if options.exact:
             state.numerics = numerics()
             mode: Mode = ExactMode(state, buffers, streams, options.seed)
-            session = Session(state, self._member, mode, scaler, None, MemoryFollower(directory, None))
+            session = self._of(state, mode, scaler, None, MemoryFollower(directory, None))
             return session, partial(shard_batches, shards=options.shards)
         allowed = options.max_batch_per_gpu
         limit = MicroBatchLimit(allowed if isinstance(allowed, int) else None)
         mode = FastMode(state, buffers, streams)
-        return Session(state, self._member, mode, scaler, limit, MemoryFollower(directory, limit)), limit.plan
+        return self._of(state, mode, scaler, limit, MemoryFollower(directory, limit)), limit.plan
 
     def sharded(
         self, state: TrainingState, models: list[Any], shard: ShardFunction, scaler: torch.amp.GradScaler | None
@@ -66,7 +67,18 @@ class Workshop:
         mode = ShardedMode(sharding, FollowedBuffers([state.model]), self._member.streams)
         most = options.max_batch_per_gpu
         plan = partial(lockstep_batches, max_batch=most if isinstance(most, int) else None)
-        return Session(state, self._member, mode, None, None, MemoryFollower(self._memory_dir, None)), plan
+        return self._of(state, mode, None, None, MemoryFollower(self._memory_dir, None)), plan
+
+    def _of(
+        self,
+        state: TrainingState,
+        mode: Mode,
+        scaler: torch.amp.GradScaler | None,
+        limit: MicroBatchLimit | None,
+        memory: MemoryFollower,
+    ) -> Session:
+        step = GlobalStep(state, self._member, mode, scaler, limit, memory)
+        return Session(state, self._member, mode, memory, step)
 
     def loader(
         self, loader: DataLoader[Any], session: Session, batch: GlobalBatch, plan: Plan, state: TrainingState

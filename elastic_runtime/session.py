@@ -13,7 +13,6 @@ import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.rounds import Rounds
-from elastic_runtime.step import GlobalStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from elastic_runtime.memory import MemoryFollower
     from elastic_runtime.modes import Clipping, Mode
     from elastic_runtime.position import Position
-    from elastic_runtime.sizes import MicroBatchLimit
     from elastic_runtime.state import TrainingState
+    from elastic_runtime.step import GlobalStep
 
 
 class Session:
@@ -35,16 +34,9 @@ class Session:
     warm_up: Callable[[Any], torch.Tensor] | None = None  # from a batch to its loss
 
     def __init__(
-        self,
-        state: TrainingState,
-        member: Member,
-        mode: Mode,
-        scaler: torch.amp.GradScaler | None,
-        limit: MicroBatchLimit | None,
-        memory: MemoryFollower,
+        self, state: TrainingState, member: Member, mode: Mode, memory: MemoryFollower, step: GlobalStep
     ) -> None:
-        self._state, self._member, self._mode, self._memory = state, member, mode, memory
-        self._step = GlobalStep(state, member, mode, scaler, limit, memory)
+        self._state, self._member, self._mode, self._memory, self._step = state, member, mode, memory, step
         self._total_steps: int | None = None
         self.last_step: int | None = None
         self.started = self.finished = False
