@@ -10,20 +10,21 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def hasten_exit(code: int) -> None:
-    """From now on the process ends, with `code`, right after its `atexit` handlers.
+def leave(code: int) -> NoReturn:
+    """End the process with `code`, as SystemExit does, but right after its `atexit` handlers.
 
     Not by an `atexit` handler of our own: that would leave out the handlers registered before it. Where an error of the
     script's ends the process, that is told as ever, with its traceback and its exit code.
     """
     gc.disable()
     sys.last_traceback = _Last(code)  # type: ignore[assignment]  # what the interpreter lets go of first, after atexit
+    raise SystemExit(code)
 
 
 class _Last:

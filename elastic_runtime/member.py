@@ -22,7 +22,7 @@ from elastic_runtime.exchange import exchange
 from elastic_runtime.generations import ALONE, Generation, Generations
 from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group
 from elastic_runtime.keeper import Keeper
-from elastic_runtime.leaving import hasten_exit
+from elastic_runtime.leaving import leave
 from elastic_runtime.order import mix_seed
 from elastic_runtime.packing import pack
 from elastic_runtime.preemption import TERMINATED, AtRest, Preemption
@@ -269,8 +269,7 @@ class Member:
             self._note_leaving()
             self._saving.now(state)
             self.reporter.line("left", generation=0, step=state.position.step)
-            hasten_exit(TERMINATED)
-            raise SystemExit(TERMINATED)
+            leave(TERMINATED)
 
     def _next(self, after: int) -> Generation | None:
         with self.reporter.phases("wait"):
@@ -373,8 +372,7 @@ class Member:
             self._generations.wait_for_release(RELEASE_S)
         if self._coordinator:
             self._coordinator.close()
-        hasten_exit(0)
-        raise SystemExit(0)
+        leave(0)
 
     # Checkpoints
 

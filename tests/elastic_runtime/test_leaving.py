@@ -15,7 +15,7 @@ SCRIPT = """
 import atexit, sys
 atexit.register(print, "registered before")
 import torch
-from elastic_runtime.leaving import hasten_exit
+from elastic_runtime.leaving import leave
 atexit.register(print, "registered after")
 
 class AfterAtexit:
@@ -24,17 +24,15 @@ class AfterAtexit:
 
 kept = AfterAtexit()
 try:
-    hasten_exit(143)
-    raise SystemExit(143)
+    leave(143)
 finally:
     print("finally")
 """
 
 FAILING = """
-from elastic_runtime.leaving import hasten_exit
+from elastic_runtime.leaving import leave
 try:
-    hasten_exit(0)
-    raise SystemExit(0)
+    leave(0)
 finally:
     raise RuntimeError("the last words failed")
 """
