@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from elastic_runtime.sizes import MicroBatchLimit
     from elastic_runtime.state import TrainingState
 
-_STAMP_OF_PASS = (7, 11)
-"""By whether more passes follow: workers that are in different passes of a step do not add up to one stamp."""
+_STAMP_OF_PASS = (11, 7)
+"""By whether it is its iteration's last: workers that are in different passes of a step do not add up to one stamp."""
 
 
 class GlobalStep:
@@ -95,13 +95,13 @@ class GlobalStep:
         if more:
             self._passes.check(micro, self._mode, first=self.first)
         self._losses.check(weight, reduction)
-        self._begin_pass(micro, more=more)
+        self._begin_pass(micro, last=not more)
         factor = self._losses.factor(micro, weight, reduction, passive=self._mode.reducer.passive)
         try:
             if self._scaler:
                 loss = self._scaler.scale(loss)
             loss.backward(self._losses.seed(loss, factor))  # type: ignore[no-untyped-call]
-            self._end_pass(micro, more=more)
+            self._end_pass(micro)
         except CollectiveError:
             raise
         except (RuntimeError, MemoryError) as error:
@@ -119,8 +119,8 @@ class GlobalStep:
                 "workers compute together; call job.backward(loss, weight=0.0) with a finite loss"
             )
         self._skipped = True
-        self._begin_pass(micro, more=False)
-        self._end_pass(micro, more=False)
+        self._begin_pass(micro, last=True)
+        self._end_pass(micro)
         if self._mode.reducer.passive:
             self._mode.reducer.abandon()
         self._void = self.complete and all(p.grad is None for _, p in self._state.parameters())
@@ -205,9 +205,9 @@ class GlobalStep:
             )
         return self.micro
 
-    def _begin_pass(self, micro: MicroBatch, *, more: bool) -> None:
+    def _begin_pass(self, micro: MicroBatch, *, last: bool) -> None:
         self._check_applied()
-        self.computed = not more
+        self.computed = last
         self._samples += micro.size
         self._passes.set_aside()
         self._mode.reducer.begin(self._member.group, micro, first=self.first or self._passes.done > 0)
@@ -225,39 +225,39 @@ class GlobalStep:
                 "is complete), and give global_batch_size in place of accumulating in the loop"
             )
 
-    def _end_pass(self, micro: MicroBatch, *, more: bool) -> None:
+    def _end_pass(self, micro: MicroBatch) -> None:
         self._mode.end(micro)
         if micro.last:
-            self._sum(micro, more=more)
+            self._sum(micro)
             self._passes.add_back()
 
-    def _sum(self, micro: MicroBatch, *, more: bool) -> None:
-        """Sum the gradients; what the tail says is decided by all workers in the same way."""
+    def _sum(self, micro: MicroBatch) -> None:
+        """Sum a pass's gradients; what the tail says is decided by all workers in the same way."""
         member, mode = self._member, self._mode
-        vote = None if more else member.vote()
+        vote = member.vote() if self.computed else None
         rank, workers = member.place
-        mode.fill_tail(self._share(vote, more=more), leader=rank == 0)
+        mode.fill_tail(self._share(vote), leader=rank == 0)
         member.check()
         mode.reducer.reduce()
         member.at_rest.end()
         agreed = mode.take_tail(micro, leader=rank == 0, workers=workers)
-        if more:
+        factor = self._losses.final(micro.step_samples, mode.tail.weight)
+        if not self.computed:
             self._passes.complete_one()
             self._samples = 0
             self._losses.begin()
-        else:
-            member.reporter.clock.summed(mode.tail.busy_s / workers)
-        mode.reducer.hand_out(self._losses.final(micro.step_samples, mode.tail.weight))
-        if more:
+            mode.reducer.hand_out(factor)
             return
+        member.reporter.clock.summed(mode.tail.busy_s / workers)
+        mode.reducer.hand_out(factor)
         mode.completed(self._state.position.step)
         self.complete = True
         member.reporter.note_step(micro.step_samples, workers)
         if agreed:
             self.agreed = vote
 
-    def _share(self, vote: Generation | None, *, more: bool) -> Share:
+    def _share(self, vote: Generation | None) -> Share:
         distance = vote.number - self._member.generation if vote else 0
-        stamp = self._state.position.step + self._stamp + _STAMP_OF_PASS[more] * (self._passes.done + 1)
-        busy_s = 0.0 if more else self._member.reporter.clock.ready()
+        stamp = self._state.position.step + self._stamp + _STAMP_OF_PASS[self.computed] * (self._passes.done + 1)
+        busy_s = self._member.reporter.clock.ready() if self.computed else 0.0
         return Share(self._samples, distance, self._losses.weight, busy_s, stamp % STAMPS)
