@@ -12,7 +12,7 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.options import JobArgument, ProjectOption, client, project_or_configured
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.server.cluster_client import ClusterClient
@@ -40,17 +40,19 @@ def logs(
     """
     reached, project = client(), project_or_configured(project)
     _say_if_not_started(reached.get_job(project, job))
-    skipped = 0 if tail is None else tail_start(_log_so_far(reached, project, job, worker), tail)
+
+    def begin(which: str) -> int:
+        return 0 if tail is None else tail_start(_log_so_far(reached, project, job, which), tail)
+
     if not follow:
-        chunks = _log_so_far(reached, project, job, worker)
+        chunks = _log_so_far(reached, project, job, worker, begin(worker))
     elif worker:
-        chunks = reached.follow_log(project, job, worker=worker)
+        chunks = reached.follow_log(project, job, worker=worker, offset=begin(worker))
     else:
-        chunks = _job_log(reached, project, job)
+        chunks = _job_log(reached, project, job, begin)
     for chunk in chunks:
-        sys.stdout.buffer.write(chunk[skipped:])
+        sys.stdout.buffer.write(chunk)
         sys.stdout.flush()
-        skipped = max(0, skipped - len(chunk))
 
 
 def tail_start(chunks: Iterable[bytes], lines: int) -> int:
@@ -72,15 +74,14 @@ def _say_if_not_started(job: Job) -> None:
         typer.echo(f"job {job.spec.name} has not started and is {job.status.phase.value.lower()}{why}", err=True)
 
 
-def _log_so_far(reached: ClusterClient, project: str, job: str, worker: str) -> Iterator[bytes]:
-    offset = 0
+def _log_so_far(reached: ClusterClient, project: str, job: str, worker: str, offset: int = 0) -> Iterator[bytes]:
     while (chunk := reached.read_log(project, job, worker=worker, offset=offset)).text:
         yield chunk.text
         offset = chunk.next_offset
 
 
-def _job_log(reached: ClusterClient, project: str, name: str) -> Iterator[bytes]:
-    """One worker's log after another's, for as long as the job goes on."""
+def _job_log(reached: ClusterClient, project: str, name: str, begin: Callable[[str], int]) -> Iterator[bytes]:
+    """One worker's log after another's, for as long as the job goes on; the first one's from where it is to `begin`."""
     from kfp_gpuquota.dsl.logs import to_follow  # noqa: PLC0415
 
     reached.get_job(project, name)
@@ -90,8 +91,10 @@ def _job_log(reached: ClusterClient, project: str, name: str) -> Iterator[bytes]
         while found is not None and (left := to_follow(found, followed)):
             if followed:
                 typer.echo(f"worker {left[0].index} goes on:", err=True)
-            followed.append(left[0].id)
-            yield from reached.follow_log(project, name, worker=left[0].id)
+            worker = left[0].id
+            offset = 0 if followed else begin(worker)
+            followed.append(worker)
+            yield from reached.follow_log(project, name, worker=worker, offset=offset)
             found = reached.get_job(project, name)
         if found is None or found.status.phase.final:
             return

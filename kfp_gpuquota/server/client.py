@@ -173,9 +173,9 @@ class Client:
         query = _query(worker=worker, offset=offset, timeout_s=timeout_s)
         return self._call("GET", f"{_job_path(project, name)}/logs{query}", LogChunk, wait_s=timeout_s)
 
-    def follow_log(self, project: str, name: str, *, worker: str = "") -> Iterator[bytes]:
-        """A worker's log as it grows, until the worker has ended."""
-        return follow_log(self, project, name, worker)
+    def follow_log(self, project: str, name: str, *, worker: str = "", offset: int = 0) -> Iterator[bytes]:
+        """A worker's log from byte `offset` as it grows, until the worker has ended."""
+        return follow_log(self, project, name, worker, offset)
 
     def stop_cluster(self) -> None:
         """Stop the daemon. What runs goes on under its shims and is adopted by the next one."""

@@ -89,16 +89,16 @@ class ClusterClient(Protocol):
     ) -> LogChunk:
         """A piece of a worker's log."""
 
-    def follow_log(self, project: str, name: str, *, worker: str = "") -> Iterator[bytes]:
-        """A worker's log as it grows, until the worker has ended."""
+    def follow_log(self, project: str, name: str, *, worker: str = "", offset: int = 0) -> Iterator[bytes]:
+        """A worker's log from byte `offset` as it grows, until the worker has ended."""
 
     def stop_cluster(self) -> None:
         """Stop what answers; what runs goes on."""
 
 
-def follow_log(client: ClusterClient, project: str, name: str, worker: str) -> Iterator[bytes]:
-    """A worker's log in the pieces that `read_log` gives, until the worker has ended."""
-    offset, more = 0, True
+def follow_log(client: ClusterClient, project: str, name: str, worker: str, offset: int) -> Iterator[bytes]:
+    """A worker's log from byte `offset` in the pieces that `read_log` gives, until the worker has ended."""
+    more = True
     while more:
         chunk = client.read_log(project, name, worker=worker, offset=offset, timeout_s=LONG_POLL_S)
         offset, more = chunk.next_offset, chunk.more

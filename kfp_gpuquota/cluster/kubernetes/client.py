@@ -309,9 +309,9 @@ class KubernetesClient:
             del self._logs[project, pod]
         return LogChunk(text=text, next_offset=offset + len(text), more=more)
 
-    def follow_log(self, project: str, name: str, *, worker: str = "") -> Iterator[bytes]:
-        """A worker's log as it grows, until the worker has ended."""
-        return follow_log(self, project, name, worker)
+    def follow_log(self, project: str, name: str, *, worker: str = "", offset: int = 0) -> Iterator[bytes]:
+        """A worker's log from byte `offset` as it grows, until the worker has ended."""
+        return follow_log(self, project, name, worker, offset)
 
     def stop_cluster(self) -> None:
         """Not ours to stop."""
