@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -23,6 +25,7 @@ from elastic_runtime.sources import SeededDataset, SeededIndices, Source, has_ow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.process import BaseProcess
 
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.position import Position
@@ -228,25 +231,32 @@ def like(
     }
     if loader.num_workers:
         context = loader.multiprocessing_context or multiprocessing
-        if context.get_start_method() != "forkserver":
-            options["worker_init_fn"] = partial(begin_loader_process, loader.worker_init_fn)
+        served = context.get_start_method() == "forkserver"
+        options["worker_init_fn"] = partial(begin_loader_process, loader.worker_init_fn, served=served)
         options["persistent_workers"] = True
         options["prefetch_factor"] = loader.prefetch_factor
         options["multiprocessing_context"] = loader.multiprocessing_context
     return DataLoader(dataset, batch_sampler=batches, generator=generator, **options)
 
 
-def begin_loader_process(init: Callable[[int], None] | None, number: int) -> None:
-    """Do what the script does first in a loader process; but end where its worker was killed before it came so far.
+def begin_loader_process(init: Callable[[int], None] | None, number: int, *, served: bool) -> None:
+    """Do what the script does first in a loader process; but end where its worker is killed.
 
-    torch's loader processes look whether their parent is still the one that they began with, and live for ever where
-    that had changed already. (A process of a fork server never has its creator as its parent.)
+    torch's loader processes look whether their parent is still the one that they began with. So they live for ever
+    where that had changed already, and where a fork server made them (`served`), which is their parent.
     """
-    creator = multiprocessing.parent_process()
-    if creator is not None and creator.pid != os.getppid():
+    worker = multiprocessing.parent_process()
+    if worker is not None and served:
+        threading.Thread(target=_end_with, args=(worker,), name="elastic-end-with-worker", daemon=True).start()
+    elif worker is not None and worker.pid != os.getppid():
         os._exit(1)
     if init is not None:
         init(number)
+
+
+def _end_with(worker: BaseProcess) -> None:
+    wait([worker.sentinel])
+    os._exit(1)
 
 
 def check(loader: DataLoader[Any]) -> None:

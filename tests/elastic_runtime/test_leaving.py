@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -44,11 +46,27 @@ from elastic_runtime.loader import begin_loader_process
 def load(worker):
     while os.getppid() == worker:
         time.sleep(0.001)
-    begin_loader_process(print, 7)
+    begin_loader_process(print, 7, served=False)
 
 if __name__ == "__main__":
     multiprocessing.get_context("fork").Process(target=load, args=(os.getpid(),), daemon=True).start()
     os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+SERVED = """
+import os, signal
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import elastic_runtime
+
+if __name__ == "__main__":
+    job = elastic_runtime.init(progress=False)
+    model = torch.nn.Linear(1, 1)
+    data = TensorDataset(torch.zeros(8, 1))
+    loader = DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="forkserver")
+    model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for batch in job.steps(3):
+        os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -64,9 +82,10 @@ def test_an_error_of_the_script_while_it_leaves_is_told() -> None:
     assert done.returncode == 1
 
 
-def test_a_loader_process_that_begins_after_its_worker_was_killed_ends(tmp_path: Path) -> None:
-    script = tmp_path / "orphaned.py"
-    script.write_text(ORPHANED)
+@pytest.mark.parametrize("what", [ORPHANED, SERVED], ids=["that-begins-after-it", "of-a-fork-server"])
+def test_a_loader_process_ends_with_its_killed_worker(tmp_path: Path, what: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(what)
     reader, writer = os.pipe()  # at its end when the last process has gone that could write to it
     worker = subprocess.Popen([sys.executable, str(script)], stdout=writer)
     os.close(writer)
