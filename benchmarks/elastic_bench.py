@@ -117,7 +117,10 @@ class Pause:
 
 
 def pauses(steps: list[Step], settle: int = 30) -> list[Pause]:
-    """Each change of size: its gap, less the median of up to `settle` steps of the new size."""
+    """Each change of size: its gap, less the median of up to `settle` steps of the new size; where that one lasted for
+    a step only, since the next worker was there already, less the median step of all.
+    """
+    all_times = [b.end - a.end for a, b in itertools.pairwise(steps) if a.size == b.size]
     found = []
     for i in range(1, len(steps)):
         before, after = steps[i - 1], steps[i]
@@ -125,7 +128,7 @@ def pauses(steps: list[Step], settle: int = 30) -> list[Pause]:
             continue
         later = [s for s in steps[i : i + settle] if s.size == after.size]
         times = [b.end - a.end for a, b in itertools.pairwise(later)]
-        step_s = statistics.median(times)
+        step_s = statistics.median(times or all_times)
         gap_ms = (after.end - before.end - step_s) * 1e3
         found.append(Pause(before.size, after.size, gap_ms, step_s * 1e3, before.step + 1 - after.step))
     return found
