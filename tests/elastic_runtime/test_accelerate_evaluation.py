@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,22 @@ from torch.utils.data import DataLoader
 
 from elastic_runtime.integrations.accelerate import ElasticAccelerator
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.training import Gate, Plan, Points, Record, build, trained_alone
+from tests.elastic_runtime.training import (
+    HELD_OUT,
+    IN_EVALUATION,
+    Gate,
+    Plan,
+    Points,
+    Record,
+    build,
+    evaluated,
+    stay_until_killed,
+    trained_alone,
+)
 from tests.patience import until
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-HELD_OUT = 37  # divided by no number of workers here
-IN_EVALUATION = 1 << 20  # where a worker says that it is, in place of a step
 
 
 class Staying:
@@ -38,8 +45,7 @@ class Staying:
         if "victim" not in asked:
             self._gate.pass_through(self._index, IN_EVALUATION + step)
         elif (asked["victim"], asked["step"]) == (self._index, step):
-            self._gate.at[self._index] = IN_EVALUATION
-            time.sleep(600)
+            stay_until_killed(self._gate, self._index)
 
 
 def evaluate(
@@ -103,10 +109,6 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
     torch.save(
         {"model": model.state_dict(), "step": job.step, "lr": scheduler.get_last_lr()}, directory / f"final-{index}.pt"
     )
-
-
-def evaluated(directory: Path, index: int) -> list[dict[str, Any]]:
-    return [json.loads(row) for row in (directory / f"evaluated-{index}.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

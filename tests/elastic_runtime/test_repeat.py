@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,21 @@ import elastic_runtime
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.gradients import FastReducer
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.training import Gate, Plan, Points, Record, trained_alone
+from tests.elastic_runtime.training import (
+    HELD_OUT,
+    IN_EVALUATION,
+    Gate,
+    Plan,
+    Points,
+    Record,
+    evaluated,
+    stay_until_killed,
+    trained_alone,
+)
 from tests.patience import until
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-HELD_OUT = 37  # divided by no number of workers here
-IN_EVALUATION = 1 << 20  # where a worker says that it is, in place of a step
 
 
 def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
@@ -48,8 +54,7 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
 
     def stay(when: str) -> None:
         if gate and (asked.get("victim"), asked.get("when"), asked.get("step")) == (index, when, job.step):
-            gate.at[index] = IN_EVALUATION
-            time.sleep(600)
+            stay_until_killed(gate, index)
 
     def evaluate() -> torch.Tensor:
         mine = Points(HELD_OUT).x[job.rank :: job.world_size]
@@ -79,10 +84,6 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
     torch.save(
         {"model": model.state_dict(), "step": job.step, "lr": scheduler.get_last_lr()}, directory / f"final-{index}.pt"
     )
-
-
-def evaluated(directory: Path, index: int) -> list[dict[str, float]]:
-    return [json.loads(row) for row in (directory / f"evaluated-{index}.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

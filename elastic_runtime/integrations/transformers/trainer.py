@@ -17,6 +17,7 @@ import elastic_runtime
 from elastic_runtime.errors import LoopError, SettingsError
 from elastic_runtime.integrations.accelerate import collectives
 from elastic_runtime.integrations.transformers.carried import Carried
+from elastic_runtime.integrations.transformers.evaluation import shared_out
 from elastic_runtime.integrations.transformers.settings import check_arguments
 from elastic_runtime.integrations.transformers.tokens import CAUSAL_MODELS, counted_tokens
 
@@ -256,13 +257,14 @@ class ElasticTrainer(Trainer):
             self._save_checkpoint(self.model, trial=None)  # type: ignore[arg-type]
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As Trainer's, over all of the data; within the training every worker gets rank 0's figures, so that all stop
-        early, or lower the learning rate, at the same step: rounding may differ between devices.
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As Trainer's, shared out among the workers while they train together. All get rank 0's figures then, so that
+        all stop early, or lower the learning rate, at the same step: rounding may differ between devices.
         """
-        found = super().evaluation_loop(*args, **kwargs)
         if not self._agreeing or self.job.world_size == 1:
-            return found
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        with shared_out(self, dataloader) as dealt:
+            found = super().evaluation_loop(dealt, *args, **kwargs)
         figures = self.job.repeat(lambda: collectives.gather_object(self.job, [found.metrics])[0])
         return found._replace(metrics=figures)
 
