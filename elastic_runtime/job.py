@@ -288,8 +288,8 @@ class Job:
 
     def repeat(self, work: Callable[[], Result]) -> Result:
         """`work()`, done by all workers together (an evaluation that adds up over them), and again where one is lost in
-        the middle of it; returns what it returned. It talks to the others by `job.all_reduce` only, begins anew each
-        time it is called, and reads `job.rank` and `job.world_size` there, for they may have changed.
+        the middle of it; returns what it returned. It begins anew each time it is called, talks to the others by
+        `job.all_reduce` and `job.all_gather` only, and asks there for `job.rank` and `job.world_size`, which change.
 
         After an epoch's loop, or in an iteration after `optimizer.step()` where `job.applied`; LoopError elsewhere.
         With shard= it is done once: where shards are lost the training goes back, and an evaluation cannot go on.
@@ -305,6 +305,12 @@ class Job:
         lost, which `job.repeat` sees to.
         """
         return self._prepared.rounds.all_reduce(tensor)
+
+    def all_gather(self, value: Result) -> list[Result]:
+        """Copies of each worker's `value`, by rank: anything that pickle knows, with tensors of any shapes, which
+        arrive on the CPU. CollectiveError where a worker is lost, which `job.repeat` sees to.
+        """
+        return self._prepared.rounds.all_gather(value)
 
     def report(self, **metrics: float) -> None:
         """Figures of the script's own (loss, accuracy): to the report file, and with the next progress."""

@@ -60,9 +60,13 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
         mine = Points(HELD_OUT).x[job.rank :: job.world_size]
         stay("before")
         with torch.no_grad():
-            seen = torch.tensor([float(len(mine)), model(mine).sum().item()])
+            answers = model(mine)
+        seen = torch.tensor([float(len(mine)), answers.sum().item()])
         job.all_reduce(seen)
         stay("after")
+        found = job.all_gather({"rank": job.rank, "answers": answers})
+        assert [each["rank"] for each in found] == list(range(job.world_size))
+        torch.testing.assert_close(torch.cat([each["answers"] for each in found]).sum(), seen[1])
         return seen
 
     def note() -> None:
@@ -164,3 +168,14 @@ def test_it_is_not_done_within_a_step() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert job.repeat(lambda: job.all_reduce(torch.tensor(3.0)).item()) == 3.0
+
+
+def test_what_is_gathered_is_a_copy_and_a_view_comes_without_what_it_is_a_view_of() -> None:
+    job = elastic_runtime.init(global_batch_size=8)
+    model = nn.Linear(12, 3)
+    job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Points(8), batch_size=8))
+    large = torch.arange(1000.0, requires_grad=True)
+    given: dict[str, Any] = {"row": large[3:5], "name": "a"}
+    (gathered,) = job.all_gather(given)
+    assert (gathered["row"].tolist(), gathered["name"]) == ([3.0, 4.0], "a")
+    assert gathered["row"].untyped_storage().nbytes() == 8

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
-from accelerate.utils import recursively_apply, send_to_device
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 
-from elastic_runtime.integrations.accelerate.collectives import gather_object
 from elastic_runtime.loader import like
 from elastic_runtime.sources import Source
 
@@ -132,8 +131,8 @@ class DealtLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has
         number, mine = first + self._job.rank, []
         if number < len(self):
             inputs = self._read(number)
-            mine = [(number, _copy(inputs if self._with_inputs else None), _copy(compute(inputs)))]
-        return gather_object(self._job, mine)
+            mine = [(number, inputs if self._with_inputs else None, compute(inputs))]
+        return [found for each in self._job.all_gather(mine) for found in each]
 
     def _read(self, number: int) -> Any:
         """A batch's inputs; its loader goes on as long as the size stays, and nothing is computed again."""
@@ -143,8 +142,3 @@ class DealtLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has
             self._reading = iter(like(self.loader, self.dataset, mine, self.loader.collate_fn, torch.Generator()))
         self._reads = (number + size, size)
         return next(self._reading)
-
-
-def _copy(found: Any) -> Any:
-    """On the CPU, each tensor with its own memory: a pickled view takes all of what it is a view of with it."""
-    return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), found)

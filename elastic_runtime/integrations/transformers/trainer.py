@@ -15,7 +15,6 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 
 import elastic_runtime
 from elastic_runtime.errors import LoopError, SettingsError
-from elastic_runtime.integrations.accelerate import collectives
 from elastic_runtime.integrations.transformers.carried import Carried
 from elastic_runtime.integrations.transformers.evaluation import shared_out
 from elastic_runtime.integrations.transformers.settings import check_arguments
@@ -265,7 +264,7 @@ class ElasticTrainer(Trainer):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         with shared_out(self, dataloader) as dealt:
             found = super().evaluation_loop(dealt, *args, **kwargs)
-        figures = self.job.repeat(lambda: collectives.gather_object(self.job, [found.metrics])[0])
+        figures = self.job.repeat(lambda: self.job.all_gather(found.metrics)[0])
         return found._replace(metrics=figures)
 
     def is_world_process_zero(self) -> bool:
