@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from elastic_runtime.errors import StateError
+from elastic_runtime.optimizers import load_optimizer
 from elastic_runtime.order import mix_seed
 from elastic_runtime.position import Position
 
@@ -78,7 +79,10 @@ class TrainingState:
     def load_parts(self, state: dict[str, Any]) -> None:
         """Take over all but the model."""
         for name, part in self.parts:
-            part.load_state_dict(state["parts"][name])
+            if isinstance(part, torch.optim.Optimizer):
+                load_optimizer(part, state["parts"][name])
+            else:
+                part.load_state_dict(state["parts"][name])
         self.position = Position(*state["position"])
 
     def check(self, state: dict[str, Any]) -> None:

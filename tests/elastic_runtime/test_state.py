@@ -14,7 +14,7 @@ from torch import nn
 from elastic_runtime.batches import MicroBatch
 from elastic_runtime.buffers import FollowedBuffers
 from elastic_runtime.gradients import FastReducer
-from elastic_runtime.packing import describe, holes, pack
+from elastic_runtime.packing import describe, holes, pack, unpack
 from elastic_runtime.state import TrainingState
 from elastic_runtime.streams import RandomStreams
 from elastic_runtime.tail import Share, Tail
@@ -66,6 +66,56 @@ def test_a_state_loaded_by_another_process_is_the_same_to_the_bit() -> None:
     other.load(source.capture())
     for a, b in zip(pack(source.capture())[1], pack(other.capture())[1], strict=True):
         assert torch.equal(a, b)
+
+
+class Quantised(torch.optim.Optimizer):
+    """Keeps its moments in 8 bits, counts in whole numbers, and remembers things that are no tensors."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            if not state:
+                codes = torch.full_like(parameter, 129, dtype=torch.uint8)
+                state.update(codes=codes, count=torch.tensor(1 << 30), how="signed", scales=[torch.ones(2).bfloat16()])
+        return closure
+
+
+def test_an_optimizers_state_keeps_its_types() -> None:
+    source, other = trained(Quantised), made(Quantised)
+    skeleton, tensors = pack(source.capture())
+    other.load(unpack(skeleton, [tensor.clone() for tensor in tensors]))
+    (theirs, mine) = (dict(state.parts)["optimizer"].state_dict()["state"] for state in (source, other))
+    assert describe(pack(mine)[1]) == describe(pack(theirs)[1])
+    assert [each["how"] for each in mine.values()] == ["signed"] * 6
+    for a, b in zip(pack(theirs)[1], pack(mine)[1], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_fused_optimizers_go_on_with_channels_last_parameters() -> None:
+    """What travels is contiguous; fused kernels go through parameter and state in the order of their memories."""
+
+    def made() -> TrainingState:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        return TrainingState(model, [("optimizer", torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))])
+
+    def step(state: TrainingState, seed: int) -> None:
+        state.model(torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+        optimizer: Any = dict(state.parts)["optimizer"]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    source, joiner = made(), made()
+    step(source, 1)
+    skeleton, tensors = pack(source.capture())
+    joiner.load(unpack(skeleton, [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]))
+    for state in (source, joiner):
+        step(state, 2)
+    for a, b in zip(source.model.parameters(), joiner.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_what_arrives_after_a_transfer_failed_does_not_reach_the_state() -> None:

@@ -1,0 +1,48 @@
+"""An optimizer's state, taken over exactly as another worker has it.
+
+torch's own `load_state_dict` is made for files: it casts each tensor of the state to its parameter's type, and makes
+other things anew by iterating over them, a string for one. An optimizer that keeps its moments in 8 bits, or counts in
+whole numbers, would go on otherwise on whoever has joined than on the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(saved)`; what that changed of the state is put right, unless it is the optimizer's own
+    `load_state_dict`.
+    """
+    optimizer.load_state_dict(saved)
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    numbers = (number for group in saved["param_groups"] for number in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in saved["state"] and parameter in optimizer.state:
+            optimizer.state[parameter] = _as_saved(saved["state"][number], optimizer.state[parameter], parameter)
+
+
+def _as_saved(saved: Any, loaded: Any, parameter: torch.Tensor) -> Any:
+    """`loaded`, where it means the same; a torch that is newer than a checkpoint may have made tensors of numbers."""
+    if isinstance(loaded, torch.Tensor):
+        return _tensor_as_saved(saved, loaded, parameter) if isinstance(saved, torch.Tensor) else loaded
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        common = {key: _as_saved(saved[key], value, parameter) for key, value in loaded.items() if key in saved}
+        return {**loaded, **common}
+    if type(saved) is type(loaded) and type(saved) in {list, tuple}:
+        return type(saved)(_as_saved(*both, parameter) for both in zip(saved, loaded, strict=True))
+    return saved
+
+
+def _tensor_as_saved(saved: torch.Tensor, loaded: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """In the type it was saved in, and in its parameter's memory layout: what travels comes contiguous, and fused
+    kernels go through all memories side by side.
+    """
+    found = loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if type(found) is not torch.Tensor or found.shape != parameter.shape or found.stride() == parameter.stride():
+        return found
+    return torch.empty_like(parameter, dtype=found.dtype).copy_(found)
