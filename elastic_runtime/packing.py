@@ -1,6 +1,7 @@
 """State as one skeleton of bytes and a list of tensors, so that tensors travel and are stored without pickling.
 
-The skeleton is the same nested structure of dictionaries, lists and tuples with a `_Hole` in each tensor's place.
+The skeleton is the same nested structure of dictionaries, lists and tuples with a `_Hole` in each tensor's place; a
+tensor made of others (an 8-bit optimizer's moments: codes and scales) is a `_Composite` of theirs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,17 @@ class _Hole:
     """Where tensor number `index` belongs."""
 
     index: int
+
+
+@dataclass(frozen=True)
+class _Composite:
+    """A tensor of a class of its own, which is made of `parts`: see torch's `__tensor_flatten__`."""
+
+    kind: type[torch.Tensor]
+    parts: dict[str, object]
+    context: object
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 def pack(state: object) -> tuple[bytes, list[torch.Tensor]]:
@@ -59,6 +71,8 @@ def holes(skeleton: bytes) -> list[str]:
 def _locate(value: object, path: str, found: dict[int, str]) -> None:
     if isinstance(value, _Hole):
         found[value.index] = path
+    elif isinstance(value, _Composite):
+        _locate(value.parts, path, found)
     elif isinstance(value, dict):
         for key, item in value.items():
             _locate(item, f"{path}/{key!r}", found)
@@ -85,7 +99,7 @@ def _dig(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> _Hole:
 
 def _map(value: object, dig: Any) -> object:
     if isinstance(value, torch.Tensor):
-        return dig(value)
+        return _taken_apart(value, dig) if _is_composite(value) else dig(value)
     if isinstance(value, dict):
         return {key: _map(item, dig) for key, item in value.items()}
     if isinstance(value, list | tuple) and type(value) in {list, tuple}:
@@ -93,9 +107,23 @@ def _map(value: object, dig: Any) -> object:
     return value
 
 
+def _is_composite(tensor: torch.Tensor) -> bool:
+    """DTensors are not: they are the matter of `sharded`."""
+    return hasattr(tensor, "__tensor_flatten__") and not type(tensor).__module__.startswith("torch.distributed")
+
+
+def _taken_apart(tensor: Any, dig: Any) -> _Composite:
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: _map(getattr(tensor, name), dig) for name in names}
+    return _Composite(type(tensor), parts, context, tuple(tensor.shape), tensor.stride())
+
+
 def _fill(value: object, tensors: list[torch.Tensor]) -> object:
     if isinstance(value, _Hole):
         return tensors[value.index]
+    if isinstance(value, _Composite):
+        kind: Any = value.kind
+        return kind.__tensor_unflatten__(_fill(value.parts, tensors), value.context, value.shape, value.stride)
     if isinstance(value, dict):
         return {key: _fill(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple) and type(value) in {list, tuple}:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from elastic_runtime.checkpoint import checkpoints, load, save
 from elastic_runtime.errors import CollectiveError
 from elastic_runtime.groups import Group, Interrupt
 from elastic_runtime.torch_internals import build_second_connections
 from elastic_runtime.transfer import HEAD_BYTES, SMALL_NUMEL, receive_state, send_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def connected(rank: int, store: Store) -> Group:
@@ -26,6 +30,33 @@ def both() -> list[Group]:
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda rank: connected(rank, store), (0, 1)))
+
+
+class Codes(torch.Tensor):
+    """Made of 8-bit codes and a scale, as 8-bit optimizers keep their moments."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, codes.shape)
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __init__(self, *_: torch.Tensor) -> None:
+        pass
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], *_: object) -> Codes:
+        return cls(parts["codes"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: object, *_: object) -> Any:
+        raise NotImplementedError(operation)
 
 
 def state() -> dict[str, Any]:
@@ -78,6 +109,17 @@ def test_a_state_arrives_however_long_its_head_is(names: int) -> None:
     received = moved(None, {**state(), "names": "n" * names})
     assert_whole(received)
     assert received["names"] == "n" * names
+
+
+def test_tensors_that_are_made_of_others_arrive_as_such(tmp_path: Path) -> None:
+    sent = {"moments": [Codes(torch.arange(200, dtype=torch.uint8), torch.tensor(0.5))]}
+    save(str(tmp_path), 3, sent)
+    own = {"moments": [Codes(torch.zeros(200, dtype=torch.uint8), torch.tensor(0.0))]}
+    for found in (moved(None, sent), moved(own, sent), load(checkpoints(str(tmp_path))[0])[1]):
+        (moments,) = found["moments"]
+        assert type(moments) is Codes
+        assert torch.equal(moments.codes, sent["moments"][0].codes)
+        assert float(moments.scale) == 0.5
 
 
 def test_a_peer_that_is_lost_in_the_middle_is_a_collective_error() -> None:
