@@ -265,6 +265,11 @@ def check(loader: DataLoader[Any]) -> None:
         raise UsageError(f"prepare was given a {type(loader).__name__} as loader; it needs a torch DataLoader")
     if not isinstance(loader.dataset, IterableDataset) and isinstance(loader.sampler, DistributedSampler):
         raise UsageError("the loader has a DistributedSampler; leave it out: elastic_runtime shares the samples out")
+    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata."):
+        raise UsageError(
+            f"the loader is a {type(loader).__name__} with an __iter__ of its own, which would be left out: batches "
+            "are dealt out to the workers; use a plain DataLoader, and a collate_fn for what is done to batches"
+        )
     if loader.batch_size is None and not has_own_batches(loader):
         raise UsageError("the loader has no batch_size; give it one, or use batch_size=1 with the same collate_fn")
     if isinstance(loader.dataset, IterableDataset):

@@ -158,6 +158,13 @@ def test_nothing_works_before_prepare() -> None:
         elastic_runtime.init().backward(torch.zeros(1))
 
 
+class Scaling(DataLoader[Any]):
+    """Does something to each batch."""
+
+    def __iter__(self) -> Any:
+        return ((x / 255, *rest) for x, *rest in super().__iter__())
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(5))
@@ -171,6 +178,7 @@ class Stream(IterableDataset[int]):
         (DataLoader(DATA, batch_size=None), "batch_size"),
         (DataLoader(TensorDataset(torch.zeros(3, 12)), batch_size=8, drop_last=True), "no global batch of 8"),
         ([1, 2, 3], "DataLoader"),
+        (Scaling(DATA, batch_size=8), "Scaling with an __iter__ of its own.* use a plain DataLoader, and a collate_fn"),
     ],
 )
 def test_a_loader_that_cannot_be_shared_out_is_refused_with_a_remedy(loader: Any, message: str) -> None:
