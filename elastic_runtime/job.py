@@ -23,6 +23,7 @@ from elastic_runtime.member import Member
 from elastic_runtime.modes import Clipping
 from elastic_runtime.sources import Source
 from elastic_runtime.state import Stateful, TrainingState
+from elastic_runtime.strangers import watch_for_strangers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -158,6 +159,7 @@ class Job:
         for part in (*schedulers, scaler):
             if part is not None:
                 guard_class(part, ("step", "update", "unscale_"), session.may_act)
+        watch_for_strangers(session, optimizers)
         self._session, self._state = session, state
         _sessions.add(session)
         found = (model, optimizer, session.loader)

@@ -56,6 +56,11 @@ class Session:
         return self._member.place
 
     @property
+    def training(self) -> bool:
+        """Whether model and optimizers are the job's: from the loop's beginning to the training's end."""
+        return self.started and not self._released
+
+    @property
     def leaving(self) -> bool:
         """Whether this worker was told to go."""
         return self._member.leaving
@@ -86,7 +91,12 @@ class Session:
         return not self._catching_up and (self._step.micro is None or self._step.acts)
 
     def may_step(self) -> bool:
-        """Whether an optimizer acts now; it is about to, if so."""
+        """Whether an optimizer acts now; it is about to, if so. LoopError within a backward pass."""
+        if self._step.backpropagating:
+            raise LoopError(
+                "optimizer.step() was called within job.backward, by a hook, where the gradients are those of this "
+                "worker only; call it after job.backward, for all parameters"
+            )
         may = self.may_act()
         if may:
             self._step.note_acting()

@@ -48,6 +48,7 @@ class GlobalStep:
         self.complete = False  # the gradients are those of all workers
         self.repeat = False  # the iteration's results are dropped
         self.computed = False  # the iteration's last backward pass was asked for
+        self.backpropagating = False
         self.agreed: Generation | None = None  # on a switch, once the step is over
         self._stamp = 0
         self._samples = 0
@@ -100,13 +101,20 @@ class GlobalStep:
         try:
             if self._scaler:
                 loss = self._scaler.scale(loss)
-            loss.backward(self._losses.seed(loss, factor))  # type: ignore[no-untyped-call]
+            self._backpropagate(loss, factor)
             self._end_pass(micro)
         except CollectiveError:
             raise
         except (RuntimeError, MemoryError) as error:
             if not self.out_of_memory(error):
                 raise
+
+    def _backpropagate(self, loss: torch.Tensor, factor: float) -> None:
+        self.backpropagating = True
+        try:
+            loss.backward(self._losses.seed(loss, factor))  # type: ignore[no-untyped-call]
+        finally:
+            self.backpropagating = False
 
     def skip(self) -> None:
         """See `Job.skip`."""

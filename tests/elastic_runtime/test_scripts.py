@@ -154,6 +154,65 @@ def test_sparse_gradients_are_refused() -> None:
         made(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_an_optimizer_that_was_not_prepared_is_named_when_it_steps() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 3))
+    prepared, forgotten = (torch.optim.AdamW(layer.parameters()) for layer in model)
+    elsewhere = nn.Linear(1, 1)
+    job, loader = made(model, prepared)
+    for _ in job.epochs(1):
+        for x, y, _i in loader:
+            elsewhere(torch.ones(1)).backward()
+            torch.optim.SGD(elsewhere.parameters()).step()
+            job.backward(nn.functional.cross_entropy(model(x), y))
+            prepared.step()
+            with pytest.raises(UsageError, match=r"AdamW steps parameters .* prepare\(model, \[first, second\]"):
+                forgotten.step()
+            model.zero_grad()
+    forgotten.step()
+
+
+def test_an_optimizer_may_be_made_of_others() -> None:
+    class Slow(torch.optim.Optimizer):
+        """Steps another one, which nobody else needs to know."""
+
+        def __init__(self, fast: torch.optim.Optimizer) -> None:
+            super().__init__(fast.param_groups, {})
+            self.fast = fast
+
+        def step(self, closure: Any = None) -> Any:
+            return self.fast.step(closure)
+
+    model, fast = linear()
+    before = model.weight.clone()
+    slow = Slow(fast)
+    job, loader = made(model, slow)
+    for x, y, _i in job.steps(3):
+        job.backward(nn.functional.cross_entropy(model(x), y))
+        slow.step()
+        slow.zero_grad()
+    assert not torch.equal(model.weight, before)
+    assert loader
+
+
+@pytest.mark.parametrize(
+    ("prepared", "remedy"), [(True, "call it after job.backward"), (False, "not given to prepare")]
+)
+def test_stepping_within_the_backward_pass_is_refused(*, prepared: bool, remedy: str) -> None:
+    """Its gradients are not summed yet: silently, nothing was trained, or by each worker alone."""
+    model, optimizer = linear()
+    each = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: each[p].step())  # type: ignore[no-untyped-call]
+    job = elastic_runtime.init(global_batch_size=8, max_batch_per_gpu=4)
+    given: Any = list(each.values()) if prepared else optimizer
+    job.prepare(model, given, DataLoader(DATA, batch_size=8))
+    batches = job.steps(1)
+    x, y, _i = next(batches)
+    with pytest.raises((LoopError, UsageError), match=remedy):
+        job.backward(nn.functional.cross_entropy(model(x), y))
+
+
 def test_a_closure_is_refused() -> None:
     model, optimizer = linear()
     job, loader = made(model, optimizer)
