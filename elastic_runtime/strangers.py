@@ -49,5 +49,5 @@ def _check(optimizer: torch.optim.Optimizer, session: Session | None) -> None:
     if session.owns(parameter for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError(
             f"{type(optimizer).__name__} steps parameters of the job's model, but was not given to prepare: each "
-            "worker would train them by itself; give prepare all of them, as a list: prepare(model, [first, second], ...)"
+            "worker would train them by itself; give it all of them, as a list: prepare(model, [first, second], loader)"
         )
