@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import (
     EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -19,6 +22,7 @@ from transformers import (
 
 from elastic_runtime.errors import SettingsError
 from elastic_runtime.integrations.transformers import CAUSAL_MODELS, ElasticTrainer, counted_tokens
+from elastic_runtime.integrations.transformers.tokens import is_causal
 from tests.elastic_runtime.training import Points
 
 if TYPE_CHECKING:
@@ -223,13 +227,124 @@ def test_a_checkpoint_of_trainers_is_not_gone_on_with(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_a_step_of_the_scripts_own_is_refused(tmp_path: Path) -> None:
+class Theirs(Trainer):
+    """As others' trainers are: with a step, a loss, an optimizer, data, a log and an evaluation of their own."""
+
+    stepping = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.stepping = True
+        found = super().training_step(*args, **kwargs)
+        self.stepping = False
+        return found
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.stepping == model.training
+        return super().compute_loss(model, {**inputs, "x": inputs["x"] * 2}, *args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        trained: Any = model or self.model
+        self.optimizer = torch.optim.SGD(trained.parameters(), lr=0.2, momentum=0.9)
+        return self.optimizer
+
+    def get_train_dataloader(self) -> Any:
+        data: Any = DATA[10:]
+        loader: DataLoader[Any] = DataLoader(data, batch_size=10, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        found: Any = super().evaluation_loop(*args, **kwargs)
+        return found._replace(metrics={**found.metrics, "eval_twice": 2 * found.metrics["eval_loss"]})
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log({**logs, "logged": 1.0}, start_time)
+
+
+class ElasticFirst(ElasticTrainer, Theirs):
+    pass
+
+
+class TheirsFirst(Theirs, ElasticTrainer):
+    pass
+
+
+FIGURES = ("loss", "learning_rate", "grad_norm", "eval_loss", "eval_twice", "logged", "epoch", "step", "train_loss")
+
+
+@pytest.mark.parametrize("kind", [ElasticFirst, TheirsFirst])
+def test_a_trainer_of_others_is_made_elastic_by_inheriting_from_both(
+    tmp_path: Path, kind: type[ElasticTrainer]
+) -> None:
+    asked = {"gradient_accumulation_steps": 2, "logging_steps": 1, "lr_scheduler_type": "linear", "warmup_steps": 1}
+    asked |= {"eval_strategy": "epoch", "max_grad_norm": 0.0, "save_strategy": "no"}
+    trainers: list[Trainer] = [
+        each(model=Small(), args=arguments(tmp_path, **asked), train_dataset=DATA, eval_dataset=DATA[:20])
+        for each in (Theirs, kind)
+    ]
+    for trainer in trainers:
+        trainer.train()
+    theirs, ours = ([{k: row[k] for k in FIGURES if k in row} for row in t.state.log_history] for t in trainers)
+    assert [row.keys() for row in ours] == [row.keys() for row in theirs]
+    for mine, plain in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(plain, rel=1e-5)
+    states = [t.model.state_dict() for t in trainers if t.model is not None]
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value)
+
+
+def test_a_mean_over_tokens_is_logged_as_such(tmp_path: Path) -> None:
+    """Each of a step's iterations counts for its tokens: Trainer, which sees the whole step, says the same."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=20, num_key_value_heads=1, **sizes)
+    rows = [{"input_ids": torch.arange(3 + i % 7)} for i in range(24)]
+
+    def collate(batch: list[Any]) -> dict[str, torch.Tensor]:
+        ids = nn.utils.rnn.pad_sequence([row["input_ids"] for row in batch], batch_first=True, padding_value=-100)
+        return {"input_ids": ids.clamp(min=0), "labels": ids}
+
+    asked: dict[str, Any] = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    asked |= {"train_sampling_strategy": "sequential", "save_strategy": "no"}
+    logged = []
+    for kind in (Trainer, ElasticTrainer):
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(config)
+        trainer = kind(model=model, args=arguments(tmp_path, **asked), train_dataset=rows, data_collator=collate)
+        trainer.train()
+        logged.append([(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row])
+    for mine, plain in zip(*logged, strict=True):
+        assert mine == pytest.approx(plain, rel=1e-4)
+
+
+def test_a_trainer_with_a_loop_of_its_own_is_refused(tmp_path: Path) -> None:
     class Own(ElasticTrainer):
-        def training_step(self, *_: Any, **__: Any) -> torch.Tensor:
+        def _maybe_log_save_evaluate(self, *_: Any, **__: Any) -> None:
             raise AssertionError
 
-    with pytest.raises(SettingsError, match="override compute_loss"):
+    with pytest.raises(SettingsError, match=r"Own overrides _maybe_log_save_evaluate.*; override compute_loss"):
         Own(model=Small(), args=arguments(tmp_path), train_dataset=DATA)
+
+
+def test_a_trainer_that_generates_its_samples_is_refused(tmp_path: Path) -> None:
+    class Generating(ElasticTrainer):
+        num_generations = 4
+
+    with pytest.raises(SettingsError, match="groups that have to stay together"):
+        Generating(model=Small(), args=arguments(tmp_path), train_dataset=DATA)
+
+
+def test_the_jobs_own_options_come_before_trainers(tmp_path: Path) -> None:
+    elastic = {"max_batch_per_gpu": "auto", "global_batch_size": 25, "seed": 7}
+    given = arguments(tmp_path, save_strategy="no")
+    trainer = ElasticTrainer(model=Small(), args=given, train_dataset=DATA, elastic=elastic)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_a_schedule_that_follows_a_figure_is_stepped_with_it(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"lr_scheduler_kwargs": {"patience": 0, "mode": "min"}, "metric_for_best_model": "loss"}
+    trainer = trained(tmp_path, lr_scheduler_type="greedy", eval_strategy="epoch", save_strategy="no", **more)
+    assert trainer.state.global_step == 6
 
 
 def test_tokens_are_counted_as_the_models_loss_counts_them() -> None:
@@ -238,5 +353,17 @@ def test_tokens_are_counted_as_the_models_loss_counts_them() -> None:
     assert counted_tokens({"labels": labels}, shifted=True) == 3
     assert counted_tokens({"labels": torch.tensor([1, 2])}, shifted=False) is None
     assert counted_tokens({}, shifted=True) is None
+    assert counted_tokens({"labels": labels, "shift_labels": labels[:, :2]}, shifted=True) == 3
     assert {"GPT2LMHeadModel", "LlamaForCausalLM"} <= CAUSAL_MODELS
     assert not {"T5ForConditionalGeneration", "BertForTokenClassification"} & CAUSAL_MODELS
+
+
+def test_adapters_do_not_hide_that_a_model_is_causal() -> None:
+    class Adapted(nn.Module):
+        """As PEFT wraps models."""
+
+        def get_base_model(self) -> nn.Module:
+            return LlamaForCausalLM.__new__(LlamaForCausalLM)
+
+    assert is_causal(Adapted())
+    assert not is_causal(Small())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import DistributedType, PartialState
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerState, optimization
 from transformers.trainer_callback import ExportableState, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput, speed_metrics
 
@@ -17,13 +17,21 @@ import elastic_runtime
 from elastic_runtime.errors import LoopError, SettingsError
 from elastic_runtime.integrations.transformers.carried import Carried
 from elastic_runtime.integrations.transformers.evaluation import shared_out
-from elastic_runtime.integrations.transformers.settings import check_arguments
-from elastic_runtime.integrations.transformers.tokens import CAUSAL_MODELS, counted_tokens
+from elastic_runtime.integrations.transformers.loaders import undealt
+from elastic_runtime.integrations.transformers.losses import MeanLoss
+from elastic_runtime.integrations.transformers.settings import check_arguments, check_class
+from elastic_runtime.integrations.transformers.tokens import counted_tokens, is_causal
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from elastic_runtime.job import Job
+
+BY_FIGURES = (
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+    getattr(optimization, "GreedyLR", torch.optim.lr_scheduler.ReduceLROnPlateau),
+)
+"""Schedules that are stepped by an evaluation, with its figure."""
 
 
 class ElasticTrainer(Trainer):
@@ -42,18 +50,19 @@ class ElasticTrainer(Trainer):
         self._first_step = 0
         super().__init__(*args, **kwargs)
         check_arguments(self.args)
-        if type(self).training_step is not Trainer.training_step:
-            raise SettingsError(
-                "training_step is overridden, but the job calls backward; override compute_loss instead"
-            )
+        check_class(self)
         micro = self.args.per_device_train_batch_size
-        self._global_batch = global_batch_size or micro * self.args.gradient_accumulation_steps
-        self.job: Job = elastic_runtime.init(
-            global_batch_size=self._global_batch,
-            max_batch_per_gpu=micro,
-            **{"seed": self.args.seed if self.args.data_seed is None else self.args.data_seed, **(elastic or {})},
-        )
-        self._losses: list[float] = []  # of this worker's iterations since the last log
+        options: dict[str, Any] = {
+            "global_batch_size": global_batch_size or micro * self.args.gradient_accumulation_steps,
+            "max_batch_per_gpu": micro,
+            "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        }
+        options |= elastic or {}
+        self._global_batch = int(options["global_batch_size"])
+        self.job: Job = elastic_runtime.init(**options)
+        self._losses = MeanLoss()
+        self._weight: int | None = None  # of this iteration's loss
+        self.current_gradient_accumulation_steps = 1  # training_step divides by it, which the job does
         self._ignored: list[str] | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -61,9 +70,18 @@ class ElasticTrainer(Trainer):
         state = PartialState()
         state.num_processes, state.distributed_type, state.backend = 1, DistributedType.NO, None
         super().create_accelerator_and_postprocess()
+        self.accelerator.backward = self._backward  # what training_step calls
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self.job.backward(loss, weight=self._weight)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The training data as one worker alone would read it; the job deals it out."""
+        """The training data as one worker alone would read it; the job deals it out. By a Trainer that is made elastic
+        by inheriting from both, where it has a way of its own.
+        """
+        inherited = super().get_train_dataloader
+        if inherited.__func__ is not Trainer.get_train_dataloader:  # type: ignore[attr-defined]
+            return inherited()
         dataset = self.train_dataset
         if dataset is None or not hasattr(dataset, "__len__"):
             raise SettingsError("ElasticTrainer needs a train_dataset with a length")
@@ -99,7 +117,7 @@ class ElasticTrainer(Trainer):
         """Trainer's own loop, with the job's steps in place of the loader's."""
         began = time.time()
         self._ignored = ignore_keys_for_eval
-        loader = self.get_train_dataloader()
+        loader = undealt(self.get_train_dataloader())
         self._steps_per_epoch = self.job.steps_per_epoch(loader)
         steps = self._steps()
         self.create_optimizer()
@@ -144,35 +162,32 @@ class ElasticTrainer(Trainer):
         return TrainOutput(self.state.global_step, total, metrics)
 
     def _train(self, model: Any, optimizer: Any, scheduler: Any, scaler: Any, loader: Any) -> float:
-        """All steps that are left; returns the mean loss of this worker's iterations."""
-        summed, count, fresh = 0.0, 0, True
+        """All steps that are left; returns the mean loss of those that this worker took part in."""
+        fresh = True
         for inputs in self.job.steps(self.state.max_steps):
             if fresh:
                 self._before_step(loader)
-            model.train()
-            if callable(getattr(self.optimizer, "train", None)):  # an optimizer without a schedule
-                self.optimizer.train()  # type: ignore[union-attr]
-            prepared = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                loss: Any = self.compute_loss(model, prepared)
-            self.job.backward(loss, weight=self._counted(prepared))
-            norm = self._clip(model, optimizer, scaler)
-            self._step(optimizer, scheduler, scaler)
-            fresh = self.job.applied
-            self._losses.append(float(loss.detach()))
-            summed, count = summed + self._losses[-1], count + 1
-            if fresh:
-                self._after_step(norm)
+            with self.job.retrying():
+                self._weight, fresh = self._counted(inputs), False
+                loss = self.training_step(model, inputs, None)
+                norm = self._clip(model, optimizer, scaler)
+                rate = self._get_learning_rate()
+                self._step(optimizer, scheduler, scaler)
+                self._losses.note(float(loss), self._weight)
+                fresh = self.job.applied
+                if fresh:
+                    self._after_step(norm, rate)
             if self.control.should_training_stop:
                 break
-        return summed / max(1, count)
+        return self._losses.of_all
 
     def _clip(self, model: Any, optimizer: Any, scaler: Any) -> torch.Tensor | None:
-        if not self.job.applied or not self.args.max_grad_norm:
+        """As Trainer, which tells the norm where it clips nothing, too."""
+        if not self.job.applied:
             return None
         if scaler is not None:
             scaler.unscale_(optimizer)
-        return self.job.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        return self.job.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or math.inf)
 
     def _step(self, optimizer: Any, scheduler: Any, scaler: Any) -> None:
         """They act where a global step is complete, and so are told of it."""
@@ -185,7 +200,7 @@ class ElasticTrainer(Trainer):
             scaler.update()
         if self.job.applied:
             self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
-        if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if not isinstance(scheduler, BY_FIGURES):
             scheduler.step()
         optimizer.zero_grad()
 
@@ -221,8 +236,9 @@ class ElasticTrainer(Trainer):
         self.state.global_step = self.job.step
         self.state.epoch = self.job.step / self._steps_per_epoch
 
-    def _after_step(self, norm: torch.Tensor | None) -> None:
+    def _after_step(self, norm: torch.Tensor | None, rate: float) -> None:
         """A global step is applied: callbacks, and the log and the evaluation that they ask for, on every worker."""
+        self._losses.end_step()
         self._note_place()
         self._take_over()
         self.state.global_step += 1
@@ -234,9 +250,9 @@ class ElasticTrainer(Trainer):
             raise SettingsError(
                 "a callback set control.should_epoch_stop, but epochs are whole ones here; use should_training_stop"
             )
-        self.job.report(loss=self._losses[-1])
+        self.job.report(loss=self._losses.newest)
         if self.control.should_log:
-            self._log_step(norm)
+            self._log_step(norm, rate)
         best = self.control.should_evaluate and self._evaluate_step()
         if best if self.args.save_strategy == SaveStrategy.BEST else self.control.should_save:
             self._save_step()
@@ -283,11 +299,10 @@ class ElasticTrainer(Trainer):
         if self.is_world_process_zero():
             super().save_model(output_dir, _internal_call)
 
-    def _log_step(self, norm: torch.Tensor | None) -> None:
-        logs = {"loss": sum(self._losses) / len(self._losses), "learning_rate": self._get_learning_rate()}
+    def _log_step(self, norm: torch.Tensor | None, rate: float) -> None:
+        logs = {"loss": self._losses.since_the_last_log(), "learning_rate": rate}
         if norm is not None:
             logs["grad_norm"] = float(norm)
-        self._losses = self._losses[:0]
         self.log(logs)
 
     def _steps(self) -> int:
@@ -296,6 +311,5 @@ class ElasticTrainer(Trainer):
         return int(self.args.max_steps if self.args.max_steps > 0 else of_epochs)
 
     def _counted(self, inputs: dict[str, Any]) -> int | None:
-        model: Any = self.model
-        causal = type(getattr(model, "_orig_mod", model)).__name__ in CAUSAL_MODELS
-        return counted_tokens(inputs, shifted=causal)
+        shifted = bool(getattr(self, "_loss_shifts_labels", False)) or is_causal(self.model)
+        return counted_tokens(inputs, shifted=shifted)
