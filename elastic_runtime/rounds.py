@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from elastic_runtime.state import TrainingState
 
 Result = TypeVar("Result")
+_LIBRARIES = ("gloo", "nccl")
+_OWN_COLLECTIVE = (
+    "within job.repeat a lost worker breaks off every collective, and only job.all_reduce and job.all_gather are done "
+    "again: use them in place of torch.distributed (a metric of torchmetrics: give it a dist_sync_fn, as "
+    "docs/elastic_runtime.md shows)"
+)
 
 
 class Rounds:
@@ -50,6 +56,10 @@ class Rounds:
             except CollectiveError as error:
                 self._recover(error)
                 continue
+            except RuntimeError as error:
+                if any(library in str(error).lower() for library in _LIBRARIES):
+                    error.add_note(_OWN_COLLECTIVE)
+                raise
             try:
                 self._member.meet()
             except CollectiveError as error:

@@ -28,7 +28,7 @@ from tests.elastic_runtime.training import (
     stay_until_killed,
     trained_alone,
 )
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +62,10 @@ def evaluating(plan: Plan, index: int, directory: Path, gate: Gate | None) -> No
         with torch.no_grad():
             answers = model(mine)
         seen = torch.tensor([float(len(mine)), answers.sum().item()])
-        job.all_reduce(seen)
+        if asked.get("own_collective"):
+            torch.distributed.all_reduce(seen)
+        else:
+            job.all_reduce(seen)
         stay("after")
         found = job.all_gather({"rank": job.rank, "answers": answers})
         assert [each["rank"] for each in found] == list(range(job.world_size))
@@ -118,6 +121,18 @@ def test_an_evaluation_is_repeated_where_a_worker_is_lost_in_it(
         for ours, expected in zip(found, alone[1], strict=True):
             assert ours["count"] == HELD_OUT
             assert ours["total"] == pytest.approx(expected["total"], rel=1e-3, abs=1e-3)
+
+
+def test_a_collective_of_the_scripts_own_that_a_loss_breaks_off_is_told_what_to_use(tmp_path: Path) -> None:
+    asked = {"victim": 1, "when": "before", "step": 17, "own_collective": True}
+    with Cluster(tmp_path, replace(Plan(), body=evaluating, options=asked)) as cluster:
+        cluster.start(0, 1)
+        cluster.let_go()
+        until(lambda: cluster.gate.at[1] == IN_EVALUATION, lambda: f"the evaluation\n{cluster.logs()}")
+        cluster.kill("w1")
+        cluster.processes["w0"].join(PATIENCE_S)
+        assert cluster.processes["w0"].exitcode == 1
+        assert "only job.all_reduce is done again" in (tmp_path / "log-0").read_text()
 
 
 def missing_a_sum(plan: Plan, index: int, directory: Path, gate: Gate | None, *, nth: int) -> None:
