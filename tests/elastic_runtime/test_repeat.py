@@ -132,7 +132,7 @@ def test_a_collective_of_the_scripts_own_that_a_loss_breaks_off_is_told_what_to_
         cluster.kill("w1")
         cluster.processes["w0"].join(PATIENCE_S)
         assert cluster.processes["w0"].exitcode == 1
-        assert "only job.all_reduce is done again" in (tmp_path / "log-0").read_text()
+        assert "only job.all_reduce and job.all_gather are done" in (tmp_path / "log-0").read_text()
 
 
 def missing_a_sum(plan: Plan, index: int, directory: Path, gate: Gate | None, *, nth: int) -> None:
