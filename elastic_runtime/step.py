@@ -163,7 +163,11 @@ class GlobalStep:
         free_cache()  # it may not have fitted
 
     def take_over(self) -> None:
-        """Others have applied it, and this worker has their state: the rest of the iteration is as if it had."""
+        """Others have applied it, and this worker has their state: the rest of the iteration is as if it had, with
+        gradients for what the script does to them where `job.applied`, though nothing comes of it.
+        """
+        for _, parameter in self._state.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self.repeat, self.complete, self.computed, self.first = False, True, True, True
         self._acted = True
         self._mode.completed(self._state.position.step - 1)
