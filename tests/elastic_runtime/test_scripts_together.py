@@ -36,6 +36,18 @@ def loader_for(plan: Plan, index: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=4, shuffle=sampler is None, sampler=sampler)
 
 
+class Remembered:
+    """What a script counts: the steps since the best loss so far, say."""
+
+    best, steps = 1e9, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
 def scripted(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     """`plan.options` says what this script does otherwise than the manual's."""
     torch.set_num_threads(1)
@@ -48,6 +60,8 @@ def scripted(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader: Any = loader_for(plan, index)
     model, optimizer, loader = job.prepare(model, optimizer, loader)
+    remembered = Remembered()
+    job.track(remembered=remembered)
     record = Record(job, index, directory, optimizer, dict)
     if asked.get("warms_up"):
 
@@ -68,16 +82,21 @@ def scripted(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None
             job.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
+            remembered.steps += job.applied
             job.report(loss=float("nan") if asked.get("reports_nan") else 0.5)
             if asked.get("leaves_early") == index and number == 5:
                 break
-    torch.save({"model": model.state_dict(), "step": job.step, "lr": []}, directory / f"final-{index}.pt")
+        remembered.best = min(remembered.best, float(epoch % 2))
+    torch.save(
+        {"model": model.state_dict(), "step": job.step, "lr": [], "remembered": vars(remembered)},
+        directory / f"final-{index}.pt",
+    )
 
 
 @pytest.mark.parametrize("asked", ["unfreezes", "own_generator", "warms_up"])
 def test_a_joiner_goes_on_where_the_script_has_changed_what_it_trains(tmp_path: Path, asked: str) -> None:
     """It has not seen the epoch in which layers were unfrozen; its sampler's generator is elsewhere; it has computed a
-    step before, which changes nothing.
+    step before, which changes nothing. It knows what the script has counted.
     """
     plan = Plan(body=scripted, options={asked: 5}, epochs=4)
     reference = trained_alone(scripted, plan, tmp_path / "alone")
@@ -87,6 +106,7 @@ def test_a_joiner_goes_on_where_the_script_has_changed_what_it_trains(tmp_path: 
         cluster.let_go()
         cluster.wait_for_end(0, 1, 2)
         cluster.check_result(reference)
+        assert [final["remembered"] for final in cluster.finals().values()] == [reference["remembered"]] * 3
     warmed = {path.name: path.read_text() for path in tmp_path.glob("warm-*")}
     assert warmed == ({f"warm-{index}": "4" for index in range(3)} if asked == "warms_up" else {})
 
