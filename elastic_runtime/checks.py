@@ -8,6 +8,8 @@ import torch
 
 from elastic_runtime.errors import UsageError
 
+DISTRIBUTING = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+
 
 def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
     """UsageError for what is no model or no optimizer, or cannot be repeated."""
@@ -15,12 +17,24 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
         raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
     if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
         raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
+    for part in (part for model in models for part in model.modules()):
+        _check_plain(part)
     if any(isinstance(part, torch.nn.SyncBatchNorm) for model in models for part in model.modules()):
         raise UsageError(
             "the model has SyncBatchNorm layers, which talk to the other workers in each forward pass: workers differ "
             "in their number of passes, and what is lost with a worker there cannot be repeated; use BatchNorm, whose "
             "buffers follow rank 0, or a normalisation without batch statistics"
         )
+
+
+def _check_plain(part: torch.nn.Module) -> None:
+    """UsageError for what sums gradients up by itself. By name: importing FSDP costs a second."""
+    for kind in type(part).__mro__:
+        if kind.__name__ in DISTRIBUTING and kind.__module__.startswith("torch."):
+            raise UsageError(
+                f"the model is wrapped by {kind.__name__}, which sums gradients over workers by itself; give prepare "
+                "the plain model, which job.backward sums for (in shards by FSDP2, if need be: shard=)"
+            )
 
 
 def check_gradients(model: torch.nn.Module) -> None:

@@ -86,8 +86,9 @@ OTHER_MODEL = (
     "build them from the rank"
 )
 _OTHERWISE = (
-    "every worker must have the same dataset length, seed, batch sizes, kinds of optimizers and reduction and, for "
-    "reduction='exact', the same torch, number of threads and kind of device"
+    "every worker must have the same dataset length, seed, batch sizes, kinds of optimizers and reduction, the same "
+    "Subset (random_split needs generator=torch.Generator().manual_seed(...)) and, for reduction='exact', the same "
+    "torch, number of threads and kind of device"
 )
 
 

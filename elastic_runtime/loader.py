@@ -263,7 +263,8 @@ def check(loader: DataLoader[Any]) -> None:
     """UsageError for a loader that cannot be shared out."""
     if not isinstance(loader, DataLoader):
         raise UsageError(f"prepare was given a {type(loader).__name__} as loader; it needs a torch DataLoader")
-    if not isinstance(loader.dataset, IterableDataset) and isinstance(loader.sampler, DistributedSampler):
+    samplers = (getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise UsageError("the loader has a DistributedSampler; leave it out: elastic_runtime shares the samples out")
     if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata."):
         raise UsageError(

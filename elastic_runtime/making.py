@@ -16,6 +16,7 @@ from elastic_runtime.memory import MemoryFollower
 from elastic_runtime.modes import ExactMode, FastMode, Mode, numerics
 from elastic_runtime.session import Session
 from elastic_runtime.sizes import GlobalBatch, MicroBatchLimit
+from elastic_runtime.sources import chosen
 from elastic_runtime.step import GlobalStep
 from elastic_runtime.streamed import StreamedLoader
 
@@ -88,7 +89,7 @@ class Workshop:
         state.split = f"global_batch_size={batch.samples}, scale_batch={batch.bounds}"
         if not isinstance(loader.dataset, IterableDataset):
             indexed = IndexedLoader(loader, session, seed, batch, plan, seeded=exact)
-            state.data = f"{indexed.length} samples in the order of seed={seed}"
+            state.data = f"{indexed.length} samples{chosen(loader.dataset)} in the order of seed={seed}"
             return indexed
         state.data = f"a stream, seed={seed}"
         streamed = StreamedLoader(loader, session, seed, batch, plan, seeded=exact)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
 
-from elastic_runtime.order import epoch_order, mix_seed, steps_in_epoch
+from elastic_runtime.order import epoch_order, mix_seed, order_stamp, steps_in_epoch
 from elastic_runtime.streams import RandomStreams
 
 if TYPE_CHECKING:
@@ -77,6 +77,13 @@ def _tell_epoch(drawn_from: object, epoch: int, seed: int) -> None:
         generator.manual_seed(seed)
     if hasattr(drawn_from, "set_epoch"):
         drawn_from.set_epoch(epoch)
+
+
+def chosen(dataset: object) -> str:
+    """Which part of a dataset it is, as words; "" for a whole one: `random_split` may differ from worker to worker."""
+    if not isinstance(dataset, Subset):
+        return ""
+    return f" of a Subset (stamp {order_stamp(dataset.indices)}{chosen(dataset.dataset)})"
 
 
 def has_own_batches(loader: DataLoader[Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import elastic_runtime
 from elastic_runtime.errors import BatchPlanError, LoopError, SettingsError, UsageError
@@ -175,6 +175,10 @@ class Stream(IterableDataset[int]):
     [
         (DataLoader(Stream()), "IterableDataset"),
         (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), "DistributedSampler"),
+        (
+            DataLoader(DATA, batch_sampler=BatchSampler(DistributedSampler(DATA, 2, 0), 8, drop_last=False)),
+            "DistributedSampler",
+        ),
         (DataLoader(DATA, batch_size=None), "batch_size"),
         (DataLoader(TensorDataset(torch.zeros(3, 12)), batch_size=8, drop_last=True), "no global batch of 8"),
         ([1, 2, 3], "DataLoader"),
@@ -185,6 +189,18 @@ def test_a_loader_that_cannot_be_shared_out_is_refused_with_a_remedy(loader: Any
     model = nn.Linear(12, 3)
     with pytest.raises(UsageError, match=message):
         elastic_runtime.init().prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), loader)
+
+
+def test_a_model_that_is_distributed_already_is_refused_with_a_remedy() -> None:
+    model = nn.Linear(12, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(model))
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(UsageError, match=r"wrapped by DistributedDataParallel, .* give prepare the plain model"):
+        elastic_runtime.init().prepare(wrapped, optimizer, DataLoader(DATA, batch_size=8))
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
