@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import elastic_runtime
@@ -194,7 +195,7 @@ def test_a_loader_that_cannot_be_shared_out_is_refused_with_a_remedy(loader: Any
 def test_a_model_that_is_distributed_already_is_refused_with_a_remedy() -> None:
     model = nn.Linear(12, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(model))
     finally:
