@@ -8,6 +8,7 @@ from kfp_gpuquota.scheduler.decisions import Bind, Evict, Move, Nominate, Placem
 from kfp_gpuquota.scheduler.events import (
     Event,
     JobCompleting,
+    JobDeferred,
     JobRemoved,
     JobResumed,
     JobSubmitted,
@@ -32,6 +33,7 @@ __all__ = [
     "Event",
     "Evict",
     "JobCompleting",
+    "JobDeferred",
     "JobRemoved",
     "JobResumed",
     "JobSubmitted",

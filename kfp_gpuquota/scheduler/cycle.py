@@ -198,11 +198,14 @@ class Cycle:
         return self._too_early(job.waiting_since + job.preemption_delay_s)
 
     def _must_rest(self, job: Job) -> bool:
-        """The job was shrunk soon after it had grown: it does not grow at once again. A gang is made whole at once.
+        """The job was deferred, or shrunk soon after it had grown: it does not grow at once again. A gang is made whole
+        at once.
 
         Counting from the shrinking was rejected: who gives a GPU back for a moment, once, wants it back when it is
         idle. What is to be avoided is growing again and again in vain.
         """
+        if job.deferred_until > self.now and not (job.active and below(job)):
+            return self._too_early(job.deferred_until)
         flaps = job.shrunk_at >= job.grown_at > NEVER and job.active > 0 and not below(job)
         return flaps and self._too_early(job.grown_at + job.cool_down_s)
 
@@ -293,8 +296,8 @@ class Cycle:
         return job.preemptible and job not in self.losers and job.wanted <= job.active < job.most
 
     def _settled(self, job: Job) -> bool:
-        """The job has not grown for a while. What this plan gives it is one change."""
-        return not self._too_early(job.grown_at + job.cool_down_s)
+        """The job has not grown for a while, and was not deferred. What this plan gives it is one change."""
+        return not self._too_early(max(job.grown_at + job.cool_down_s, job.deferred_until))
 
     def _lend_to(self, job: Job) -> bool:
         task = Task(job=job, request=job.request, index=job.next_index + job.active)

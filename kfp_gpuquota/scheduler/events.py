@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kfp_gpuquota.api import JobSpec, Node, Project
+from kfp_gpuquota.api import JobSpec, Node, Project, Reason
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event"):
@@ -71,6 +71,18 @@ class JobResumed(Event, frozen=True, tag=True):
     """The job is considered again, with its age."""
 
     uid: str
+
+
+class JobDeferred(Event, frozen=True, tag=True):
+    """Before `until` the job is neither started nor given more than it needs to run, for that `reason`.
+
+    Instead of what was said before; a time that is past defers nothing. A gang below its minimum is made whole all the
+    same, and what the job holds it keeps.
+    """
+
+    uid: str
+    until: float
+    reason: Reason
 
 
 class NodesBarred(Event, frozen=True, tag=True):

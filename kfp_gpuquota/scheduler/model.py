@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfp_gpuquota.api.affinity import NodeTerm, Taint, Toleration, keeps_off
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import Reason
 
 GPU: Final = 1_000_000
 """One whole device in the unit that shares are counted in."""
@@ -230,6 +233,7 @@ class Job:
     lost one to others. `throughput` is by number of workers, in one unit for all: samples per second where the training
     told them (`throughput_told`), else steps per second since `counting_from`. With `groups` the gang has parts; its
     tasks `spread` over hosts instead of being packed. No worker of one not `movable` is stopped to run elsewhere.
+    Before `deferred_until` it is given nothing that it does not need to go on, `deferred_for` says why.
     """
 
     uid: str
@@ -259,6 +263,8 @@ class Job:
     below_since: float | None = None
     stale_after_s: float = STALE_AFTER_S
     waiting_since: float = 0.0
+    deferred_until: float = NEVER
+    deferred_for: Reason | None = None
     preemption_delay_s: float = 0.0
     cool_down_s: float = 0.0
     min_run_time_s: float = 0.0

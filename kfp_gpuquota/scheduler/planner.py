@@ -195,7 +195,14 @@ def _waiting(state: State, cycle: Cycle) -> dict[str, Reason]:
     reasons.update((uid, explain.suspended(job)) for uid, job in state.suspended.items() if not job.active)
     emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.losers)
     reasons.update((uid, explain.emptying(job)) for uid, job in emptying)
+    reasons.update(_deferred(state, cycle.now))
     return reasons
+
+
+def _deferred(state: State, now: float) -> Iterator[tuple[str, Reason]]:
+    for uid, job in state.deferred.items():
+        if job.deferred_for is not None and job.deferred_until > now and not job.active:
+            yield uid, job.deferred_for
 
 
 def _explain_alike(cycle: Cycle, jobs: list[Job], reasons: dict[str, Reason], held_off: float | None) -> None:

@@ -109,7 +109,8 @@ def _nowhere(request: Request, pool: str) -> Cause:
         return Cause(ReasonCode.NODE_AFFINITY, f"node pool {pool} has no ready node that it may use")
     why = "no node that is ready has the labels it asks for, or none whose taints it tolerates"
     if request.rules.barred:
-        why += f"; on {', '.join(sorted(request.rules.barred))} there was lately no room for a worker of it"
+        barred = ", ".join(sorted(request.rules.barred))
+        why += f"; on {barred} there was lately no room for a worker of it, or it did not come up"
     return Cause(ReasonCode.NODE_AFFINITY, why)
 
 

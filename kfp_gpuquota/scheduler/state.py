@@ -53,6 +53,7 @@ class State:
         self.sheltered: dict[str, Job] = {}
         self.suspended: dict[str, Job] = {}
         self.emptying: dict[str, Job] = {}
+        self.deferred: dict[str, Job] = {}
         self.projects: dict[str, Project] = {}
         self.last_at = 0.0
 
@@ -144,6 +145,12 @@ class State:
     def _(self, event: events.JobResumed) -> None:
         job = self._job(event.uid)
         job.suspended = False
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.JobDeferred) -> None:
+        job = self._job(event.uid)
+        job.deferred_until, job.deferred_for = event.until, event.reason
         self._changed(job)
 
     @_apply.register
@@ -285,6 +292,7 @@ class State:
         self._note(self.sheltered, job, job.min_run_time_s > 0 and job.active > 0)
         self._note(self.suspended, job, job.suspended and not job.removed)
         self._note(self.emptying, job, considered and not tasks and below(job))
+        self._note(self.deferred, job, considered and job.deferred_for is not None)
 
     @staticmethod
     def _note(index: dict[str, Job], job: Job, belongs: bool) -> None:  # noqa: FBT001 - a predicate's value
