@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes import logs, reservation_pods
+from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.replica import Options, Replica, until_told_to_stop
 from kfp_gpuquota.errors import GpuQuotaError
 
@@ -59,6 +60,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--reservation-runtime-class", default="", help="of these pods, where GPUs need one (nvidia)")
     parser.add_argument("--reservation-priority-class", default="", help="of these pods")
+    ready = ReadyRules()
+    parser.add_argument(
+        "--workers-ready-timeout", type=float, default=ready.timeout_s, metavar="SECONDS",
+        help="workers that do not come up in so long give their GPUs back (%(default)g); 0: never",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers-ready-tries", type=int, default=ready.tries, metavar="N",
+        help="an ElasticJob whose workers do not come up so many times in a row fails (%(default)d); 0: never",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers-ready-pause", type=float, default=ready.pause_s, metavar="SECONDS",
+        help="before it is tried again, twice as long each time, up to an hour (%(default)g)",
+    )  # fmt: skip
     parser.add_argument("--leader-elect", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--log-format", default="text", choices=logs.FORMATS, help="json: one object a line")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])

@@ -32,11 +32,12 @@ from kfp_gpuquota.cluster.kubernetes.logs import because_of
 from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.profiles import Profiles
+from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
 from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quota_status
-from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods
+from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods, does_not_come_up, lacks_its_place
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, pod_view
 from kfp_gpuquota.cluster.kubernetes.waiting_pods import WaitingPods
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
@@ -71,6 +72,7 @@ class Controller:
         tls: ssl.SSLContext | None = None,
         metrics: Metrics | None = None,
         reserving: ReservationSettings | None = None,
+        ready: ReadyRules | None = None,
     ) -> None:
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
         self._loop = asyncio.get_running_loop()
@@ -100,7 +102,10 @@ class Controller:
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
         self._waiting = WaitingPods(snapshot.plain, self._tell_user)
         self._avoidance = Avoidance(snapshot.pods, snapshot.put_pod, self._avoided)
-        self._stuck = StuckPods(snapshot.pods, self._place_taken)
+        self._ready = ready or ReadyRules()
+        self._stuck = [StuckPods(snapshot.pods, self._place_taken, lacks_its_place)]
+        if self._ready.timeout_s:
+            self._stuck.append(StuckPods(snapshot.pods, self._not_ready, does_not_come_up, self._ready.timeout_s))
         conditions: dict[str, tuple[objects.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
         self.elastic = snapshot.elastic = ElasticJobs(
@@ -112,6 +117,9 @@ class Controller:
             noted=self.pods.note,
             changed=lambda uid: self._job_status.changed(uid),  # noqa: PLW0108 - it is made below
             requests_in=self.limits.requests_in,
+            ready=self._ready,
+            avoided=self._avoidance.note,
+            told=lambda subject, message: self.events.tell(subject, "WorkersNotReady", message, warning=True),
         )
         self.elastic.workers.reservations = self.reservations
         self._job_status = StatusWriter(self._writer, partial(job_status, self.elastic))
@@ -181,7 +189,8 @@ class Controller:
 
     def _put_pod(self, view: PodView) -> None:
         self.snapshot.put_pod(self._avoidance.apply(view))
-        self._stuck.note(view)
+        for stuck in self._stuck:
+            stuck.note(view)
 
     def _place_taken(self, pod: PodView) -> None:
         why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.trouble}"
@@ -194,6 +203,18 @@ class Controller:
             self.actions.remake(pod, "PlaceTaken", why)
         else:
             self._tell_user(pod, "PlaceTaken", f"{why}; nobody would make it anew: delete it, and create it again")
+
+    def _not_ready(self, pod: PodView) -> None:
+        """Its owner's next pod waits with others at the gate, and is sent elsewhere."""
+        if pod.uid not in self.snapshot.plain.members:
+            return
+        said = pod.trouble or "its volumes or its network are not there"
+        why = f"it did not come up on node {pod.node} in {self._ready.timeout_s:g} s: {said}"
+        if pod.owned:
+            self._avoidance.note(pod)
+            self.actions.remake(pod, "NotReady", f"{why}; its GPUs are given back")
+        else:
+            self._tell_user(pod, "NotReady", f"{why}; it keeps its GPUs, since nobody would make it anew: delete it")
 
     def _gpu_changed(self, holder: str, why: str) -> None:
         """Its GPU may be given to others: whoever is made anew gets the one that is reserved."""
@@ -280,7 +301,8 @@ class Controller:
             self._quota_status.changed(name)
 
     def _stop_timers(self) -> None:
-        self._stuck.close()
+        for stuck in self._stuck:
+            stuck.close()
         self._waiting.close()
         self._job_status.close()
         self._quota_status.close()

@@ -186,6 +186,9 @@ def _elastic_job_spec() -> Schema:
         "gpuMemoryLimit": _memory("The memory that it may use while nobody else needs it."),
         "suspend": {"type": "boolean", "default": False, "description": "Give everything back and wait."},
         "maxRuntimeSeconds": _seconds("It is ended after running so long, all its starts together.", least=1),
+        "workersReadyTimeoutSeconds": _seconds(
+            "Workers that do not come up in so long give their GPUs back; instead of the controller's time; 0: never."
+        ),
         "ttlSecondsAfterFinished": _seconds("The object goes so long after the end."),
         "checkpoint": _checkpoint(),
         "lease": _lease(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.cluster.kubernetes.retries import complaints_of, retry_of
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -27,12 +29,19 @@ class Facts:
         self.held_back = ""  # why its pods could not be made
         self.hold_s = FIRST_HOLD_S
         self.trouble: dict[str, str] = {}  # worker -> why it does not get going
+        self.complaints = complaints_of(job.status.not_ready)  # index -> since when somebody says why
+        self.heard: dict[str, str] = {}  # worker -> what the last event about it said, where its status says nothing
+        self.asked_at = 0.0
+        self.requeue = retry_of(job.status.requeue_state)
+        self.grow = retry_of(job.status.grow_state)
         self.avoids: tuple[str, ...] = ()  # nodes on which there was no room for a worker of it
         self.has_secret = False
         self.timer: asyncio.TimerHandle | None = None
+        self.look: asyncio.TimerHandle | None = None
         self.conditions = job.status.conditions
 
     def start_anew(self) -> None:
         """None of the workers of its earlier starts counts any more."""
         self.ended.clear()
+        self.complaints.clear()
         self.ranks = ()

@@ -26,6 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.elastic_clock import JobClock
 from kfp_gpuquota.cluster.kubernetes.elastic_decisions import Decisions
 from kfp_gpuquota.cluster.kubernetes.elastic_facts import Facts
 from kfp_gpuquota.cluster.kubernetes.elastic_membership import JobMembership
+from kfp_gpuquota.cluster.kubernetes.elastic_readiness import Readiness
 from kfp_gpuquota.cluster.kubernetes.elastic_status import record_of, unmanaged_size, without_pods
 from kfp_gpuquota.cluster.kubernetes.elastic_worker_news import WorkerNews
 from kfp_gpuquota.cluster.kubernetes.elastic_workers import WorkerPods
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Node
     from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
+    from kfp_gpuquota.cluster.kubernetes.events import Subject
     from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.objects import Pod
+    from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
     from kfp_gpuquota.cluster.kubernetes.seats import Seats
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
 
@@ -49,8 +52,9 @@ UNHEARD_S: Final = 30.0  # three times what a worker takes at most to come back 
 class ElasticJobs:
     """All ElasticJobs; also what the membership service tells its news to. All of it runs in the event loop.
 
-    `noted(pod)` gets the answers of writes, `changed(uid)` is called where a job's status is to be written, and
-    `requests_in(namespace)` is what containers request there that say nothing.
+    `noted(pod)` gets the answers of writes, `changed(uid)` is called where a job's status is to be written,
+    `requests_in(namespace)` is what containers request there that say nothing, `avoided(pod)` keeps its job's next
+    workers off its node, and `told(subject, message)` warns users.
     """
 
     def __init__(
@@ -61,9 +65,12 @@ class ElasticJobs:
         writer: Writer,
         settings: PodSettings,
         *,
+        ready: ReadyRules,
         noted: Callable[[Pod], None],
         changed: Callable[[str], None],
         requests_in: Callable[[str], Mapping[str, Any]],
+        avoided: Callable[[PodView], None],
+        told: Callable[[Subject, str], None],
     ) -> None:
         self._requests_in = requests_in
         self.book = Book(tell, seats, nodes)
@@ -75,6 +82,18 @@ class ElasticJobs:
         parts = self.membership, self.workers
         self.decisions = Decisions(self.book, *parts, changed=changed, decided=self._after_change)
         self.news = WorkerNews(self.book, seats, *parts, self.decisions, changed=changed, moved=self._workers_changed)
+        self.readiness = Readiness(
+            self.book,
+            writer,
+            self.workers.pods,
+            self.decisions,
+            self.news,
+            ready,
+            tell=tell,
+            told=told,
+            avoid=avoided,
+            changed=changed,
+        )
         self._clock = JobClock(self.book, writer, stop=self.decisions.stop, found=self.put_job)
 
     def start(self) -> None:
@@ -90,6 +109,8 @@ class ElasticJobs:
             if alive and job.intent is not Intent.RUN:
                 self.decisions.stop_all([record.worker.id for record in alive])
             self._after_change(uid)
+            self.readiness.carry_out(uid)
+            self.readiness.look_soon(uid)
 
     def knows(self, pod: PodView) -> bool:
         """The pod is a worker of a job that is known here."""
@@ -126,19 +147,23 @@ class ElasticJobs:
         if facts.refused:
             self._take_in(job)
             return
+        if job.spec.template != before.spec.template or (before.spec.suspend and not job.spec.suspend):
+            self.readiness.begin_anew(uid)
         if job.spec != before.spec:
             self._follow_spec(uid)
             self._clock.set(uid)
         if job.metadata.deletion_timestamp is not None:
             self.drop_job(uid)
+        else:
+            self.readiness.carry_out(uid)
 
     def drop_job(self, uid: str) -> None:
         """A job's object is gone: its pods follow; it is forgotten when they are gone."""
         facts, job = self.book.facts.get(uid), self.book.jobs.get(uid)
         if facts is None:
             return
-        if facts.timer:
-            facts.timer.cancel()
+        for timer in filter(None, (facts.timer, facts.look)):
+            timer.cancel()
         if job is None or not self.book.alive_of(uid):
             self._forget(uid)
             return
@@ -162,6 +187,8 @@ class ElasticJobs:
             self._changed(uid)
             return
         self.book.commit(Change(jobs={uid: record}))
+        if not (record.status.phase.final or record.ending):
+            self.readiness.announce(uid)
         self._follow_spec(uid)
         self._after_change(uid)
 
@@ -200,6 +227,7 @@ class ElasticJobs:
             return
         self.book.commit(Change(jobs={uid: None}))
         self.book.commit(Change(jobs={uid: after}))
+        self.readiness.announce(uid)
         if self.book.facts[uid].avoids:
             self._tell_avoided(uid)
 
@@ -214,6 +242,7 @@ class ElasticJobs:
     def put_pod(self, pod: PodView) -> None:
         """A worker's pod is as given."""
         self.news.put_pod(pod)
+        self.readiness.look_soon(pod.job_uid)
 
     def drop_pod(self, pod: PodView) -> None:
         """A worker's pod is gone."""

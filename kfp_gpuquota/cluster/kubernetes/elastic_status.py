@@ -13,6 +13,7 @@ from kfp_gpuquota.cluster.kubernetes import translate
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import pod_name
 from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJobStatus, LastEviction, TrainingProgress
 from kfp_gpuquota.cluster.kubernetes.needs import whole
+from kfp_gpuquota.cluster.kubernetes.retries import NOTHING_GIVEN_BACK, RetryFields
 from kfp_gpuquota.cluster.kubernetes.size_changes import resizes_of, size_changes
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
 from kfp_gpuquota.cluster.lifecycle import resized
@@ -172,6 +173,7 @@ def status_of(
     ended: Iterable[int],
     ran_s: float,
     ranks: Iterable[int] = (),
+    retries: RetryFields = NOTHING_GIVEN_BACK,
 ) -> ElasticJobStatus:
     """What the object is to say."""
     status = record.status
@@ -210,6 +212,7 @@ def status_of(
         training_gpus=record.size,
         ranks=tuple(ranks),
         resizes=size_changes(status.resizes),
+        **retries,
     )
 
 

@@ -81,7 +81,7 @@ class WorkerNews:
             pod = msgspec.structs.replace(pod, stage=Stage.HELD)  # its end is a failure, not our wish
         job, facts = self._book.jobs[pod.job_uid], self._book.facts[pod.job_uid]
         after = worker_record(pod, self._devices_of(pod, worker), self._share_of(pod), before, time.time())
-        self._note_trouble(facts, worker, pod.trouble)
+        self._note_trouble(facts, worker, pod)
         if before is None:
             job = counting(job, pod)
         if pod.running and job.status.phase is Phase.STARTING:
@@ -106,7 +106,10 @@ class WorkerNews:
         spec, node = self._book.jobs[pod.job_uid].spec, self._book.nodes.get(pod.node)
         return spec.share_of(node.gpu_memory_mib) if spec.shared and node is not None else 1.0
 
-    def _note_trouble(self, facts: Facts, worker: str, trouble: str) -> None:
+    def _note_trouble(self, facts: Facts, worker: str, pod: PodView) -> None:
+        if pod.running or pod.prepared:
+            facts.heard.pop(worker, None)
+        trouble = pod.trouble or facts.heard.get(worker, "")
         if trouble != facts.trouble.get(worker, ""):
             facts.trouble[worker] = trouble
             self._changed(facts.object.metadata.uid)
@@ -148,6 +151,7 @@ class WorkerNews:
         facts = self._book.facts[before.uid]
         facts.ended.add(gone.worker.index)
         facts.trouble.pop(gone.worker.id, None)
+        facts.heard.pop(gone.worker.id, None)
         if after.status.started_at is None and before.status.started_at is not None:
             facts.ran_s += max(0.0, time.time() - before.status.started_at)
             facts.ended.clear()

@@ -23,6 +23,8 @@ BURST: Final = 50.0
 PER_SECOND: Final = 5.0
 REPEATED_AFTER_S: Final = 600.0
 REMEMBERED: Final = 4096
+SHOWN: Final = 300
+_LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _CORE: Final = "v1"
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,31 @@ class Recorder:
             return False
         self._tokens -= 1
         return True
+
+
+class _Told(msgspec.Struct, frozen=True, rename="camel"):
+    reason: str = ""
+    message: str = ""
+    last_timestamp: datetime | None = None
+    event_time: datetime | None = None
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    items: tuple[_Told, ...] = ()
+
+
+def warnings_of(namespace: str, uid: str) -> Write:
+    """The request for what was said of a pod where something went wrong."""
+    query = f"fieldSelector=involvedObject.uid%3D{uid}%2Ctype%3DWarning"
+    path = f"/api/v1/namespaces/{namespace}/events?{query}"
+    return Write(verb="GET", path=path, about=f"{namespace}/{uid}", level=logging.DEBUG)
+
+
+def last_warning(answer: bytes) -> str:
+    """The newest of them, as "Reason: message"; "" where there is none."""
+    told = msgspec.json.decode(answer, type=_Listed).items
+    last = max(told, key=lambda e: e.last_timestamp or e.event_time or _LONG_AGO, default=None)
+    return "" if last is None else f"{last.reason}: {last.message}"[:SHOWN]
 
 
 def event(

@@ -75,6 +75,7 @@ class ElasticJobSpec(Struct, frozen=True):
     preemptible: bool | None = None
     suspend: bool = False
     max_runtime_seconds: float | None = None
+    workers_ready_timeout_seconds: float | None = None
     grace_period_seconds: float | None = None
     max_restarts: int | None = None
     cool_down_seconds: float | None = None
@@ -121,6 +122,28 @@ class SizeChange(Struct, frozen=True):
     lost_steps: int = 0
 
 
+class NotReadyWorker(Struct, frozen=True):
+    """A worker of which the kubelet or kube-scheduler says since then that it does not come up."""
+
+    index: int
+    since: datetime
+    message: str = ""
+
+
+class RetryState(Struct, frozen=True):
+    """GPUs given back, so many times in a row, since workers did not come up; asked for again at `retryAt`, if at all.
+
+    Those of the whole `attempt`, or of the `workers` of these indices.
+    """
+
+    count: int
+    time: datetime
+    retry_at: datetime | None = None
+    message: str = ""
+    attempt: int = 0
+    workers: tuple[int, ...] = ()
+
+
 class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     """What became of the job; written whole, so defaults are not left out."""
 
@@ -149,6 +172,9 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     training_gpus: int = 0
     ranks: tuple[int, ...] = ()
     resizes: tuple[SizeChange, ...] = ()
+    not_ready: tuple[NotReadyWorker, ...] = ()
+    requeue_state: RetryState | None = None
+    grow_state: RetryState | None = None
 
 
 class ElasticJob(Struct, frozen=True):

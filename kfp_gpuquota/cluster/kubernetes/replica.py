@@ -26,6 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
 from kfp_gpuquota.cluster.kubernetes.leader import LeaderElection
 from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook
+from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from kfp_gpuquota.errors import ClusterUnavailableError
@@ -57,6 +58,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     reservation_runtime_class: str = ""
     reservation_priority_class: str = ""
     leader_elect: bool = False
+    workers_ready_timeout: float = ReadyRules().timeout_s
+    workers_ready_tries: int = ReadyRules().tries
+    workers_ready_pause: float = ReadyRules().pause_s
 
 
 class Replica:
@@ -135,6 +139,7 @@ class Replica:
                 runtime_class=options.reservation_runtime_class,
                 priority_class=options.reservation_priority_class,
             ),
+            ready=ReadyRules(options.workers_ready_timeout, options.workers_ready_tries, options.workers_ready_pause),
         )
 
     async def _certificates(self, connection: Connection) -> webhook.Certificates:

@@ -20,6 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.connection import APPLY_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.elastic_status import status_of, with_condition
 from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJobStatus, GpuQuotaStatus
 from kfp_gpuquota.cluster.kubernetes.objects import Condition
+from kfp_gpuquota.cluster.kubernetes.retries import retry_fields
 from kfp_gpuquota.cluster.kubernetes.writes import Write
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
             ended=facts.ended,
             ran_s=facts.ran_s,
             ranks=facts.ranks,
+            retries=retry_fields(facts.complaints, facts.requeue, facts.grow),
         )
     body = {
         "apiVersion": labels.API_VERSION,
@@ -144,7 +146,8 @@ def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
         "status": _without_nulls(status),
     }
     held = status.gpus, status.workers, status.generation, status.ended
-    urgent = (status.phase, status.message, status.intent, *held, len(status.resizes))
+    given_back = status.requeue_state, status.grow_state
+    urgent = (status.phase, status.message, status.intent, *held, *given_back, len(status.resizes))
     path = f"/apis/{labels.API_VERSION}/namespaces/{meta.namespace}/elasticjobs/{meta.name}"
     return Built(path, f"{meta.namespace}/{meta.name}", body, urgent)
 
@@ -182,17 +185,17 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
 def conditions_of(facts: Facts, record: JobRecord | None, now: float) -> tuple[Condition, ...]:
     """Accepted, WorkersReady, CheckpointsKept, and of a job that has ended Complete or Failed."""
     known: Sequence[Condition] = facts.conditions
-    for wanted in _wanted(facts, record):
+    for wanted in _wanted(facts, record, now):
         known = with_condition(known, wanted, now)
     facts.conditions = tuple(sorted(known, key=lambda c: c.type))
     return facts.conditions
 
 
-def _wanted(facts: Facts, record: JobRecord | None) -> list[Condition]:
+def _wanted(facts: Facts, record: JobRecord | None, now: float) -> list[Condition]:
     accepted = Condition("Accepted", "True", "Valid", "it can be what it asks for")
     if facts.refused or record is None:
         return [Condition("Accepted", "False", "Invalid", facts.refused)]
-    found = [accepted, _workers_ready(facts, record)]
+    found = [accepted, _workers_ready(facts, record, now)]
     if facts.object.spec.checkpoint is None:
         text = "no checkpoint claim is given: what stops the whole job loses its work since it started"
         found.append(Condition("CheckpointsKept", "False", "NoClaim", text))
@@ -207,12 +210,15 @@ def _wanted(facts: Facts, record: JobRecord | None) -> list[Condition]:
     return found
 
 
-def _workers_ready(facts: Facts, record: JobRecord) -> Condition:
+def _workers_ready(facts: Facts, record: JobRecord, now: float) -> Condition:
     if facts.held_back:
         return Condition("WorkersReady", "False", "PodRefused", facts.held_back)
     trouble = next((text for text in facts.trouble.values() if text), "")
     if trouble:
         return Condition("WorkersReady", "False", trouble.partition(":")[0], trouble)
+    if facts.requeue is not None and facts.requeue.attempt == record.attempt:
+        rests = facts.requeue.until is None or now < facts.requeue.until  # after that it waits as others do
+        return Condition("WorkersReady", "False", "GivenUp", facts.requeue.message if rests else "")
     running = record.status.phase is Phase.RUNNING
     return Condition("WorkersReady", str(running), record.status.phase.value, "")
 

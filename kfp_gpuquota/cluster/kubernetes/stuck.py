@@ -1,7 +1,8 @@
-"""Pods whose place was taken by somebody else: admitted to a node on which kube-scheduler then finds no room.
+"""Pods that hold GPUs and do not get on: their place was taken by somebody else, or they do not come up.
 
-Where a pod was sent cannot be changed. So after a while it is made anew: a worker by us, any other pod by its owner,
-once the eviction API has taken it away; a pod that nobody would make anew is left, and told of.
+Kube-scheduler then finds no room on the node that they were admitted to, or their kubelet cannot start them. Where a
+pod was sent cannot be changed. So after a while it is made anew: a worker by us, any other pod by its owner, once the
+eviction API has taken it away; a pod that nobody would make anew is left, and told of.
 """
 
 from __future__ import annotations
@@ -18,15 +19,23 @@ STUCK_S: Final = 15.0  # a place that is about to be free again, and an autoscal
 
 
 class StuckPods:
-    """`pods` are those known, by uid; `found(pod)` is told of each that is stuck, each time `stuck_s` have gone by."""
+    """`pods` are those known, by uid; `found(pod)` is told of each for which `stuck` holds, each time `stuck_s` have
+    gone by.
+    """
 
-    def __init__(self, pods: Mapping[str, PodView], found: Callable[[PodView], None], stuck_s: float = STUCK_S) -> None:
-        self._pods, self._found, self._stuck_s = pods, found, stuck_s
+    def __init__(
+        self,
+        pods: Mapping[str, PodView],
+        found: Callable[[PodView], None],
+        stuck: Callable[[PodView], bool],
+        stuck_s: float = STUCK_S,
+    ) -> None:
+        self._pods, self._found, self._stuck, self._stuck_s = pods, found, stuck, stuck_s
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def note(self, pod: PodView) -> None:
         """A pod is as given."""
-        if is_stuck(pod):
+        if self._stuck(pod):
             if pod.uid not in self._timers:
                 self._wait(pod.uid)
         elif self._timers and (timer := self._timers.pop(pod.uid, None)):
@@ -43,11 +52,17 @@ class StuckPods:
     def _look(self, uid: str) -> None:
         del self._timers[uid]
         pod = self._pods.get(uid)
-        if pod is not None and is_stuck(pod):
+        if pod is not None and self._stuck(pod):
             self._wait(uid)
             self._found(pod)
 
 
-def is_stuck(pod: PodView) -> bool:
+def lacks_its_place(pod: PodView) -> bool:
     """It was sent to a node, and kube-scheduler says that it does not fit there."""
     return pod.stage is Stage.HELD and not pod.bound and pod.trouble.startswith("Unschedulable")
+
+
+def does_not_come_up(pod: PodView) -> bool:
+    """Its kubelet complains, or has not made its volumes and its network yet. To pull an image may take its time."""
+    starts = pod.stage is Stage.HELD and pod.bound and not pod.running
+    return starts and not pod.job_uid and (bool(pod.trouble) or not pod.prepared)

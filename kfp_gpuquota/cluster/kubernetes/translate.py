@@ -81,6 +81,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each. `needs` is what it takes
     of its node beside these, `pool` the node pool that it asks for, `owner` who may say how many start together.
+    `prepared`: its volumes and its network are there, so what still takes time are images and init containers.
     `maker` is the uid of who would make it anew, `avoids` are nodes on which there was no room for another of its pods.
     """
 
@@ -106,6 +107,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     attempt: int = 0
     exit_code: int | None = None
     trouble: str = ""
+    prepared: bool = False
     place: Place = Place()
     share: tuple[tuple[str, Any], ...] = ()
     needs: Needs = Needs()
@@ -151,6 +153,7 @@ def pod_view(pod: Pod) -> PodView:
         job_uid=owner.uid if owner is not None and elastic else "",
         exit_code=_exit_code(pod),
         trouble=_trouble(pod),
+        prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
         share=share,
         place=place_of(spec) if gate is not None else Place(),
         needs=needs_of(spec),
