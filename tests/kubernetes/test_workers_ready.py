@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from kfp_gpuquota.dsl.narration import Narrator, conclusion
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over, pod_body
 from tests.kubernetes.test_elastic_job import path_of
+from tools.devcluster import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from tools.devcluster import DevCluster
 
 Object = dict[str, Any]
-SOON = ("--workers-ready-timeout=2", "--workers-ready-pause=1")
+LATER = "--workers-ready-pause=600"
 PULL = {"reason": "ImagePullBackOff", "message": "no such image"}
 
 
@@ -44,6 +46,11 @@ def come_up(controlled: Controlled, path: str) -> None:
     controlled.cluster.api.patch(f"{path}/status", {"status": {"phase": "Running"}})
 
 
+def hurry(controlled: Controlled, job: str) -> None:
+    """From now on its workers have a second. What the kubelet is to have said before is said by now."""
+    controlled.cluster.api.patch(job, {"spec": {"workersReadyTimeoutSeconds": 1}})
+
+
 def retried(job: Object, state: str = "requeueState") -> Object:
     return job.get("status", {}).get(state) or {}
 
@@ -52,51 +59,40 @@ def alive(controlled: Controlled, team: str) -> set[str]:
     return {name for name, pod in controlled.pods(team).items() if not is_over(pod) and not is_leaving(pod)}
 
 
-def test_an_image_that_cannot_be_pulled_gives_the_gpus_back_and_the_job_fails_in_the_end(
+def test_an_image_that_cannot_be_pulled_makes_room_for_others_and_the_job_fails_in_the_end(
     controlled: Controlled,
 ) -> None:
     controlled.add_nodes(1, gpus=1)
     team = controlled.team(guaranteed=1)
-    controlled.start(*SOON, "--workers-ready-tries=2")
+    controlled.start("--workers-ready-tries=1")
     job = controlled.job(team, "typo", stuck())
     complain(controlled, path_of(team, "typo-0"))
     waits = controlled.job(team, "waits")
-    first = controlled.until(job, lambda j: retried(j).get("count") == 1 and j["status"]["phase"] == "Pending")
-    assert first["status"]["gpus"] == 0
-    assert "ImagePullBackOff: no such image; it gave its GPUs back" in retried(first)["message"]
-    controlled.until_phase(waits, "Running")
-    controlled.cluster.api.delete(waits)
-    complain(controlled, path_of(team, "typo-1"))
+    controlled.until(job, lambda j: j.get("status", {}).get("notReady"))
+    hurry(controlled, job)
     failed = controlled.until_phase(job, "Failed")["status"]
-    assert "2 times in a row: worker 1 on node" in failed["message"]
+    assert "its worker did not come up in 1 s: worker 0 on node" in failed["message"]
     assert (failed["restarts"], failed["evictions"], failed.get("exitCode")) == (0, 0, None)
+    controlled.until_phase(waits, "Running")
     shown = KubernetesClient(from_file(controlled.cluster.kubeconfig)).get_job(team, "typo")
     assert "ImagePullBackOff: no such image" in conclusion(shown)
-    events = controlled.cluster.api.items(f"/api/v1/namespaces/{team}/events")
-    told = [e for e in events if e["involvedObject"]["name"] == "typo" and e["reason"] == "WorkersNotReady"]
-    assert {e["type"] for e in told} == {"Warning"}
-
-
-def test_a_job_that_comes_up_at_last_forgets_what_went_wrong(controlled: Controlled) -> None:
-    controlled.add_nodes(1, gpus=1)
-    team = controlled.team(guaranteed=1)
-    controlled.start(*SOON)
-    job = controlled.job(team, "late", stuck())
-    controlled.until(job, lambda j: retried(j).get("count") == 1)
-    controlled.wait(lambda: alive(controlled, team) == {"late-1"})
-    come_up(controlled, path_of(team, "late-1"))
-    up = controlled.until(job, lambda j: j["status"]["phase"] == "Running" and not retried(j))
-    assert up["status"]["restarts"] == 0
+    events = f"/api/v1/namespaces/{team}/events"
+    controlled.wait(lambda: "WorkersNotReady" in {e["reason"] for e in controlled.cluster.api.items(events)})
+    (told,) = [e for e in controlled.cluster.api.items(events) if e["reason"] == "WorkersNotReady"]
+    assert (told["type"], told["involvedObject"]["kind"]) == ("Warning", "ElasticJob")
 
 
 def test_a_gang_of_which_one_worker_does_not_come_up_returns_to_the_queue_as_a_whole(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=2)
     team = controlled.team(guaranteed=2)
-    controlled.start(*SOON, "--workers-ready-pause=600")
+    controlled.start(LATER)
     job = controlled.job(team, "gang", stuck(), gpus=2, gpusPerWorker=1, gracePeriodSeconds=1)
     come_up(controlled, path_of(team, "gang-0"))
     complain(controlled, path_of(team, "gang-1"))
-    given = controlled.until(job, lambda j: j.get("status", {}).get("gpus") == 0 and retried(j))
+    controlled.until(job, lambda j: j.get("status", {}).get("notReady") and j["status"]["phase"] == "Running")
+    hurry(controlled, job)
+    given = controlled.until(job, lambda j: retried(j) and j["status"]["phase"] == "Pending")
+    assert given["status"]["gpus"] == 0
     assert "1 of its 2 workers did not come up" in given["status"]["message"]
     shown = KubernetesClient(from_file(controlled.cluster.kubeconfig)).get_job(team, "gang")
     assert shown.status.reason is not None
@@ -110,34 +106,37 @@ def test_a_gang_of_which_one_worker_does_not_come_up_returns_to_the_queue_as_a_w
 def test_who_mends_the_job_need_not_wait_for_the_next_try(controlled: Controlled, way: str) -> None:
     controlled.add_nodes(1, gpus=1)
     team = controlled.team(guaranteed=1)
-    controlled.start(*SOON, "--workers-ready-pause=600")
-    job = controlled.job(team, "typo", stuck())
+    controlled.start(LATER)
+    job = controlled.job(team, "typo", stuck(), workersReadyTimeoutSeconds=1)
     controlled.until(job, lambda j: retried(j) and j["status"]["phase"] == "Pending")
+    patient: Object = {"workersReadyTimeoutSeconds": 600}
     if way == "template":
-        annotations = {"devcluster/does-not-start": None}
-        controlled.cluster.api.patch(job, {"spec": {"template": {"metadata": {"annotations": annotations}}}})
-        controlled.until(job, lambda j: j["status"]["phase"] == "Running" and not retried(j))
-        return
-    controlled.cluster.api.patch(job, {"spec": {"suspend": True}})
-    controlled.until_phase(job, "Suspended")
-    controlled.cluster.api.patch(job, {"spec": {"suspend": False}})
-    controlled.wait(lambda: alive(controlled, team) == {"typo-1"})
+        patient["template"] = {"metadata": {"annotations": {"devcluster/does-not-start": None}}}
+    else:
+        controlled.cluster.api.patch(job, {"spec": {"suspend": True}})
+        controlled.until_phase(job, "Suspended")
+        patient["suspend"] = False
+    controlled.cluster.api.patch(job, {"spec": patient})
+    controlled.until_bound(path_of(team, "typo-1"))
+    controlled.until(job, lambda j: not retried(j))
 
 
 def test_one_worker_more_that_does_not_come_up_is_given_back_and_the_job_goes_on(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=2)
     team, other = controlled.team(guaranteed=0), controlled.team(guaranteed=0)
-    controlled.start(*SOON, "--workers-ready-pause=600")
+    controlled.start(LATER)
     job = controlled.job(team, "elastic", stuck(), gpus=1, minGpus=1, maxGpus=2, coolDownSeconds=0)
     come_up(controlled, path_of(team, "elastic-0"))
     complain(controlled, path_of(team, "elastic-1"))
+    controlled.until(job, lambda j: j.get("status", {}).get("notReady") and j["status"]["phase"] == "Running")
+    hurry(controlled, job)
     shrunk = controlled.until(job, lambda j: retried(j, "growState") and j["status"]["gpus"] == 1)
     assert "one more worker did not come up" in shrunk["status"]["message"]
     assert retried(shrunk, "growState")["workers"] == [1]
     assert (shrunk["status"]["phase"], shrunk["status"]["restarts"]) == ("Running", 0)
     controlled.until_bound(controlled.pod(other, "borrower"))
     controlled.kill()
-    controlled.start(*SOON)
+    controlled.start(LATER)
     controlled.cluster.api.delete(path_of(other, "borrower"))
     controlled.until_bound(controlled.pod(other, "next"))
     assert alive(controlled, team) == {"elastic-0"}, "it does not grow again at once, under another controller either"
@@ -146,19 +145,18 @@ def test_one_worker_more_that_does_not_come_up_is_given_back_and_the_job_goes_on
 def test_a_controller_that_is_killed_goes_on_counting_where_it_was(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=1)
     team = controlled.team(guaranteed=1)
-    controlled.start("--workers-ready-timeout=600")
+    controlled.start(LATER)
     job = controlled.job(team, "typo", stuck())
     complain(controlled, path_of(team, "typo-0"))
     (told,) = controlled.until(job, lambda j: j.get("status", {}).get("notReady"))["status"]["notReady"]
     controlled.kill()
-    controlled.start("--workers-ready-timeout=600")
+    controlled.start(LATER)
     controlled.until_phase(controlled.job(controlled.team(), "none", gpus=1), "Pending")
     assert controlled.cluster.api.get(job)["status"]["notReady"] == [told]
+    hurry(controlled, job)
+    given = controlled.until(job, lambda j: retried(j) and j["status"]["phase"] == "Pending")
     controlled.kill()
-    controlled.start(*SOON, "--workers-ready-pause=600")
-    given = controlled.until(job, lambda j: retried(j) and j["status"]["gpus"] == 0)
-    controlled.kill()
-    controlled.start(*SOON)
+    controlled.start(LATER)
     controlled.until_phase(controlled.job(team, "other"), "Running")
     assert retried(controlled.cluster.api.get(job)) == retried(given)
 
@@ -166,54 +164,77 @@ def test_a_controller_that_is_killed_goes_on_counting_where_it_was(controlled: C
 def test_what_was_decided_before_the_controller_was_killed_is_carried_out(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=1)
     team = controlled.team(guaranteed=1)
-    controlled.start("--workers-ready-timeout=0")
+    controlled.start()
     job = controlled.job(team, "typo", stuck())
     complain(controlled, path_of(team, "typo-0"))
     controlled.until(job, lambda j: j.get("status", {}).get("notReady"))
     controlled.kill()
-    decided = {"count": 3, "time": "2026-11-22T07:00:00Z", "retryAt": "2199-01-01T00:00:00Z", "attempt": 1}
-    controlled.cluster.api.patch(f"{job}/status", {"status": {"requeueState": {**decided, "message": "no image"}}})
-    controlled.start("--workers-ready-timeout=0")
+    state = {"count": 3, "time": "2026-11-22T07:00:00Z", "retryAt": "2199-01-01T00:00:00Z", "attempt": 1}
+    controlled.cluster.api.patch(f"{job}/status", {"status": {"requeueState": {**state, "message": "no image"}}})
+    controlled.start()
     controlled.until_phase(controlled.job(team, "other"), "Running")
     status = controlled.cluster.api.get(job)["status"]
     assert (status["phase"], status["requeueState"]["count"], status["message"]) == ("Pending", 3, "no image")
 
 
+def test_a_job_that_comes_up_at_last_forgets_what_went_wrong(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1)
+    controlled.start("--workers-ready-pause=1", "--workers-ready-tries=0")
+    job = controlled.job(team, "late", stuck(), workersReadyTimeoutSeconds=1)
+    controlled.until(job, retried)
+    controlled.cluster.api.patch(job, {"spec": {"workersReadyTimeoutSeconds": 600}})
+
+    def is_up() -> bool:
+        for name in alive(controlled, team):
+            with suppress(ApiError):  # one that is just being given back
+                controlled.cluster.api.patch(f"{path_of(team, name)}/status", {"status": {"phase": "Running"}})
+        return bool(controlled.cluster.api.get(job)["status"]["phase"] == "Running")
+
+    controlled.wait(is_up, lambda: controlled.log()[-3000:])
+    up = controlled.until(job, lambda j: not retried(j))
+    assert (up["status"]["phase"], up["status"]["restarts"]) == ("Running", 0)
+
+
 def test_a_job_may_say_itself_how_long_it_is_waited_for(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=2)
     team = controlled.team(guaranteed=2)
-    controlled.start(*SOON)
+    controlled.start("--workers-ready-timeout=1", "--workers-ready-pause=1", "--workers-ready-tries=0")
     patient = controlled.job(team, "patient", stuck(), workersReadyTimeoutSeconds=0)
     controlled.until_bound(path_of(team, "patient-0"))
-    hasty = controlled.job(team, "hasty", stuck(), workersReadyTimeoutSeconds=1)
+    hasty = controlled.job(team, "hasty", stuck())
     controlled.until(hasty, lambda j: retried(j).get("count", 0) >= 2)
     assert not retried(controlled.cluster.api.get(patient))
 
 
-def test_a_pod_that_does_not_come_up_makes_room_for_others_and_its_owner_makes_another(controlled: Controlled) -> None:
+def test_a_pod_that_does_not_come_up_is_taken_away_and_its_owner_makes_another(controlled: Controlled) -> None:
     nodes = controlled.add_nodes(2, gpus=1)
     team = controlled.team(guaranteed=2)
     controlled.start("--workers-ready-timeout=3")
-    body = pod_body("x")
-    template = {"metadata": {"labels": {"app": "x"}, **stuck()["metadata"]}, "spec": body["spec"]}
+    template = {"metadata": {"labels": {"app": "x"}, **stuck()["metadata"]}, "spec": pod_body("x")["spec"]}
     spec = {"replicas": 1, "selector": {"matchLabels": {"app": "x"}}, "template": template}
-    controlled.cluster.api.create(
-        f"/apis/apps/v1/namespaces/{team}/replicasets", {"metadata": {"name": "s"}, "spec": spec}
-    )
-    controlled.wait(lambda: controlled.bound(team))
-    (first,) = controlled.bound(team)
-    complain(controlled, path_of(team, first))
-    tried = controlled.pods(team)[first]["spec"]["nodeName"]
-    alone = controlled.pod(team, "alone", annotations=stuck()["metadata"]["annotations"])
-    controlled.until_bound(alone)  # on the other node
-    controlled.wait(lambda: first not in alive(controlled, team), lambda: controlled.log()[-3000:])
-    controlled.wait(lambda: "it keeps its GPUs" in controlled.log(), lambda: controlled.log()[-3000:])
-    assert "did not come up on node " + tried + " in 3 s: ImagePullBackOff: no such image" in controlled.log()
-    controlled.cluster.api.delete(alone)
-    controlled.wait(lambda: controlled.bound(team) - {"alone"}, lambda: controlled.log()[-3000:])
-    (second,) = controlled.bound(team) - {"alone"}
-    assert {controlled.pods(team)[second]["spec"]["nodeName"], tried} == set(nodes)
-    controlled.cluster.api.delete(f"/apis/apps/v1/namespaces/{team}/replicasets/s")
+    sets = f"/apis/apps/v1/namespaces/{team}/replicasets"
+    controlled.cluster.api.create(sets, {"metadata": {"name": "s"}, "spec": spec})
+    places: dict[str, str] = {}
+
+    def been_on_both() -> bool:
+        bound = {name: pod["spec"].get("nodeName", "") for name, pod in controlled.pods(team).items()}
+        places.update((name, node) for name, node in bound.items() if node)
+        return set(places.values()) == set(nodes)
+
+    controlled.wait(been_on_both, lambda: controlled.log()[-3000:])
+    assert len(places) >= 2
+    assert f"did not come up on node {next(iter(places.values()))} in 3 s" in controlled.log()
+    controlled.cluster.api.delete(f"{sets}/s")
+
+
+def test_a_pod_without_an_owner_keeps_its_gpus_and_is_told_of(controlled: Controlled) -> None:
+    controlled.add_nodes(1, gpus=1)
+    team = controlled.team(guaranteed=1)
+    controlled.start("--workers-ready-timeout=1")
+    controlled.until_bound(controlled.pod(team, "alone", annotations=stuck()["metadata"]["annotations"]))
+    controlled.wait(lambda: "NotReady: it did not come up on node" in controlled.log())
+    assert alive(controlled, team) == {"alone"}
 
 
 @pytest.fixture
@@ -233,15 +254,24 @@ def sleeper(**more: object) -> Object:
     }
 
 
+def says(job: Object, what: str) -> bool:
+    """The condition that `kubectl get ej`, `explain` and a step's log tell from."""
+    conditions = job.get("status", {}).get("conditions", [])
+    return any(c["type"] == "WorkersReady" and what in c.get("message", "") for c in conditions)
+
+
 def test_on_a_real_node_the_sentence_is_the_kubelets(on_a_node: Controlled) -> None:
     team = on_a_node.team(guaranteed=2)
-    on_a_node.start("--workers-ready-timeout=6", "--workers-ready-pause=600")
+    on_a_node.start("--workers-ready-timeout=20", LATER)
     image = on_a_node.job(team, "image", {"spec": {"containers": [sleeper(image="localhost/none:1")]}})
     volumes = [{"name": "data", "configMap": {"name": "is-not-there"}}]
-    mounts = [{"name": "data", "mountPath": "/data"}]
-    mount = on_a_node.job(team, "mount", {"spec": {"containers": [sleeper(volumeMounts=mounts)], "volumes": volumes}})
+    main = sleeper(volumeMounts=[{"name": "data", "mountPath": "/data"}])
+    patient = {"spec": {"containers": [main], "volumes": volumes}}
+    mount = on_a_node.job(team, "mount", patient, workersReadyTimeoutSeconds=0)
     told = on_a_node.until(image, lambda j: retried(j) and j["status"]["gpus"] == 0)["status"]["message"]
     assert "ErrImageNeverPull" in told
+    on_a_node.until(mount, lambda j: says(j, "FailedMount"))
+    hurry(on_a_node, mount)
     told = on_a_node.until(mount, lambda j: retried(j) and j["status"]["gpus"] == 0)["status"]["message"]
     assert 'FailedMount: MountVolume.SetUp failed for volume "data"' in told
     assert '"is-not-there" not found' in told
@@ -249,9 +279,13 @@ def test_on_a_real_node_the_sentence_is_the_kubelets(on_a_node: Controlled) -> N
 
 def test_on_a_real_node_an_init_container_takes_as_long_as_it_takes(on_a_node: Controlled) -> None:
     team = on_a_node.team(guaranteed=2)
-    on_a_node.start("--workers-ready-timeout=4")
-    init = {**sleeper(command=["sleep", "12"]), "name": "prepare"}
+    on_a_node.start()
+    init = {**sleeper(command=["sleep", "8"]), "name": "prepare"}
     slow = on_a_node.job(team, "slow", {"spec": {"containers": [sleeper()], "initContainers": [init]}})
+    prepared = {"type": "PodReadyToStartContainers", "status": "True"}
+    pod = path_of(team, "slow-0")
+    on_a_node.until(pod, lambda p: any(prepared.items() <= c.items() for c in p["status"].get("conditions", [])))
+    hurry(on_a_node, slow)
     on_a_node.until(slow, lambda j: j.get("status", {}).get("phase") == "Running")
     assert set(on_a_node.pods(team)) == {"slow-0"}
     assert not retried(on_a_node.cluster.api.get(slow))

@@ -116,6 +116,7 @@ class Controller:
             settings,
             noted=self.pods.note,
             changed=lambda uid: self._job_status.changed(uid),  # noqa: PLW0108 - it is made below
+            decided=lambda uid: self._job_status.decided(uid),  # noqa: PLW0108
             requests_in=self.limits.requests_in,
             ready=self._ready,
             avoided=self._avoidance.note,

@@ -53,8 +53,8 @@ class ElasticJobs:
     """All ElasticJobs; also what the membership service tells its news to. All of it runs in the event loop.
 
     `noted(pod)` gets the answers of writes, `changed(uid)` is called where a job's status is to be written,
-    `requests_in(namespace)` is what containers request there that say nothing, `avoided(pod)` keeps its job's next
-    workers off its node, and `told(subject, message)` warns users.
+    `decided(uid)` where that is urgent, `requests_in(namespace)` is what containers request there that say nothing,
+    `avoided(pod)` keeps its job's next workers off its node, and `told(subject, message)` warns users.
     """
 
     def __init__(
@@ -68,13 +68,14 @@ class ElasticJobs:
         ready: ReadyRules,
         noted: Callable[[Pod], None],
         changed: Callable[[str], None],
+        decided: Callable[[str], None],
         requests_in: Callable[[str], Mapping[str, Any]],
         avoided: Callable[[PodView], None],
         told: Callable[[Subject, str], None],
     ) -> None:
         self._requests_in = requests_in
         self.book = Book(tell, seats, nodes)
-        self._tell, self._changed = tell, changed
+        self._tell, self._changed, self._decided = tell, changed, decided
         self.membership = JobMembership(self.book, settings.key, kill=self._kill, changed=changed)
         self.workers = WorkerPods(
             self.book, writer, settings, tell=tell, noted=noted, changed=changed, given_up=self._never_made
@@ -93,6 +94,7 @@ class ElasticJobs:
             told=told,
             avoid=avoided,
             changed=changed,
+            decided=decided,
         )
         self._clock = JobClock(self.book, writer, stop=self.decisions.stop, found=self.put_job)
 
@@ -152,6 +154,7 @@ class ElasticJobs:
         if job.spec != before.spec:
             self._follow_spec(uid)
             self._clock.set(uid)
+            self.readiness.look_soon(uid)
         if job.metadata.deletion_timestamp is not None:
             self.drop_job(uid)
         else:
@@ -270,5 +273,5 @@ class ElasticJobs:
 
     def _after_change(self, uid: str) -> None:
         """Write its status, and set the clock for what waits for time."""
-        self._changed(uid)
+        self._decided(uid)
         self._clock.set(uid)

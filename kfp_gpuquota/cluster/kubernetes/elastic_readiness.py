@@ -46,7 +46,9 @@ log = logging.getLogger(__name__)
 
 
 class Readiness:
-    """`avoid(pod)` sends its job's next workers elsewhere, `told(subject, message)` warns users of an object."""
+    """`avoid(pod)` sends its job's next workers elsewhere, `told(subject, message)` warns users of an object,
+    `changed(uid)` and `decided(uid)` have a job's status written, the second one at once.
+    """
 
     def __init__(
         self,
@@ -61,10 +63,12 @@ class Readiness:
         told: Callable[[Subject, str], None],
         avoid: Callable[[PodView], None],
         changed: Callable[[str], None],
+        decided: Callable[[str], None],
     ) -> None:
         self._book, self._writer, self._pods, self._rules = book, writer, pods, rules
         self._decisions, self._news = decisions, news
-        self._tell, self._told, self._avoid, self._changed = tell, told, avoid, changed
+        self._tell, self._told, self._avoid = tell, told, avoid
+        self._changed, self._decided = changed, decided
 
     def look_soon(self, uid: str) -> None:
         """Something of its workers has changed."""
@@ -196,7 +200,7 @@ class Readiness:
             if facts.grow is not None and late <= set(facts.grow.workers):
                 return
             facts.grow = readiness.shrunk(lost, facts.grow, rules, now)
-        self._changed(job.uid)
+        self._decided(job.uid)
 
     def carry_out(self, uid: str) -> None:
         """What the API server knows of what was given up is done."""

@@ -53,6 +53,12 @@ class StatusWriter:
         if key not in self._dirty and key not in self._under_way:
             self._dirty[key] = asyncio.get_running_loop().call_later(QUIET_S, self._look, key)
 
+    def decided(self, key: str) -> None:
+        """Something of it may be urgent: what waits to be written with it, since it can wait, does not hold it up."""
+        if timer := self._dirty.pop(key, None):
+            timer.cancel()
+        self.changed(key)
+
     def forget(self, key: str) -> None:
         """The object is gone."""
         self._written.pop(key, None)
