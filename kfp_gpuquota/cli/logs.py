@@ -1,8 +1,9 @@
-"""`gpuquota logs`: what a job's workers printed."""
+"""`gpuquota logs`, and what `submit --follow` does: what a job's workers printed."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.options import JobArgument, ProjectOption, client, project_or_configured
+from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -50,6 +52,42 @@ def logs(
         chunks = reached.follow_log(project, job, worker=worker, offset=begin(worker))
     else:
         chunks = _job_log(reached, project, job, begin)
+    _write(chunks)
+
+
+def follow_to_the_end(reached: ClusterClient, project: str, name: str) -> int:
+    """Show a job's log on stdout, and on stderr what becomes of it, until it has ended; its exit status as one's own.
+
+    Of a job that ended without one it is 1. Interrupted (130) it goes on without anybody who follows.
+    """
+    from kfp_gpuquota.dsl.narration import Narrator, conclusion  # noqa: PLC0415
+
+    narrator = Narrator()
+
+    def tell(job: Job) -> None:
+        for line in narrator.lines(job, time.monotonic()):
+            typer.echo(line, err=True)
+
+    try:
+        _write(_job_log(reached, project, name, lambda _: 0, tell))
+        ended = reached.get_job(project, name)
+    except NotFoundError:
+        typer.echo(f"job {name} was deleted", err=True)
+        return 1
+    except KeyboardInterrupt:
+        again, stop = f"gpuquota logs {name} -p {project} -f", f"gpuquota delete {name} -p {project}"
+        typer.echo(f"\njob {name} goes on; follow it again with: {again}; stop it with: {stop}", err=True)
+        return 130
+    typer.echo(f"job {name} {conclusion(ended)}", err=True)
+    return exit_status(ended)
+
+
+def exit_status(job: Job) -> int:
+    """Of a command that stands for a job that has ended."""
+    return 0 if job.status.phase is Phase.SUCCEEDED else job.status.exit_code or 1
+
+
+def _write(chunks: Iterable[bytes]) -> None:
     for chunk in chunks:
         sys.stdout.buffer.write(chunk)
         sys.stdout.flush()
@@ -80,14 +118,25 @@ def _log_so_far(reached: ClusterClient, project: str, job: str, worker: str, off
         offset = chunk.next_offset
 
 
-def _job_log(reached: ClusterClient, project: str, name: str, begin: Callable[[str], int]) -> Iterator[bytes]:
-    """One worker's log after another's, for as long as the job goes on; the first one's from where it is to `begin`."""
+def _job_log(
+    reached: ClusterClient,
+    project: str,
+    name: str,
+    begin: Callable[[str], int],
+    seen: Callable[[Job], None] = lambda _: None,
+) -> Iterator[bytes]:
+    """One worker's log after another's, for as long as the job goes on; the first one's from where it is to `begin`.
+
+    `seen(job)` is told what becomes of it while nobody is followed, and after each one who was.
+    """
     from kfp_gpuquota.dsl.logs import to_follow  # noqa: PLC0415
 
     reached.get_job(project, name)
     followed: list[str] = []
     for listed in reached.watch_jobs(project):
         found = next((job for job in listed.jobs if job.spec.name == name), None)
+        if found is not None:
+            seen(found)
         while found is not None and (left := to_follow(found, followed)):
             if followed:
                 typer.echo(f"worker {left[0].index} goes on:", err=True)
@@ -96,5 +145,6 @@ def _job_log(reached: ClusterClient, project: str, name: str, begin: Callable[[s
             followed.append(worker)
             yield from reached.follow_log(project, name, worker=worker, offset=offset)
             found = reached.get_job(project, name)
+            seen(found)
         if found is None or found.status.phase.final:
             return

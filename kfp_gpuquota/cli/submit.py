@@ -12,6 +12,7 @@ from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S
 from kfp_gpuquota.api.quantity import parse_cores, parse_mib
 from kfp_gpuquota.cli.amounts import gpus_or_fraction, pairs, toleration_of, whole_number
+from kfp_gpuquota.cli.logs import follow_to_the_end
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.cli.output import Format, show
 from kfp_gpuquota.errors import UnauthorizedError, UsageError
@@ -108,6 +109,12 @@ CoolDownOption = Annotated[
 MinRunTimeOption = Annotated[
     float, typer.Option("--min-run-time", metavar="SECONDS", help="Not stopped for others before it has run this long.")
 ]
+FollowOption = Annotated[
+    bool,
+    typer.Option(
+        "--follow", "-f", help="Show its log until it has ended, and end with its exit status; Ctrl-C only stops that."
+    ),
+]
 CommandOption = Annotated[
     bool, typer.Option("--command", help="Accepted for runai's sake: what follows -- is always the whole command.")
 ]
@@ -151,6 +158,7 @@ def submit(
     grace_period: GraceOption = DEFAULT_GRACE_PERIOD_S,
     cool_down: CoolDownOption = DEFAULT_COOL_DOWN_S,
     min_run_time: MinRunTimeOption = 0.0,
+    follow: FollowOption = False,
     whole_command: CommandOption = False,
     project: ProjectOption = "",
     output: OutputOption = Format.TABLE,
@@ -163,11 +171,14 @@ def submit(
       gpuquota submit train1 -g 1 -- python train.py
       gpuquota submit elastic1 -g 1 --elastic -- python train.py
       gpuquota submit elastic2 -g 2 --min-gpus 1 --max-gpus 4 -- python train.py
+      gpuquota submit train2 -g 1 --follow -- python train.py
       gpuquota submit notebook -g 1 --interactive -- jupyter lab
       gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
       gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
     """
     del whole_command
+    if follow and output not in {Format.TABLE, Format.WIDE}:
+        raise UsageError(f"--follow shows the job's log where -o {output.value} shows its record; choose one of them")
     reached = client(image or "")
     here = not on_kubernetes()
     project = project_or_configured(project)
@@ -213,9 +224,12 @@ def submit(
     job = reached.submit(spec)
     if output is Format.TABLE:
         for field, policy in job.status.set_by.items():
-            typer.echo(f"{field} is {getattr(job.spec, field):g}: policy {policy} says so")
-        typer.echo(f"job {name} submitted to project {project}; see it with: gpuquota describe {name} -p {project}")
+            typer.echo(f"{field} is {getattr(job.spec, field):g}: policy {policy} says so", err=follow)
+        see = f"see it with: gpuquota describe {name} -p {project}"
+        typer.echo(f"job {name} submitted to project {project}; {see}", err=follow)  # what follows is the job's
     show(job, output)
+    if follow:
+        raise typer.Exit(follow_to_the_end(reached, project, name))
 
 
 def _most(reached: ClusterClient, project: str) -> int:
