@@ -13,6 +13,7 @@ import typer
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.queue import ahead_of, queued
 from kfp_gpuquota.cli.options import (
     JobArgument,
     OutputOption,
@@ -44,6 +45,7 @@ class What(StrEnum):
 
 
 GPU_REFRESH_S: Final = 0.5
+NAMED_BEFORE: Final = 3
 
 AllOption = Annotated[bool, typer.Option("--all-projects", "-A", help="Jobs of every project.")]
 
@@ -98,11 +100,12 @@ def describe(job: JobArgument, project: ProjectOption = "", output: OutputOption
       gpuquota describe elastic1
       gpuquota describe elastic1 -o yaml
     """
-    found = client().get_job(project_or_configured(project), job)
+    reached = client()
+    found = reached.get_job(project_or_configured(project), job)
     if output in {Format.JSON, Format.YAML}:
         show(found, output)
         return
-    parts = [table(("JOB", found.spec.name), _facts(found))]
+    parts = [table(("JOB", found.spec.name), _facts(found, _place_in_queue(reached, found)))]
     if found.status.workers:
         columns = ("WORKER", "RANK", "NODE", "GPUS", "PHASE", "PID", "EXIT CODE")
         parts.append(table(columns, _worker_rows(found)))
@@ -117,10 +120,13 @@ def explain(job: JobArgument, project: ProjectOption = "") -> None:
     Example:
       gpuquota explain train1
     """
-    found = client().get_job(project_or_configured(project), job)
+    reached = client()
+    found = reached.get_job(project_or_configured(project), job)
     status = found.status
     why = f": {status.reason.message}" if status.reason is not None else ""
     typer.echo(f"{found.spec.name} is {status.phase.value.lower()} with {_gpus(status.gpus)}{why}")
+    if place := _place_in_queue(reached, found):
+        typer.echo(place)
     if (stopped := status.last_eviction) is not None and stopped.reason != status.reason:
         typer.echo(f"it was last stopped {age(stopped.at)} ago: {stopped.reason.message}")
 
@@ -209,7 +215,22 @@ def _stragglers(job: Job) -> str:
     return ", ".join(f"{worker} takes {times:.1f} times the mean for its part" for worker, times in found.items())
 
 
-def _facts(job: Job) -> list[tuple[str, object]]:
+def _place_in_queue(reached: ClusterClient, job: Job) -> str:
+    """What comes before a job that waits, by its project's own order; "" where it does not, or nothing else does."""
+    mine = queued(job)
+    if mine is None:
+        return ""
+    waiting = [each for each in reached.queue(job.spec.project) if each.pool == mine.pool]
+    before, where = ahead_of(mine, waiting), f"in project {job.spec.project}"
+    if not before:
+        return f"it is the first of {len(waiting)} that wait {where}" if len(waiting) > 1 else ""
+    names = ", ".join(each.name for each in before[:NAMED_BEFORE])
+    more = f" and {len(before) - NAMED_BEFORE} more" if len(before) > NAMED_BEFORE else ""
+    verb = "comes" if len(before) == 1 else "come"
+    return f"{len(before)} of {len(waiting)} that wait {where} {verb} before it: {names}{more}"
+
+
+def _facts(job: Job, place: str) -> list[tuple[str, object]]:
     spec, status = job.spec, job.status
     metrics = (
         ", ".join(f"{name} {value:.4g}" for name, value in status.progress.metrics.items()) if status.progress else ""
@@ -223,6 +244,7 @@ def _facts(job: Job) -> list[tuple[str, object]]:
         ("policies", ", ".join(f"{field} is set by {policy}" for field, policy in status.set_by.items())),
         ("status", f"{status.phase.value} with {_gpus(status.gpus)}"),
         ("because", status.reason.message if status.reason else ""),
+        ("queue", place),
         ("progress", ", ".join(part for part in (_progress(job), metrics, _throughput(job)) if part)),
         ("stragglers", _stragglers(job)),
         ("submitted", f"{age(status.submitted_at)} ago"),

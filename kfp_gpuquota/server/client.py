@@ -18,6 +18,7 @@ import msgspec
 from kfp_gpuquota import errors
 from kfp_gpuquota.api import Job, JobSpec, Project
 from kfp_gpuquota.api.policy import WorkloadPolicy
+from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.wire import (
     ErrorAnswer,
     EventList,
@@ -120,6 +121,10 @@ class Client:
         """All jobs, or a project's. With `after`: once the revision is beyond it, or `timeout_s` is over."""
         query = _query(project=project, after=after, timeout_s=timeout_s)
         return self._call("GET", f"/v1/jobs{query}", JobList, wait_s=timeout_s)
+
+    def queue(self, project: str) -> tuple[Queued, ...]:
+        """The jobs of the project that wait for their turn."""
+        return tuple(filter(None, map(queued, self.list_jobs(project).jobs)))
 
     def get_job(self, project: str, name: str) -> Job:
         """One job; NotFoundError."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job, JobSpec, Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
+    from kfp_gpuquota.api.queue import Queued
     from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
 
 
@@ -59,6 +60,9 @@ class ClusterClient(Protocol):
 
     def list_jobs(self, project: str = "", *, after: int | None = None, timeout_s: float = 0.0) -> JobList:
         """All jobs, or a project's; with `after` once something has changed, or the time is over."""
+
+    def queue(self, project: str) -> tuple[Queued, ...]:
+        """What waits for its turn in the project, in no order."""
 
     def get_job(self, project: str, name: str) -> Job:
         """One job; NotFoundError."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Phase, Project
+from kfp_gpuquota.api.queue import ahead_of
 from kfp_gpuquota.api.wire import Lease
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.kubernetes import labels
@@ -26,6 +27,7 @@ from kfp_gpuquota.errors import (
     UnauthorizedError,
     UsageError,
 )
+from tests.kubernetes.controlled import pod_body
 from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import QUOTAS, jobs_of
 from tools.devcluster import binaries
@@ -332,3 +334,27 @@ def test_a_refusal_by_a_server_that_has_long_been_there_is_final(
         with pytest.raises(UnauthorizedError):
             client.get_project(quota)
         assert proxy.injected["GET", "403"] == 1
+
+
+def test_gated_pods_wait_in_the_same_queue_those_of_one_owner_as_one(
+    client: KubernetesClient, crds_cluster: DevCluster, quota: str
+) -> None:
+    client.submit(spec(quota, "mine"))
+    made = crds_cluster.api.create(f"/api/v1/namespaces/{quota}/configmaps", {"metadata": {"name": "sweep"}})
+    owner = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "name": "sweep",
+        "uid": made["metadata"]["uid"],
+        "controller": True,
+    }
+    pods = f"/api/v1/namespaces/{quota}/pods"
+    for name in ("sweep-0", "sweep-1"):
+        crds_cluster.api.create(pods, pod_body(name, owner=owner, labels_={labels.PRIORITY: "90"}))
+    crds_cluster.api.create(pods, pod_body("alone"))
+    crds_cluster.api.create(pods, pod_body("ungated", gated=False))
+    waiting = {each.name: each for each in client.queue(quota)}
+    assert set(waiting) == {"mine", "sweep", "alone"}
+    assert [each.name for each in ahead_of(waiting["mine"], waiting.values())][:1] == ["sweep"]
+    said = run(crds_cluster, quota, "explain", "mine").stdout
+    assert f"of 3 that wait in project {quota} come" in said

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import msgspec
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes import kinds, labels, ledger, objects, policy_objects, views
 from kfp_gpuquota.cluster.kubernetes.calls import Calls
@@ -218,6 +219,16 @@ class KubernetesClient:
             with suppress(InvalidFieldError):
                 jobs.append(views.job_of(each, pods.get((each.metadata.namespace, each.metadata.name), ())))
         return JobList(revision=int(listed["metadata"]["resourceVersion"]), jobs=tuple(jobs))
+
+    def queue(self, project: str) -> tuple[Queued, ...]:
+        """What waits for its turn in the project: ElasticJobs, and gated pods by their owners."""
+        waiting = []
+        for stored in self._items(_jobs(project), kinds.ElasticJob):
+            with suppress(InvalidFieldError):
+                waiting.append(queued(views.job_of(stored)))
+        path = f"/api/v1/namespaces/{quote(project)}/pods"
+        pods = self._items(path, objects.Pod, fieldSelector="spec.nodeName=")
+        return (*filter(None, waiting), *views.queued_pods(pods))
 
     def get_job(self, project: str, name: str) -> Job:
         """One job; NotFoundError."""

@@ -5,6 +5,7 @@ What a client shows is derived from the object and its pods; what it asks for be
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,12 +14,14 @@ import msgspec
 from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_RESTARTS
 from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.queue import Queued
 from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes import labels, nodes, quotas, reservation_pods, translate
 from kfp_gpuquota.cluster.kubernetes.elastic_status import progress_of
 from kfp_gpuquota.cluster.kubernetes.needs import gpus_of
 from kfp_gpuquota.cluster.kubernetes.policy_objects import set_by
 from kfp_gpuquota.cluster.kubernetes.size_changes import reason_of, resizes_of
+from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -216,6 +219,30 @@ def worker_of(pod: Pod, job_uid: str) -> Worker:
 def _ranked(worker: Worker, ranks: dict[int, int]) -> Worker:
     rank = None if worker.phase is WorkerPhase.GONE else ranks.get(worker.index)
     return worker if rank is None else msgspec.structs.replace(worker, rank=rank)
+
+
+def queued_pods(pods: Iterable[Pod]) -> list[Queued]:
+    """Pods that wait at the gate, those of one group or owner as one; malformed ones are left out."""
+    found: dict[str, Queued] = {}
+    for pod in pods:
+        with suppress(InvalidFieldError):
+            view = translate.pod_view(pod)
+            if view.stage is translate.Stage.WAITING:
+                whose, each = view.group or view.maker or view.uid, _queued_pod(pod, view)
+                found[whose] = min(found.get(whose, each), each, key=lambda one: one.key)
+    return list(found.values())
+
+
+def _queued_pod(pod: Pod, view: translate.PodView) -> Queued:
+    owner = next((o for o in pod.metadata.owner_references if o.controller), None)
+    spec = translate.pod_job(view)
+    return Queued(
+        name=view.group or (owner.name if owner is not None else view.name),
+        uid=view.uid,
+        priority=spec.effective_priority,
+        submitted_at=view.created,
+        pool=view.pool,
+    )
 
 
 def project_view(quota: GpuQuota) -> ProjectView:

@@ -1,0 +1,54 @@
+"""Who comes before whom among what waits in a project: pure.
+
+The same order as the scheduler's within one queue (`scheduler.order.job_key`): priority, then age. Which project is
+next is for fair share to say, and one for which there is room may start before another for which there is none; so a
+place is a place in the project's own queue, and no promise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kfp_gpuquota.api.job import Phase
+from kfp_gpuquota.api.reason import ReasonCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfp_gpuquota.api.job import Job
+
+
+class Queued(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that waits for its turn, or pods that somebody else made; `pool` is the node pool that it asks for."""
+
+    name: str
+    uid: str
+    priority: int
+    submitted_at: float
+    pool: str = ""
+
+    @property
+    def key(self) -> tuple[int, float, str]:
+        """Its order among others."""
+        return -self.priority, self.submitted_at, self.uid
+
+
+def queued(job: Job) -> Queued | None:
+    """The job as one that waits; None where it does not, be it that it rests after its workers did not come up."""
+    reason = job.status.reason
+    if job.status.phase is not Phase.PENDING or (reason is not None and reason.code is ReasonCode.PODS_NOT_READY):
+        return None
+    return Queued(
+        name=job.spec.name,
+        uid=job.uid,
+        priority=job.spec.effective_priority,
+        submitted_at=job.status.submitted_at,
+        pool=job.spec.node_pool,
+    )
+
+
+def ahead_of(one: Queued, all_: Iterable[Queued]) -> list[Queued]:
+    """What of all that waits in its project comes before it, in order."""
+    return sorted((each for each in all_ if each.pool == one.pool and each.key < one.key), key=lambda each: each.key)

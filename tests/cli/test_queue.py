@@ -1,0 +1,26 @@
+"""Where in the queue a job is, and what comes before it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Cli
+
+
+def test_a_job_that_waits_says_what_comes_before_it(cli: Cli) -> None:
+    cli("project create team-a --guaranteed 2")
+    cli("config project team-a")
+    cli("submit", "hog", "-g", "2", "--interactive", "--", "sleep", "infinity")
+    cli.await_gpus("team-a", hog=2)
+    cli("submit", "first", "--", "true")
+    assert "that wait" not in cli("explain first")
+    for name in ("second", "third", "fourth", "fifth"):
+        cli("submit", name, "--", "true")
+    cli("submit", "urgent", "--priority", "80", "--", "true")
+    assert "1 of 6 that wait in project team-a comes before it: urgent" in cli("explain first")
+    said = "5 of 6 that wait in project team-a come before it: urgent, first, second and 2 more"
+    assert said in cli("explain fifth")
+    assert said in cli("describe fifth")
+    assert "it is the first of 6 that wait in project team-a" in cli("explain urgent")
+    assert "queue" not in cli("describe hog")
