@@ -21,7 +21,7 @@ from tests.kubernetes.installation import (
     jobs_of,
     refused_in_the_end,
 )
-from tests.kubernetes.test_crds import job, quota
+from tests.kubernetes.test_crds import TEMPLATE, job, quota
 from tests.kubernetes.test_webhook import GATE, MANAGED, pod
 from tests.patience import until
 from tools.devcluster import Api, ApiError
@@ -351,6 +351,11 @@ def test_the_controller_may_not_do_what_it_never_does(
     assert not may(kubeflow_cluster, verb, resource, where, group=group)
 
 
+def test_the_controller_reads_what_was_said_of_a_worker(kubeflow_cluster: DevCluster) -> None:
+    assert may(kubeflow_cluster, "list", "events", "team-a")
+    assert not may(kubeflow_cluster, "delete", "events", "team-a")
+
+
 def test_the_controller_writes_its_own_webhook_and_no_other(kubeflow_cluster: DevCluster) -> None:
     group, kind = "admissionregistration.k8s.io", "mutatingwebhookconfigurations"
     assert may(kubeflow_cluster, "patch", kind, name="gpuquota", group=group)
@@ -379,6 +384,10 @@ def test_these_rights_are_enough(kubeflow_cluster: DevCluster, tmp_path: Path) -
         world.until_bound(f"/api/v1/namespaces/{lender}/pods/a")
         somebody.patch(f"{jobs_of(team)}/train", {"spec": {"suspend": True}})
         world.until_phase(f"{jobs_of(team)}/train", "Suspended")
+        stays = {"annotations": {"devcluster/does-not-start": "yes"}}
+        silent = job("silent", template={**TEMPLATE, "metadata": stays}, workersReadyTimeoutSeconds=4)
+        somebody.create(jobs_of(team), silent)  # the events about its pod are read
+        world.until(f"{jobs_of(team)}/silent", lambda j: "requeueState" in j.get("status", {}))
         assert "forbidden" not in world.log().lower(), world.log()
         assert not refused_calls(world.log())
     finally:

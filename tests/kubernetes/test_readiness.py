@@ -48,6 +48,7 @@ def late(index: int, trouble: str = PULL, since: float = 0.0) -> Waits:
         ([UP, late(1)], 1, False, False),
         ([UP, late(1)], 1, True, False),
         ([late(0), late(1)], 1, True, True),  # nobody trains any more
+        ([late(3)], 0, True, False),  # the training is over
         ([PULLS, late(0)], 1, False, True),
     ],
 )

@@ -83,11 +83,12 @@ class Readiness:
 
     def begin_anew(self, uid: str) -> None:
         """Its user has resumed it, or changed its template: what went wrong before says nothing any more."""
-        facts = self._book.facts[uid]
-        if facts.requeue is not None or facts.grow is not None:
-            facts.requeue = facts.grow = None
-            self._tell(scheduler.JobDeferred(uid, 0.0, _reason("")))
-            self._changed(uid)
+        facts, job = self._book.facts[uid], self._book.jobs[uid]
+        if (facts.requeue is None and facts.grow is None) or job.status.phase.final or job.ending:
+            return
+        facts.requeue = facts.grow = None
+        self._tell(scheduler.JobDeferred(uid, 0.0, _reason("")))
+        self._decided(uid)
 
     # What is seen
 
@@ -115,7 +116,8 @@ class Readiness:
         if not rules.timeout_s:
             return
         trains = bool(facts.ranks)
-        needed = job.spec.smallest // job.spec.worker_gpus
+        # A training that is over needs nobody more: it ends with the last of those that still start.
+        needed = 0 if trains and job.completing else _needed(job)
         lost = readiness.given_up(workers, needed=needed, trains=trains, timeout_s=rules.timeout_s, now=now)
         if lost is not None:
             self._give_up(job, facts, lost, len(workers), rules, now)
@@ -142,11 +144,12 @@ class Readiness:
             facts.complaints[index] = since, pod.trouble
             return Waits(index, pod.node, up=False, since=since, trouble=pod.trouble)
         silent_since = None if pod.prepared else pod.created
-        return Waits(index, pod.node, up=False, since=silent_since, trouble=facts.heard.get(worker, ""))
+        said = facts.heard.get(worker, "") if pod.bound else "kube-scheduler has not bound it"
+        return Waits(index, pod.node, up=False, since=silent_since, trouble=said)
 
     def _forgive(self, job: JobRecord, facts: Facts, workers: list[Waits]) -> None:
         """What has come up at last begins counting anew."""
-        if facts.requeue is not None and readiness.has_come_up(workers, job.spec.smallest // job.spec.worker_gpus):
+        if facts.requeue is not None and readiness.has_come_up(workers, _needed(job)):
             facts.requeue = None
             self._changed(job.uid)
         grown = [w for w in workers if w.up and facts.grow and self._created(job, w.index) > facts.grow.at]
@@ -216,7 +219,7 @@ class Readiness:
 
     def _stop(self, job: JobRecord, facts: Facts, retry: Retry) -> None:
         pods = self._not_told_to_go(job)
-        if sum(pod.running for pod in pods) >= job.spec.smallest // job.spec.worker_gpus:
+        if sum(pod.running for pod in pods) >= _needed(job):
             self.look_soon(job.uid)  # it has come up in the last moment
         elif retry.until is None:
             self._tell_user(facts, retry.message)
@@ -262,6 +265,11 @@ class Readiness:
     def _tell_user(self, facts: Facts, message: str) -> None:
         meta = facts.object.metadata
         self._told(Subject("ElasticJob", meta.name, meta.namespace, meta.uid, labels.API_VERSION), message)
+
+
+def _needed(job: JobRecord) -> int:
+    """With so many workers it starts."""
+    return job.spec.smallest // job.spec.worker_gpus
 
 
 def _reason(message: str) -> Reason:

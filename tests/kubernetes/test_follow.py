@@ -1,0 +1,39 @@
+"""`gpuquota submit --follow` on a real node: a job's log and exit status as those of a command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from tests.kubernetes.conftest import address_of
+from tests.kubernetes.controlled import Controlled
+from tests.patience import PATIENCE_S
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tools.devcluster import DevCluster
+
+
+def test_a_jobs_log_and_exit_status_are_the_commands(kubelet_system: DevCluster, tmp_path: Path) -> None:
+    controlled = Controlled(kubelet_system, tmp_path, address=address_of(kubelet_system))
+    try:
+        team = controlled.team(guaranteed=1)
+        controlled.start()
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "kfp_gpuquota.cli.main", "submit", "x", "-f", "-p", team),
+                *("-i", "localhost/base:1", "--", "sh", "-c", "echo one; exit 3"),
+            ],
+            env={**os.environ, "KUBECONFIG": str(kubelet_system.kubeconfig), "GPUQUOTA_CONTEXT": "."},
+            capture_output=True,
+            text=True,
+            timeout=2 * PATIENCE_S,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (3, "one\n"), done.stderr
+        assert done.stderr.splitlines()[-1].startswith("job x failed with exit code 3: worker 0 ended"), done.stderr
+    finally:
+        controlled.close()
