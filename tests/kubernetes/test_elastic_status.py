@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import pytest
@@ -18,8 +19,16 @@ from kfp_gpuquota.cluster.kubernetes.deadlines import Deadline, Due, next_deadli
 from kfp_gpuquota.cluster.kubernetes.elastic_status import record_of, status_of, with_condition, without_pods
 from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, ElasticJobSpec, ElasticJobStatus, JobLease
 from kfp_gpuquota.cluster.kubernetes.objects import Condition, Metadata, Node, Pod
+from kfp_gpuquota.cluster.kubernetes.status import QUIET_S, Built, StatusWriter
 from kfp_gpuquota.cluster.kubernetes.views import job_of, node_view
 from kfp_gpuquota.cluster.records import Intent, with_status
+from tests.patience import PATIENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.kubernetes.writes import Write
 
 TEMPLATE = msgspec.Raw(b'{"spec": {"containers": [{"name": "main"}]}}')
 META = Metadata(name="job", namespace="team", uid="u", creation_timestamp=datetime(2026, 11, 21, tzinfo=UTC))
@@ -155,3 +164,38 @@ def test_a_conditions_time_is_that_of_its_last_change() -> None:
     other = with_condition(same, Condition("Ready", "True", "B", "y"), 30.0)
     assert [c[0].last_transition_time.timestamp() for c in (first, same, other)] == [10.0, 10.0, 30.0]  # type: ignore[union-attr]
     assert same[0].message == "y"
+
+
+class Answered:
+    """A writer whose every write is answered at once."""
+
+    def __init__(self) -> None:
+        self.bodies: list[Any] = []
+
+    def submit(self, write: Write, done: Callable[[bytes], None], failed: Callable[[Exception], None]) -> None:
+        self.bodies.append(write.body)
+        done(b"")
+
+
+def test_what_is_urgent_is_not_held_up_by_what_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfp_gpuquota.cluster.kubernetes.status.SELDOM_S", 3600.0)
+
+    async def write() -> list[Any]:
+        loop, writer, status = asyncio.get_running_loop(), Answered(), Built("/path", "a", 0, urgent="runs")
+        statuses = StatusWriter(cast("Writer", writer), lambda _: status)
+        async with asyncio.timeout(PATIENCE_S):
+            statuses.changed("a")
+            while not writer.bodies:
+                await asyncio.sleep(0)
+            status = Built("/path", "a", 1, urgent="runs")
+            statuses.changed("a")
+            while all(timer.when() < loop.time() + QUIET_S for timer in statuses._dirty.values()):
+                await asyncio.sleep(0)
+            status = Built("/path", "a", 2, urgent="given up")
+            statuses.decided("a")
+            while len(writer.bodies) < 2:
+                await asyncio.sleep(0)
+        statuses.close()
+        return writer.bodies
+
+    assert asyncio.run(write()) == [0, 2]

@@ -142,6 +142,25 @@ def test_one_worker_more_that_does_not_come_up_is_given_back_and_the_job_goes_on
     assert alive(controlled, team) == {"elastic-0"}, "it does not grow again at once, under another controller either"
 
 
+def test_the_next_worker_goes_to_another_node_where_the_others_have_come_up(controlled: Controlled) -> None:
+    nodes = controlled.add_nodes(3, gpus=1)
+    team = controlled.team(guaranteed=2)
+    controlled.start("--workers-ready-pause=8")
+    job = controlled.job(team, "elastic", stuck(), gpus=1, minGpus=1, maxGpus=2, coolDownSeconds=0)
+    come_up(controlled, path_of(team, "elastic-0"))
+    complain(controlled, path_of(team, "elastic-1"))
+    controlled.until(job, lambda j: j.get("status", {}).get("notReady") and j["status"]["phase"] == "Running")
+    used = {pod["spec"]["nodeName"] for pod in controlled.pods(team).values()}
+    hurry(controlled, job)
+    controlled.until(job, lambda j: retried(j, "growState"))
+    controlled.cluster.api.patch(job, {"spec": {"workersReadyTimeoutSeconds": 600}})
+    third = path_of(team, "elastic-2")
+    controlled.wait(lambda: "elastic-2" in controlled.bound(team), lambda: controlled.log()[-3000:])
+    assert {controlled.cluster.api.get(third)["spec"]["nodeName"], *used} == set(nodes)
+    come_up(controlled, third)
+    controlled.until(job, lambda j: not retried(j, "growState"))
+
+
 def test_a_controller_that_is_killed_goes_on_counting_where_it_was(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=1)
     team = controlled.team(guaranteed=1)

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
+NOT_READY: Final = "not_ready"  # a kind of decision: GPUs given back by what does not come up
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Controller:
             requests_in=self.limits.requests_in,
             ready=self._ready,
             avoided=self._avoidance.note,
-            told=lambda subject, message: self.events.tell(subject, "WorkersNotReady", message, warning=True),
+            told=self._workers_not_ready,
         )
         self.elastic.workers.reservations = self.reservations
         self._job_status = StatusWriter(self._writer, partial(job_status, self.elastic))
@@ -205,6 +206,10 @@ class Controller:
         else:
             self._tell_user(pod, "PlaceTaken", f"{why}; nobody would make it anew: delete it, and create it again")
 
+    def _workers_not_ready(self, job: Subject, message: str) -> None:
+        self.metrics.decisions.labels(NOT_READY).inc()
+        self.events.tell(job, "WorkersNotReady", message, warning=True)
+
     def _not_ready(self, pod: PodView) -> None:
         """Its owner's next pod waits with others at the gate, and is sent elsewhere."""
         if pod.uid not in self.snapshot.plain.members:
@@ -212,6 +217,7 @@ class Controller:
         said = pod.trouble or "its volumes or its network are not there"
         why = f"it did not come up on node {pod.node} in {self._ready.timeout_s:g} s: {said}"
         if pod.owned:
+            self.metrics.decisions.labels(NOT_READY).inc()
             self._avoidance.note(pod)
             self.actions.remake(pod, "NotReady", f"{why}; its GPUs are given back")
         else:

@@ -55,8 +55,10 @@ class StatusWriter:
 
     def decided(self, key: str) -> None:
         """Something of it may be urgent: what waits to be written with it, since it can wait, does not hold it up."""
-        if timer := self._dirty.pop(key, None):
+        timer = self._dirty.get(key)
+        if timer is not None and timer.when() > asyncio.get_running_loop().time() + QUIET_S:
             timer.cancel()
+            del self._dirty[key]
         self.changed(key)
 
     def forget(self, key: str) -> None:
