@@ -21,6 +21,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    random_split,
 )
 
 import elastic_runtime
@@ -413,6 +414,30 @@ def test_another_dataset_or_optimizer_is_not_mixed_up_with_a_saved_state(
         train(60, torch.optim.SGD)
     with pytest.raises(StateError, match="trained with SGD, this script has AdamW"):
         train(50, torch.optim.AdamW)
+
+
+def test_another_random_split_is_not_mixed_up_with_that_of_a_saved_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would train on what was held out before; the same text is what workers have to have in common."""
+    monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path))
+
+    def train(seed: int) -> None:
+        model, optimizer = linear()
+        half, _ = random_split(Points(50), [0.5, 0.5], torch.Generator().manual_seed(seed))
+        job = elastic_runtime.init(global_batch_size=8, checkpoint_every_s=1e-9)
+        job.prepare(model, optimizer, DataLoader(half, batch_size=8))
+        for x, _y, _i in job.steps(2 + 2 * seed):
+            job.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert job._state is not None
+        assert "25 samples of a Subset" in job._state.agreement()
+
+    train(0)
+    train(0)
+    with pytest.raises(StateError, match=r"25 samples of a Subset .* samples or optimizer state would be mixed up"):
+        train(1)
 
 
 def test_a_schedule_can_be_made_before_the_loader_is_prepared() -> None:

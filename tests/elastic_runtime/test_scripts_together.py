@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, random_split
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import elastic_runtime
 from elastic_runtime.coordinator import WARN_AFTER_S, Away
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 def loader_for(plan: Plan, index: int) -> DataLoader[Any]:
     """With a sampler that draws by a generator of its own, which each worker has elsewhere, where that is asked for."""
-    data: Any = Points(plan.samples)
-    if plan.options.get("splits"):
-        data, _ = random_split(data, [0.8, 0.2], torch.Generator().manual_seed(index))
+    data = Points(plan.samples)
     sampler = None
     if seed := plan.options.get("own_generator"):
         generator = torch.Generator().manual_seed(int(seed))
@@ -139,16 +137,6 @@ def test_a_slow_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         rows = [json.loads(row) for row in (tmp_path / "report-0.jsonl").read_text().splitlines()]
         waited = [row["wait_ms"] for row in rows if row["event"] == "steps"]
         assert max(waited) > 10
-
-
-def test_workers_that_split_their_data_differently_are_told_so(tmp_path: Path) -> None:
-    """Each would validate on what others train on."""
-    with Cluster(tmp_path, Plan(body=scripted, options={"splits": 1})) as cluster:
-        cluster.target(0, 1)
-        until(lambda: cluster.processes.get("w1") and not cluster.processes["w1"].is_alive(), cluster.logs)
-        assert cluster.processes["w1"].exitcode == 2
-        assert "the same Subset (random_split needs generator=" in (tmp_path / "log-1").read_text()
-        cluster.wait_for_end(0)
 
 
 def test_workers_at_different_steps_are_told_so(tmp_path: Path) -> None:
