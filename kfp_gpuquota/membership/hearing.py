@@ -53,7 +53,7 @@ def _on_leave_requested(event: e.LeaveRequested, job: KnownJob) -> None:
 def _on_tick(_event: e.Ticked, job: KnownJob) -> None:
     _mark_leaving(job)
     together = [job.members[w] for w in concerned(job.generations.values())]  # also one withdrawn, yet agreed on
-    for worker, why in kills_due(job.members.values(), together, job.limits, job.now):
+    for worker, why in kills_due(job.members.values(), together, job.limits, job.now, job.finished_at):
         job.kill(worker, why)
     for member in [member for member in job.members.values() if _is_stray(job, member)]:
         job.kill(member.id, f"it trains in generation {member.stray_in}, which is not in force")
@@ -64,7 +64,7 @@ def _on_gone(event: e.WorkerGone, job: KnownJob) -> None:
     member = job.members.setdefault(event.worker, Member(event.worker))
     member.disconnect(job.now)
     if event.finished and not member.killed and member.state is not WorkerState.LEFT:
-        member.finished = job.finished = True
+        job.finish(member)
     member.move(WorkerTrigger.GONE)
 
 
@@ -161,8 +161,7 @@ def _on_failed(event: e.CollectiveFailed, job: KnownJob) -> None:
 def _on_finished(event: e.TrainingFinished, job: KnownJob) -> None:
     member = job.members.get(event.worker)
     if member and member.move(WorkerTrigger.FINISHED):
-        member.finished = True
-        job.finished = True
+        job.finish(member)
         job.out.append(c.AnnounceFinish(event.worker, event.step))
 
 

@@ -22,7 +22,7 @@ class KnownJob:
         self.refused_before: dict[str, int] = {}  # by worker: a generation not known of that it gave up
         self.base: Generation | None = None  # the one in force
         self.pending: Generation | None = None  # the next one
-        self.finished = False  # somebody applied the last step
+        self.finished_at: float | None = None  # somebody had applied the last step
         self.first = first_generation  # numbers below it were used by coordinators before this one
         self.highest = first_generation - 1
         self.amnesia_until = now + limits.silence_s if first_generation > 1 else now
@@ -37,6 +37,11 @@ class KnownJob:
         return self.base.number if self.base else 0
 
     @property
+    def finished(self) -> bool:
+        """Somebody has applied the last step."""
+        return self.finished_at is not None
+
+    @property
     def recovering(self) -> bool:
         """Nobody trains: what is pending is built at once, for a loss or as the first one."""
         return self.pending is not None and self.pending.base == 0
@@ -44,6 +49,11 @@ class KnownJob:
     def wanted(self) -> tuple[str, ...]:
         """Whom the cluster wants, in its order, less those who asked to go and those who cannot."""
         return tuple(w for w in self.target if w not in self.asked_to_leave and self.members[w].alive)
+
+    def finish(self, member: Member) -> None:
+        """It has applied the last step, and with it the job."""
+        member.finished = True
+        self.finished_at = self.now if self.finished_at is None else self.finished_at
 
     def stays(self, member: Member) -> bool:
         """It is wanted, or nobody has named it yet; others are let go."""

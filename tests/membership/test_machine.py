@@ -395,6 +395,15 @@ def test_a_training_that_all_have_finished_is_not_begun_again_by_a_late_worker()
     assert not [command for command in drive.said if isinstance(command, Reserve)]
 
 
+def test_who_has_not_started_is_not_waited_for_long_once_the_training_is_over() -> None:
+    """The job ends with its last worker: never heard (stopped, when a coordinator restarted), or heard and stuck."""
+    drive = training("a", "b")
+    drive(TargetChanged(("a", "b", "c", "d")), WorkerJoined("c"), at=10.0)
+    drive(WorkerGone("b", finished=True), TrainingFinished("a", 40), at=100.0)
+    assert killed(drive(Ticked(), at=160.0)) == []
+    assert sorted(killed(drive(Ticked(), at=160.1))) == ["c", "d"]
+
+
 def test_a_worker_that_was_let_go_has_finished_nothing_by_ending_well() -> None:
     drive = training("a", "b")
     drive(LeaveRequested("a"), GenerationAdopted("a", 2, 5), GenerationAdopted("b", 2, 5))
