@@ -20,6 +20,7 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 
+from elastic_runtime.integrations.transformers.loaders import undealt
 from elastic_runtime.loader import like
 from elastic_runtime.sources import Source
 
@@ -36,7 +37,7 @@ def shared_out(trainer: ElasticTrainer, loader: Any) -> Iterator[Any]:
 
     The given one, of which each worker computes everything by itself, where nobody can know its samples beforehand.
     """
-    plain = getattr(loader, "base_dataloader", loader)
+    plain = undealt(loader)
     if not isinstance(plain, DataLoader) or isinstance(plain.dataset, IterableDataset) or plain.batch_sampler is None:
         yield loader
         return

@@ -1,17 +1,17 @@
-"""The training loader of a Trainer's own making."""
+"""Loaders of a Trainer's own making."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 
 def undealt(loader: Any) -> Any:
-    """As it was before `accelerator.prepare`, with which a `get_train_dataloader` usually ends."""
+    """As it was before `accelerator.prepare`, with which `get_train_dataloader` and its like usually end."""
     found = getattr(loader, "base_dataloader", loader)
     batches = getattr(found, "batch_sampler", None)
-    if found is loader or type(batches) is not BatchSampler:
+    if found is loader or type(batches) is not BatchSampler or isinstance(found.dataset, IterableDataset):
         return found
     more = {"prefetch_factor": found.prefetch_factor} if found.num_workers else {}
     return DataLoader(
