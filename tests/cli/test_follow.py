@@ -33,16 +33,21 @@ def test_the_log_is_shown_and_the_jobs_exit_status_is_the_commands(team: Cli, co
     assert last.startswith(end)
 
 
-def test_one_that_waits_says_why_and_goes_on_once_it_has_started(team: Cli) -> None:
-    team("submit", "hog", "-g", "2", "--", "sleep", "infinity")
-    team.await_gpus("team-a", hog=2)
-    following = subprocess.Popen(
-        [PROGRAM, "submit", "x", "-f", "--", "echo", "mine"],
+def follow(team: Cli, *command: str) -> subprocess.Popen[str]:
+    """A job x of this command is submitted, and its log is followed."""
+    return subprocess.Popen(
+        [PROGRAM, "submit", "x", "-f", "--", *command],
         env=team.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_one_that_waits_says_why_and_goes_on_once_it_has_started(team: Cli) -> None:
+    team("submit", "hog", "-g", "2", "--", "sleep", "infinity")
+    team.await_gpus("team-a", hog=2)
+    following = follow(team, "echo", "mine")
     assert following.stderr is not None
     assert following.stderr.readline().startswith("job x submitted")
     assert following.stderr.readline().startswith("waiting: needs 1 GPU; ")
@@ -53,13 +58,7 @@ def test_one_that_waits_says_why_and_goes_on_once_it_has_started(team: Cli) -> N
 
 
 def test_an_interrupt_ends_the_following_and_not_the_job(team: Cli) -> None:
-    following = subprocess.Popen(
-        [PROGRAM, "submit", "x", "-f", "--", "sh", "-c", "echo here; sleep infinity"],
-        env=team.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    following = follow(team, "sh", "-c", "echo here; sleep infinity")
     assert following.stdout is not None
     assert following.stdout.readline() == "here\n"
     following.send_signal(signal.SIGINT)
@@ -70,13 +69,7 @@ def test_an_interrupt_ends_the_following_and_not_the_job(team: Cli) -> None:
 
 
 def test_a_job_that_is_deleted_ends_the_following_with_1(team: Cli) -> None:
-    following = subprocess.Popen(
-        [PROGRAM, "submit", "x", "-f", "--", "sh", "-c", "echo here; sleep infinity"],
-        env=team.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    following = follow(team, "sh", "-c", "echo here; sleep infinity")
     assert following.stdout is not None
     assert following.stdout.readline() == "here\n"
     team("delete x")

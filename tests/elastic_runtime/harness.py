@@ -24,7 +24,7 @@ from kfp_gpuquota.membership import AnnounceCommit, Limits
 from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
 from tests.elastic_runtime.leftovers import processes_at, threads_and_sockets
 from tests.elastic_runtime.relay import Relay
-from tests.elastic_runtime.training import Gate, Plan, worker_main
+from tests.elastic_runtime.training import IN_EVALUATION, Gate, Plan, worker_main
 from tests.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
@@ -194,6 +194,20 @@ class Cluster:
         self.kill("w0")
         self.let_go()
         self.wait_for_end(1, 2)
+
+    def lose_in_evaluation(self, victim: int) -> list[int]:
+        """Of workers 0, 1 and 2 the victim is killed where it stays, in an evaluation; the others, returned, end."""
+        self.start(0, 1, 2)
+        self.let_go()
+        self.kill_in_evaluation(victim)
+        others = sorted({0, 1, 2} - {victim})
+        self.wait_for_end(*others)
+        return others
+
+    def kill_in_evaluation(self, victim: int) -> None:
+        """Once it says that it is in one."""
+        until(lambda: self.gate.at[victim] == IN_EVALUATION, lambda: f"the evaluation\n{self.logs()}")
+        self.kill(f"w{victim}")
 
     def restart_coordinator(self, *, away_s: float = 0.0) -> None:
         """A new service that knows only the highest number, at another address."""

@@ -26,7 +26,6 @@ from tests.elastic_runtime.training import (
     stay_until_killed,
     trained_alone,
 )
-from tests.patience import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,13 +135,8 @@ def test_nothing_is_lost_with_a_worker(
 ) -> None:
     """Killed in an evaluation that all share, in one of its own, or beside a step, where rank 0 goes first."""
     plan = replace(Plan(), body=evaluating, options={"victim": victim, "place": place, "step": step})
-    others = sorted({0, 1, 2} - {victim})
     with Cluster(tmp_path, plan) as cluster:
-        cluster.start(0, 1, 2)
-        cluster.let_go()
-        until(lambda: cluster.gate.at[victim] == IN_EVALUATION, lambda: f"the evaluation\n{cluster.logs()}")
-        cluster.kill(f"w{victim}")
-        cluster.wait_for_end(*others)
+        others = cluster.lose_in_evaluation(victim)
         cluster.check_result(alone[0])
     check_evaluations(tmp_path, alone[1], *others)
     assert [row["size"] for row in evaluated(tmp_path, others[0]) if row["step"] != 18] == [3, 2, 2]

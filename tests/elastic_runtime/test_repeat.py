@@ -19,7 +19,6 @@ from elastic_runtime.gradients import FastReducer
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import (
     HELD_OUT,
-    IN_EVALUATION,
     Gate,
     Plan,
     Points,
@@ -28,7 +27,7 @@ from tests.elastic_runtime.training import (
     stay_until_killed,
     trained_alone,
 )
-from tests.patience import PATIENCE_S, until
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,13 +105,8 @@ def test_an_evaluation_is_repeated_where_a_worker_is_lost_in_it(
     tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], victim: int, when: str, step: int
 ) -> None:
     plan = replace(Plan(), body=evaluating, options={"victim": victim, "when": when, "step": step})
-    others = sorted({0, 1, 2} - {victim})
     with Cluster(tmp_path, plan) as cluster:
-        cluster.start(0, 1, 2)
-        cluster.let_go()
-        until(lambda: cluster.gate.at[victim] == IN_EVALUATION, lambda: f"the evaluation\n{cluster.logs()}")
-        cluster.kill(f"w{victim}")
-        cluster.wait_for_end(*others)
+        others = cluster.lose_in_evaluation(victim)
         cluster.check_result(alone[0])
     for index in others:
         found = evaluated(tmp_path, index)
@@ -127,8 +121,7 @@ def test_a_collective_of_the_scripts_own_that_a_loss_breaks_off_is_told_what_to_
     with Cluster(tmp_path, replace(Plan(), body=evaluating, options=asked)) as cluster:
         cluster.start(0, 1)
         cluster.let_go()
-        until(lambda: cluster.gate.at[1] == IN_EVALUATION, lambda: f"the evaluation\n{cluster.logs()}")
-        cluster.kill("w1")
+        cluster.kill_in_evaluation(1)
         cluster.processes["w0"].join(PATIENCE_S)
         assert cluster.processes["w0"].exitcode == 1
         assert "only job.all_reduce and job.all_gather are done" in (tmp_path / "log-0").read_text()

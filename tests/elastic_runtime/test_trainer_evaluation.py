@@ -18,14 +18,12 @@ from tests.elastic_runtime.test_trainer import DATA, Small, arguments
 from tests.elastic_runtime.test_trainer_resizing import Passing
 from tests.elastic_runtime.training import (
     HELD_OUT,
-    IN_EVALUATION,
     Gate,
     Plan,
     evaluated,
     stay_until_killed,
     trained_alone,
 )
-from tests.patience import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,13 +127,8 @@ def test_figures_are_those_of_one_worker_and_survive_a_loss(
     plan = replace(Plan(), body=evaluating, options=options, loader_workers=loader_workers)
     trained_alone(evaluating, plan, tmp_path / "alone")
     expected = evaluated(tmp_path / "alone", 0)
-    others = sorted({0, 1, 2} - {victim})
     with Cluster(tmp_path, plan) as cluster:
-        cluster.start(0, 1, 2)
-        cluster.let_go()
-        until(lambda: cluster.gate.at[victim] == IN_EVALUATION, lambda: f"the evaluation\n{cluster.logs()}")
-        cluster.kill(f"w{victim}")
-        cluster.wait_for_end(*others)
+        others = cluster.lose_in_evaluation(victim)
         assert all(commit.lost_steps == 0 for commit in cluster.commits)
     found = [evaluated(tmp_path, index) for index in others]
     for ours in found:
