@@ -133,12 +133,11 @@ def _followed(client: ClusterClient, job: Job, step: Step, keeper: LeaseKeeper) 
 
 def _states(client: ClusterClient, job: Job, step: Step) -> Iterator[Job]:
     """Each new state of a job up to the final one; the present one when its time is over, and once a renewal."""
-    project = job.spec.project
     after: int | None = None
     while not job.status.phase.final:
         left_s = _time_left(job, step.options.max_runtime_s, time.time())
         wait_s = min(LONG_POLL_S, step.lease_s / RENEWALS, max(0.0, left_s))
-        listed = _patiently(client, project, after, wait_s)
+        listed = _patiently(client, job, after, wait_s)
         after = listed.revision
         found = next((each for each in listed.jobs if each.uid == job.uid), None)
         if found is None:
@@ -147,12 +146,13 @@ def _states(client: ClusterClient, job: Job, step: Step) -> Iterator[Job]:
         yield job
 
 
-def _patiently(client: ClusterClient, project: str, after: int | None, wait_s: float) -> JobList:
-    """The list of jobs, also through a cluster that is away for a while."""
+def _patiently(client: ClusterClient, job: Job, after: int | None, wait_s: float) -> JobList:
+    """The job alone, also through a cluster that is away for a while."""
     give_up_at = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return client.list_jobs(project, after=after, timeout_s=0.0 if after is None else wait_s)
+            timeout_s = 0.0 if after is None else wait_s
+            return client.list_jobs(job.spec.project, name=job.spec.name, after=after, timeout_s=timeout_s)
         except ClusterUnavailableError:
             if time.monotonic() > give_up_at:
                 raise

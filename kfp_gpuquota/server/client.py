@@ -117,10 +117,17 @@ class Client:
         body = SubmitJob(spec=spec, request_id=request_id or uuid.uuid4().hex, lease=lease)
         return self._call("POST", "/v1/jobs", Job, body)
 
-    def list_jobs(self, project: str = "", *, after: int | None = None, timeout_s: float = 0.0) -> JobList:
-        """All jobs, or a project's. With `after`: once the revision is beyond it, or `timeout_s` is over."""
+    def list_jobs(
+        self, project: str = "", *, name: str = "", after: int | None = None, timeout_s: float = 0.0
+    ) -> JobList:
+        """All jobs, a project's, or its job of that `name` alone. With `after`: once the revision is beyond it, or
+        `timeout_s` is over.
+        """
         query = _query(project=project, after=after, timeout_s=timeout_s)
-        return self._call("GET", f"/v1/jobs{query}", JobList, wait_s=timeout_s)
+        listed: JobList = self._call("GET", f"/v1/jobs{query}", JobList, wait_s=timeout_s)
+        if not name:
+            return listed
+        return JobList(revision=listed.revision, jobs=tuple(job for job in listed.jobs if job.spec.name == name))
 
     def queue(self, project: str) -> tuple[Queued, ...]:
         """The jobs of the project that wait for their turn."""

@@ -58,8 +58,12 @@ class ClusterClient(Protocol):
     def submit(self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "") -> Job:
         """Queue a job, once for each request id."""
 
-    def list_jobs(self, project: str = "", *, after: int | None = None, timeout_s: float = 0.0) -> JobList:
-        """All jobs, or a project's; with `after` once something has changed, or the time is over."""
+    def list_jobs(
+        self, project: str = "", *, name: str = "", after: int | None = None, timeout_s: float = 0.0
+    ) -> JobList:
+        """All jobs, a project's, or its job of that `name` alone; with `after` once one of them has changed since that
+        revision, or the time is over.
+        """
 
     def queue(self, project: str) -> tuple[Queued, ...]:
         """What waits for its turn in the project, in no order."""

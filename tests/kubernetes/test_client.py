@@ -10,6 +10,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Phase, Project
@@ -173,6 +174,19 @@ def test_a_list_waits_for_the_next_change(client: KubernetesClient, crds_cluster
     submission.join()
     assert [job.spec.name for job in after.jobs] == ["train"]
     assert time.monotonic() - began < 20
+
+
+def test_a_list_of_one_job_reads_and_waits_for_that_one_alone(client: KubernetesClient, quota: str) -> None:
+    client.submit(spec(quota))
+    before = client.list_jobs(quota, name="train")
+    client.submit(msgspec.structs.replace(spec(quota), name="other"))
+    after = client.list_jobs(quota, name="train", after=before.revision, timeout_s=1)
+    assert [job.spec.name for job in after.jobs] == ["train"]
+    assert len(client.list_jobs(quota).jobs) == 2
+    client.cancel_job(quota, "train")
+    changed = client.list_jobs(quota, name="train", after=after.revision, timeout_s=30)
+    assert [job.spec.name for job in changed.jobs] == ["train"]
+    assert changed.revision > after.revision
 
 
 def test_a_list_ends_with_its_time_where_nothing_changes(client: KubernetesClient, quota: str) -> None:

@@ -207,13 +207,20 @@ class KubernetesClient:
                 ) from None
         return views.job_of(_decode(made, kinds.ElasticJob))
 
-    def list_jobs(self, project: str = "", *, after: int | None = None, timeout_s: float = 0.0) -> JobList:
-        """All jobs, or a project's. With `after`: once one has changed since that revision, or `timeout_s` is over."""
+    def list_jobs(
+        self, project: str = "", *, name: str = "", after: int | None = None, timeout_s: float = 0.0
+    ) -> JobList:
+        """All jobs, a project's, or its job of that `name` alone. With `after`: once one of them has changed since that
+        revision, or `timeout_s` is over.
+
+        With a name the API server sends and watches that one only: a project's launchers would else read all its jobs
+        on each change of any, which costs the square of their number.
+        """
         if after is not None and timeout_s > 0:
-            self._await_change(project, after, timeout_s)
-        listed = self.calls.get(_jobs(project))
+            self._await_change(project, name, after, timeout_s)
+        listed = self.calls.get(_jobs(project), **_named(name))
         found = [_decode(item, kinds.ElasticJob) for item in listed.get("items", [])]
-        pods = self._pods(project) if found else {}
+        pods = self._pods(project, name) if found else {}
         jobs = []
         for each in found:
             with suppress(InvalidFieldError):
@@ -357,14 +364,18 @@ class KubernetesClient:
         job = self.get_job(project, name)
         return job.status.result_worker or next((worker.id for worker in job.status.workers), "")
 
-    def _await_change(self, project: str, after: int, timeout_s: float) -> None:
+    def _await_change(self, project: str, name: str, after: int, timeout_s: float) -> None:
         """Until one of the jobs has changed. A revision that is too old counts as a change."""
+        query = {"watch": "true", "resourceVersion": after, "timeoutSeconds": int(timeout_s) or 1, **_named(name)}
         with suppress(RunError, UsageError, OSError, http.client.HTTPException):
-            stream = self.calls.open(
-                _jobs(project), timeout_s + 5, watch="true", resourceVersion=after, timeoutSeconds=int(timeout_s) or 1
-            )
+            stream = self.calls.open(_jobs(project), timeout_s + 5, **query)
             with stream:
                 stream.readline()
+
+
+def _named(name: str) -> dict[str, str]:
+    """The query for the object of that name alone."""
+    return {"fieldSelector": f"metadata.name={name}"} if name else {}
 
 
 def _jobs(project: str) -> str:
