@@ -56,6 +56,7 @@ class Bench:
         self.there[pod.metadata.uid] = f"/api/v1/namespaces/{pod.metadata.namespace}/pods/{pod.metadata.name}"
         if not pod.spec.scheduling_gates:
             self.let_go.setdefault(name, now)
+            self.news.set()
         if pod.spec.node_name and name not in self.bound:
             self.bound[name] = now
             self.news.set()
@@ -70,6 +71,14 @@ class Bench:
         missing = set(names)
         async with asyncio.timeout(DEADLINE_S):
             while missing := {name for name in missing if name not in self.bound}:
+                self.news.clear()
+                await self.news.wait()
+
+    async def until_let_go(self, names: Iterable[str]) -> None:
+        """Return when none of these has a gate any more."""
+        missing = set(names)
+        async with asyncio.timeout(DEADLINE_S):
+            while missing := {name for name in missing if name not in self.let_go}:
                 self.news.clear()
                 await self.news.wait()
 
@@ -176,11 +185,11 @@ async def make_team(bench: Bench, name: str, guaranteed: int) -> None:
 class Controller:
     """The controller as a process of its own."""
 
-    def __init__(self, kubeconfig: Path, log: Path) -> None:
+    def __init__(self, kubeconfig: Path, log: Path, *options: str) -> None:
         self.started = time.perf_counter()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes", f"--kubeconfig={kubeconfig}"],
+                [sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes", f"--kubeconfig={kubeconfig}", *options],
                 cwd=REPOSITORY,
                 stderr=output,
             )

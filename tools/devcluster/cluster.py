@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,6 +56,8 @@ class DevCluster:
         layout.forget()
         layout.options.write_bytes(msgspec.json.encode(options))
         for attempt in range(START_ATTEMPTS):
+            if options.etcd:
+                shutil.copytree(options.etcd, layout.etcd)
             supervisor = _launch(layout, attached=options.attached)
             assert supervisor.stdout is not None
             answer = json.loads(supervisor.stdout.readline() or '{"error": "the supervisor died"}')

@@ -86,7 +86,7 @@ def store(binaries: Path, layout: Layout, ports: Ports) -> Program:
         name="etcd",
         argv=(
             str(binaries / "etcd"),
-            f"--data-dir={layout.root / 'etcd'}",
+            f"--data-dir={layout.etcd}",
             "--unsafe-no-fsync",
             f"--listen-client-urls={client}",
             f"--advertise-client-urls={client}",

@@ -25,7 +25,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     None of these is without KWOK, 0 of them with it, for nodes that are added later.
 
     `flags` are more flags for a program, by its name: {"kube-apiserver": ["--v=4"]}. With `attached` the cluster ends
-    when whoever started it ends.
+    when whoever started it ends. `etcd` is the data directory of an earlier cluster, whose objects this one begins
+    with; it is copied.
     """
 
     kubelet: bool = False
@@ -34,6 +35,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: int = 8
     flags: dict[str, list[str]] = {}
     attached: bool = True
+    etcd: str = ""
 
 
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +75,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def sockets(self) -> Path:
         """The node's part with sockets in it, whose paths may have 107 characters at most: not below `root`, then."""
         return Path("/var/lib/devcluster") / hashlib.sha256(bytes(self.root)).hexdigest()[:12]
+
+    @property
+    def etcd(self) -> Path:
+        """All objects of the cluster."""
+        return self.root / "etcd"
 
     @property
     def containerd_socket(self) -> Path:
