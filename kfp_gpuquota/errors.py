@@ -12,6 +12,7 @@
         ├── ClusterUnavailableError  no answer within the time limit
         ├── ClusterStartError      the embedded cluster did not come up
         ├── StateFileError         the state file cannot be used
+        ├── PlanningFailedError    several plans in a row raised an exception
         └── JobFailedError         the job ended with something other than success
 
 A message names what, the value, the limit and the next step, and ends up before a user as it is.
@@ -113,6 +114,12 @@ class ClusterStartError(RunError):
     """The embedded cluster did not come up."""
 
     code = "cluster-start"
+
+
+class PlanningFailedError(RunError):
+    """Several plans in a row raised an exception; the process ends, and starts anew."""
+
+    code = "planning-failed"
 
 
 class StateFileError(RunError):

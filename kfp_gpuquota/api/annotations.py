@@ -18,6 +18,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.quantity import parse_mib
+from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ FRACTION_LIMIT: Final = "gpu-fraction-limit"
 MEMORY: Final = "gpu-memory"
 MEMORY_LIMIT: Final = "gpu-memory-limit"
 DEVICES: Final = "gpu-fraction-num-devices"
+SHARE_ANNOTATIONS: Final = (FRACTION, FRACTION_LIMIT, MEMORY, MEMORY_LIMIT, DEVICES)
 LIMIT_VARIABLE: Final = "RUNAI_GPU_MEMORY_LIMIT"
 
 _LONGEST: Final = 40
@@ -51,8 +53,7 @@ def share_of_pod(annotations: Mapping[str, str], environment: Mapping[str, str])
 
 def asks_for_share(annotations: Mapping[str, str]) -> bool:
     """Whether any of the annotations is there, readable or not."""
-    names = (FRACTION, FRACTION_LIMIT, MEMORY, MEMORY_LIMIT, DEVICES)
-    return any(name in annotations or PREFIX + name in annotations for name in names)
+    return any(name in annotations or PREFIX + name in annotations for name in SHARE_ANNOTATIONS)
 
 
 def _from_annotations(annotations: Mapping[str, str]) -> dict[str, Any]:
@@ -97,12 +98,14 @@ def _fraction(field: str, text: str) -> float:
 
 
 def _mebibytes(field: str, text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > _LONGEST:
-        raise InvalidFieldError(field, text, "it must be a whole number of MiB", hint="for example 4096")
+    if not text.isascii() or not text.isdecimal() or len(text) > _LONGEST or int(text) > MAX_MIB:
+        raise InvalidFieldError(
+            field, text, f"it must be a whole number of MiB, at most {MAX_MIB}", hint="such as 4096"
+        )
     return int(text)
 
 
 def _count(field: str, text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > _LONGEST:
-        raise InvalidFieldError(field, text, "it must be a whole number", hint="for example 8")
+    if not text.isascii() or not text.isdecimal() or len(text) > _LONGEST or int(text) > MAX_COUNT:
+        raise InvalidFieldError(field, text, f"it must be a whole number, at most {MAX_COUNT}", hint="for example 8")
     return int(text)

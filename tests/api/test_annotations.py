@@ -53,7 +53,11 @@ def test_a_pod_asks_for(annotations: dict[str, str], environment: dict[str, str]
         ({"gpu-fraction": "nan"}, {}, "gpu-fraction is 'nan', but it must be a number, such as 0.25"),
         ({"gpu-fraction": "1"}, {}, "it must be more than 0 and less than 1; ask for whole GPUs with gpus"),
         ({"gpu-fraction": "1_0"}, {}, "it must be a number"),
-        ({"gpu-memory": "4G"}, {}, "gpu-memory is '4G', but it must be a whole number of MiB; for example 4096"),
+        (
+            {"gpu-memory": "4G"},
+            {},
+            "gpu-memory is '4G', but it must be a whole number of MiB, at most 1099511627776",
+        ),
         ({"gpu-memory": "-5"}, {}, "it must be a whole number of MiB"),
         ({"gpu-memory": "0"}, {}, "gpu_memory_mib is 0, but it must be"),
         (
@@ -79,7 +83,11 @@ def test_a_pod_asks_for(annotations: dict[str, str], environment: dict[str, str]
         ({"gpu-fraction-limit": "0.5"}, {}, "there is no gpu_fraction of which it is the limit"),
         ({"gpu-fraction-num-devices": "2"}, {}, "it says of how many GPUs a job holds a share, and there is none"),
         ({"gpu-fraction": "0.5", "gpu-fraction-num-devices": "0"}, {}, "gpu_devices is 0"),
-        ({"gpu-fraction": "0.5", "gpu-fraction-num-devices": "two"}, {}, "it must be a whole number; for example 8"),
+        (
+            {"gpu-fraction": "0.5", "gpu-fraction-num-devices": "two"},
+            {},
+            "it must be a whole number, at most 1000000",
+        ),
     ],
 )
 def test_a_pod_may_not_ask_for(annotations: dict[str, str], environment: dict[str, str], message: str) -> None:

@@ -73,6 +73,7 @@ def test_a_conflict_that_passes_delays_a_write_and_does_not_end_it(controlled: C
         proxy.conflicts.update({("PATCH", "/status"): 1, ("POST", "/eviction"): 1, ("POST", "/pods"): 1})
         job = controlled.job(jobs, "elastic", gpus=2, gpusPerWorker=1, gracePeriodSeconds=1)
         controlled.until(job, lambda j: j.get("status", {}).get("gpus", 0) == 2)
+        controlled.wait(lambda: len(controlled.bound(jobs)) == 2, controlled.log)
         worker = min(controlled.pods(jobs))
         proxy.conflicts.update({("DELETE", worker): 1, ("PATCH", "/status"): 1})
         controlled.cluster.api.patch(job, {"spec": {"suspend": True}})

@@ -32,7 +32,7 @@ SILENCE_S: Final = 150.0  # the server sends a bookmark each minute
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 10.0
 PATIENCE_S: Final = 60.0
-CONNECTIONS: Final = 48
+CONNECTIONS: Final = 72  # more than the writer has slots: lists and leases need one, too
 USER_AGENT: Final = "gpuquota-controller"
 
 JSON: Final = "application/json"
@@ -116,15 +116,15 @@ class Connection:
             try:
                 return await self._once(verb, path, data, content_type, params)
             except ApiError as error:
-                if not _worth_repeating(error) or loop.time() >= deadline:
+                if not is_passing(error) or loop.time() >= deadline:
                     raise
-                wait = max(error.retry_after_s or 0.0, self._jittered(pause))
+                wait = max(error.retry_after_s or 0.0, self.jittered(pause))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 if loop.time() >= deadline:
                     raise ClusterUnavailableError(
                         f"{self._credentials.server} did not answer {verb} {path}: {error or type(error).__name__}"
                     ) from error
-                wait = self._jittered(pause)
+                wait = self.jittered(pause)
             await asyncio.sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -150,7 +150,8 @@ class Connection:
                 if lines:
                     yield lines
 
-    def _jittered(self, pause: float) -> float:
+    def jittered(self, pause: float) -> float:
+        """The pause, in seconds, moved by up to a half: not all callers come back at once."""
         return pause * (0.5 + self._random.random())
 
     async def _once(
@@ -192,8 +193,13 @@ class Connection:
         return ApiError(response.status, status.reason, status.message, float(later) if later.isdigit() else None)
 
 
-def _worth_repeating(error: ApiError) -> bool:
-    """The server says "later", or our token has just rotated. Not a disruption budget's 429: that may last for days."""
+def is_passing(error: ApiError | ClusterUnavailableError) -> bool:
+    """Whether a later attempt may succeed: the server says "later" or nothing, or our token has just rotated.
+
+    Not the 429 of a disruption budget: that may last for days.
+    """
+    if isinstance(error, ClusterUnavailableError):
+        return True
     return error.status == 401 or error.status >= 500 or (error.status == 429 and not is_budget(error))
 
 

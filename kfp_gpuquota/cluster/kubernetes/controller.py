@@ -32,17 +32,19 @@ from kfp_gpuquota.cluster.kubernetes.logs import because_of
 from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.profiles import Profiles
+from kfp_gpuquota.cluster.kubernetes.quarantine import Quarantine
 from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
 from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quota_status
 from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods, does_not_come_up, lacks_its_place
-from kfp_gpuquota.cluster.kubernetes.translate import PodView, pod_view
+from kfp_gpuquota.cluster.kubernetes.translate import PodView, counted_view, recovered_pod
 from kfp_gpuquota.cluster.kubernetes.waiting_pods import WaitingPods
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from kfp_gpuquota.cluster.kubernetes.writer import Writer
-from kfp_gpuquota.errors import GpuQuotaError
+from kfp_gpuquota.cluster.planning import PlanningHealth
+from kfp_gpuquota.errors import PlanningFailedError
 
 if TYPE_CHECKING:
     import ssl
@@ -50,9 +52,11 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.connection import Connection
     from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
+    from kfp_gpuquota.cluster.kubernetes.writes import Lane
 
 LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
+KINDS: Final = {"PolicyObject": "WorkloadPolicy"}  # kinds that the API calls otherwise than we do
 NOT_READY: Final = "not_ready"  # a kind of decision: GPUs given back by what does not come up
 
 log = logging.getLogger(__name__)
@@ -80,6 +84,8 @@ class Controller:
         self.metrics = metrics or Metrics()
         self.snapshot = snapshot = Snapshot(self.wake)
         self._writer = Writer(connection)
+        self.health = PlanningHealth(self._loop.time)
+        self._planning_failed = asyncio.Event()
         self._planning: asyncio.Handle | None = None
         self._again: asyncio.TimerHandle | None = None
         self._quotas_timer: asyncio.TimerHandle | None = None
@@ -87,7 +93,11 @@ class Controller:
         self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
         self.limits = LimitRanges(lambda namespace: self.elastic.limits_changed(namespace))  # noqa: PLW0108 - made below
         self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
-        self.pods = self._reflector("/api/v1/pods", objects.Pod, self._pod_changed, self._pod_gone)
+        self.events = Recorder(self._writer)
+        self.quarantine = Quarantine(partial(self.events.tell, warning=True))
+        self.pods = self._reflector(
+            "/api/v1/pods", objects.Pod, self._pod_changed, self._pod_gone, recover=recovered_pod
+        )
         self.reflectors = [self.pods, *self._other_reflectors()]
         self.reservations = Reservations(
             snapshot.seats,
@@ -99,7 +109,6 @@ class Controller:
             displaced=self._gpu_changed,
         )
         self.actions = PodActions(snapshot.plain, self._writer, self.pods.note, self._tell_user, self.reservations)
-        self.events = Recorder(self._writer)
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
         self._waiting = WaitingPods(snapshot.plain, self._tell_user)
         self._avoidance = Avoidance(snapshot.pods, snapshot.put_pod, self._avoided)
@@ -128,13 +137,12 @@ class Controller:
         self.ready = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Control until cancelled. Raises PlanningFailedError when plans fail again and again."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._writer.close)
             stack.callback(self._stop_timers)
             group = await stack.enter_async_context(asyncio.TaskGroup())
-            for reflector in self.reflectors:
-                group.create_task(reflector.run())
+            watching = [group.create_task(reflector.run()) for reflector in self.reflectors]
             with _nothing_collected():
                 await self._take_stock()
             membership = coordination.serving(self.elastic.membership.service, self._membership_port, self._tls)
@@ -143,14 +151,21 @@ class Controller:
             log.info("all is listed: %d nodes, %d pods, %d quotas; workers are served on port %d", *counts, port)
             self.ready = True
             self.wake()
-            await asyncio.Event().wait()
+            await self._planning_failed.wait()
+            for task in watching:
+                task.cancel()
+        self.health.check()
+
+    def queued_writes(self) -> dict[Lane, int]:
+        """Requests to the API server that wait for a slot, by lane."""
+        return self._writer.depth
 
     async def _take_stock(self) -> None:
         """Return when all that there is is listed and told."""
         for reflector in self.reflectors:
             await reflector.synced.wait()
         await self.gangs.settled()
-        self.snapshot.start(self.gangs.join)
+        await self.snapshot.start(self.gangs.join)
         self.reservations.start()
         self.profiles.start()
 
@@ -160,22 +175,32 @@ class Controller:
             self._reflector("/api/v1/nodes", objects.Node, snapshot.put_node, snapshot.drop_node),
             self._reflector(f"{ours}/gpuquotas", kinds.GpuQuota, self._quota_changed, self._quota_gone),
             self._reflector(f"{ours}/elasticjobs", kinds.ElasticJob, snapshot.put_job, snapshot.drop_job),
-            Reflector(
-                self._connection,
+            self._reflector(
                 "/apis/kubeflow.org/v1/profiles",
                 objects.Profile,
-                changed=profiles.put_profile,
-                gone=profiles.drop_profile,
+                profiles.put_profile,
+                profiles.drop_profile,
                 optional=True,
             ),
             self._reflector("/api/v1/limitranges", objects.LimitRange, self.limits.put, self.limits.drop),
             self._reflector("/api/v1/namespaces", objects.Namespace, profiles.put_namespace, profiles.drop_namespace),
         ]
 
-    def _reflector(self, path: str, kind: Any, changed: Any, gone: Any) -> Reflector[Any]:
-        return Reflector(self._connection, path, kind, changed=changed, gone=gone)
+    def _reflector(self, path: str, kind: Any, changed: Any, gone: Any, **more: Any) -> Reflector[Any]:
+        def released(uid: str) -> None:
+            self.quarantine.release(uid)
+            gone(uid)
+
+        def quarantined(metadata: objects.Metadata, problem: str) -> None:
+            version = path.removeprefix("/apis/").removeprefix("/api/").rpartition("/")[0]
+            name = KINDS.get(kind.__name__, kind.__name__)
+            subject = Subject(name, metadata.name, metadata.namespace, metadata.uid, version)
+            self.quarantine.put(subject, problem)
+
+        return Reflector(self._connection, path, kind, changed=changed, gone=released, quarantined=quarantined, **more)
 
     def _pod_gone(self, uid: str) -> None:
+        self.quarantine.release(uid)
         self.gangs.drop(uid)
         self.snapshot.drop_pod(uid)
         self.reservations.drop(uid)
@@ -183,11 +208,13 @@ class Controller:
     def _pod_changed(self, pod: objects.Pod) -> None:
         if self.reservations.see(pod):
             return
-        try:
-            if (view := self.gangs.join(pod_view(pod))) is not None:
-                self._put_pod(view)
-        except GpuQuotaError as error:
-            log.error("pod %s/%s is left out: %s", pod.metadata.namespace, pod.metadata.name, error)
+        view = counted_view(pod)
+        if view.problem:
+            self.quarantine.put(Subject("Pod", view.name, view.namespace, view.uid), view.problem)
+        else:
+            self.quarantine.release(view.uid)
+        if (joined := self.gangs.join(view)) is not None:
+            self._put_pod(joined)
 
     def _put_pod(self, view: PodView) -> None:
         self.snapshot.put_pod(self._avoidance.apply(view))
@@ -258,28 +285,52 @@ class Controller:
 
     def wake(self) -> None:
         """Something changed: plan soon."""
-        if self._planning is None and self.snapshot.started:
+        if self._planning is None and self.snapshot.complete and not self._planning_failed.is_set():
+            self.health.requested()
             rest = min(LONGEST_REST_S, 2 * self._plan_s)  # so that planning takes a third of the time at most
-            pause = self._planned_at + rest - self._loop.time()
+            pause = self._planned_at + max(rest, self.health.pause_s) - self._loop.time()
             # What has come in one piece is planned together even without a pause: all of it is read before the loop's
             # next turn.
             later = self._loop.call_later
             self._planning = later(pause, self._plan) if pause > 0 else self._loop.call_soon(self._plan)
 
     def _plan(self) -> None:
-        started, now = self._loop.time(), time.time()
+        started = self._loop.time()
+        try:
+            again_s = self._plan_once(started)
+        except Exception:  # noqa: BLE001 - whatever it is: one job must not end planning for all others
+            again_s = self._plan_failed()
+        else:
+            self.health.succeeded()
+        self._planning = None  # what carrying the plan out changed needs no other plan
+        self._planned_at = self._loop.time()
+        self._plan_s = self._planned_at - started
+        self.metrics.plans.observe(self._plan_s)
+        self._plan_again(again_s)
+        if self._quotas_timer is None:
+            self._quotas_timer = self._loop.call_later(QUOTAS_LOOKED_AT_S, self._look_at_quotas)
+
+    def _plan_once(self, started: float) -> float | None:
+        """Plan, and carry the plan out; in how many seconds to plan again though nothing changes."""
+        now = time.time()
         self.snapshot.catch_up()
         plan = scheduler.plan(self.snapshot.state, now)
         with because_of(f"{self._name}-{next(self._numbers)}"):
             log_plan(plan, self._loop.time() - started)
             self._carry_out(plan)
-        self._planning = None  # what carrying it out changed needs no other plan
-        self._planned_at = self._loop.time()
-        self._plan_s = self._planned_at - started
-        self.metrics.plans.observe(self._plan_s)
-        self._plan_again(None if plan.again_at is None else plan.again_at - now)
-        if self._quotas_timer is None:
-            self._quotas_timer = self._loop.call_later(QUOTAS_LOOKED_AT_S, self._look_at_quotas)
+        return None if plan.again_at is None else plan.again_at - now
+
+    def _plan_failed(self) -> float | None:
+        """Count the failure; the pause before the next plan, or None where the process ends instead."""
+        log.exception("the plan failed")
+        self.metrics.plan_failures.inc()
+        try:
+            self.health.failed()
+        except PlanningFailedError as error:
+            log.error("%s", error.message)
+            self._planning_failed.set()
+            return None
+        return self.health.pause_s
 
     def _plan_again(self, delay_s: float | None) -> None:
         if self._again:

@@ -2,6 +2,10 @@
 
 What the template says stands, but for what makes it a worker of this job: its node, its GPUs, its grace period, that
 nothing restarts it in place (the membership must see each process's end), and the variables of docs/contracts.md.
+
+Users write the template, and the pod is made with the controller's rights, so it is not reviewed as a user's pod is:
+labels and annotations of ours are taken off it (a forged one would say which devices the pod holds), and GPUs of other
+containers than the first, which nobody would count.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.writes import REQUIRED, node_term
 
@@ -95,9 +100,12 @@ def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: Pod
     containers = [dict(container) for container in spec.get("containers") or []]
     main = containers[0]
     _mount(spec, main, job, settings)
+    for container in (*containers[1:], *(spec.get("initContainers") or [])):
+        container["resources"] = _without_devices(container.get("resources") or {})
     main["env"] = _environment(main.get("env") or [], job, record, worker, settings)
     if not record.spec.shared:
         main["resources"] = _resources(main.get("resources") or {}, record.spec.worker_gpus)
+    spec.pop("nodeName", None)
     spec |= {
         "containers": containers,
         "restartPolicy": "Never",
@@ -114,19 +122,38 @@ def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker
         "name": pod_name(job.metadata.name, worker.index),
         "namespace": job.metadata.namespace,
         "labels": {
-            **(given.get("labels") or {}),
+            **_of_others(given.get("labels") or {}),
             labels.JOB: job.metadata.name,
             labels.WORKER: str(worker.index),
             labels.ATTEMPT: str(record.attempt),
             ISTIO_INJECT: "false",  # a sidecar would stand between collectives, and would outlive the training
         },
         "annotations": {
-            **(given.get("annotations") or {}),
+            **_of_others(given.get("annotations") or {}),
             labels.DEVICES: ",".join(map(str, worker.devices)),
             labels.REASON: reason,
             ISTIO_INJECT: "false",
         },
         "ownerReferences": [owner_of(job)],
+    }
+
+
+def _of_others(given: Body) -> Body:
+    """Labels or annotations of a template without those that this project reads: the job's own fields say it."""
+    return {
+        name: text
+        for name, text in given.items()
+        if name.partition("/")[0] != labels.GROUP and name not in SHARE_ANNOTATIONS
+    }
+
+
+def _without_devices(given: Body) -> Body:
+    """Resources without NVIDIA's extended resources."""
+    return {
+        part: {name: amount for name, amount in amounts.items() if not name.startswith(f"{labels.VENDOR}/")}
+        if part in {"limits", "requests"} and isinstance(amounts, dict)
+        else amounts
+        for part, amounts in given.items()
     }
 
 

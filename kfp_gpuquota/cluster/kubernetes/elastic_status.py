@@ -12,7 +12,7 @@ from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes import translate
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import pod_name
 from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJobStatus, LastEviction, TrainingProgress
-from kfp_gpuquota.cluster.kubernetes.needs import whole
+from kfp_gpuquota.cluster.kubernetes.needs import bounded_number
 from kfp_gpuquota.cluster.kubernetes.retries import NOTHING_GIVEN_BACK, RetryFields
 from kfp_gpuquota.cluster.kubernetes.size_changes import resizes_of, size_changes
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
@@ -91,11 +91,11 @@ def worker_id(job_uid: str, index: int) -> str:
 
 def index_of(worker: str) -> int:
     """Of a worker by its id."""
-    return whole(worker.rpartition("-")[2])
+    return bounded_number(worker.rpartition("-")[2]) or 0
 
 
 def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:
-    return None if pod is None else worker_id(job_uid, whole(pod.removeprefix(f"{job}-")))
+    return None if pod is None else worker_id(job_uid, bounded_number(pod.removeprefix(f"{job}-")) or 0)
 
 
 def worker_record(

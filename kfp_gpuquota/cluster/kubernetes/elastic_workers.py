@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.gpu_config import with_place
 from kfp_gpuquota.cluster.kubernetes.objects import Pod
 from kfp_gpuquota.cluster.kubernetes.reservations import Sharer
 from kfp_gpuquota.cluster.kubernetes.share_notes import note_of
-from kfp_gpuquota.cluster.kubernetes.writes import Write
+from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
 from kfp_gpuquota.cluster.records import with_status
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class WorkerPods:
             verb="POST",
             path=writes.pods_path(namespace),
             about=f"{namespace}/{body['metadata']['name']}",
+            lane=Lane.CREATE,
             body=body,
         )
         self._writer.submit(write, partial(self._made, worker), partial(self._not_made, worker))
@@ -178,4 +179,5 @@ def _make_secret(job: ElasticJob, settings: elastic_pods.PodSettings) -> Write:
     body = elastic_pods.membership_secret(job, settings)
     meta = body["metadata"]
     path = f"/api/v1/namespaces/{meta['namespace']}/secrets"
-    return Write(verb="POST", path=path, about=f"{meta['namespace']}/{meta['name']}", body=body)
+    about = f"{meta['namespace']}/{meta['name']}"
+    return Write(verb="POST", path=path, about=about, lane=Lane.CREATE, body=body)

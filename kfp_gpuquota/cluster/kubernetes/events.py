@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.writes import Write
+from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
@@ -128,4 +128,5 @@ def event(
         "count": 1,
     }
     about = f"{namespace}/{subject.name}"
-    return Write(verb="POST", path=f"/api/v1/namespaces/{namespace}/events", about=about, body=body)
+    path = f"/api/v1/namespaces/{namespace}/events"
+    return Write(verb="POST", path=path, about=about, lane=Lane.EVENT, body=body)

@@ -23,7 +23,7 @@ from kfp_gpuquota.api.annotations import LIMIT_VARIABLE
 from kfp_gpuquota.api.share import limit_text
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.connection import APPLY_PATCH
-from kfp_gpuquota.cluster.kubernetes.writes import Write
+from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import JobSpec
@@ -89,7 +89,8 @@ def config_map(pod: PodView, name: str, place: Place) -> Write:
         "data": _data(place),
     }
     path = f"/api/v1/namespaces/{pod.namespace}/configmaps/{name}?fieldManager={labels.FIELD_MANAGER}&force=true"
-    return Write(verb="PATCH", path=path, about=f"{pod.namespace}/{name}", body=body, content_type=APPLY_PATCH)
+    about = f"{pod.namespace}/{name}"
+    return Write(verb="PATCH", path=path, about=about, lane=Lane.ADMIT, body=body, content_type=APPLY_PATCH)
 
 
 def with_place(body: dict[str, Any], spec: JobSpec, place: Place) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kfp_gpuquota.cluster.kubernetes.listening import listen
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
+    from kfp_gpuquota.cluster.kubernetes.controller import Controller
 
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -27,6 +27,7 @@ class Metrics:
             "gpuquota_api_calls", "Calls to the API server", ["verb", "status"], registry=self.registry
         )
         self.plans = Histogram("gpuquota_plan_seconds", "Time to plan", buckets=_SECONDS, registry=self.registry)
+        self.plan_failures = Counter("gpuquota_plan_failures", "Plans that raised an exception", registry=self.registry)
         self.decisions = Counter("gpuquota_decisions", "What plans decided, in jobs", ["kind"], registry=self.registry)
         self.reviews = Histogram(
             "gpuquota_review_seconds", "Time to review a pod", ["allowed"], buckets=_SECONDS, registry=self.registry
@@ -36,14 +37,27 @@ class Metrics:
         self.held = Gauge("gpuquota_held_gpus", "GPUs held", ["project"], registry=self.registry)
         self.guaranteed = Gauge("gpuquota_guaranteed_gpus", "Guaranteed quota", ["project"], registry=self.registry)
         self.nodes = Gauge("gpuquota_nodes", "Nodes known", registry=self.registry)
+        self.quarantined = Gauge(
+            "gpuquota_quarantined_objects", "Objects that cannot be read or handled", ["kind"], registry=self.registry
+        )
+        self.queued_writes = Gauge(
+            "gpuquota_queued_writes", "Requests that wait for a slot", ["lane"], registry=self.registry
+        )
         self.pods = Gauge("gpuquota_pods", "Pods that hold GPUs or wait for some", registry=self.registry)
 
     def count_call(self, verb: str, status: int) -> None:
         """One call to the API server."""
         self.calls.labels(verb, str(status)).inc()
 
-    def look(self, snapshot: Snapshot) -> None:
-        """The gauges, read off when somebody asks for them."""
+    def look(self, controller: Controller) -> None:
+        """The gauges, read off when somebody asks for them; those of projects that are gone are left out."""
+        snapshot = controller.snapshot
+        for gauge in (self.held, self.waiting, self.guaranteed, self.quarantined):
+            gauge.clear()
+        for kind, count in controller.quarantine.counts().items():
+            self.quarantined.labels(kind).set(count)
+        for lane, depth in controller.queued_writes().items():
+            self.queued_writes.labels(lane).set(depth)
         self.nodes.set(len(snapshot.nodes))
         self.pods.set(len(snapshot.pods))
         for name, project in snapshot.projects.items():
@@ -63,16 +77,22 @@ class Registered(Protocol):
 
 @asynccontextmanager
 async def serving(
-    metrics: Registered, port: int, *, ready: Callable[[], bool], look: Callable[[], None]
+    metrics: Registered,
+    port: int,
+    *,
+    ready: Callable[[], bool],
+    look: Callable[[], None],
+    healthy: Callable[[], str] = lambda: "",
 ) -> AsyncIterator[int]:
-    """/metrics, /healthz (the event loop turns) and /readyz; gives the port."""
+    """/metrics, /healthz and /readyz; gives the port. `healthy()` says what is wrong, "" where nothing is."""
 
     async def show(_: web.Request) -> web.Response:
         look()
         return web.Response(body=generate_latest(metrics.registry), content_type="text/plain")
 
     async def health(_: web.Request) -> web.Response:
-        return web.Response(text="ok")
+        wrong = healthy()
+        return web.Response(status=503, text=wrong) if wrong else web.Response(text="ok")
 
     async def readiness(_: web.Request) -> web.Response:
         return web.Response(text="ok") if ready() else web.Response(status=503, text="not ready")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects import Container, PodSpec
 
 MILLI: Final = 1000
+MAX_DEVICES: Final = 4096  # of one pod or node: more than any machine has, also in slices
+_LONGEST: Final = 18  # digits: a number that a label or an annotation may hold
 
 
 class Needs(NamedTuple):
@@ -48,13 +50,25 @@ NOTHING: Final = Needs()
 
 
 def gpus_of(spec: PodSpec) -> int:
-    """Whole devices that its containers ask for."""
-    return total(spec, lambda container: whole(str(container.resources.limits.get(labels.GPU_RESOURCE, 0))))
+    """Whole devices that its containers ask for, at most MAX_DEVICES."""
+    asked = total(spec, lambda container: device_count(str(container.resources.limits.get(labels.GPU_RESOURCE, 0))))
+    return min(asked, MAX_DEVICES)
 
 
-def whole(quantity: str) -> int:
-    """A quantity of devices; 0 for one that is no whole number."""
-    return int(quantity) if quantity.isdecimal() else 0
+@lru_cache(4096)
+def device_count(quantity: str) -> int:
+    """A quantity of devices (the API server writes 1000 as "1k"), at most MAX_DEVICES; 0 for what is no quantity."""
+    try:
+        return max(0, min(MAX_DEVICES, ceil(parse_quantity(labels.GPU_RESOURCE, quantity))))
+    except InvalidFieldError:
+        return 0
+
+
+def bounded_number(text: str, largest: int = MAX_COUNT) -> int | None:
+    """A whole number in ASCII digits, from 0 to `largest`; None for any other text, however long."""
+    if not text.isascii() or not text.isdecimal() or len(text) > _LONGEST:
+        return None
+    return number if (number := int(text)) <= largest else None
 
 
 def total(spec: PodSpec, amount: Callable[[Container], int]) -> int:

@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Device
 from kfp_gpuquota.api import Node as ApiNode
+from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.bystanders import Taken
-from kfp_gpuquota.cluster.kubernetes.needs import MILLI, mebibytes_left, millicores, whole, whole_bytes
+from kfp_gpuquota.cluster.kubernetes.needs import (
+    MILLI,
+    bounded_number,
+    device_count,
+    mebibytes_left,
+    millicores,
+    whole_bytes,
+)
 from kfp_gpuquota.cluster.kubernetes.places import taints_of
 
 if TYPE_CHECKING:
@@ -38,8 +46,8 @@ def node_of(node: Node, foreign: Iterable[int] = (), taken: Taken | None = None)
     Of a node without GPUs nothing counts: a team's share of CPU is one of what can be used together with GPUs.
     """
     held, taken, allocatable = set(foreign), taken or Taken(), node.status.allocatable
-    count, memory = gpu_count(node), whole(node.metadata.labels.get(labels.GPU_MEMORY, "0"))
-    places = whole(allocatable.get("pods", "0")) - taken.pods
+    count, memory = gpu_count(node), bounded_number(node.metadata.labels.get(labels.GPU_MEMORY, "0"), MAX_MIB) or 0
+    places = min(MAX_COUNT, millicores(allocatable.get("pods", "0")) // MILLI) - taken.pods
     return ApiNode(
         name=node.metadata.name,
         devices=tuple(device(i, memory) for i in range(count) if i not in held),
@@ -61,7 +69,7 @@ def device(index: int, memory_mib: int) -> Device:
 
 def gpu_count(node: Node) -> int:
     """How many GPUs its device plugin has announced, and are healthy."""
-    return whole(node.status.allocatable.get(labels.GPU_RESOURCE, "0"))
+    return device_count(node.status.allocatable.get(labels.GPU_RESOURCE, "0"))
 
 
 def is_ready(node: Node) -> bool:

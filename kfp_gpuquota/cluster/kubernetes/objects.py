@@ -213,11 +213,12 @@ class PodStatus(Struct, frozen=True):
 
 
 class Pod(Struct, frozen=True):
-    """A pod."""
+    """A pod. `problem`: why only a part of it could be read; never on the wire."""
 
     metadata: Metadata
     spec: PodSpec = PodSpec()
     status: PodStatus = PodStatus()
+    problem: str = ""
 
 
 class Namespace(Struct, frozen=True):

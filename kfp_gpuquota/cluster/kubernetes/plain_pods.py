@@ -25,7 +25,7 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage, pod_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.cluster.kubernetes.seats import Seats
@@ -82,8 +82,8 @@ class PlainPods:
         self._open: dict[GroupKey, int] = {}
         self._settled = False
 
-    def settle(self) -> None:
-        """All that exists was put: what belonged together before a restart does so again."""
+    def settle(self) -> Iterator[None]:
+        """All that exists was put: what belonged together before a restart does so again. Yields after each pod."""
         self._settled = True
         groups: dict[GroupKey, list[Member]] = {}
         for member in self.members.values():
@@ -93,7 +93,9 @@ class PlainPods:
             if any(member.stage is Stage.HELD for member in members):
                 self._form(key, members)
         for member in list(self.members.values()):
-            self._advance(member)
+            if member.view.uid in self.members:  # it may have gone since
+                self._advance(member)
+            yield
 
     # What was seen
 

@@ -78,7 +78,9 @@ class Replica:
         async with AsyncExitStack() as stack:
             credentials = load_credentials(options.kubeconfig, options.context)
             connection = await stack.enter_async_context(Connection(credentials, count=self._metrics.count_call))
-            probes = metrics.serving(self._metrics, options.metrics_port, ready=self._is_ready, look=self._look)
+            probes = metrics.serving(
+                self._metrics, options.metrics_port, ready=self._is_ready, look=self._look, healthy=self._is_healthy
+            )
             log.info("metrics and probes on port %d", await stack.enter_async_context(probes))
             certificates = await self._certificates(connection)
             tasks = [self._lead(connection, certificates)]
@@ -155,9 +157,16 @@ class Replica:
         leads = self._controller is not None
         return self._controller.ready if self._controller is not None else self._options.leader_elect and not leads
 
+    def _is_healthy(self) -> str:
+        """What is wrong: plans that are needed are not made."""
+        health = self._controller.health if self._controller is not None else None
+        if health is None or health.healthy:
+            return ""
+        return f"no plan for {health.overdue_s:.0f} s, {health.failures} failures in a row"
+
     def _look(self) -> None:
         if self._controller is not None:
-            self._metrics.look(self._controller.snapshot)
+            self._metrics.look(self._controller)
 
     def _reviewed(self, verdict: Verdict, seconds: float) -> None:
         self._metrics.reviews.labels(str(verdict.allowed)).observe(seconds)

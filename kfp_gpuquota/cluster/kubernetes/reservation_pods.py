@@ -21,7 +21,8 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.connection import JSON_PATCH
-from kfp_gpuquota.cluster.kubernetes.writes import REQUIRED, Write, deletion, escaped, node_term, pods_path
+from kfp_gpuquota.cluster.kubernetes.needs import MAX_DEVICES, bounded_number
+from kfp_gpuquota.cluster.kubernetes.writes import REQUIRED, Lane, Write, deletion, escaped, node_term, pods_path
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects import Pod
@@ -78,7 +79,7 @@ def creation(node: str, device: int, settings: ReservationSettings, simulated: s
     """Make the one for a node's device. `simulated`: the device's name where a node's GPUs exist by name only."""
     about = f"{settings.namespace}/{name_of(node, device)}"
     body = _body(node, device, settings, simulated)
-    return Write(verb="POST", path=pods_path(settings.namespace), about=about, body=body)
+    return Write(verb="POST", path=pods_path(settings.namespace), about=about, lane=Lane.CREATE, body=body)
 
 
 def removal(view: ReservationView, settings: ReservationSettings) -> Write:
@@ -100,14 +101,14 @@ def annotation(view: ReservationView, settings: ReservationSettings, sharers: st
 def view_of(pod: Pod) -> ReservationView | None:
     """What is kept of a reservation pod; None for any other one."""
     meta, notes = pod.metadata, pod.metadata.annotations or {}
-    node, device = notes.get(labels.RESERVES_ON, ""), meta.labels.get(labels.RESERVES, "")
-    if not node or not device.isdecimal():
+    node, device = notes.get(labels.RESERVES_ON, ""), bounded_number(meta.labels.get(labels.RESERVES, ""), MAX_DEVICES)
+    if not node or device is None:
         return None
     return ReservationView(
         uid=meta.uid,
         name=meta.name,
         node=node,
-        device=int(device),
+        device=device,
         gpu=_reported(pod),
         sharers=notes.get(labels.SHARERS, ""),
         ready=frozenset(filter(None, notes.get(labels.READY, "").split(","))),

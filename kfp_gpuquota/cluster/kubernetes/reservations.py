@@ -26,8 +26,9 @@ import msgspec
 from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods, share_notes
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError
 from kfp_gpuquota.cluster.kubernetes.elastic_status import worker_id
-from kfp_gpuquota.cluster.kubernetes.needs import whole
+from kfp_gpuquota.cluster.kubernetes.needs import bounded_number
 from kfp_gpuquota.cluster.kubernetes.objects import Pod
+from kfp_gpuquota.cluster.kubernetes.translate import elastic_owner
 from kfp_gpuquota.errors import RunError
 
 if TYPE_CHECKING:
@@ -366,5 +367,5 @@ def _may_start(room: Room, ticket: str, *, watched: bool) -> bool:
 def _holder(pod: Pod) -> str:
     """Under which name it has its seat: an ElasticJob's worker under the worker's."""
     meta = pod.metadata
-    owner = next((one for one in meta.owner_references if one.controller and one.kind == "ElasticJob"), None)
-    return meta.uid if owner is None else worker_id(owner.uid, whole(meta.labels.get(labels.WORKER, "0")))
+    owner = elastic_owner(meta)
+    return meta.uid if owner is None else worker_id(owner.uid, bounded_number(meta.labels.get(labels.WORKER, "0")) or 0)

@@ -118,6 +118,6 @@ def _all_free(seats: NodeSeats, devices: tuple[int, ...], *, part: bool) -> bool
 def _free(seats: NodeSeats, count: int, *, last: bool) -> tuple[int, ...]:
     """Free devices, the first ones, or the last ones for pods outside the quota; beyond the node's where none are."""
     free = [index for index in range(seats.count) if index not in seats.taken and index not in seats.parts]
-    chosen = free[-count:] if last else free[:count]
+    chosen = free[max(0, len(free) - count) :] if last else free[:count]
     beyond = max((seats.count, *(index + 1 for index in (*seats.taken, *seats.parts))))
     return (*chosen, *range(beyond, beyond + count - len(chosen)))

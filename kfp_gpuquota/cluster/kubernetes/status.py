@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.elastic_status import status_of, with_condi
 from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJobStatus, GpuQuotaStatus
 from kfp_gpuquota.cluster.kubernetes.objects import Condition
 from kfp_gpuquota.cluster.kubernetes.retries import retry_fields
-from kfp_gpuquota.cluster.kubernetes.writes import Write
+from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -119,6 +119,7 @@ def _apply(built: Built) -> Write:
         verb="PATCH",
         path=f"{built.path}/status?fieldManager={labels.FIELD_MANAGER}&force=true",
         about=built.about,
+        lane=Lane.STATUS,
         body=built.body,
         content_type=APPLY_PATCH,
         level=logging.DEBUG,

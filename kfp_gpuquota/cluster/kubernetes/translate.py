@@ -6,6 +6,7 @@ is dropped at once.
 
 from __future__ import annotations
 
+import logging
 import re
 from copy import copy
 from enum import IntEnum
@@ -18,27 +19,27 @@ import msgspec
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_mib
+from kfp_gpuquota.api.validation import MAX_PRIORITY
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.limit_ranges import completed
-from kfp_gpuquota.cluster.kubernetes.needs import (
-    Needs,
-    gpus_of,
-    needs_of,
-    whole,
-)
-from kfp_gpuquota.cluster.kubernetes.objects import PodSpec
+from kfp_gpuquota.cluster.kubernetes.needs import MAX_DEVICES, Needs, bounded_number, gpus_of, needs_of
+from kfp_gpuquota.cluster.kubernetes.objects import Container, Metadata, Pod, PodSpec, PodStatus, Resources
 from kfp_gpuquota.cluster.kubernetes.owners import Owner, owner_of
 from kfp_gpuquota.cluster.kubernetes.places import Place, place_of
-from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
-    from kfp_gpuquota.cluster.kubernetes.objects import NodeSelectorTerm, Pod
+    from kfp_gpuquota.cluster.kubernetes.objects import NodeSelectorTerm, OwnerReference
 
 NODE_NAME_FIELD: Final = "metadata.name"
+MAX_GROUP: Final = 10_000  # pods that start together
+_LONGEST_DEVICES: Final = 5 * MAX_DEVICES
 KILLED: Final = 137  # 128 + SIGKILL: what a shell says of a process that was killed
+log = logging.getLogger(__name__)
+
 _TROUBLE: Final = frozenset(
     {
         "ErrImagePull",
@@ -79,6 +80,9 @@ class GateShape(msgspec.Struct, frozen=True, gc=False):
 class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is kept of a pod. `job_uid` is its ElasticJob's, `index` and `attempt` are those of a worker.
 
+    `requested` counts the devices that its containers ask the kubelet for, which is what it can really hold, whatever
+    its annotations say. `problem`: why it cannot be planned; it is counted by `requested` then.
+
     `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each. `needs` is what it takes
     of its node beside these, `pool` the node pool that it asks for, `owner` who may say how many start together.
     `prepared`: its volumes and its network are there, so what still takes time are images and init containers.
@@ -114,6 +118,8 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pool: str = ""
     owner: Owner | None = None
     avoids: tuple[str, ...] = ()
+    requested: int = 0
+    problem: str = ""
 
     @property
     def owned(self) -> bool:
@@ -126,15 +132,72 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.stage in {Stage.HELD, Stage.LEAVING}
 
 
+def counted_view(pod: Pod) -> PodView:
+    """What is kept of `pod`; never raises.
+
+    Where it cannot be planned (an annotation that cannot be read, values out of range) the view says so in `problem`,
+    and counts what the pod holds by its plain GPU request: what holds devices is never left out of the count.
+    """
+    if pod.problem:
+        return _plain_view(pod, pod.problem)
+    try:
+        view = pod_view(pod)
+        if view.gpus and not view.job_uid:
+            pod_job(view)  # what the scheduler would be given
+    except GpuQuotaError as error:
+        return _plain_view(pod, error.message)
+    except Exception as error:
+        log.exception("pod %s/%s cannot be read", pod.metadata.namespace, pod.metadata.name)
+        return _plain_view(pod, f"{type(error).__name__}: {error}")
+    return view
+
+
+def _plain_view(pod: Pod, problem: str) -> PodView:
+    """The pod by its node and its plain request. Without a node it waits for nothing: it is not planned."""
+    meta, spec = pod.metadata, pod.spec
+    requested, owner = gpus_of(spec), elastic_owner(meta)
+    noted = (meta.annotations or {}).get(labels.DEVICES, "")  # of a part of a GPU: no container asks for one
+    gpus = requested or (min(noted.count(",") + 1, MAX_DEVICES) if noted else 0)
+    node = spec.node_name or ("" if _gate(pod) else _sent_to(pod))
+    stage = _stage(pod, gpus, node, None)
+    return PodView(
+        uid=meta.uid,
+        namespace=intern(meta.namespace),
+        name=meta.name,
+        stage=Stage.OUTSIDE if stage is not Stage.OVER and not gpus and owner is None else stage,
+        gpus=gpus,
+        created=meta.creation_timestamp.timestamp() if meta.creation_timestamp else 0.0,
+        node=intern(node),
+        bound=bool(spec.node_name),
+        running=pod.status.phase == "Running",
+        devices=_devices(noted, gpus),
+        job_uid=owner.uid if owner is not None else "",
+        index=bounded_number(meta.labels.get(labels.WORKER, "")) or 0,
+        attempt=bounded_number(meta.labels.get(labels.ATTEMPT, "")) or 0,
+        exit_code=_exit_code(pod),
+        requested=requested,
+        problem=problem[:300],
+    )
+
+
+def elastic_owner(meta: Metadata) -> OwnerReference | None:
+    """The ElasticJob of ours that controls the object; other projects have a kind of that name, too."""
+    owner = next((o for o in meta.owner_references if o.controller), None)
+    if owner is None or owner.kind != "ElasticJob" or owner.api_version.partition("/")[0] != labels.GROUP:
+        return None
+    return owner
+
+
 def pod_view(pod: Pod) -> PodView:
-    """What is kept of `pod`."""
+    """What is kept of `pod`. Raises InvalidFieldError for annotations that cannot be read."""
     meta, spec = pod.metadata, pod.spec
     gate = _gate(pod)
     node = spec.node_name or ("" if gate else _sent_to(pod))
     share = _share(pod)
-    gpus = dict(share).get("gpu_devices", 1) if share else gpus_of(spec)
+    requested = gpus_of(spec)
+    gpus = min(dict(share).get("gpu_devices", 1), MAX_DEVICES) if share else requested
     owner = next((o for o in meta.owner_references if o.controller), None)
-    elastic = owner is not None and owner.kind == "ElasticJob"
+    elastic = elastic_owner(meta) is not None
     if not gpus and not elastic:
         return _bystander(pod)
     return PodView(
@@ -158,6 +221,7 @@ def pod_view(pod: Pod) -> PodView:
         place=place_of(spec) if gate is not None else Place(),
         needs=needs_of(spec),
         owner=None if elastic else owner_of(pod),
+        requested=requested,
         **_wishes(meta.labels, meta.annotations or {}),
     )
 
@@ -227,10 +291,12 @@ def _sent_to(pod: Pod) -> str:
 
 
 def _devices(text: str, gpus: int) -> tuple[int, ...] | None:
-    parts = text.split(",")
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) != gpus:
+    """As our own patch wrote them; None for any other text."""
+    if not text or len(text) > _LONGEST_DEVICES:
         return None
-    return tuple(int(part) for part in parts)
+    parts = [bounded_number(part, MAX_DEVICES) for part in text.split(",")]
+    devices = tuple(part for part in parts if part is not None)
+    return devices if len(set(devices)) == len(parts) == gpus else None
 
 
 def _wishes(given: Mapping[str, str], annotations: Mapping[str, str]) -> dict[str, Any]:
@@ -240,14 +306,21 @@ def _wishes(given: Mapping[str, str], annotations: Mapping[str, str]) -> dict[st
     priority, preemptible = given.get(labels.PRIORITY, ""), given.get(labels.PREEMPTIBLE, "")
     return {
         "kind": Kind.BUILD if kind == Kind.BUILD else Kind.TRAIN,
-        "priority": int(priority) if priority.isdecimal() else None,
+        "priority": bounded_number(priority, MAX_PRIORITY),
         "preemptible": {"true": True, "false": False}.get(preemptible),
         "group": given.get(labels.POD_GROUP, ""),
-        "group_size": whole(annotations.get(labels.POD_GROUP_SIZE, "0")),
-        "index": whole(given.get(labels.WORKER, "0")),
-        "attempt": whole(given.get(labels.ATTEMPT, "0")),
+        "group_size": _group_size(annotations.get(labels.POD_GROUP_SIZE, "0")),
+        "index": bounded_number(given.get(labels.WORKER, "")) or 0,
+        "attempt": bounded_number(given.get(labels.ATTEMPT, "")) or 0,
         "pool": pool if (pool := given.get(labels.POOL, "")) == short_name(pool) else "",
     }
+
+
+def _group_size(text: str) -> int:
+    size = bounded_number(text, MAX_GROUP)
+    if size is None:
+        raise InvalidFieldError(labels.POD_GROUP_SIZE, text, f"it must be a whole number, at most {MAX_GROUP}")
+    return size
 
 
 def _exit_code(pod: Pod) -> int | None:
@@ -274,6 +347,34 @@ def _trouble(pod: Pod) -> str:
         if condition.type == "PodScheduled" and condition.reason == "Unschedulable":
             return f"Unschedulable: {condition.message}"[:300]
     return ""
+
+
+def recovered_pod(raw: msgspec.Raw, problem: str) -> Pod:
+    """A pod that cannot be read whole, by the fields that say what it holds; of the others the defaults."""
+    given = msgspec.json.decode(raw)
+    spec, status = _fields(given, "spec"), _fields(given, "status")
+    limits = [_fields(_fields(one, "resources"), "limits") for one in _items(spec, "containers")]
+    inits = [_fields(_fields(one, "resources"), "limits") for one in _items(spec, "initContainers")]
+    return Pod(
+        metadata=msgspec.convert(_fields(given, "metadata"), Metadata),
+        spec=PodSpec(
+            node_name=str(spec.get("nodeName") or ""),
+            containers=tuple(Container(resources=Resources(limits=one)) for one in limits),
+            init_containers=tuple(Container(resources=Resources(limits=one)) for one in inits),
+        ),
+        status=PodStatus(phase=str(status.get("phase") or "")),
+        problem=problem,
+    )
+
+
+def _fields(given: object, name: str) -> dict[str, Any]:
+    found = given.get(name) if isinstance(given, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _items(given: dict[str, Any], name: str) -> list[Any]:
+    found = given.get(name)
+    return found if isinstance(found, list) else []
 
 
 # What the scheduler is told
@@ -353,10 +454,10 @@ def elastic_job(job: ElasticJob, requests: Mapping[str, Any] | None = None) -> J
         "min_run_time_s": spec.min_run_time_seconds,
         "gpu_fraction": spec.gpu_fraction,
         "gpu_fraction_limit": spec.gpu_fraction_limit,
-        "gpu_memory_mib": None if spec.gpu_memory is None else parse_mib("gpuMemory", spec.gpu_memory),
+        "gpu_memory_mib": None if spec.gpu_memory is None else parse_mib("gpuMemory", str(spec.gpu_memory)),
         "gpu_memory_limit_mib": None
         if spec.gpu_memory_limit is None
-        else parse_mib("gpuMemoryLimit", spec.gpu_memory_limit),
+        else parse_mib("gpuMemoryLimit", str(spec.gpu_memory_limit)),
         "gpu_devices": spec.gpu_devices,
         "node_pool": spec.node_pool,
         "required_topology": spec.required_topology,

@@ -47,8 +47,20 @@ class Object(Protocol):
 O = TypeVar("O", bound=Object)  # noqa: E741 - an object, as the API calls it
 
 
+class _Identified(msgspec.Struct, frozen=True):
+    """All that is read of an object that cannot be read as its kind."""
+
+    metadata: Metadata
+
+
 class _Bookmark(msgspec.Struct, frozen=True):
     metadata: ListMetadata
+
+
+def version_of(metadata: Metadata) -> int:
+    """The object's resource version as a number; 0 for one that is none."""
+    text = metadata.resource_version
+    return int(text) if text.isdecimal() and len(text) < 20 else 0
 
 
 class Reflector(Generic[O]):
@@ -57,6 +69,9 @@ class Reflector(Generic[O]):
     Neither may await: they run inside the stream's reading; `batch_done` follows what arrived together. What is older
     than what is known is not told; `note` makes known what a write's answer said. An `optional` kind that may not be
     read counts as not installed, unless it was read before: an API server that has just started refuses everybody.
+
+    An object that cannot be read as `kind`, or that `changed` raises for, goes to `quarantined(metadata, problem)`, and
+    the watch goes on. `recover(raw, problem)` gives what can be read of an object that cannot be read whole.
     """
 
     def __init__(
@@ -72,11 +87,14 @@ class Reflector(Generic[O]):
         batch_done: Callable[[], None] = lambda: None,
         not_installed_s: float = NOT_INSTALLED_S,
         optional: bool = False,
+        quarantined: Callable[[Metadata, str], None] = lambda _metadata, _problem: None,
+        recover: Callable[[msgspec.Raw, str], O] | None = None,
     ) -> None:
         self._connection, self._path = connection, path
         self._selection = {"labelSelector": selector, "fieldSelector": fields}
         self._changed, self._gone, self._batch_done = changed, gone, batch_done
         self._not_installed_s, self._optional = not_installed_s, optional
+        self._quarantined, self._recover = quarantined, recover
         self._page = msgspec.json.Decoder(Page[msgspec.Raw])
         self._one = msgspec.json.Decoder(kind)
         self._versions: dict[str, int] = {}  # uid -> newest version seen
@@ -96,8 +114,10 @@ class Reflector(Generic[O]):
                 if not self._version:
                     await self._list()
                 await self._watch()
-                pause = FIRST_PAUSE_S
-                continue
+                if self._heard:
+                    pause = FIRST_PAUSE_S
+                    continue
+                log.info("%s: the watch ended without an event and is opened again after a pause", self._path)
             except ApiError as error:
                 pause = self._after_refusal(error, pause)
             except (aiohttp.ClientError, ClusterUnavailableError, TimeoutError, OSError) as error:
@@ -144,9 +164,9 @@ class Reflector(Generic[O]):
                 for raw in page.items or ():
                     if (found := self._read(raw)) is not None:
                         seen.add(found.metadata.uid)
-                        self._tell(found)
+                        self._put(found)
         self._version, self.installed = page.metadata.resource_version, True
-        self._drop_missing(seen, int(self._version or 0))
+        self._drop_missing(seen, int(self._version) if self._version.isdecimal() else 0)
         self.lists += 1
         self._batch_done()
         self.synced.set()
@@ -210,28 +230,53 @@ class Reflector(Generic[O]):
         found = self._read(line.object)
         if found is None:
             return
-        self._version = found.metadata.resource_version
+        self._version = found.metadata.resource_version or self._version
         if line.type == "DELETED":
             self._forget(found.metadata.uid)
         else:
+            self._put(found)
+
+    def _put(self, found: O | _Identified) -> None:
+        """An unreadable object stays known, so that a list does not take it for gone."""
+        if isinstance(found, _Identified):
+            self._versions.setdefault(found.metadata.uid, 0)
+        else:
             self._tell(found)
 
-    def _read(self, raw: msgspec.Raw) -> O | None:
-        """One object; None for one that cannot be read, which must not keep us from the others."""
+    def _read(self, raw: msgspec.Raw) -> O | _Identified | None:
+        """One object; its identity where it cannot be read as its kind; None for what has no identity either."""
         try:
             return self._one.decode(raw)
-        except msgspec.DecodeError as error:
-            log.error("%s: an object is left out, for it cannot be read: %s: %s", self._path, error, bytes(raw)[:300])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            log.error("%s: an object cannot be read: %s: %s", self._path, error, bytes(raw)[:300])
+            return self._unreadable(raw, error)
+
+    def _unreadable(self, raw: msgspec.Raw, error: Exception) -> O | _Identified | None:
+        try:
+            found = msgspec.json.decode(raw, type=_Identified)
+        except (msgspec.DecodeError, ValueError, RecursionError):
             return None
+        problem = f"the object cannot be read: {error}"
+        if self._recover is not None:
+            return self._recover(raw, problem)
+        self._quarantined(found.metadata, problem)
+        return found
 
     def _tell(self, found: O) -> None:
-        uid, version = found.metadata.uid, int(found.metadata.resource_version or 0)
+        uid, version = found.metadata.uid, version_of(found.metadata)
         if version <= self._versions.get(uid, -1):
             return
         self._versions[uid] = version
-        self._changed(found)
+        try:
+            self._changed(found)
+        except Exception as error:
+            log.exception("%s: %s could not be handled", self._path, found.metadata.name)
+            self._quarantined(found.metadata, f"the object could not be handled: {type(error).__name__}: {error}")
 
     def _forget(self, uid: str) -> None:
         if self._versions.pop(uid, None) is not None:
             self._buried.append(uid)
-            self._gone(uid)
+            try:
+                self._gone(uid)
+            except Exception:
+                log.exception("%s: the end of %s could not be handled", self._path, uid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -18,15 +19,34 @@ _AFFINITY: Final = "/spec/affinity"
 _TERMS: Final = f"{_AFFINITY}/nodeAffinity/{REQUIRED}/nodeSelectorTerms"
 
 
+class Lane(StrEnum):
+    """What a request does; each kind has slots of its own in the writer."""
+
+    ADMIT = "admit"  # a gated pod may start
+    RELEASE = "release"  # a pod is evicted or deleted
+    CREATE = "create"  # a pod, and what it mounts
+    STATUS = "status"
+    EVENT = "event"
+    OTHER = "other"
+
+
 class Write(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. `level` is that of its line in the log: what is written again and again is for debugging only."""
+    """One request. `about` is "namespace/name" of its object, or a name alone. `level` is that of its line in the log:
+    what is written again and again is for debugging only.
+    """
 
     verb: str
     path: str
     about: str
+    lane: Lane = Lane.OTHER
     body: Any = None
     content_type: str = JSON
     level: int = logging.INFO
+
+    @property
+    def namespace(self) -> str:
+        """Of the object; "" where it has none."""
+        return self.about.partition("/")[0] if "/" in self.about else ""
 
 
 def pods_path(namespace: str) -> str:
@@ -52,6 +72,7 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) ->
         verb="PATCH",
         path=f"{pods_path(pod.namespace)}/{pod.name}",
         about=f"{pod.namespace}/{pod.name}",
+        lane=Lane.ADMIT,
         body=operations,
         content_type=JSON_PATCH,
     )
@@ -72,7 +93,7 @@ def eviction(pod: PodView) -> Write:
         "deleteOptions": {"preconditions": {"uid": pod.uid}},
     }
     path = f"{pods_path(pod.namespace)}/{pod.name}/eviction"
-    return Write(verb="POST", path=path, about=f"{pod.namespace}/{pod.name}", body=body)
+    return Write(verb="POST", path=path, about=f"{pod.namespace}/{pod.name}", lane=Lane.RELEASE, body=body)
 
 
 def deletion(namespace: str, name: str, uid: str = "", grace_s: float | None = None) -> Write:
@@ -82,7 +103,8 @@ def deletion(namespace: str, name: str, uid: str = "", grace_s: float | None = N
         body["preconditions"] = {"uid": uid}
     if grace_s is not None:
         body["gracePeriodSeconds"] = max(1, int(grace_s))  # 0 would take the object away while the process still runs
-    return Write(verb="DELETE", path=f"{pods_path(namespace)}/{name}", about=f"{namespace}/{name}", body=body)
+    path = f"{pods_path(namespace)}/{name}"
+    return Write(verb="DELETE", path=path, about=f"{namespace}/{name}", lane=Lane.RELEASE, body=body)
 
 
 def node_term(node: str) -> dict[str, Any]:

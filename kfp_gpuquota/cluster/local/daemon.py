@@ -74,7 +74,7 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int) -> None:
         stack.callback(listener.close)
         url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
         state = ClusterState(store, nodes, shape.usage_half_life_s)
-        driver = Driver(home, state, url, shape.memory_policy)
+        driver = Driver(home, state, url, shape.memory_policy, give_up=stop.set)
         stack.callback(driver.close)
         app = build_app(
             LocalCluster(home, store, state, driver),
@@ -94,6 +94,7 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int) -> None:
         _say(ready, READY)
         await stop.wait()
         log.info("stopping; what runs goes on")
+    driver.health.check()
 
 
 def _nodes(store: Store, shape: ClusterConfig, *, changed: bool) -> tuple[Node, ...]:

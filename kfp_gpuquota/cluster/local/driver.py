@@ -25,15 +25,16 @@ from kfp_gpuquota.cluster.local.environment import worker_environment
 from kfp_gpuquota.cluster.local.home import Home, write_private
 from kfp_gpuquota.cluster.local.sharing import Sharing
 from kfp_gpuquota.cluster.pace import Pace
+from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 from kfp_gpuquota.cluster.transcript import Transcript
-from kfp_gpuquota.errors import NotFoundError, StateFileError
+from kfp_gpuquota.errors import NotFoundError, PlanningFailedError, StateFileError
 from kfp_gpuquota.fractions import Policy
 from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership import MembershipService
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.local.state import ClusterState
@@ -46,9 +47,19 @@ log = logging.getLogger(__name__)
 
 
 class Driver:
-    """One per daemon; it is also what the membership service tells its news to. All of it runs in the event loop."""
+    """One per daemon; it is also what the membership service tells its news to. All of it runs in the event loop.
 
-    def __init__(self, home: Home, state: ClusterState, url: str, policy: Policy | None = None) -> None:
+    `give_up()` is called when plans fail again and again: the daemon ends, and `health.check()` says why.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        state: ClusterState,
+        url: str,
+        policy: Policy | None = None,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
         self._home = home
         self._url = url
         self._state = state
@@ -59,11 +70,14 @@ class Driver:
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
         self._pace = Pace()
+        self.health = PlanningHealth(self._loop.time)
+        self._give_up = give_up
 
     def wake(self) -> None:
         """Something changed: plan in the next turn of the loop."""
         if self._planning is None:
-            delay_s = self._pace.delay_s
+            self.health.requested()
+            delay_s = max(self._pace.delay_s, self.health.pause_s)
             self._planning = self._loop.call_later(delay_s, self._plan) if delay_s else self._loop.call_soon(self._plan)
 
     def recover(self) -> None:
@@ -101,6 +115,24 @@ class Driver:
     # Plans
 
     def _plan(self) -> None:
+        try:
+            self._plan_once()
+        except Exception:
+            log.exception("the plan failed")
+            self._plan_failed()
+        else:
+            self.health.succeeded()
+
+    def _plan_failed(self) -> None:
+        try:
+            self.health.failed()
+        except PlanningFailedError as error:
+            log.error("%s", error.message)
+            self._give_up()
+        else:
+            self._plan_again(self.health.pause_s)
+
+    def _plan_once(self) -> None:
         self._planning = None
         now = time.time()
         plan = scheduler.plan(self._state.scheduler, now)

@@ -1,0 +1,72 @@
+"""The embedded cluster's planner raises: planning goes on, and a daemon whose plans keep failing ends."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
+from kfp_gpuquota.cluster.local.driver import Driver
+from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.state import ClusterState
+from kfp_gpuquota.cluster.local.store import Store
+from kfp_gpuquota.cluster.planning import MAX_FAILURES, PlanningHealth
+from kfp_gpuquota.errors import PlanningFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def driver_with(plans: list[bool], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Driver, list[str]]]:
+    """A driver whose plans raise where `plans` says so, without pauses; what it reported."""
+    works, ended = scheduler.plan, []
+
+    def plan(*arguments: Any) -> scheduler.Plan:
+        if plans and not plans.pop(0):
+            raise ZeroDivisionError("a fault of the planner's own")
+        return works(*arguments)
+
+    monkeypatch.setattr(scheduler, "plan", plan)
+    home = Home(folder)
+    home.create()
+    store = Store(home.database)
+    state = ClusterState(store, discover_nodes(ClusterConfig(gpus_per_node=1)), None)
+    driver = Driver(home, state, "http://127.0.0.1:1", give_up=lambda: ended.append("gave up"))
+    driver.health = PlanningHealth(asyncio.get_running_loop().time, first_pause_s=0.0)
+    try:
+        yield driver, ended
+    finally:
+        driver.close()
+        store.close()
+
+
+def test_a_daemon_plans_again_after_a_plan_that_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        plans = [False] * (MAX_FAILURES - 1)
+        with driver_with(plans, tmp_path, monkeypatch) as (driver, ended):
+            driver.wake()
+            async with asyncio.timeout(30):
+                while plans or driver.health.failures:
+                    await asyncio.sleep(0)
+            assert not ended
+
+    asyncio.run(scenario())
+
+
+def test_a_daemon_whose_plans_keep_failing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        with driver_with([False] * 100, tmp_path, monkeypatch) as (driver, ended):
+            driver.wake()
+            async with asyncio.timeout(30):
+                while not ended:
+                    await asyncio.sleep(0)
+            with pytest.raises(PlanningFailedError):
+                driver.health.check()
+
+    asyncio.run(scenario())

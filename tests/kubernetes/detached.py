@@ -1,0 +1,123 @@
+"""A controller without an API server: the test is the watch, and every request is recorded and refused or answered.
+
+A test double, for what no API server can be brought to give: objects that its own validation refuses, and thousands of
+generated ones in seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.connection import Connection
+from kfp_gpuquota.cluster.kubernetes.controller import Controller
+from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
+from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
+from kfp_gpuquota.cluster.kubernetes.objects import WatchLine
+from kfp_gpuquota.errors import ClusterUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+PODS = "/api/v1/pods"
+NODES = "/api/v1/nodes"
+NAMESPACES = "/api/v1/namespaces"
+QUOTAS = f"/apis/{labels.API_VERSION}/gpuquotas"
+JOBS = f"/apis/{labels.API_VERSION}/elasticjobs"
+PROFILES = "/apis/kubeflow.org/v1/profiles"
+LIMIT_RANGES = "/api/v1/limitranges"
+Object = dict[str, Any]
+
+
+class Unanswered(Connection):
+    """Records every request; no server answers it."""
+
+    def __init__(self) -> None:
+        super().__init__(Credentials(server="https://nowhere.invalid"), patience_s=0.0)
+        self.asked: list[tuple[str, str, Any]] = []
+
+    async def call(
+        self,
+        verb: str,
+        path: str,
+        body: object = None,
+        *,
+        content_type: str = "",
+        params: Mapping[str, str] | None = None,
+        patience_s: float | None = None,
+    ) -> bytes:
+        """Record it, and fail as an API server does that is away."""
+        self.asked.append((verb, path, body))
+        await asyncio.sleep(0)
+        raise ClusterUnavailableError(f"no server answers {verb} {path}")
+
+
+class Detached:
+    """The controller, and the watches that the test plays."""
+
+    def __init__(self, **options: Any) -> None:
+        self.connection = Unanswered()
+        self.controller = Controller(self.connection, PodSettings(coordinator="https://nowhere.invalid"), **options)
+        self._reflectors = {reflector._path: reflector for reflector in self.controller.reflectors}
+        self._versions = itertools.count(1)
+
+    def see(self, path: str, body: Object | bytes, event: str = "MODIFIED") -> None:
+        """One line of the watch of `path`, as the API server would send it."""
+        if isinstance(body, dict):
+            metadata = {**body.get("metadata", {}), "resourceVersion": str(next(self._versions))}
+            body = msgspec.json.encode({**body, "metadata": metadata})
+        self._reflectors[path]._take(WatchLine(event, msgspec.Raw(body)))
+
+    async def start(self) -> None:
+        """All was listed."""
+        await self.controller.snapshot.start(self.controller.gangs.join)
+        self.controller.profiles.start()
+
+    def node(self, name: str = "node", gpus: int = 8) -> None:
+        """A node that is ready."""
+        allocatable = {labels.GPU_RESOURCE: str(gpus), "cpu": "64", "memory": "256Gi", "pods": "110"}
+        status = {"allocatable": allocatable, "conditions": [{"type": "Ready", "status": "True"}]}
+        self.see(NODES, {"metadata": {"name": name, "uid": f"node-{name}"}, "spec": {}, "status": status})
+
+    def team(self, name: str, guaranteed: int = 4) -> None:
+        """A team with a quota."""
+        self.see(QUOTAS, {"metadata": {"name": name, "uid": f"quota-{name}"}, "spec": {"guaranteed": guaranteed}})
+
+    def pod(self, team: str, name: str, gpus: int | str = 1, *, node: str = "", **more: Any) -> str:
+        """A pod that is gated, or runs on `node`; its uid."""
+        uid = str(more.pop("uid", f"{team}-{name}"))
+        container = {"name": "main", "resources": {"limits": {labels.GPU_RESOURCE: str(gpus)}}}
+        spec = {"nodeName": node} if node else {"schedulingGates": [{"name": labels.QUOTA_GATE}]}
+        body = {
+            "metadata": {"name": name, "namespace": team, "uid": uid, **more.pop("metadata", {})},
+            "spec": {"containers": [container], **spec, **more},
+            "status": {"phase": "Running" if node else "Pending"},
+        }
+        self.see(PODS, body)
+        return uid
+
+    def sent(self, uid: str) -> bool:
+        """The pod was planned: it was sent to a node, or is being sent."""
+        member = self.controller.snapshot.plain.members.get(uid)
+        return member is not None and member.sent_to is not None
+
+    def taken(self, node: str = "node") -> int:
+        """Devices of the node that pods hold."""
+        held = self.controller.snapshot.seats._of.values()
+        return sum(len(devices) for name, devices in held if name == node)
+
+
+@asynccontextmanager
+async def detached(**options: Any) -> AsyncIterator[Detached]:
+    """A controller that has not listed anything yet; what it began is ended with the block."""
+    running = Detached(**options)
+    try:
+        yield running
+    finally:
+        running.controller._stop_timers()
+        await running.controller._writer.close()

@@ -1,0 +1,388 @@
+"""Whatever users write into objects: no exception escapes, what holds GPUs is counted, and others are planned.
+
+Objects go in as the watch delivers them, among them such as the API server itself would refuse: its validation is not
+what keeps the controller alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
+from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.needs import MAX_DEVICES
+from kfp_gpuquota.cluster.kubernetes.owners import (
+    INDEX_ANNOTATION,
+    JOBSET_LABEL,
+    LEADER_WORKER_LABEL,
+    POD_GROUP_LABEL,
+    VOLCANO_ANNOTATION,
+)
+from tests.kubernetes.detached import JOBS, LIMIT_RANGES, NAMESPACES, NODES, PODS, PROFILES, QUOTAS, Detached, detached
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+HUGE = "9" * 5000
+NOTES = [
+    labels.POD_GROUP_SIZE,
+    labels.DEVICES,
+    labels.REASON,
+    labels.GPUS,
+    labels.GPU_CONFIG,
+    labels.RESERVES_ON,
+    labels.SHARERS,
+    labels.READY,
+    labels.SET_BY,
+    labels.SIMULATED,
+    VOLCANO_ANNOTATION,
+    INDEX_ANNOTATION,
+    *SHARE_ANNOTATIONS,
+    *(f"{labels.GROUP}/{name}" for name in SHARE_ANNOTATIONS),
+]
+LABELS = [
+    labels.KIND,
+    labels.PRIORITY,
+    labels.PREEMPTIBLE,
+    labels.POD_GROUP,
+    labels.JOB,
+    labels.WORKER,
+    labels.ATTEMPT,
+    labels.POOL,
+    labels.RESERVES,
+    labels.MANAGED,
+    labels.SOURCE,
+    labels.GPU_MEMORY,
+    labels.NOTEBOOK,
+    POD_GROUP_LABEL,
+    JOBSET_LABEL,
+    LEADER_WORKER_LABEL,
+]
+TEXTS = st.one_of(
+    st.sampled_from(["", "0", "1", "-1", "2", "0.5", "1e309", "nan", "inf", HUGE, f"-{HUGE}", "٣", "²", "1k", "4Gi"]),
+    st.text(max_size=20),
+    st.integers().map(str),
+)
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+NUMBERS = st.one_of(st.integers(-2, 10), st.integers(-(2**63), 2**64 - 1))
+AMOUNTS = st.one_of(TEXTS, st.integers(-(2**63), 2**64 - 1), st.floats(allow_nan=False))
+
+
+def either(typical: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Mostly of the right shape, seldom anything: else hardly an object would get beyond its decoder."""
+    return st.integers(0, 29).flatmap(lambda drawn: ANY if drawn == 17 else typical)
+
+
+def maybe(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Any of the fields."""
+    return st.fixed_dictionaries({}, optional={name: either(value) for name, value in fields.items()})
+
+
+RESOURCES = maybe(
+    {
+        "limits": st.dictionaries(st.sampled_from([labels.GPU_RESOURCE, "cpu", "memory"]), AMOUNTS),
+        "requests": st.dictionaries(st.sampled_from([labels.GPU_RESOURCE, "cpu", "memory"]), AMOUNTS),
+    }
+)
+CONTAINERS = st.lists(maybe({"name": TEXTS, "resources": RESOURCES, "restartPolicy": TEXTS, "env": ANY}), max_size=3)
+MATCHES = st.lists(
+    maybe(
+        {
+            "key": TEXTS,
+            "operator": st.sampled_from(["In", "NotIn", "Gt", "Lt", "Exists", "Near"]),
+            "values": st.lists(TEXTS, max_size=2),
+        }
+    ),
+    max_size=2,
+)
+TERMS = st.lists(maybe({"matchFields": MATCHES, "matchExpressions": MATCHES}), max_size=2)
+REQUIRED = st.builds(
+    lambda terms: {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}},
+    TERMS,
+)
+OWNERS = st.lists(
+    maybe(
+        {
+            "apiVersion": st.sampled_from([labels.API_VERSION, "elastic.iml.github.io/v1alpha1", "batch/v1"]),
+            "kind": st.sampled_from(["ElasticJob", "Job", "ReplicaSet", "Workflow"]),
+            "name": TEXTS,
+            "uid": st.sampled_from(["job-1", "job-2", "else"]),
+            "controller": st.booleans(),
+        }
+    ),
+    max_size=2,
+)
+POD_SPECS = maybe(
+    {
+        "nodeName": st.sampled_from(["node", "nowhere", ""]),
+        "schedulingGates": st.just([{"name": labels.QUOTA_GATE}]),
+        "containers": CONTAINERS,
+        "initContainers": CONTAINERS,
+        "affinity": REQUIRED,
+        "nodeSelector": st.dictionaries(TEXTS, TEXTS, max_size=2),
+        "tolerations": st.lists(maybe({"key": TEXTS, "operator": TEXTS, "value": TEXTS, "effect": TEXTS}), max_size=2),
+        "terminationGracePeriodSeconds": AMOUNTS,
+        "overhead": st.dictionaries(st.sampled_from(["cpu", "memory"]), AMOUNTS),
+        "resources": RESOURCES,
+    }
+)
+NAMES = st.sampled_from(["team", "other", "kube-system"])
+
+
+def metadata(uid: str, namespace: str = "") -> st.SearchStrategy[dict[str, Any]]:
+    """Of an object that has this uid, and a name and a namespace as the API server assigns them."""
+    drawn = maybe(
+        {
+            "labels": st.dictionaries(st.sampled_from(LABELS), TEXTS, max_size=4),
+            "annotations": st.dictionaries(st.sampled_from(NOTES), TEXTS, max_size=4),
+            "ownerReferences": OWNERS,
+            "creationTimestamp": st.just("2026-11-22T10:00:00Z"),
+            "deletionTimestamp": st.just("2026-11-22T10:00:00Z"),
+            "generation": st.integers(),
+        }
+    )
+    return drawn.map(lambda meta: {**meta, "uid": uid, "name": uid, "namespace": namespace})
+
+
+STATUSES = maybe(
+    {
+        "phase": st.sampled_from(["Pending", "Running", "Succeeded", "Failed", "Odd"]),
+        "conditions": st.lists(maybe({"type": TEXTS, "status": TEXTS, "message": TEXTS}), max_size=2),
+        "allocatable": st.dictionaries(st.sampled_from([labels.GPU_RESOURCE, "cpu", "memory", "pods"]), AMOUNTS),
+    }
+)
+JOB_SPECS = maybe(
+    {
+        "template": st.fixed_dictionaries({"spec": POD_SPECS, "metadata": maybe({"annotations": ANY, "labels": ANY})}),
+        **dict.fromkeys(("gpus", "minGpus", "maxGpus", "gpusPerWorker", "gpuDevices", "priority"), NUMBERS),
+        **dict.fromkeys(("gpuFraction", "gpuFractionLimit", "gpuMemory", "gpuMemoryLimit"), NUMBERS),
+        **dict.fromkeys(("gracePeriodSeconds", "maxRestarts", "coolDownSeconds", "minRunTimeSeconds"), NUMBERS),
+        **dict.fromkeys(("maxRuntimeSeconds", "ttlSecondsAfterFinished", "workersReadyTimeoutSeconds"), NUMBERS),
+        **dict.fromkeys(("kind", "nodePool", "requiredTopology", "preferredTopology"), TEXTS),
+        "suspend": st.booleans(),
+        "spread": st.booleans(),
+        "checkpoint": maybe({"claimName": TEXTS}),
+        "lease": maybe({"holder": TEXTS, "durationSeconds": NUMBERS, "renewTime": TEXTS}),
+    }
+)
+JOB_STATUSES = maybe(
+    {
+        **dict.fromkeys(("attempt", "nextIndex", "generation", "generationReserved", "restarts"), NUMBERS),
+        "phase": st.sampled_from(["Pending", "Running", "Starting", "Succeeded", "Suspended", "Odd"]),
+        "intent": st.sampled_from(["run", "delete", "requeue", "odd"]),
+        **dict.fromkeys(("reason", "resultWorker"), TEXTS),
+        **dict.fromkeys(("ranks", "ended"), st.lists(NUMBERS, max_size=3)),
+        **dict.fromkeys(("progress", "requeueState", "growState"), st.none()),
+    }
+)
+TAINTS = st.lists(st.fixed_dictionaries({"key": TEXTS, "effect": TEXTS, "value": TEXTS}), max_size=2)
+LIMITS = maybe({"limits": st.lists(maybe({"type": st.just("Container"), "defaultRequest": RESOURCES}), max_size=2)})
+QUOTA_SPECS = maybe(
+    {
+        **dict.fromkeys(("guaranteed", "limit", "priority", "overQuotaWeight", "guaranteedCpu"), AMOUNTS),
+        "parent": st.sampled_from(["team", "other", "kube-system", ""]),
+        "pools": st.dictionaries(TEXTS, ANY, max_size=2),
+    }
+)
+
+
+def objects() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
+    """(path, object) of any kind that the controller watches."""
+    kinds: list[tuple[str, Callable[[str], st.SearchStrategy[dict[str, Any]]], dict[str, st.SearchStrategy[Any]]]] = [
+        (PODS, lambda uid: NAMES.flatmap(lambda space: metadata(uid, space)), {"spec": POD_SPECS, "status": STATUSES}),
+        (NODES, metadata, {"spec": maybe({"taints": TAINTS, "unschedulable": st.booleans()}), "status": STATUSES}),
+        (JOBS, lambda uid: metadata(uid, "team"), {"spec": JOB_SPECS, "status": JOB_STATUSES}),
+        (QUOTAS, metadata, {"spec": QUOTA_SPECS}),
+        (PROFILES, metadata, {"spec": maybe({"plugins": st.lists(maybe({"kind": st.just("GpuQuota"), "spec": ANY}))})}),
+        (NAMESPACES, metadata, {}),
+        (LIMIT_RANGES, lambda uid: metadata(uid, "team"), {"spec": LIMITS}),
+    ]
+
+    def of(kind: int, number: int) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
+        path, meta, fields = kinds[kind]
+        uid = f"{'job' if path == JOBS else f'kind{kind}'}-{number}"
+        body = st.fixed_dictionaries({"metadata": meta(uid), **{name: either(value) for name, value in fields.items()}})
+        return body.map(lambda one: (path, one))
+
+    return st.tuples(st.integers(0, len(kinds) - 1), st.integers(1, 3)).flatmap(lambda drawn: of(*drawn))
+
+
+class Tracebacks(logging.Handler):
+    """What was logged with a traceback: a guard has caught it, and it is a fault all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.seen.append(logging.Formatter().formatException(record.exc_info))
+
+
+@contextmanager
+def no_traceback() -> Iterator[None]:
+    """Nothing is logged inside, and no guard has to catch an exception."""
+    handler, package = Tracebacks(), logging.getLogger("kfp_gpuquota")
+    package.addHandler(handler)
+    package.propagate = False
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        package.propagate = True
+    assert not handler.seen, handler.seen[0]
+
+
+def run(scenario: Callable[[Detached], Coroutine[Any, Any, None]]) -> None:
+    async def all_of_it() -> None:
+        async with detached() as test, asyncio.timeout(60):
+            await scenario(test)
+
+    asyncio.run(all_of_it())
+
+
+async def planned(test: Detached, uid: str) -> None:
+    """Return when the pod was sent to a node."""
+    while not test.sent(uid):
+        await asyncio.sleep(0)
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@given(st.lists(objects(), max_size=8), st.lists(objects(), max_size=8), st.sampled_from(["MODIFIED", "DELETED"]))
+def test_no_object_keeps_a_valid_pod_from_being_planned(
+    before: list[tuple[str, dict[str, Any]]], after: list[tuple[str, dict[str, Any]]], event: str
+) -> None:
+    async def scenario(test: Detached) -> None:
+        for path, body in before:
+            test.see(path, body)
+        await test.start()
+        for path, body in after:
+            test.see(path, body, event)
+        test.node("valid")
+        test.team("valid")
+        await planned(test, test.pod("valid", "pod"))
+        held = [uid for uid, pod in test.controller.snapshot.pods.items() if pod.holds and pod.requested]
+        assert all(test.controller.snapshot.seats.held(uid) for uid in held if not is_worker(test, uid))
+        assert not test.controller.health.failures
+
+    with no_traceback():
+        run(scenario)
+
+
+def is_worker(test: Detached, uid: str) -> bool:
+    """A worker's seat stands under the worker's name."""
+    return bool(test.controller.snapshot.pods[uid].job_uid)
+
+
+@pytest.mark.parametrize(
+    ("note", "text"),
+    [
+        (labels.POD_GROUP_SIZE, HUGE),
+        ("gpu-fraction", "half"),
+        ("gpu-fraction-num-devices", HUGE),
+        ("gpu-memory", HUGE),
+        ("gpuquota.dev/gpu-memory-limit", "4Q"),
+    ],
+)
+def test_a_pod_whose_annotations_cannot_be_read_is_counted_by_its_plain_request(note: str, text: str) -> None:
+    async def scenario(test: Detached) -> None:
+        test.node(gpus=8)
+        test.team("team")
+        test.pod("team", "odd", 6, node="node", metadata={"annotations": {note: text}})
+        fits, too_many = test.pod("team", "fits", 2), test.pod("team", "many", 3)
+        await test.start()
+        await planned(test, fits)
+        assert test.taken() == 8
+        assert not test.sent(too_many)
+        assert test.controller.quarantine.counts() == {"Pod": 1}
+        warnings = [body for verb, path, body in test.connection.asked if path.endswith("/events")]
+        assert any(note in warning["message"] for warning in warnings), warnings
+
+    run(scenario)
+
+
+def test_a_pod_of_which_only_a_part_can_be_read_is_counted() -> None:
+    async def scenario(test: Detached) -> None:
+        test.node(gpus=8)
+        test.team("team")
+        container = {"resources": {"limits": {labels.GPU_RESOURCE: "5"}}}
+        odd = {
+            "metadata": {"name": "odd", "namespace": "team", "uid": "odd"},
+            "spec": {"nodeName": "node", "containers": [container], "tolerations": "all"},
+            "status": {"phase": "Running", "conditions": 7},
+        }
+        test.see(PODS, odd)
+        await test.start()
+        assert test.taken() == 5
+        test.see(PODS, odd, "DELETED")
+        assert test.taken() == 0
+        assert not test.controller.quarantine.counts()
+
+    run(scenario)
+
+
+def test_an_object_that_can_no_longer_be_read_is_not_taken_for_gone() -> None:
+    async def scenario(test: Detached) -> None:
+        test.team("team", guaranteed=3)
+        await test.start()
+        test.see(QUOTAS, {"metadata": {"name": "team", "uid": "quota-team"}, "spec": "much"})
+        assert test.controller.snapshot.projects["team"].guaranteed == 3
+        assert test.controller.quarantine.counts() == {"GpuQuota": 1}
+        reflector = next(one for one in test.controller.reflectors if one._path == QUOTAS)
+        seen = reflector._read(msgspec.Raw(b'{"metadata": {"name": "team", "uid": "quota-team"}, "spec": "much"}'))
+        assert seen is not None
+        reflector._drop_missing({seen.metadata.uid}, 1000)
+        assert "team" in test.controller.snapshot.projects
+
+    run(scenario)
+
+
+def test_devices_that_a_pod_claims_by_annotations_alone_are_not_taken_from_others() -> None:
+    async def scenario(test: Detached) -> None:
+        test.node(gpus=8)
+        claim = {"annotations": {"gpu-fraction": "0.5", "gpu-fraction-num-devices": "8"}}
+        container = {"name": "main"}
+        body = {
+            "metadata": {"name": "claim", "namespace": "unmanaged", "uid": "claim", **claim},
+            "spec": {"nodeName": "node", "containers": [container]},
+            "status": {"phase": "Running"},
+        }
+        test.see(PODS, body)
+        await test.start()
+        assert test.taken() == 0
+
+    run(scenario)
+
+
+def test_a_pod_of_another_projects_elastic_job_is_a_plain_pod() -> None:
+    async def scenario(test: Detached) -> None:
+        test.node()
+        test.team("team")
+        owner = {"apiVersion": "elastic.iml.github.io/v1alpha1", "kind": "ElasticJob", "name": "j", "uid": "u"}
+        uid = test.pod("team", "pod", metadata={"ownerReferences": [{**owner, "controller": True}]})
+        await test.start()
+        await planned(test, uid)
+
+    run(scenario)
+
+
+def test_no_pod_counts_for_more_devices_than_any_machine_has() -> None:
+    async def scenario(test: Detached) -> None:
+        test.node(gpus=8)
+        test.pod("unmanaged", "greedy", "1000000000", node="node")
+        await test.start()
+        assert test.taken() == MAX_DEVICES
+
+    run(scenario)
