@@ -20,7 +20,7 @@ class Facts:
     def __init__(self, job: ElasticJob, now: float) -> None:
         self.object = job
         self.generation = job.status.generation
-        self.reserved = job.status.generation_reserved
+        self.reserved = self.durable = job.status.generation_reserved  # claimed; stored by the API server
         self.ran_s = job.status.ran_seconds
         self.ended = set(job.status.ended)
         self.ranks = job.status.ranks

@@ -72,11 +72,12 @@ class ElasticJobs:
         requests_in: Callable[[str], Mapping[str, Any]],
         avoided: Callable[[PodView], None],
         told: Callable[[Subject, str], None],
+        epoch: int = 0,
     ) -> None:
         self._requests_in = requests_in
         self.book = Book(tell, seats, nodes)
         self._tell, self._changed, self._decided = tell, changed, decided
-        self.membership = JobMembership(self.book, settings.key, kill=self._kill, changed=changed)
+        self.membership = JobMembership(self.book, settings.key, kill=self._kill, changed=changed, epoch=epoch)
         self.workers = WorkerPods(
             self.book, writer, settings, tell=tell, noted=noted, changed=changed, given_up=self._never_made
         )
@@ -101,6 +102,7 @@ class ElasticJobs:
     def start(self) -> None:
         """All has been listed: take up what an earlier controller left."""
         self.news.started = True
+        self.membership.begin_epoch()
         for uid, job in list(self.book.jobs.items()):
             alive = self.book.alive_of(uid)
             if alive:

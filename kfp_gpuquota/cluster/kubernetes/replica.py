@@ -23,6 +23,7 @@ from kfp_gpuquota.cluster.kubernetes import coordination, kinds, labels, metrics
 from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
+from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
 from kfp_gpuquota.cluster.kubernetes.leader import LeaderElection
 from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook
@@ -112,13 +113,15 @@ class Replica:
             await _label(connection, leads=True)
         try:
             self._metrics.leads.set(1)
-            self._controller = await self._make_controller(connection, certificates)
+            self._controller = await self._make_controller(connection, certificates, election)
             holding = election.hold() if options.leader_elect else asyncio.Event().wait()
             await first_to_end(self._controller.run(), holding)
         finally:
             await election.release()
 
-    async def _make_controller(self, connection: Connection, certificates: webhook.Certificates) -> Controller:
+    async def _make_controller(
+        self, connection: Connection, certificates: webhook.Certificates, election: LeaderElection
+    ) -> Controller:
         options = self._options
         settings = PodSettings(
             coordinator=options.advertise or f"https://{socket.gethostname()}:{options.membership_port}",
@@ -140,6 +143,8 @@ class Replica:
                 priority_class=options.reservation_priority_class,
             ),
             ready=ReadyRules(options.workers_ready_timeout, options.workers_ready_tries, options.workers_ready_pause),
+            fence=election.validity if options.leader_elect else NO_FENCE,
+            epoch=election.epoch,
         )
 
     async def _certificates(self, connection: Connection) -> webhook.Certificates:

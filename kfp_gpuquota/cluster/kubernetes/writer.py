@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError
+from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE, StaleLeaseError
 from kfp_gpuquota.cluster.kubernetes.logs import because_of, cause, fields
 from kfp_gpuquota.errors import ClusterUnavailableError
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfp_gpuquota.cluster.kubernetes.connection import Connection
+    from kfp_gpuquota.cluster.kubernetes.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.writes import Write
 
 PARALLEL: Final = 24
@@ -27,11 +29,12 @@ class Writer:
 
     Tasks live while there is something to do, so an idle controller has none. `done(answer)` or `failed(error)` is
     called in the event loop; a write that is refused is not tried again here, because the state it was based on is
-    what has to be looked at again.
+    what has to be looked at again. Once `fence` is closed nothing is sent, and neither is called: the process that
+    leads now decides anew.
     """
 
-    def __init__(self, connection: Connection, parallel: int = PARALLEL) -> None:
-        self._connection, self._parallel = connection, parallel
+    def __init__(self, connection: Connection, parallel: int = PARALLEL, *, fence: Fence = NO_FENCE) -> None:
+        self._connection, self._parallel, self._fence = connection, parallel, fence
         self._waiting: deque[tuple[str, Write, Callable[[bytes], None], Callable[[Exception], None]]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -60,7 +63,11 @@ class Writer:
     ) -> None:
         told = fields(verb=write.verb, path=write.path, object=write.about)
         try:
-            answer = await self._connection.call(write.verb, write.path, write.body, content_type=write.content_type)
+            answer = await self._connection.call(
+                write.verb, write.path, write.body, content_type=write.content_type, fence=self._fence
+            )
+        except StaleLeaseError as error:
+            log.error("%s", error, extra=told)
         except (ApiError, ClusterUnavailableError) as error:
             log.info("%s %s was refused: %s", write.verb, write.about, error, extra=told)
             failed(error)
