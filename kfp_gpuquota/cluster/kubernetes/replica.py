@@ -72,6 +72,7 @@ class Replica:
         self._metrics = metrics.Metrics()
         self._controller: Controller | None = None
         self._policies = PolicyBook()
+        self._reviews = not options.webhook_port  # whether the port of reviews is open, where there is one
 
     async def run(self) -> None:
         """Until cancelled, or until it leads no more."""
@@ -100,7 +101,11 @@ class Replica:
     async def _review(self, certificates: webhook.Certificates, user: str) -> None:
         """Pods wait until the policies are known: what one forces would not hold for those that came before."""
         await self._reflector.synced.wait()
-        await webhook.serve(certificates, user, self._options.webhook_port, self._reviewed, lambda: self._policies.all)
+        port = self._options.webhook_port
+        await webhook.serve(certificates, user, port, self._reviewed, lambda: self._policies.all, self._listens)
+
+    def _listens(self) -> None:
+        self._reviews = True
 
     async def _lead(self, connection: Connection, certificates: webhook.Certificates) -> None:
         """Wait for its turn, and control until it is over."""
@@ -156,9 +161,13 @@ class Replica:
         return certificates
 
     def _is_ready(self) -> bool:
-        """One that stands by is ready, too: it reviews pods."""
-        leads = self._controller is not None
-        return self._controller.ready if self._controller is not None else self._options.leader_elect and not leads
+        """Return whether this replica may get requests: its webhook listens, and if it leads it has listed all.
+
+        A Service sends reviews to each ready replica, and the API server refuses a pod whose review is not answered.
+        """
+        if not self._reviews:
+            return False
+        return self._options.leader_elect if self._controller is None else self._controller.ready
 
     def _look(self) -> None:
         if self._controller is not None:

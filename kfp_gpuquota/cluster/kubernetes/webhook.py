@@ -153,12 +153,17 @@ async def serve(
     port: int,
     observe: Callable[[Verdict, float], None] = lambda _verdict, _seconds: None,
     policies: Callable[[], Sequence[WorkloadPolicy]] = tuple,
+    listens: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve reviews until cancelled. The first certificate must be there: call `refresh` before."""
+    """Serve reviews until cancelled; `listens` is called once the port is open.
+
+    The first certificate must be there: call `refresh` before.
+    """
     runner = web.AppRunner(build_app(controller, observe, policies), access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, port=port, ssl_context=certificates.context).start()
+        listens()
         await certificates.keep()
     finally:
         await runner.cleanup()
