@@ -150,10 +150,11 @@ class MembershipService:
         first_generation: int = 1,
         running: Sequence[str] = (),
         limits: Limits | None = None,
+        trained: Sequence[str] = (),
     ) -> None:
-        """Take a job in. After a restart: `first_generation` is one more than the highest number reserved, and
-        `running` are all workers whose processes may still run. `limits`: this job's own. A job that is open already
-        starts anew.
+        """Take a job in. After a restart: `first_generation` is one more than the highest number reserved,
+        `running` are all workers whose processes may still run, `trained` those of them that were in the generation in
+        force. `limits`: this job's own. A job that is open already starts anew.
         """
         self.close(job_uid)
         machine = Membership(
@@ -161,6 +162,7 @@ class MembershipService:
             first_generation=first_generation,
             limits=limits or self._limits,
             now=self._clock(),
+            trained=trained,
         )
         self._jobs[job_uid] = _Job(token, machine)
         if running:

@@ -235,7 +235,7 @@ def test_a_coordinator_that_was_held_up_does_not_take_that_for_its_workers_silen
         assert ("kill", "w0") not in bench.recorder.rows
         await bench.recorder.until("kill", "w0")  # it says nothing more, and that is silence
 
-    run(scenario, Limits(silence_s=2.0, unheard_s=2.0), lambda: time.monotonic() + held_up_s[0])
+    run(scenario, Limits(silence_s=2.0, unheard_s=2.0, isolated_s=2.0), lambda: time.monotonic() + held_up_s[0])
 
 
 def test_a_wrong_token_opens_nothing() -> None:

@@ -10,6 +10,7 @@ Generation numbers are never used twice, not even by two processes that both bel
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import time
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
 EPOCH_SPAN: Final = 1_000_000
 """How many generation numbers an epoch has."""
 
+LIMITS: Final = Limits(starting_s=math.inf, isolated_s=math.inf, return_s=30.0)
+"""Of every job. Workers that start are `elastic_readiness`'s to judge: pulling an image may take an hour. A worker none
+of whose peers is heard is not killed: it is this service, its address or its certificate that may be lost to them.
+`return_s` is three times what a worker takes at most to come back to a coordinator.
+"""
+
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +60,6 @@ class JobMembership:
     ) -> None:
         self._book, self._key, self._kill, self._changed, self._epoch = book, key, kill, changed, epoch
         self.service = MembershipService(self)
-        self._opened_at: dict[str, float] = {}
 
     def begin_epoch(self) -> None:
         """Choose this leader's epoch: a later one than that of any number stored, where the Lease was made anew."""
@@ -64,7 +70,7 @@ class JobMembership:
     def open(self, job: JobRecord) -> None:
         """Serve the job's workers, those that may still run first of all."""
         facts = self._book.facts[job.uid]
-        self._opened_at[job.uid] = time.time()
+        running = [record.worker.id for record in self._book.alive_of(job.uid)]
         first = max(facts.reserved, self._epoch * EPOCH_SPAN) + 1
         facts.reserved = first - 1 + RESERVED_AT_ONCE
         self._changed(job.uid)
@@ -73,8 +79,9 @@ class JobMembership:
             elastic_pods.token_of(job.uid, self._key),
             min_workers=job.spec.smallest // job.spec.worker_gpus,
             first_generation=first,
-            running=[record.worker.id for record in self._book.alive_of(job.uid)],
-            limits=Limits(starting_s=math.inf, leave_s=job.spec.grace_period_s),
+            running=running,
+            limits=dataclasses.replace(LIMITS, leave_s=job.spec.grace_period_s),
+            trained=[worker for worker in running if index_of(worker) in facts.ranks],
         )
         self.update_target(job.uid)
 
@@ -83,20 +90,6 @@ class JobMembership:
         wanted = [record.worker.id for record in self._book.alive_of(uid) if not record.released]
         with contextlib.suppress(NotFoundError):
             self.service.set_target(uid, wanted)
-
-    def kill_unheard(self, uid: str) -> None:
-        """Workers that trained under an earlier controller and have not come to this one: cut off from the others they
-        would train on by themselves.
-        """
-        job = self._book.jobs.get(uid)
-        if job is None or not job.managed:
-            return  # a program without our library is never heard
-        with contextlib.suppress(NotFoundError):
-            members = self.service.machine(uid).members
-            for record in self._book.alive_of(uid):
-                member = members.get(record.worker.id)
-                if record.worker.started_at < self._opened_at.get(uid, 0) and (not member or member.heard_at is None):
-                    self.kill_requested(uid, record.worker.id, "it has not come back to the coordinator")
 
     def generation_reserved(self, job_uid: str, generation: int) -> None:
         """Numbers are stored in blocks, ahead of their use; NotStoredYetError until the API server has this one."""

@@ -43,11 +43,15 @@ log = logging.getLogger(__name__)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process is started; ports of 0 are any free one, a `webhook_port` of 0 is no webhook."""
+    """How a process is started; ports of 0 are any free one, a `webhook_port` of 0 is no webhook.
+
+    `keys_namespace` holds the authority and the key; "": `namespace`, with which they are deleted.
+    """
 
     kubeconfig: str | None = None
     context: str | None = None
     namespace: str = "gpuquota-system"
+    keys_namespace: str = ""
     webhook_port: int = 0
     metrics_port: int = 0
     membership_port: int = 0
@@ -118,20 +122,27 @@ class Replica:
             await _label(connection, leads=True)
         try:
             self._metrics.leads.set(1)
-            self._controller = await self._make_controller(connection, certificates, election)
+            key = await coordination.read_or_make_key(connection, self._keys_namespace)
+            self._controller = controller = self._make_controller(connection, certificates, election, key)
+            certificates.renewed = controller.elastic.trust
             holding = election.hold() if options.leader_elect else asyncio.Event().wait()
-            await first_to_end(self._controller.run(), holding)
+            keeping = coordination.keep_key(connection, self._keys_namespace, key)
+            await first_to_end(controller.run(), holding, keeping)
         finally:
             await election.release()
 
-    async def _make_controller(
-        self, connection: Connection, certificates: webhook.Certificates, election: LeaderElection
+    @property
+    def _keys_namespace(self) -> str:
+        return self._options.keys_namespace or self._options.namespace
+
+    def _make_controller(
+        self, connection: Connection, certificates: webhook.Certificates, election: LeaderElection, key: bytes
     ) -> Controller:
         options = self._options
         settings = PodSettings(
             coordinator=options.advertise or f"https://{socket.gethostname()}:{options.membership_port}",
             authority=certificates.material.trusted if certificates.material else b"",
-            key=await coordination.read_or_make_key(connection, options.namespace),
+            key=key,
             runtime_image=options.runtime_image,
         )
         return Controller(
@@ -156,7 +167,7 @@ class Replica:
         names = [*webhook.service_names(self._options.namespace), "127.0.0.1", "localhost"]
         if host := urlsplit(self._options.advertise).hostname:
             names.append(host)
-        certificates = webhook.Certificates(connection, self._options.namespace, list(dict.fromkeys(names)))
+        certificates = webhook.Certificates(connection, self._keys_namespace, list(dict.fromkeys(names)))
         await certificates.refresh(time.time())
         return certificates
 

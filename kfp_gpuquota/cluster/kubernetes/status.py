@@ -145,6 +145,7 @@ def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
             jobs.book.workers_of(uid),
             generation=facts.generation,
             reserved=facts.reserved,
+            membership_digest=facts.secret,
             conditions=conditions,
             ended=facts.ended,
             ran_s=facts.ran_s,
