@@ -34,6 +34,8 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 """A worker whose peers are back has 2 s to be back as well (`Limits.failure_s`)."""
 WARN_AFTER_S = 10.0
+REFUSED_S = 300.0
+"""A token that was accepted once may be refused for so long: the files of a pod follow a Secret within minutes."""
 
 _LAST_CHUNK = b"0\r\n\r\n"
 
@@ -57,6 +59,7 @@ class Coordinator:
         self._connection: http.client.HTTPConnection | None = None
         self._greeting = threading.Lock()  # what is said during the greeting follows it, and is not dropped
         self._away = Away()
+        self._accepted_at: float | None = None
         self._parted = False  # goodbye was said on this connection
         self._closing = threading.Event()
         self._ended = threading.Event()
@@ -97,6 +100,7 @@ class Coordinator:
                     for line in self._connected():
                         pause = FIRST_PAUSE_S
                         self._away.end()
+                        self._accepted_at = time.monotonic()
                         if line.strip():
                             self._on_order(Order.parse(json.loads(line)))
                     if self._parted:
@@ -127,11 +131,16 @@ class Coordinator:
             connection.sock.sendall(b"".join([*said, *([_LAST_CHUNK] if parting else [])]))
             self._connection, self._parted = connection, parting
         response = connection.getresponse()
+        if response.status == 401 and self._accepted_lately():
+            raise OSError(f"the coordinator answered {_message(response)}")
         if response.status in {401, 404, 409}:
             raise CoordinatorError(f"worker {self.worker!r}: the coordinator answered {_message(response)}")
         if response.status != 200:
             raise OSError(f"the coordinator answered {response.status}")
         return response
+
+    def _accepted_lately(self) -> bool:
+        return self._accepted_at is not None and time.monotonic() - self._accepted_at < REFUSED_S
 
     def _forget_outbox(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -171,9 +180,11 @@ class Away:
         self._now_s = now_s
         self._since: float | None = None
         self._said = False
+        self.why = ""
 
     def note(self, why: str) -> None:
         """It could not be reached, or what it said could not be read."""
+        self.why = why
         _log.debug("the coordinator is away: %s", why)
         if self._since is None:
             self._since = self._now_s()

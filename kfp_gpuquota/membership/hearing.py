@@ -172,6 +172,8 @@ def _relearn(job: KnownJob, number: int, members: tuple[str, ...], step: int) ->
     job.highest = max(job.highest, number)
     for worker in members:
         member = job.members.setdefault(worker, Member(worker))
+        if member.heard_at is None:
+            member.trained_before = member.returning = True
         member.heard_at = job.now  # its silence is counted from here
     job.commit(generation, step)
     return generation

@@ -60,10 +60,14 @@ class KnownJob:
         return member.wanted_at is None or member.id in self.wanted()
 
     def perhaps_training(self) -> set[str]:
-        """After a restart, for a while: who has not been heard, and may hold the job's state, wanted or not."""
+        """Workers that have not been heard since a restart, and may hold the job's state, wanted or not.
+
+        For a while all of them; those that are known to have trained until one of them is heard or all are gone.
+        """
+        unheard = {worker for worker, member in self.members.items() if member.heard_at is None and member.alive}
         if self.now >= self.amnesia_until:
-            return set()
-        return {worker for worker, member in self.members.items() if member.heard_at is None and member.alive}
+            return {worker for worker in unheard if self.members[worker].returning}
+        return unheard
 
     def all_switched(self, generation: Generation) -> bool:
         """Everybody whom the switch concerns has made it, or will never make it."""

@@ -17,7 +17,7 @@ from kfp_gpuquota.membership.orders import order_for, send_changed_orders
 from kfp_gpuquota.membership.roster import Generation, Limits, Member
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from kfp_gpuquota.membership.commands import Command, Order
     from kfp_gpuquota.membership.events import Event
@@ -28,13 +28,23 @@ class Membership:
 
     `first_generation` is the first number that was never used: 1 for a new job, one more than the highest reserved
     after the coordinator restarted. With more than 1 the machine first gives workers that already train the time
-    (`limits.silence_s`) to reconnect.
+    (`limits.silence_s`) to reconnect. `trained` are the workers of the generation that was in force then: while none of
+    them is heard, none is killed and no first generation is opened beside theirs, since it is the coordinator that may
+    be cut off from them.
     """
 
     def __init__(
-        self, *, min_workers: int = 1, first_generation: int = 1, limits: Limits | None = None, now: float = 0.0
+        self,
+        *,
+        min_workers: int = 1,
+        first_generation: int = 1,
+        limits: Limits | None = None,
+        now: float = 0.0,
+        trained: Collection[str] = (),
     ) -> None:
         self._job = KnownJob(min_workers, first_generation, limits or Limits(), now)
+        for worker in trained:
+            self._job.members[worker] = Member(worker, trained_before=True, returning=True)
 
     def apply(self, event: Event, now: float) -> list[Command]:
         """Take one event in, at `now` (seconds, any origin, never falling); return what is to be done, in order."""

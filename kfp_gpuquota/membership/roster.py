@@ -20,15 +20,19 @@ class Limits:
 
     `starting_s`: from being wanted to a worker's first message, and without a sign of life while it gets ready.
     `silence_s`: without a sign of life from then on, before a worker is killed that another one may wait for.
-    `unheard_s`: the same where nobody may, or nobody who might is heard. `leave_s`: from being told to go to being
-    killed. `forming_s`: from the first ready worker to a first generation without those that are not. `failure_s`: from
-    a failed collective that no lost worker explains to repeating the step with everybody who has come back by then;
-    more than the longest pause between a worker's attempts to connect.
+    `unheard_s`: the same where no other one waits for it. `isolated_s`: the same where none of its peers is heard, so
+    that the coordinator itself may be cut off; infinity: such a worker is not killed. `return_s`: from a restart of the
+    coordinator to the first message of a worker that trained before, while its peers are heard. `leave_s`: from being
+    asked to leave to being killed. `forming_s`: from the first ready worker to a first generation without those that
+    are not. `failure_s`: from a failed collective that no lost worker explains to repeating the step with everybody who
+    has come back by then; more than the longest pause between a worker's attempts to connect.
     """
 
     starting_s: float = 900.0
     silence_s: float = 10.0
     unheard_s: float = 60.0
+    isolated_s: float = 60.0
+    return_s: float = 10.0
     leave_s: float = 30.0
     forming_s: float = 5.0
     failure_s: float = 2.0
@@ -52,6 +56,8 @@ class Member:
     lost_at: float | None = None  # it was, until then
     ready_at: float | None = None
     leaving_since: float | None = None
+    trained_before: bool = False  # under an earlier coordinator
+    returning: bool = False  # it trained before, and has not been heard by this coordinator
     stray_in: int = 0  # it came back with this generation, which was history already
     killed: bool = False
     finished: bool = False
@@ -69,7 +75,7 @@ class Member:
         """It gave a sign of life."""
         if self.heard_since is None or now - (self.heard_at or 0.0) > gap_s:
             self.heard_since = now
-        self.heard_at = now
+        self.heard_at, self.returning = now, False
 
     def move(self, trigger: WorkerTrigger) -> bool:
         """Follow the table; False where it has no such transition."""

@@ -65,11 +65,18 @@ PING_S: Final = 1.0
 _log = logging.getLogger(__name__)
 
 
+class NotStoredYetError(Exception):
+    """A number is being stored: `generation_reserved` is called again after `MembershipService.resume`."""
+
+
 class Notices(Protocol):
     """What the service tells the cluster. Called in the event loop's thread; must return soon."""
 
     def generation_reserved(self, job_uid: str, generation: int) -> None:
-        """Store the number durably before returning: it is about to be sent, and must never be used again."""
+        """Store the number durably before returning: it is about to be sent, and must never be used again.
+
+        Raises NotStoredYetError where that takes time: orders wait until `MembershipService.resume` is called.
+        """
 
     def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
         """A generation is in force; told again with `complete` and the final figures once everybody switched."""
@@ -143,10 +150,11 @@ class MembershipService:
         first_generation: int = 1,
         running: Sequence[str] = (),
         limits: Limits | None = None,
+        trained: Sequence[str] = (),
     ) -> None:
-        """Take a job in. After a restart: `first_generation` is one more than the highest number reserved, and
-        `running` are all workers whose processes may still run. `limits`: this job's own. A job that is open already
-        starts anew.
+        """Take a job in. After a restart: `first_generation` is one more than the highest number reserved,
+        `running` are all workers whose processes may still run, `trained` those of them that were in the generation in
+        force. `limits`: this job's own. A job that is open already starts anew.
         """
         self.close(job_uid)
         machine = Membership(
@@ -154,6 +162,7 @@ class MembershipService:
             first_generation=first_generation,
             limits=limits or self._limits,
             now=self._clock(),
+            trained=trained,
         )
         self._jobs[job_uid] = _Job(token, machine)
         if running:
@@ -179,6 +188,11 @@ class MembershipService:
         """The worker's process has ended, however it ended. `finished`: with 0, and nobody had told it to go."""
         if job_uid in self._jobs:
             self._apply(job_uid, WorkerGone(worker, finished))
+
+    def resume(self, job_uid: str) -> None:
+        """Send what waited for a number to be stored."""
+        if job := self._jobs.get(job_uid):
+            self._drain(job_uid, job)
 
     def machine(self, job_uid: str) -> Membership:
         """The job's machine, to be read only. NotFoundError for a job that is not open."""
@@ -231,6 +245,8 @@ class MembershipService:
                 self._carry_out(job_uid, job, job.outbox[0])
                 job.outbox.popleft()
                 job.stuck = False
+        except NotStoredYetError as wait:
+            _log.debug("not stored yet: %s", wait)
         except Exception:  # noqa: BLE001  (the cluster's own; one job must not take the others' clock with it)
             if not job.stuck:
                 _log.exception("job %s: %r could not be carried out; it is tried again", job_uid, job.outbox[0])

@@ -490,6 +490,25 @@ def test_a_worker_may_start_before_its_coordinators_address_and_token_are_there(
         worker.close()
 
 
+def test_a_worker_that_was_accepted_outlives_a_change_of_its_token(told: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with StandaloneCoordinator(Recorder()) as coordinator:
+        coordinator.call(lambda service: service.open(JOB, "secret"))
+        (tmp_path / "token").write_text("secret")
+        told.setenv("ELASTIC_COORDINATOR", coordinator.url(JOB))
+        heard, refused = threading.Event(), threading.Event()
+        joined = [{"event": "WorkerJoined", "worker": "w0"}]
+        worker = Coordinator(Environment.read(), lambda _: heard.set(), lambda: joined, lambda _: refused.set())
+        worker.start()
+        until(heard.is_set, "an order")
+        coordinator.call(lambda service: service.open(JOB, "another"))  # as after the loss of the key
+        until(lambda: "401" in worker._away.why, "a refusal")
+        heard.clear()
+        (tmp_path / "token").write_text("another")  # a kubelet follows the Secret
+        until(heard.is_set, "an order")
+        assert not refused.is_set()
+        worker.close()
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [

@@ -24,7 +24,8 @@ REPOSITORY = Path(__file__).parents[2]
 Object = dict[str, Any]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("0.0.0.0", 0))
         return int(probe.getsockname()[1])
@@ -42,14 +43,14 @@ class Controlled:
     teams: list[str] = field(default_factory=list)
     nodes: list[str] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    port: int = field(default_factory=_free_port)  # the same for each, as behind a Service
+    port: int = field(default_factory=free_port)  # the same for each, as behind a Service
 
     # The controller
 
     def start(self, *more: str) -> subprocess.Popen[bytes]:
         """Start a controller; returns when it leads, or stands by."""
         log = self.folder / f"controller-{len(self.processes)}.log"
-        port = self.port if all(process.poll() is not None for process in self.processes) else _free_port()
+        port = self.port if all(process.poll() is not None for process in self.processes) else free_port()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [

@@ -17,6 +17,7 @@ from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.connection import Connection
 from kfp_gpuquota.cluster.kubernetes.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
+from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE, Fence
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
 from kfp_gpuquota.cluster.kubernetes.objects import WatchLine
 from kfp_gpuquota.errors import ClusterUnavailableError
@@ -50,6 +51,7 @@ class Unanswered(Connection):
         content_type: str = "",
         params: Mapping[str, str] | None = None,
         patience_s: float | None = None,
+        fence: Fence = NO_FENCE,
     ) -> bytes:
         """Record it, and fail as an API server does that is away."""
         self.asked.append((verb, path, body))

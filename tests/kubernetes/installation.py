@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 NAMESPACE = "gpuquota-system"
+KEYS = "gpuquota-keys"
 QUOTAS = "/apis/gpuquota.dev/v1alpha1/gpuquotas"
 ACCOUNT = "gpuquota-controller"
 CONTROLLER = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
@@ -144,7 +145,7 @@ def live_webhook(cluster: DevCluster) -> Iterator[None]:
     async def run() -> None:
         async with Connection(load_credentials(str(kubeconfig), None)) as connection:
             names = (*webhook.service_names(NAMESPACE), "127.0.0.1")
-            certificates = webhook.Certificates(connection, NAMESPACE, names)
+            certificates = webhook.Certificates(connection, KEYS, names)
             await certificates.refresh(time.time())
             book = PolicyBook()
             known = Reflector(connection, PATH, PolicyObject, changed=book.put, gone=book.drop)

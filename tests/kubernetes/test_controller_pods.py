@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes import labels, writes
+from kfp_gpuquota.cluster.kubernetes.objects import Pod
+from kfp_gpuquota.cluster.kubernetes.translate import pod_view
 from tests.kubernetes.controlled import Controlled, holds, is_leaving, pod_body
 from tests.kubernetes.installation import QUOTAS
+from tools.devcluster.client import JSON_PATCH, ApiError
+
+
+def test_an_admission_does_not_touch_another_pod_of_the_same_name(controlled: Controlled) -> None:
+    team = controlled.team(guaranteed=1)
+    path = controlled.pod(team, "again")
+    view = pod_view(msgspec.convert(controlled.cluster.api.get(path), Pod))
+    controlled.cluster.api.delete(path, 0)
+    controlled.wait(lambda: not controlled.pods(team))
+    controlled.pod(team, "again")
+    admission = writes.admission(view, "fake-0", (0,), "its turn")
+    with pytest.raises(ApiError, match="422"):
+        controlled.cluster.api.patch(path, admission.body, JSON_PATCH)
+    assert controlled.waiting(team) == {"again"}
 
 
 def test_a_pod_waits_at_its_gate_until_its_turn_and_then_runs_where_it_was_sent(controlled: Controlled) -> None:

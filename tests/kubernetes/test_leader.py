@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.kubernetes.controlled import Controlled
+from tests.kubernetes.controlled import Controlled, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +45,14 @@ def test_a_standby_takes_over_from_a_leader_that_was_killed(controlled: Controll
     controlled.until_bound(path)
     assert time.monotonic() - killed < TAKEN_OVER_WITHIN_S
     assert standby.poll() is None
+
+
+def test_a_standby_is_ready_only_when_its_webhook_listens(controlled: Controlled) -> None:
+    controlled.start()
+    port = free_port()
+    controlled.start(f"--webhook-port={port}")  # returns as soon as it is ready
+    with socket.create_connection(("127.0.0.1", port), 5):
+        pass
 
 
 def test_a_leader_that_is_told_to_stop_lets_go_at_once(controlled: Controlled) -> None:

@@ -14,6 +14,7 @@ from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import (
     ACCOUNT,
     CONTROLLER,
+    KEYS,
     NAMESPACE,
     PROFILES,
     QUOTAS,
@@ -333,6 +334,8 @@ def may(cluster: DevCluster, verb: str, resource: str, namespace: str = "", name
         ("get", "secrets", "team-a"),
         ("list", "secrets", "team-a"),
         ("list", "secrets", NAMESPACE),
+        ("get", "secrets", NAMESPACE),
+        ("list", "secrets", KEYS),
         ("update", "pods", "team-a"),
         ("create", "pods/exec", "team-a"),
         ("create", "pods/binding", "team-a"),
@@ -367,7 +370,9 @@ def test_the_controller_writes_its_own_webhook_and_no_other(kubeflow_cluster: De
 
 def test_these_rights_are_enough(kubeflow_cluster: DevCluster, tmp_path: Path) -> None:
     kubeconfig = kubeflow_cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
-    world = Controlled(kubeflow_cluster, tmp_path, arguments=["--leader-elect"], kubeconfig=kubeconfig)
+    world = Controlled(
+        kubeflow_cluster, tmp_path, arguments=["--leader-elect", f"--keys-namespace={KEYS}"], kubeconfig=kubeconfig
+    )
     try:
         world.add_nodes(1, gpus=4)
         world.start()

@@ -73,7 +73,10 @@ def test_init_containers_count_as_the_kubelet_counts_them() -> None:
 def test_an_admitted_pod_is_found_where_its_patch_sent_it() -> None:
     gated = view_of({"schedulingGates": GATE})
     operations = writes.admission(gated, "node-7", (1, 3), "why").body
-    assert operations[0] == {"op": "test", "path": "/spec/schedulingGates/1/name", "value": labels.QUOTA_GATE}
+    assert operations[:2] == [
+        {"op": "test", "path": "/metadata/uid", "value": "u"},
+        {"op": "test", "path": "/spec/schedulingGates/1/name", "value": labels.QUOTA_GATE},
+    ]
     (affinity,) = (o["value"] for o in operations if o["path"] == "/spec/affinity")
     notes = next(o["value"] for o in operations if o["path"] == "/metadata/annotations" and o["op"] == "add")
     sent = view_of({"affinity": affinity}, annotations=notes)

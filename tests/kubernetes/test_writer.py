@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError, Connection
+from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE, Fence
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
 from kfp_gpuquota.cluster.kubernetes.writer import SLOTS, Writer
 from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
@@ -39,6 +40,7 @@ class Scripted(Connection):
         content_type: str = "",
         params: Mapping[str, str] | None = None,
         patience_s: float | None = None,
+        fence: Fence = NO_FENCE,
     ) -> bytes:
         """One attempt."""
         self.calls.append(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kfp_gpuquota.membership import (
@@ -13,6 +15,7 @@ from kfp_gpuquota.membership import (
     GenerationAdopted,
     Kill,
     LeaveRequested,
+    Limits,
     Membership,
     PreparationFailed,
     Propose,
@@ -534,3 +537,69 @@ def test_messages_of_an_older_generation_change_nothing() -> None:
 
 def test_the_same_history_gives_the_same_commands() -> None:
     assert training("a", "b", "c").said == training("a", "b", "c").said
+
+
+CLUSTER = Limits(starting_s=math.inf, isolated_s=math.inf, return_s=30.0)
+
+
+def listening(drive: Driver, *workers: str, until: float) -> None:
+    """These are heard each second until then, and the clock goes on."""
+    while drive.now < until:
+        drive(*(WorkerHeard(worker) for worker in workers), Ticked(), at=drive.now + 1.0)
+
+
+def restarted(*trained: str) -> Driver:
+    drive = Driver(Membership(first_generation=8, limits=CLUSTER, trained=trained))
+    drive(TargetChanged(trained))
+    return drive
+
+
+def test_workers_that_are_all_silent_are_not_killed_where_the_coordinator_may_be_cut_off() -> None:
+    drive = Driver(Membership(limits=CLUSTER))
+    drive(TargetChanged(("a", "b")), *arrive("a"), *arrive("b"))
+    drive(GenerationAdopted("a", 1, 0), GenerationAdopted("b", 1, 0))
+    listening(drive, "a", "b", until=20.0)
+    listening(drive, until=4000.0)
+    assert not kills(drive)
+    listening(drive, "a", until=4030.0)
+    assert kills(drive) == {"b"}
+
+
+def test_a_lone_worker_is_not_killed_for_its_silence_where_the_coordinator_may_be_cut_off() -> None:
+    drive = Driver(Membership(limits=CLUSTER))
+    drive(TargetChanged(("a",)), *arrive("a"), GenerationAdopted("a", 1, 0))
+    listening(drive, until=4000.0)
+    assert not kills(drive)
+
+
+def test_no_worker_that_trained_is_killed_after_a_restart_before_one_of_its_peers_is_heard() -> None:
+    drive = restarted("a", "b", "c")
+    listening(drive, until=600.0)
+    assert not kills(drive)
+    drive(WorkerReconnected("a", 7, ("a", "b", "c"), 5), WorkerReconnected("b", 7, ("a", "b", "c"), 5))
+    listening(drive, "a", "b", until=drive.now + 25.0)
+    assert not kills(drive)  # it has as long as a failover takes
+    listening(drive, "a", "b", until=drive.now + 10.0)
+    assert kills(drive) == {"c"}
+
+
+def test_a_worker_that_had_not_trained_may_start_for_as_long_as_its_image_takes_after_a_restart() -> None:
+    drive = restarted("a", "b")
+    drive(TargetChanged(("a", "b", "pulling")))
+    drive(WorkerReconnected("a", 7, ("a", "b"), 5), WorkerReconnected("b", 7, ("a", "b"), 5))
+    listening(drive, "a", "b", until=3600.0)
+    assert not kills(drive)
+
+
+def test_newcomers_do_not_train_beside_workers_that_the_restarted_coordinator_cannot_hear() -> None:
+    drive = restarted("a", "b")
+    drive(TargetChanged(("a", "b", "new")), *arrive("new"))
+    listening(drive, "new", until=600.0)
+    assert not any(isinstance(order, Recover) for order in drive.orders("new"))
+    drive(WorkerGone("a"), WorkerGone("b"))
+    listening(drive, "new", until=620.0)
+    assert drive.orders("new")[-1] == Recover(8, ("new",))
+
+
+def kills(drive: Driver) -> set[str]:
+    return {command.worker for command in drive.said if isinstance(command, Kill)}

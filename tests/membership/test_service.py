@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 
 from kfp_gpuquota.membership import Limits
-from kfp_gpuquota.server.membership import MembershipService
+from kfp_gpuquota.server.membership import MembershipService, NotStoredYetError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,6 +32,7 @@ class Recorder:
     rows: list[tuple[object, ...]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     full: bool = False  # the disk
+    storing: bool = False  # a number, which takes time
 
     def _note(self, *row: object) -> None:
         self.rows.append(row)
@@ -42,6 +43,10 @@ class Recorder:
             if ("full", generation) not in self.rows:
                 self._note("full", generation)
             raise OSError("no space left on device")
+        if self.storing:
+            if ("storing", generation) not in self.rows:
+                self._note("storing", generation)
+            raise NotStoredYetError(str(generation))
         self._note("reserved", generation)
 
     def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
@@ -200,6 +205,23 @@ def test_a_worker_that_connects_while_a_number_cannot_be_stored_is_not_told_the_
     run(scenario)
 
 
+def test_an_order_waits_until_its_number_is_stored_and_is_sent_then() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.recorder.storing = True
+        bench.service.set_target(JOB, ["w0"])
+        w0 = await bench.join("w0")
+        assert (await w0.hear("Stay"))["generation"] == 0
+        w0.say("WorkerReady")
+        await bench.recorder.until("storing", 1)
+        waiting = asyncio.create_task(w0.hear("Recover"))
+        assert not waiting.done()
+        bench.recorder.storing = False
+        bench.service.resume(JOB)
+        assert (await waiting)["generation"] == 1
+
+    run(scenario)
+
+
 def test_a_coordinator_that_was_held_up_does_not_take_that_for_its_workers_silence() -> None:
     held_up_s = [0.0]
 
@@ -213,7 +235,7 @@ def test_a_coordinator_that_was_held_up_does_not_take_that_for_its_workers_silen
         assert ("kill", "w0") not in bench.recorder.rows
         await bench.recorder.until("kill", "w0")  # it says nothing more, and that is silence
 
-    run(scenario, Limits(silence_s=2.0, unheard_s=2.0), lambda: time.monotonic() + held_up_s[0])
+    run(scenario, Limits(silence_s=2.0, unheard_s=2.0, isolated_s=2.0), lambda: time.monotonic() + held_up_s[0])
 
 
 def test_a_wrong_token_opens_nothing() -> None:

@@ -46,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kubeconfig", help="by default $KUBECONFIG, the pod's service account, ~/.kube/config")
     parser.add_argument("--context", help="of the kubeconfig; by default its current one")
     parser.add_argument("--namespace", default="gpuquota-system", help="of the controller itself")
+    parser.add_argument(
+        "--keys-namespace", default="", help="of the certificate authority and the workers' key; by default --namespace"
+    )
     parser.add_argument("--webhook-port", type=int, default=0, help="0: pods are not reviewed here")
     parser.add_argument("--metrics-port", type=int, default=0, help="0: any free one")
     parser.add_argument("--membership-port", type=int, default=0, help="0: any free one")

@@ -16,12 +16,14 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
+from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE, StaleLeaseError
 from kfp_gpuquota.errors import ClusterUnavailableError, RunError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
 
+    from kfp_gpuquota.cluster.kubernetes.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
 
 T = TypeVar("T")
@@ -103,16 +105,20 @@ class Connection:
         content_type: str = JSON,
         params: Mapping[str, str] | None = None,
         patience_s: float | None = None,
+        fence: Fence = NO_FENCE,
     ) -> bytes:
         """One call, repeated where that helps, for at most `patience_s`.
 
-        Raises ApiError where the server refuses, ClusterUnavailableError where it does not answer in time.
+        Raises ApiError where the server refuses, ClusterUnavailableError where it does not answer in time, and
+        StaleLeaseError where `fence` is closed: it is checked before each attempt.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (self._patience_s if patience_s is None else patience_s)
         data = None if body is None else msgspec.json.encode(body)
         pause = FIRST_PAUSE_S
         while True:
+            if not fence.valid():
+                raise StaleLeaseError(f"{verb} {path} was not sent: the lease has expired, another process may lead")
             try:
                 return await self._once(verb, path, data, content_type, params)
             except ApiError as error:

@@ -26,6 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.avoidance import Avoidance
 from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
 from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.gangs import Gangs
 from kfp_gpuquota.cluster.kubernetes.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.logs import because_of
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.connection import Connection
     from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
+    from kfp_gpuquota.cluster.kubernetes.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.writes import Lane
 
 LONGEST_REST_S: Final = 0.5
@@ -66,6 +68,7 @@ class Controller:
     """Everything that runs while this process leads.
 
     `tls` is what the membership service shows to workers; None serves in the clear, for a network that is trusted.
+    `fence` is checked before each write, and `epoch` is the leader's (`leaseTransitions`).
     """
 
     def __init__(
@@ -78,12 +81,14 @@ class Controller:
         metrics: Metrics | None = None,
         reserving: ReservationSettings | None = None,
         ready: ReadyRules | None = None,
+        fence: Fence = NO_FENCE,
+        epoch: int = 0,
     ) -> None:
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
         self._loop = asyncio.get_running_loop()
         self.metrics = metrics or Metrics()
         self.snapshot = snapshot = Snapshot(self.wake)
-        self._writer = Writer(connection)
+        self._writer = Writer(connection, fence=fence)
         self.health = PlanningHealth(self._loop.time)
         self._planning_failed = asyncio.Event()
         self._planning: asyncio.Handle | None = None
@@ -131,6 +136,7 @@ class Controller:
             ready=self._ready,
             avoided=self._avoidance.note,
             told=self._workers_not_ready,
+            epoch=epoch,
         )
         self.elastic.workers.reservations = self.reservations
         self._job_status = StatusWriter(self._writer, partial(job_status, self.elastic))

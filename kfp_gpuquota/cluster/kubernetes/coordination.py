@@ -6,7 +6,9 @@ under an earlier controller are known to this one.
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import logging
 import secrets
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
@@ -16,6 +18,7 @@ from aiohttp import web
 
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError
 from kfp_gpuquota.cluster.kubernetes.listening import listen
+from kfp_gpuquota.errors import RunError
 
 if TYPE_CHECKING:
     import ssl
@@ -26,14 +29,17 @@ if TYPE_CHECKING:
 
 SECRET: Final = "gpuquota-membership"  # noqa: S105 - its name
 SHUTDOWN_S: Final = 1.0
+KEEP_EVERY_S: Final = 60.0
+
+log = logging.getLogger(__name__)
 
 
 class _Secret(msgspec.Struct):
     data: dict[str, str] = {}
 
 
-async def read_or_make_key(connection: Connection, namespace: str) -> bytes:
-    """The key; whoever comes first makes it."""
+async def read_or_make_key(connection: Connection, namespace: str, known: bytes | None = None) -> bytes:
+    """Return the key that the Secret holds; where there is none it is created, with the key `known` or a new one."""
     path = f"/api/v1/namespaces/{namespace}/secrets"
     while True:
         try:
@@ -42,12 +48,26 @@ async def read_or_make_key(connection: Connection, namespace: str) -> bytes:
         except ApiError as error:
             if not error.gone:
                 raise
-        body = {"metadata": {"name": SECRET}, "stringData": {"key": secrets.token_hex(32)}}
+        key = secrets.token_hex(32) if known is None else known.decode()
+        body = {"metadata": {"name": SECRET}, "stringData": {"key": key}}
         try:
             await connection.call("POST", path, body)
         except ApiError as error:
             if error.status != 409:
                 raise
+
+
+async def keep_key(connection: Connection, namespace: str, key: bytes) -> None:
+    """Create the key's Secret again where it was deleted, until cancelled: another key would turn all workers away."""
+    while True:
+        await asyncio.sleep(KEEP_EVERY_S)
+        try:
+            stored = await read_or_make_key(connection, namespace, key)
+        except (RunError, KeyError, ValueError) as error:
+            log.warning("the Secret %s/%s could not be looked after: %s", namespace, SECRET, error)
+            continue
+        if stored != key:
+            log.warning("the Secret %s/%s holds another key: it counts from the next start on", namespace, SECRET)
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes.retries import complaints_of, retry_of
@@ -20,7 +21,7 @@ class Facts:
     def __init__(self, job: ElasticJob, now: float) -> None:
         self.object = job
         self.generation = job.status.generation
-        self.reserved = job.status.generation_reserved
+        self.reserved = self.durable = job.status.generation_reserved  # claimed; stored by the API server
         self.ran_s = job.status.ran_seconds
         self.ended = set(job.status.ended)
         self.ranks = job.status.ranks
@@ -35,7 +36,8 @@ class Facts:
         self.requeue = retry_of(job.status.requeue_state)
         self.grow = retry_of(job.status.grow_state)
         self.avoids: tuple[str, ...] = ()  # nodes on which there was no room for a worker of it
-        self.has_secret = False
+        self.secret = job.status.membership_digest  # of what the workers' Secret holds, as stored
+        self.secret_ensured_at = -math.inf  # when this process last saw that it exists
         self.timer: asyncio.TimerHandle | None = None
         self.look: asyncio.TimerHandle | None = None
         self.conditions = job.status.conditions

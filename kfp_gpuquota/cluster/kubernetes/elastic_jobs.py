@@ -12,9 +12,8 @@ being deleted, by whomever, is a worker that was told to go.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.seats import Seats
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
 
-UNHEARD_S: Final = 30.0  # three times what a worker takes at most to come back to a coordinator
-
 
 class ElasticJobs:
     """All ElasticJobs; also what the membership service tells its news to. All of it runs in the event loop.
@@ -72,11 +69,12 @@ class ElasticJobs:
         requests_in: Callable[[str], Mapping[str, Any]],
         avoided: Callable[[PodView], None],
         told: Callable[[Subject, str], None],
+        epoch: int = 0,
     ) -> None:
-        self._requests_in = requests_in
+        self._requests_in, self._settings = requests_in, settings
         self.book = Book(tell, seats, nodes)
         self._tell, self._changed, self._decided = tell, changed, decided
-        self.membership = JobMembership(self.book, settings.key, kill=self._kill, changed=changed)
+        self.membership = JobMembership(self.book, settings.key, kill=self._kill, changed=changed, epoch=epoch)
         self.workers = WorkerPods(
             self.book, writer, settings, tell=tell, noted=noted, changed=changed, given_up=self._never_made
         )
@@ -101,11 +99,12 @@ class ElasticJobs:
     def start(self) -> None:
         """All has been listed: take up what an earlier controller left."""
         self.news.started = True
+        self.membership.begin_epoch()
         for uid, job in list(self.book.jobs.items()):
             alive = self.book.alive_of(uid)
             if alive:
                 self.membership.open(job)
-                asyncio.get_running_loop().call_later(UNHEARD_S, self.membership.kill_unheard, uid)
+                self.workers.renew_secret(uid)
             elif not job.status.phase.final and job.attempt and job.status.phase is not Phase.SUSPENDED:
                 self.book.record(without_pods(job, time.time()))
             if alive and job.intent is not Intent.RUN:
@@ -113,6 +112,13 @@ class ElasticJobs:
             self._after_change(uid)
             self.readiness.carry_out(uid)
             self.readiness.look_soon(uid)
+
+    def trust(self, authority: bytes) -> None:
+        """The workers' connections are served with a certificate of another authority from now on."""
+        self._settings.authority = authority
+        for uid in self.book.jobs if self.news.started else ():
+            if self.book.alive_of(uid):
+                self.workers.renew_secret(uid)
 
     def knows(self, pod: PodView) -> bool:
         """The pod is a worker of a job that is known here."""

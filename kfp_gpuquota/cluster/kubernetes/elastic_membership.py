@@ -1,16 +1,20 @@
 """The membership service's part in ElasticJobs: what it is told of their workers, and what it tells (Notices).
 
-Generations' numbers are stored in blocks, ahead of their use: the service needs the answer at once, and that of the API
-server cannot be waited for.
+Generation numbers are never used twice, not even by two processes that both believe to lead:
+
+- `epoch * EPOCH_SPAN` is added to them, and each leader has an epoch of its own (`leaseTransitions`);
+- they are stored in the job's status in blocks, ahead of their use, and a number is sent only once the API server has
+  stored its block (`Facts.durable`). So they still grow where the Lease was deleted and epochs begin anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -21,7 +25,7 @@ from kfp_gpuquota.cluster.lifecycle import progressed, resized
 from kfp_gpuquota.cluster.records import Intent, JobRecord, leaving
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.membership import Limits
-from kfp_gpuquota.server.membership import MembershipService
+from kfp_gpuquota.server.membership import MembershipService, NotStoredYetError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,30 +34,54 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
     from kfp_gpuquota.membership import AnnounceCommit
 
+EPOCH_SPAN: Final = 1_000_000
+"""How many generation numbers an epoch has."""
+
+LIMITS: Final = Limits(starting_s=math.inf, isolated_s=math.inf, return_s=30.0)
+"""Of every job. Workers that start are `elastic_readiness`'s to judge: pulling an image may take an hour. A worker none
+of whose peers is heard is not killed: it is this service, its address or its certificate that may be lost to them.
+`return_s` is three times what a worker takes at most to come back to a coordinator.
+"""
+
 log = logging.getLogger(__name__)
 
 
 class JobMembership:
     """`kill(worker)` ends a process that membership wants ended, `changed(uid)` is for the status."""
 
-    def __init__(self, book: Book, key: bytes, *, kill: Callable[[str], None], changed: Callable[[str], None]) -> None:
-        self._book, self._key, self._kill, self._changed = book, key, kill, changed
+    def __init__(
+        self,
+        book: Book,
+        key: bytes,
+        *,
+        kill: Callable[[str], None],
+        changed: Callable[[str], None],
+        epoch: int = 0,
+    ) -> None:
+        self._book, self._key, self._kill, self._changed, self._epoch = book, key, kill, changed, epoch
         self.service = MembershipService(self)
-        self._opened_at: dict[str, float] = {}
+
+    def begin_epoch(self) -> None:
+        """Choose this leader's epoch: a later one than that of any number stored, where the Lease was made anew."""
+        stored = max((facts.reserved // EPOCH_SPAN for facts in self._book.facts.values()), default=0)
+        if stored > self._epoch:
+            self._epoch = stored + 1
 
     def open(self, job: JobRecord) -> None:
         """Serve the job's workers, those that may still run first of all."""
         facts = self._book.facts[job.uid]
-        self._opened_at[job.uid] = time.time()
-        first = facts.reserved + 1
-        facts.reserved = max(facts.reserved, 0) + RESERVED_AT_ONCE
+        running = [record.worker.id for record in self._book.alive_of(job.uid)]
+        first = max(facts.reserved, self._epoch * EPOCH_SPAN) + 1
+        facts.reserved = first - 1 + RESERVED_AT_ONCE
+        self._changed(job.uid)
         self.service.open(
             job.uid,
             elastic_pods.token_of(job.uid, self._key),
             min_workers=job.spec.smallest // job.spec.worker_gpus,
             first_generation=first,
-            running=[record.worker.id for record in self._book.alive_of(job.uid)],
-            limits=Limits(starting_s=math.inf, leave_s=job.spec.grace_period_s),
+            running=running,
+            limits=dataclasses.replace(LIMITS, leave_s=job.spec.grace_period_s),
+            trained=[worker for worker in running if index_of(worker) in facts.ranks],
         )
         self.update_target(job.uid)
 
@@ -63,26 +91,21 @@ class JobMembership:
         with contextlib.suppress(NotFoundError):
             self.service.set_target(uid, wanted)
 
-    def kill_unheard(self, uid: str) -> None:
-        """Workers that trained under an earlier controller and have not come to this one: cut off from the others they
-        would train on by themselves.
-        """
-        job = self._book.jobs.get(uid)
-        if job is None or not job.managed:
-            return  # a program without our library is never heard
-        with contextlib.suppress(NotFoundError):
-            members = self.service.machine(uid).members
-            for record in self._book.alive_of(uid):
-                member = members.get(record.worker.id)
-                if record.worker.started_at < self._opened_at.get(uid, 0) and (not member or member.heard_at is None):
-                    self.kill_requested(uid, record.worker.id, "it has not come back to the coordinator")
-
     def generation_reserved(self, job_uid: str, generation: int) -> None:
-        """Numbers are stored in blocks, ahead of their use: an answer of the API server cannot be waited for here."""
+        """Numbers are stored in blocks, ahead of their use; NotStoredYetError until the API server has this one."""
         facts = self._book.facts[job_uid]
         if generation + RESERVED_AT_ONCE // 2 > facts.reserved:
-            facts.reserved += RESERVED_AT_ONCE
+            facts.reserved = max(facts.reserved, generation) + RESERVED_AT_ONCE
             self._changed(job_uid)
+        if generation > facts.durable:
+            raise NotStoredYetError(f"generation {generation} of job {job_uid}")
+
+    def status_stored(self, job_uid: str, reserved: int) -> None:
+        """The API server has stored a status with this `generationReserved`: numbers up to it may be sent."""
+        facts = self._book.facts.get(job_uid)
+        if facts is not None and reserved > facts.durable:
+            facts.durable = reserved
+            self.service.resume(job_uid)
 
     def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
         """A generation is in force: give the workers their ranks, and record the change of size."""

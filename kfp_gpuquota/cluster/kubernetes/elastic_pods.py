@@ -37,8 +37,8 @@ ISTIO_INJECT: Final = "sidecar.istio.io/inject"
 SECRET_MODE: Final = 0o444
 
 
-class PodSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controller adds to all workers.
+class PodSettings(msgspec.Struct, kw_only=True):
+    """What the controller adds to all workers. `authority` changes when the certificate authority is renewed.
 
     `coordinator` is the membership service's base URL, as workers reach it. `runtime_image` holds `elastic_runtime` at
     RUNTIME_DIRECTORY, for training images that lack it; "" mounts nothing.
@@ -91,6 +91,12 @@ def membership_secret(job: ElasticJob, settings: PodSettings) -> Body:
         "type": "Opaque",
         "stringData": {"token": token_of(job.metadata.uid, settings.key), "ca.crt": settings.authority.decode()},
     }
+
+
+def secret_digest(job_uid: str, settings: PodSettings) -> str:
+    """Return what identifies the content of a job's Secret, which is never read back. It reveals nothing of it."""
+    content = token_of(job_uid, settings.key).encode() + settings.authority
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: PodSettings) -> Body:

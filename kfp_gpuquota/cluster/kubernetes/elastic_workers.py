@@ -17,6 +17,7 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
 from kfp_gpuquota.cluster.kubernetes import elastic_pods, writes
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError
+from kfp_gpuquota.cluster.kubernetes.elastic_secrets import JobSecrets
 from kfp_gpuquota.cluster.kubernetes.gpu_config import with_place
 from kfp_gpuquota.cluster.kubernetes.objects import Pod
 from kfp_gpuquota.cluster.kubernetes.reservations import Sharer
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Worker
     from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
-    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.reservations import Place, Reservations
     from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote
     from kfp_gpuquota.cluster.kubernetes.translate import PodView
@@ -62,29 +62,26 @@ class WorkerPods:
         self._book, self._writer, self._settings = book, writer, settings
         self._tell, self._noted, self._changed, self._given_up = tell, noted, changed, given_up
         self._pod = msgspec.json.Decoder(Pod)
+        self._secrets = JobSecrets(book, writer, settings, changed=changed)
         self.pods: dict[str, PodView] = {}
         self.reservations: Reservations | None = None
 
     def make(self, uid: str, workers: list[Worker]) -> None:
-        """The job's Secret first, once: a kubelet that does not find it waits long before it looks again."""
-        facts = self._book.facts[uid]
-        if facts.has_secret:
+        """Make the workers' pods, after the Secret that they mount: a kubelet that does not find it waits long."""
+
+        def make_pods() -> None:
             for worker in workers:
                 self._make_pod(uid, worker)
-            return
-
-        def made(_: bytes) -> None:
-            facts.has_secret = True
-            self.make(uid, workers)
 
         def failed(error: Exception) -> None:
-            if isinstance(error, ApiError) and error.status == 409:
-                made(b"")  # by an earlier controller: it holds the same token
-                return
             for worker in workers:
                 self._not_made(worker, error)
 
-        self._writer.submit(_make_secret(facts.object, self._settings), made, failed)
+        self._secrets.ensure(uid, make_pods, failed)
+
+    def renew_secret(self, uid: str) -> None:
+        """Replace the Secret of a running job if it does not hold this controller's token and authority."""
+        self._secrets.renew(uid)
 
     def _make_pod(self, uid: str, worker: Worker, place: Place | None = None) -> None:
         record = self._book.workers.get(worker.id)
@@ -173,11 +170,3 @@ class WorkerPods:
         if isinstance(error, ApiError) and error.status == 404:
             return  # the watch says so as well; 409 may also be a conflict that passes
         asyncio.get_running_loop().call_later(DELETE_AGAIN_S, self.delete, worker, grace_s)
-
-
-def _make_secret(job: ElasticJob, settings: elastic_pods.PodSettings) -> Write:
-    body = elastic_pods.membership_secret(job, settings)
-    meta = body["metadata"]
-    path = f"/api/v1/namespaces/{meta['namespace']}/secrets"
-    about = f"{meta['namespace']}/{meta['name']}"
-    return Write(verb="POST", path=path, about=about, lane=Lane.CREATE, body=body)

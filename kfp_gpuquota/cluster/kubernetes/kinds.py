@@ -166,6 +166,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     attempt: int = 0
     next_index: int = 0
     generation_reserved: int = 0
+    membership_digest: str = ""
     intent: str = "run"
     ended: tuple[int, ...] = ()
     ran_seconds: float = 0.0

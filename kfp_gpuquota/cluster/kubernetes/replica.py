@@ -23,6 +23,7 @@ from kfp_gpuquota.cluster.kubernetes import coordination, kinds, labels, metrics
 from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
+from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
 from kfp_gpuquota.cluster.kubernetes.leader import LeaderElection
 from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook
@@ -42,11 +43,15 @@ log = logging.getLogger(__name__)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process is started; ports of 0 are any free one, a `webhook_port` of 0 is no webhook."""
+    """How a process is started; ports of 0 are any free one, a `webhook_port` of 0 is no webhook.
+
+    `keys_namespace` holds the authority and the key; "": `namespace`, with which they are deleted.
+    """
 
     kubeconfig: str | None = None
     context: str | None = None
     namespace: str = "gpuquota-system"
+    keys_namespace: str = ""
     webhook_port: int = 0
     metrics_port: int = 0
     membership_port: int = 0
@@ -71,6 +76,7 @@ class Replica:
         self._metrics = metrics.Metrics()
         self._controller: Controller | None = None
         self._policies = PolicyBook()
+        self._reviews = not options.webhook_port  # whether the port of reviews is open, where there is one
 
     async def run(self) -> None:
         """Until cancelled, or until it leads no more."""
@@ -101,7 +107,11 @@ class Replica:
     async def _review(self, certificates: webhook.Certificates, user: str) -> None:
         """Pods wait until the policies are known: what one forces would not hold for those that came before."""
         await self._reflector.synced.wait()
-        await webhook.serve(certificates, user, self._options.webhook_port, self._reviewed, lambda: self._policies.all)
+        port = self._options.webhook_port
+        await webhook.serve(certificates, user, port, self._reviewed, lambda: self._policies.all, self._listens)
+
+    def _listens(self) -> None:
+        self._reviews = True
 
     async def _lead(self, connection: Connection, certificates: webhook.Certificates) -> None:
         """Wait for its turn, and control until it is over."""
@@ -114,18 +124,27 @@ class Replica:
             await _label(connection, leads=True)
         try:
             self._metrics.leads.set(1)
-            self._controller = await self._make_controller(connection, certificates)
+            key = await coordination.read_or_make_key(connection, self._keys_namespace)
+            self._controller = controller = self._make_controller(connection, certificates, election, key)
+            certificates.renewed = controller.elastic.trust
             holding = election.hold() if options.leader_elect else asyncio.Event().wait()
-            await first_to_end(self._controller.run(), holding)
+            keeping = coordination.keep_key(connection, self._keys_namespace, key)
+            await first_to_end(controller.run(), holding, keeping)
         finally:
             await election.release()
 
-    async def _make_controller(self, connection: Connection, certificates: webhook.Certificates) -> Controller:
+    @property
+    def _keys_namespace(self) -> str:
+        return self._options.keys_namespace or self._options.namespace
+
+    def _make_controller(
+        self, connection: Connection, certificates: webhook.Certificates, election: LeaderElection, key: bytes
+    ) -> Controller:
         options = self._options
         settings = PodSettings(
             coordinator=options.advertise or f"https://{socket.gethostname()}:{options.membership_port}",
             authority=certificates.material.trusted if certificates.material else b"",
-            key=await coordination.read_or_make_key(connection, options.namespace),
+            key=key,
             runtime_image=options.runtime_image,
         )
         return Controller(
@@ -142,20 +161,26 @@ class Replica:
                 priority_class=options.reservation_priority_class,
             ),
             ready=ReadyRules(options.workers_ready_timeout, options.workers_ready_tries, options.workers_ready_pause),
+            fence=election.validity if options.leader_elect else NO_FENCE,
+            epoch=election.epoch,
         )
 
     async def _certificates(self, connection: Connection) -> webhook.Certificates:
         names = [*webhook.service_names(self._options.namespace), "127.0.0.1", "localhost"]
         if host := urlsplit(self._options.advertise).hostname:
             names.append(host)
-        certificates = webhook.Certificates(connection, self._options.namespace, list(dict.fromkeys(names)))
+        certificates = webhook.Certificates(connection, self._keys_namespace, list(dict.fromkeys(names)))
         await certificates.refresh(time.time())
         return certificates
 
     def _is_ready(self) -> bool:
-        """One that stands by is ready, too: it reviews pods."""
-        leads = self._controller is not None
-        return self._controller.ready if self._controller is not None else self._options.leader_elect and not leads
+        """Return whether this replica may get requests: its webhook listens, and if it leads it has listed all.
+
+        A Service sends reviews to each ready replica, and the API server refuses a pod whose review is not answered.
+        """
+        if not self._reviews:
+            return False
+        return self._options.leader_elect if self._controller is None else self._controller.ready
 
     def _is_healthy(self) -> str:
         """What is wrong: plans that are needed are not made."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.retries import retry_fields
 from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kfp_gpuquota.cluster.kubernetes.elastic_facts import Facts
     from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
@@ -90,10 +91,12 @@ class StatusWriter:
             return
         self._written[key] = (loop.time(), encoded, built.urgent)
         self._under_way.add(key)
-        self._writer.submit(_apply(built), partial(self._done, key), partial(self._failed, key))
+        self._writer.submit(_apply(built), partial(self._done, key, built), partial(self._failed, key))
 
-    def _done(self, key: str, _answer: bytes) -> None:
+    def _done(self, key: str, built: Built, _answer: bytes) -> None:
         self._under_way.discard(key)
+        if built.stored is not None:
+            built.stored()
         self.changed(key)  # what came in the meantime
 
     def _failed(self, key: str, error: Exception) -> None:
@@ -106,12 +109,13 @@ class StatusWriter:
 
 
 class Built(msgspec.Struct, frozen=True):
-    """One status: where it goes, and what of it is worth a write at once when it differs."""
+    """One status: where it goes, and what of it is worth a write at once when it differs. `stored` is called then."""
 
     path: str
     about: str
     body: Any
     urgent: Any
+    stored: Callable[[], None] | None = None
 
 
 def _apply(built: Built) -> Write:
@@ -142,6 +146,7 @@ def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
             jobs.book.workers_of(uid),
             generation=facts.generation,
             reserved=facts.reserved,
+            membership_digest=facts.secret,
             conditions=conditions,
             ended=facts.ended,
             ran_s=facts.ran_s,
@@ -156,9 +161,11 @@ def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
     }
     held = status.gpus, status.workers, status.generation, status.ended
     given_back = status.requeue_state, status.grow_state
-    urgent = (status.phase, status.message, status.intent, *held, *given_back, len(status.resizes))
+    reserved = status.generation_reserved  # numbers wait for it
+    urgent = (status.phase, status.message, status.intent, reserved, *held, *given_back, len(status.resizes))
     path = f"/apis/{labels.API_VERSION}/namespaces/{meta.namespace}/elasticjobs/{meta.name}"
-    return Built(path, f"{meta.namespace}/{meta.name}", body, urgent)
+    stored = partial(jobs.membership.status_stored, uid, reserved)
+    return Built(path, f"{meta.namespace}/{meta.name}", body, urgent, stored)
 
 
 def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Condition, ...]]) -> Built | None:

@@ -73,10 +73,21 @@ def service_names(namespace: str) -> tuple[str, ...]:
 
 
 class Certificates:
-    """The certificate in one Secret, in this process's TLS context, and in the webhook's configuration."""
+    """The certificate in one Secret, in this process's TLS context, and in the webhook's configuration.
 
-    def __init__(self, connection: Connection, namespace: str, names: Sequence[str]) -> None:
-        self._connection, self._names = connection, tuple(names)
+    `renewed(trusted)` is called when clients are to trust something else than before. A Secret that was deleted or
+    damaged is written anew with what this process holds: another authority would cut off all who trust this one.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        namespace: str,
+        names: Sequence[str],
+        *,
+        renewed: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
+        self._connection, self._names, self.renewed = connection, tuple(names), renewed
         self._secrets = f"/api/v1/namespaces/{namespace}/secrets"
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.material: Material | None = None
@@ -84,9 +95,11 @@ class Certificates:
     async def refresh(self, now: float) -> Material:
         """One round: renew what must be, load what is new, tell the API server. Raises RunError."""
         material = await self._agreed(now)
-        if self.material is None or self.material.serving != material.serving:
+        before, self.material = self.material, material
+        if before is None or before.serving != material.serving:
             load(self.context, material.serving)
-        self.material = material
+        if before is not None and before.trusted != material.trusted:
+            self.renewed(material.trusted)
         await self._inject(material.trusted)
         return material
 
@@ -105,7 +118,7 @@ class Certificates:
         """What stands in the Secret after whoever was first has renewed it."""
         for _ in range(ATTEMPTS):
             found, version = await self._read()
-            material = maintained(found, self._names, now)
+            material = maintained(found or self.material, self._names, now)
             if material is found or await self._written(material, version):
                 return material
         raise RunError(f"the Secret {SECRET} is changed by others all the time; who else writes it?")
@@ -153,12 +166,17 @@ async def serve(
     port: int,
     observe: Callable[[Verdict, float], None] = lambda _verdict, _seconds: None,
     policies: Callable[[], Sequence[WorkloadPolicy]] = tuple,
+    listens: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve reviews until cancelled. The first certificate must be there: call `refresh` before."""
+    """Serve reviews until cancelled; `listens` is called once the port is open.
+
+    The first certificate must be there: call `refresh` before.
+    """
     runner = web.AppRunner(build_app(controller, observe, policies), access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, port=port, ssl_context=certificates.context).start()
+        listens()
         await certificates.keep()
     finally:
         await runner.cleanup()

@@ -6,8 +6,8 @@ Invariants:
   PodDisruptionBudgets on a pod the eviction API answers 500) costs one call for each attempt and holds up nobody.
 - Requests go through lanes by what they do, each with slots of its own: releasing GPUs never waits behind statuses.
 - Within a lane namespaces take turns, and no namespace takes the last `RESERVED` slots where it has others.
-- `done` or `failed` is called exactly once for each request; where `done` raises, `failed` is called with its
-  exception, so that what was assumed of the object is taken back.
+- `done` or `failed` is called exactly once for each request, unless this process may write no more. Where `done`
+  raises, `failed` is called with its exception, so that what was assumed of the object is taken back.
 
 Rejected: a global priority queue, since a burst of urgent requests of one tenant would starve all others.
 """
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes.connection import FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE_S, ApiError, is_passing
+from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE, StaleLeaseError
 from kfp_gpuquota.cluster.kubernetes.logs import because_of, cause, fields
 from kfp_gpuquota.cluster.kubernetes.writes import Lane
 from kfp_gpuquota.errors import ClusterUnavailableError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.connection import Connection
+    from kfp_gpuquota.cluster.kubernetes.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.writes import Write
 
 SLOTS: Final = {Lane.ADMIT: 20, Lane.RELEASE: 12, Lane.CREATE: 16, Lane.STATUS: 6, Lane.EVENT: 2, Lane.OTHER: 6}
@@ -89,13 +91,19 @@ class Writer:
 
     Answers that a later attempt may change (5xx, 429 but for disruption budgets, no answer) are repeated after growing
     pauses for `patience_s`. A request that is refused is not repeated here, because the state that it was based on is
-    what has to be looked at again.
+    what has to be looked at again. Once `fence` is closed nothing is sent, and neither `done` nor `failed` is called:
+    the process that leads now decides anew.
     """
 
     def __init__(
-        self, connection: Connection, slots: Mapping[Lane, int] = SLOTS, *, patience_s: float = PATIENCE_S
+        self,
+        connection: Connection,
+        slots: Mapping[Lane, int] = SLOTS,
+        *,
+        fence: Fence = NO_FENCE,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        self._connection, self._patience_s = connection, patience_s
+        self._connection, self._fence, self._patience_s = connection, fence, patience_s
         self._lanes = {lane: _Queue(count) for lane, count in slots.items()}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
@@ -150,8 +158,15 @@ class Writer:
         request.deadline = request.deadline or loop.time() + self._patience_s
         try:
             answer = await self._connection.call(
-                write.verb, write.path, write.body, content_type=write.content_type, patience_s=0.0
+                write.verb,
+                write.path,
+                write.body,
+                content_type=write.content_type,
+                patience_s=0.0,
+                fence=self._fence,
             )
+        except StaleLeaseError as error:
+            log.error("%s", error, extra=extra)
         except (ApiError, ClusterUnavailableError) as error:
             if is_passing(error) and loop.time() < request.deadline:
                 self._repeat(request, error)

@@ -57,12 +57,14 @@ def pods_path(namespace: str) -> str:
 def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) -> Write:
     """One patch that lets a gated pod go to `node`: gate off, node on, devices noted.
 
-    It tests the gate first, so that of two such patches the second one fails and changes nothing.
+    It tests the uid and the gate first: of two such patches the second one fails and changes nothing, and so does one
+    that comes when another pod has the name.
     """
     assert pod.gate is not None, "only a gated pod is admitted"
     gate = f"/spec/schedulingGates/{pod.gate.index}"
     notes = {labels.DEVICES: ",".join(map(str, devices)), labels.REASON: reason}
     operations = [
+        _operation("test", "/metadata/uid", pod.uid),
         _operation("test", f"{gate}/name", labels.QUOTA_GATE),
         _operation("remove", gate),
         *_pinned(pod.gate, node),

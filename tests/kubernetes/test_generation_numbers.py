@@ -1,0 +1,79 @@
+"""Numbers of generations are stored before they are sent, and grow from leader to leader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kfp_gpuquota.cluster.job_book import Change
+from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
+from kfp_gpuquota.cluster.kubernetes.elastic_facts import Facts
+from kfp_gpuquota.cluster.kubernetes.elastic_membership import EPOCH_SPAN, JobMembership
+from kfp_gpuquota.cluster.kubernetes.elastic_status import RESERVED_AT_ONCE, record_of
+from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, ElasticJobSpec, ElasticJobStatus
+from kfp_gpuquota.cluster.kubernetes.objects import Metadata
+from kfp_gpuquota.cluster.kubernetes.seats import Seats
+from kfp_gpuquota.server.membership import NotStoredYetError
+
+META = Metadata(name="job", namespace="team", uid="uid")
+
+
+class Leader:
+    """One leader's membership of one job, whose status the test stores."""
+
+    def __init__(self, stored: int, epoch: int) -> None:
+        spec = ElasticJobSpec(template=b'{"spec": {"containers": [{"name": "main"}]}}', gpus=2)  # type: ignore[arg-type]
+        job = ElasticJob(metadata=META, spec=spec, status=ElasticJobStatus(generation_reserved=stored))
+        book = Book(lambda _: None, Seats(), {})
+        self.facts = book.facts["uid"] = Facts(job, 0.0)
+        book.commit(Change(jobs={"uid": record_of(job)}))
+        self.changed: list[str] = []
+        self.membership = JobMembership(book, b"key", kill=lambda _: None, changed=self.changed.append, epoch=epoch)
+        self.membership.begin_epoch()
+        self.membership.open(book.jobs["uid"])
+
+    def store(self) -> int:
+        """The API server takes the status."""
+        self.membership.status_stored("uid", self.facts.reserved)
+        return self.facts.reserved
+
+    @property
+    def next(self) -> int:
+        machine: Any = self.membership.service.machine("uid")
+        return int(machine._job.highest) + 1
+
+
+def test_a_number_is_not_sent_before_the_api_server_has_stored_its_block() -> None:
+    leader = Leader(stored=0, epoch=0)
+    assert leader.changed == ["uid"]  # the status is to be written at once
+    with pytest.raises(NotStoredYetError):
+        leader.membership.generation_reserved("uid", leader.next)
+    leader.store()
+    leader.membership.generation_reserved("uid", leader.next)
+    with pytest.raises(NotStoredYetError):
+        leader.membership.generation_reserved("uid", RESERVED_AT_ONCE + 1)
+
+
+def test_the_next_block_is_stored_before_it_is_needed() -> None:
+    leader = Leader(stored=0, epoch=0)
+    stored = leader.store()
+    leader.changed.clear()
+    leader.membership.generation_reserved("uid", RESERVED_AT_ONCE // 2 + 1)
+    assert leader.changed == ["uid"]
+    assert leader.store() > stored
+
+
+def test_a_later_leader_numbers_beyond_all_that_an_earlier_one_may_still_send() -> None:
+    first = Leader(stored=0, epoch=3)
+    assert first.next == 3 * EPOCH_SPAN + 1
+    stale = Leader(stored=0, epoch=4)  # it read the status before the first leader's came through
+    assert stale.next > first.facts.reserved + RESERVED_AT_ONCE
+    again = Leader(stored=first.store(), epoch=3)
+    assert again.next == first.facts.reserved + 1
+
+
+def test_numbers_grow_where_the_lease_was_made_anew_and_epochs_begin_again() -> None:
+    stored = Leader(stored=0, epoch=7).facts.reserved
+    reinstalled = Leader(stored=stored, epoch=0)
+    assert reinstalled.next == 8 * EPOCH_SPAN + 1
