@@ -54,7 +54,7 @@ def shrunk(job: Job, before: int, after: int, cause: tuple[Job, str]) -> Reason:
 
 def stopped(job: Job, cause: tuple[Job, str]) -> Reason:
     """Why a running job stops and returns to the queue."""
-    then = "back in the queue with its age" if job.movable else "gone, since nobody makes it anew"
+    then = "back in the queue with its age" if job.movable else "lost, since its owner does not create it again"
     return _taken(job, f"stopped, and {then}", cause)
 
 

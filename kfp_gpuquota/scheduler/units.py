@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.scheduler.ledger import Ledger
 
-UnitKey = tuple[bool, float, float, "Stage", tuple[int, float, float, str], int]
+UnitKey = tuple[bool, float, float, "Stage", tuple[int, bool, float, float, str], int]
 
 
 class Mode(IntEnum):
@@ -179,8 +179,9 @@ def _unit(attempt: Attempt, stage: Stage, job: Job, tasks: tuple[Task, ...]) -> 
         -attempt.ratio(job.queue),
         -job.queue.created,
         stage,
-        # Who is furthest from its last checkpoint loses the most; a worker above the gang takes nothing with it.
-        (job.priority, -job.saved_at if stage is Stage.WHOLE else 0.0, -job.submitted_at, job.uid),
+        # A job that does not return to the queue loses all of its work, and then the one furthest from its last
+        # checkpoint the most; a worker above the gang takes nothing with it.
+        (job.priority, not job.movable, -job.saved_at if stage is Stage.WHOLE else 0.0, -job.submitted_at, job.uid),
         -tasks[0].index,
     )
     return Unit(key, stage, job, tasks)

@@ -243,7 +243,12 @@ def test_a_pod_is_moved_only_where_somebody_makes_it_anew(owned: bool) -> None:
     deque(plain.settle(), maxlen=0)
     for uid, node in (("a", "n"), ("b", "m")):
         held = msgspec.structs.replace(
-            waiting(uid), stage=Stage.HELD, node=node, devices=(0,), gate=None, maker="rs" if owned else ""
+            waiting(uid),
+            stage=Stage.HELD,
+            node=node,
+            devices=(0,),
+            gate=None,
+            maker_kind="apps/ReplicaSet" if owned else "",
         )
         plain.put(held)
     plain.put(msgspec.structs.replace(waiting("large"), gpus=2))
@@ -268,4 +273,4 @@ def test_a_bare_pod_that_was_borrowed_is_taken_back_and_given_no_place_elsewhere
     assert not decided.move
     (evict,) = decided.evict
     assert evict.job == "a"
-    assert "nobody makes it anew" in evict.reason.message
+    assert "its owner does not create it again" in evict.reason.message

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
+    from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.reservations import Place, Reservations
     from kfp_gpuquota.cluster.kubernetes.translate import PodView
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
@@ -48,9 +49,10 @@ class PodActions:
         noted: Callable[[Pod], None],
         told: Callable[[PodView, str, str], None],
         reservations: Reservations,
+        rules: RulesBook,
     ) -> None:
         self._pods, self._writer, self._noted, self._told = pods, writer, noted, told
-        self._reservations = reservations
+        self._reservations, self._rules = reservations, rules
         self._pod = msgspec.json.Decoder(Pod)
 
     def start(self, job: str, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
@@ -70,8 +72,13 @@ class PodActions:
                 self._pods.take_back(uid)  # it has not started: it goes on waiting, for another place
             elif member := self._pods.members.get(uid):
                 self._pods.assume_leaving(uid)
-                self._told(member.view, "Evicted", reason.message)
+                self._told(member.view, "Evicted", self._explained(member.view, reason))
                 self._evict(member.view)
+
+    def _explained(self, pod: PodView, reason: Reason) -> str:
+        """Return the reason, and what is lost with the pod where its owner does not create another one."""
+        rules = self._rules.rules
+        return reason.message if rules.recreates(pod) else f"{reason.message}; {rules.consequence(pod)}"
 
     def remake(self, pod: PodView, reason: str, why: str) -> None:
         """Take away a pod that cannot stay where it is, for its owner to make it anew."""

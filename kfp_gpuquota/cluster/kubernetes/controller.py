@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.cluster.kubernetes import coordination, kinds, labels, objects
+from kfp_gpuquota.cluster.kubernetes import coordination, kinds, labels, objects, quota_policy
 from kfp_gpuquota.cluster.kubernetes.avoidance import Avoidance
 from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
 from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
@@ -34,6 +34,7 @@ from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.quarantine import Quarantine
+from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.reservations import Reservations
@@ -58,7 +59,10 @@ if TYPE_CHECKING:
 
 LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
-KINDS: Final = {"PolicyObject": "WorkloadPolicy"}  # kinds that the API calls otherwise than we do
+KINDS: Final = {
+    "PolicyObject": "WorkloadPolicy",
+    "QuotaPolicyObject": "QuotaPolicy",
+}  # kinds that the API calls otherwise than we do
 NOT_READY: Final = "not_ready"  # a kind of decision: GPUs given back by what does not come up
 
 log = logging.getLogger(__name__)
@@ -87,7 +91,8 @@ class Controller:
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
         self._loop = asyncio.get_running_loop()
         self.metrics = metrics or Metrics()
-        self.snapshot = snapshot = Snapshot(self.wake)
+        self.rules = RulesBook()
+        self.snapshot = snapshot = Snapshot(self.wake, self.rules)
         self._writer = Writer(connection, fence=fence)
         self.health = PlanningHealth(self._loop.time)
         self._planning_failed = asyncio.Event()
@@ -113,7 +118,9 @@ class Controller:
             recall=snapshot.share_of,
             displaced=self._gpu_changed,
         )
-        self.actions = PodActions(snapshot.plain, self._writer, self.pods.note, self._tell_user, self.reservations)
+        self.actions = PodActions(
+            snapshot.plain, self._writer, self.pods.note, self._tell_user, self.reservations, self.rules
+        )
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
         self._waiting = WaitingPods(snapshot.plain, self._tell_user)
         self._avoidance = Avoidance(snapshot.pods, snapshot.put_pod, self._avoided)
@@ -188,6 +195,7 @@ class Controller:
                 profiles.drop_profile,
                 optional=True,
             ),
+            self._reflector(quota_policy.PATH, kinds.QuotaPolicyObject, self.rules.put, self.rules.drop, optional=True),
             self._reflector("/api/v1/limitranges", objects.LimitRange, self.limits.put, self.limits.drop),
             self._reflector("/api/v1/namespaces", objects.Namespace, profiles.put_namespace, profiles.drop_namespace),
         ]
@@ -229,12 +237,13 @@ class Controller:
 
     def _place_taken(self, pod: PodView) -> None:
         why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.trouble}"
-        if pod.owned:
+        recreated = self.rules.rules.recreates(pod)
+        if recreated:
             self._avoidance.note(pod)
         if self.elastic.knows(pod):
             self.elastic.news.remake(pod)
             self._tell_user(pod, "PlaceTaken", why)
-        elif pod.owned:
+        elif recreated:
             self.actions.remake(pod, "PlaceTaken", why)
         else:
             self._tell_user(pod, "PlaceTaken", f"{why}; nobody would make it anew: delete it, and create it again")
@@ -249,7 +258,7 @@ class Controller:
             return
         said = pod.trouble or "its volumes or its network are not there"
         why = f"it did not come up on node {pod.node} in {self._ready.timeout_s:g} s: {said}"
-        if pod.owned:
+        if self.rules.rules.recreates(pod):
             self.metrics.decisions.labels(NOT_READY).inc()
             self._avoidance.note(pod)
             self.actions.remake(pod, "NotReady", f"{why}; its GPUs are given back")
@@ -259,7 +268,7 @@ class Controller:
     def _gpu_changed(self, holder: str, why: str) -> None:
         """Its GPU may be given to others: whoever is made anew gets the one that is reserved."""
         member, worker = self.snapshot.plain.members.get(holder), self.elastic.workers.pods.get(holder)
-        if member is not None and member.view.owned:
+        if member is not None and self.rules.rules.recreates(member.view):
             self.actions.remake(member.view, "GpuChanged", why)
         elif member is not None:
             self._tell_user(member.view, "GpuChanged", f"{why}; delete it, and create it again: nobody else would")

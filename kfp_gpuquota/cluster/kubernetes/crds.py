@@ -20,6 +20,7 @@ from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
 from kfp_gpuquota.cluster.kubernetes import kinds, labels
 from kfp_gpuquota.cluster.kubernetes.job_rules import job_rules
 from kfp_gpuquota.cluster.kubernetes.policy_schema import workload_policy
+from kfp_gpuquota.cluster.kubernetes.quota_policy_schema import quota_policy
 from kfp_gpuquota.cluster.kubernetes.structural import Schema, column, definition, described, rule, status
 
 YEAR_S: Final = 31_536_000
@@ -67,8 +68,8 @@ _DEFAULTED: Final = ("kind", "gracePeriodSeconds", "maxRestarts", "coolDownSecon
 
 
 def custom_resource_definitions() -> list[Schema]:
-    """ElasticJob, GpuQuota and WorkloadPolicy, as objects to apply."""
-    return [_elastic_job(), _gpu_quota(), workload_policy(_metadata(), _name_rule())]
+    """Return ElasticJob, GpuQuota, WorkloadPolicy and QuotaPolicy, as objects to apply."""
+    return [_elastic_job(), _gpu_quota(), workload_policy(_metadata(), _name_rule()), quota_policy(_metadata())]
 
 
 def render() -> str:

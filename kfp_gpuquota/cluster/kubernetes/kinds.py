@@ -186,6 +186,20 @@ class ElasticJob(Struct, frozen=True):
     status: ElasticJobStatus = ElasticJobStatus()
 
 
+class QuotaPolicySpec(Struct, frozen=True):
+    """The cluster's rules. Values are checked when they become ClusterRules (quota_policy.py)."""
+
+    reclaim: dict[str, Any] | None = None
+    recreating_owners: tuple[str, ...] | None = None
+
+
+class QuotaPolicyObject(Struct, frozen=True):
+    """A QuotaPolicy."""
+
+    metadata: Metadata
+    spec: QuotaPolicySpec = QuotaPolicySpec()
+
+
 class PolicySpec(Struct, frozen=True):
     """Of whom a policy holds, and its rules: {default, most, forced}, each a number, or a quantity."""
 

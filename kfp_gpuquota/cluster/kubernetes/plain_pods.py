@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.cluster.kubernetes.quota_policy import DEFAULT_RULES
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage, pod_job
 
 if TYPE_CHECKING:
@@ -72,10 +73,18 @@ class Member:
 
 
 class PlainPods:
-    """All such pods. `tell` gets the scheduler's events; none before `settle`."""
+    """All such pods. `tell` gets the scheduler's events; none before `settle`.
 
-    def __init__(self, tell: Callable[[scheduler.Event], None], seats: Seats) -> None:
-        self._tell, self._seats = tell, seats
+    `recreated(pod)`: its owner creates another one in its place when it is gone.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[scheduler.Event], None],
+        seats: Seats,
+        recreated: Callable[[PodView], bool] = DEFAULT_RULES.recreates,
+    ) -> None:
+        self._tell, self._seats, self._recreated = tell, seats, recreated
         self.members: dict[str, Member] = {}
         self.jobs: dict[str, PodJob] = {}
         self.gathering: dict[GroupKey, dict[str, Member]] = {}
@@ -263,7 +272,9 @@ class PlainPods:
         for member in members:
             member.job = job
         parts = _split(members)
-        movable = all(member.view.owned for member in members)  # a pod that nobody makes anew would be gone
+        movable = all(
+            self._recreated(member.view) for member in members
+        )  # another pod is not created, and work is lost
         spec = pod_job(first.view, 1 if parts else len(members))
         self._tell(scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable, parts=parts))
 

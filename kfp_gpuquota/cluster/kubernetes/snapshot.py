@@ -21,6 +21,7 @@ from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes import nodes, quotas
 from kfp_gpuquota.cluster.kubernetes.bystanders import Bystanders
 from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
+from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.seats import Seats
 from kfp_gpuquota.cluster.kubernetes.share_notes import note_of
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage, pod_job
@@ -57,14 +58,15 @@ class Held(NamedTuple):
 class Snapshot:
     """Nodes, quotas and pods as last seen, and the scheduler's state beside them."""
 
-    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, wake: Callable[[], None] = lambda: None, rules: RulesBook | None = None) -> None:
+        self.rules = rules or RulesBook()
         self.state = scheduler.State()
         self.seats = Seats()
         self.nodes: dict[str, Node] = {}
         self.quotas: dict[str, GpuQuota] = {}
         self.projects: dict[str, Project] = {}
         self.pods: dict[str, PodView] = {}
-        self.plain = PlainPods(self.tell, self.seats)
+        self.plain = PlainPods(self.tell, self.seats, lambda pod: self.rules.rules.recreates(pod))  # noqa: PLW0108
         self.refused_quotas: dict[str, str] = {}
         self.told_nodes: dict[str, ApiNode] = {}
         self.elastic: ElasticJobs | None = None

@@ -26,6 +26,7 @@ from kfp_gpuquota.cluster.kubernetes.needs import MAX_DEVICES, Needs, bounded_nu
 from kfp_gpuquota.cluster.kubernetes.objects import Container, Metadata, Pod, PodSpec, PodStatus, Resources
 from kfp_gpuquota.cluster.kubernetes.owners import Owner, owner_of
 from kfp_gpuquota.cluster.kubernetes.places import Place, place_of
+from kfp_gpuquota.cluster.kubernetes.quota_policy import owner_kind
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects import NodeSelectorTerm, OwnerReference
 
 NODE_NAME_FIELD: Final = "metadata.name"
+RAY_NODE_TYPE: Final = "ray.io/node-type"
 MAX_GROUP: Final = 10_000  # pods that start together
 _LONGEST_DEVICES: Final = 5 * MAX_DEVICES
 KILLED: Final = 137  # 128 + SIGKILL: what a shell says of a process that was killed
@@ -86,7 +88,8 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each. `needs` is what it takes
     of its node beside these, `pool` the node pool that it asks for, `owner` who may say how many start together.
     `prepared`: its volumes and its network are there, so what still takes time are images and init containers.
-    `maker` is the uid of who would make it anew, `avoids` are nodes on which there was no room for another of its pods.
+    `maker` is the uid of its controlling owner, `maker_kind` that owner's API group and kind, of which quota_policy.py
+    says whether it creates another pod, `avoids` are nodes on which there was no room for another of its pods.
     """
 
     uid: str
@@ -106,6 +109,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     group: str = ""
     group_size: int = 0
     maker: str = ""
+    maker_kind: str = ""
     job_uid: str = ""
     index: int = 0
     attempt: int = 0
@@ -120,11 +124,6 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     avoids: tuple[str, ...] = ()
     requested: int = 0
     problem: str = ""
-
-    @property
-    def owned(self) -> bool:
-        """Somebody makes it anew when it is gone."""
-        return bool(self.maker)
 
     @property
     def holds(self) -> bool:
@@ -213,6 +212,7 @@ def pod_view(pod: Pod) -> PodView:
         devices=_devices((meta.annotations or {}).get(labels.DEVICES, ""), gpus),
         gate=gate,
         maker=intern(owner.uid) if owner is not None else "",
+        maker_kind=_maker_kind(owner, meta.labels) if owner is not None else "",
         job_uid=owner.uid if owner is not None and elastic else "",
         exit_code=_exit_code(pod),
         trouble=_trouble(pod),
@@ -224,6 +224,12 @@ def pod_view(pod: Pod) -> PodView:
         requested=requested,
         **_wishes(meta.labels, meta.annotations or {}),
     )
+
+
+def _maker_kind(owner: OwnerReference, given: Mapping[str, str]) -> str:
+    """Return the owner's group and kind; that of a Ray head is one of its own, since all work is lost with it."""
+    head = " head" if given.get(RAY_NODE_TYPE) == "head" else ""
+    return intern(owner_kind(owner.api_version, owner.kind) + head)
 
 
 def _bystander(pod: Pod) -> PodView:

@@ -1,0 +1,176 @@
+"""The cluster's rules, from the one QuotaPolicy that administrators write: pure, with defaults for what it leaves out.
+
+| rule | bounds | default |
+|---|---|---|
+| reclaim.boundSeconds | from the decision to reclaim a borrowed GPU, or the plan in which only minimum run times stand in the way, to the GPU's release | 120 |
+| reclaim.maxGracePeriodSeconds | the grace period of a pod that is stopped for others | 60 |
+| reclaim.maxMinRunTimeSeconds | how long `minRunTimeSeconds` keeps borrowed GPUs from their owner | 45 |
+| recreatingOwners | added to, or with a leading '-' taken from, the owners that create another pod in place of one that is gone | |
+
+A policy that cannot be leaves the one before it in force. Rejected: flags of the controller, which the API server's own
+policies (ValidatingAdmissionPolicy) cannot read.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
+from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kfp_gpuquota.cluster.kubernetes.kinds import QuotaPolicyObject
+    from kfp_gpuquota.cluster.kubernetes.translate import PodView
+
+PATH: Final = f"/apis/{labels.API_VERSION}/quotapolicies"
+NAME: Final = "default"
+RECLAIM_SLACK_S: Final = 15.0
+"""Of a reclaim's bound, what the calls to the API server, the kubelet's own second and a plan may take."""
+
+RECREATING_OWNERS: Final = frozenset(
+    {
+        "apps/DaemonSet",
+        "apps/ReplicaSet",
+        "apps/StatefulSet",  # a Notebook's and a LeaderWorkerSet's pods are a StatefulSet's
+        "batch/Job",  # a JobSet's and a TrainJob's pods are a Job's
+        "core/ReplicationController",
+        "kubeflow.org/JAXJob",
+        "kubeflow.org/MPIJob",
+        "kubeflow.org/MXJob",
+        "kubeflow.org/PaddleJob",
+        "kubeflow.org/PyTorchJob",
+        "kubeflow.org/TFJob",
+        "kubeflow.org/XGBoostJob",
+        "leaderworkerset.x-k8s.io/LeaderWorkerSet",
+        "ray.io/RayCluster",
+        f"{labels.GROUP}/ElasticJob",
+    }
+)
+"""Owners (API group/kind) whose controllers create another pod in place of one that is gone."""
+
+log = logging.getLogger(__name__)
+
+
+class ReclaimRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the return of a borrowed GPU may take, and how much of that a borrower may ask for."""
+
+    bound_s: float = 120.0
+    max_grace_s: float = 60.0
+    max_min_run_time_s: float = 45.0
+
+    def __post_init__(self) -> None:
+        check_range("reclaim.boundSeconds", self.bound_s, 1, MAX_SECONDS, "s")
+        check_range("reclaim.maxGracePeriodSeconds", self.max_grace_s, 1, MAX_SECONDS, "s")
+        check_range("reclaim.maxMinRunTimeSeconds", self.max_min_run_time_s, 0, MAX_SECONDS, "s")
+        needed = self.max_grace_s + self.max_min_run_time_s + RECLAIM_SLACK_S
+        if needed > self.bound_s:
+            raise InvalidFieldError(
+                "reclaim.boundSeconds",
+                self.bound_s,
+                f"maxGracePeriodSeconds, maxMinRunTimeSeconds and {RECLAIM_SLACK_S:g} s for the calls are {needed:g} s",
+                hint=f"give at least {needed:g}, or lower one of the others",
+            )
+
+
+class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
+    """All rules of a cluster."""
+
+    reclaim: ReclaimRules = ReclaimRules()
+    recreating_owners: frozenset[str] = RECREATING_OWNERS
+
+    def recreates(self, pod: PodView) -> bool:
+        """Whether the pod's owner creates another one in its place when it is gone."""
+        return pod.maker_kind in self.recreating_owners
+
+    def consequence(self, pod: PodView) -> str:
+        """Return what follows from the pod's end, as the end of a message."""
+        group, _, kind = pod.maker_kind.partition("/")
+        if self.recreates(pod):
+            return f"its {kind} creates another pod, which waits for its turn"
+        if kind:
+            lost = f"its owner, a {kind} of {group}, does not create it again, so the {kind} may fail"
+        else:
+            lost = "it has no owner that creates it again"
+        return (
+            f"{lost}; label {labels.PREEMPTIBLE}=false keeps such pods within quota, and from being stopped for others"
+        )
+
+
+DEFAULT_RULES: Final = ClusterRules()
+
+
+def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
+    """Return what the policy says. Raises InvalidFieldError for one that cannot be."""
+    spec = stored.spec
+    given = {"bound_s": "boundSeconds", "max_grace_s": "maxGracePeriodSeconds"}
+    given["max_min_run_time_s"] = "maxMinRunTimeSeconds"
+    limits = spec.reclaim or {}
+    reclaim = {name: limits[wire] for name, wire in given.items() if wire in limits}
+    try:
+        return ClusterRules(
+            reclaim=msgspec.convert(reclaim, ReclaimRules),
+            recreating_owners=_owners(spec.recreating_owners or ()),
+        )
+    except msgspec.ValidationError as error:
+        raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None
+
+
+def owner_kind(api_version: str, kind: str) -> str:
+    """Return an owner as the policy names it, for example apps/ReplicaSet; the version is not part of it."""
+    group, slash, _ = api_version.rpartition("/")
+    return f"{group if slash else 'core'}/{kind}"
+
+
+def _owners(given: Iterable[str]) -> frozenset[str]:
+    owners = set(RECREATING_OWNERS)
+    for one in given:
+        name = one.removeprefix("-")
+        group, slash, kind = name.partition("/")
+        if not (group and slash and kind) or "/" in kind:
+            raise InvalidFieldError(
+                "recreatingOwners",
+                one,
+                "it must be an API group and a kind",
+                hint="for example apps.kruise.io/CloneSet",
+            )
+        if one.startswith("-"):
+            owners.discard(name)
+        else:
+            owners.add(name)
+    return frozenset(owners)
+
+
+class RulesBook:
+    """The rules in force. `changed()` is called where they are others than before."""
+
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+        self._changed, self._uid = changed, ""
+        self.rules = DEFAULT_RULES
+
+    def put(self, stored: QuotaPolicyObject) -> None:
+        """A policy is as given; one of another name counts for nothing, and the API server refuses it."""
+        if stored.metadata.name != NAME:
+            return
+        self._uid = stored.metadata.uid
+        try:
+            self._replace(rules_of(stored))
+        except InvalidFieldError as error:
+            log.error("QuotaPolicy %s is left as it was: %s", NAME, error.message)
+
+    def drop(self, uid: str) -> None:
+        """The policy is gone: the defaults hold."""
+        if uid == self._uid:
+            self._uid = ""
+            self._replace(DEFAULT_RULES)
+
+    def _replace(self, rules: ClusterRules) -> None:
+        if rules != self.rules:
+            self.rules = rules
+            log.info("the cluster's rules are now: %s", rules)
+            self._changed()

@@ -1,0 +1,78 @@
+"""The schema of QuotaPolicy: the cluster's rules. What needs several fields at once is a rule in CEL."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kfp_gpuquota.api.validation import MAX_SECONDS
+from kfp_gpuquota.cluster.kubernetes.quota_policy import NAME, RECLAIM_SLACK_S, ReclaimRules
+from kfp_gpuquota.cluster.kubernetes.structural import Schema, column, definition, rule
+
+MAX_OWNERS: Final = 64
+_DEFAULT: Final = ReclaimRules()
+
+
+def quota_policy(metadata: Schema) -> Schema:
+    """Return the definition, as an object to apply."""
+    columns = [
+        column("Bound", "number", ".spec.reclaim.boundSeconds", "seconds in which a borrowed GPU is back"),
+        column("Age", "date", ".metadata.creationTimestamp"),
+    ]
+    only_one = rule(
+        f"self.metadata.name == '{NAME}'",
+        f"name is '%s', but the cluster has one policy, whose name is {NAME}",
+        "self.metadata.name",
+    )
+    body = {
+        "description": "The cluster's rules for reclaims, owners and what stands outside of the quota.",
+        "type": "object",
+        "required": ["spec"],
+        "properties": {"metadata": metadata, "spec": _spec()},
+        "x-kubernetes-validations": [only_one],
+    }
+    return definition("QuotaPolicy", "quotapolicies", "qp", "Cluster", body, columns)
+
+
+def _spec() -> Schema:
+    owner = {"type": "string", "minLength": 3, "maxLength": 320, "pattern": "^-?[^/]+/[^/]+$"}
+    properties = {
+        "reclaim": _reclaim(),
+        "recreatingOwners": {
+            "type": "array",
+            "maxItems": MAX_OWNERS,
+            "items": owner,
+            "x-kubernetes-list-type": "set",
+            "description": "Owners, as apps.kruise.io/CloneSet, that create another pod in place of one that is gone:"
+            " added to the built-in ones; with a leading '-' taken from them. Pods of other owners are never moved.",
+        },
+    }
+    return {"type": "object", "properties": properties}
+
+
+def _reclaim() -> Schema:
+    def seconds(default: float, least: int, description: str) -> Schema:
+        bounds = {"minimum": least, "maximum": MAX_SECONDS}
+        return {"type": "number", "default": default, **bounds, "description": description}
+
+    needed = f"self.maxGracePeriodSeconds + self.maxMinRunTimeSeconds + {RECLAIM_SLACK_S}"
+    fits = rule(
+        f"{needed} <= self.boundSeconds",
+        "boundSeconds is %s, but maxGracePeriodSeconds, maxMinRunTimeSeconds and"
+        f" {RECLAIM_SLACK_S:g} s for the calls are %s",
+        "self.boundSeconds",
+        needed,
+    )
+    return {
+        "type": "object",
+        "description": "How long the return of a borrowed GPU may take, whatever its borrower sets.",
+        "properties": {
+            "boundSeconds": seconds(_DEFAULT.bound_s, 1, "From the decision to reclaim a GPU to its release."),
+            "maxGracePeriodSeconds": seconds(
+                _DEFAULT.max_grace_s, 1, "The longest grace period of a pod that is stopped for others."
+            ),
+            "maxMinRunTimeSeconds": seconds(
+                _DEFAULT.max_min_run_time_s, 0, "For how long minRunTimeSeconds keeps borrowed GPUs from their owner."
+            ),
+        },
+        "x-kubernetes-validations": [fits],
+    }
