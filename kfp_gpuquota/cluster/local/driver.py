@@ -48,9 +48,8 @@ log = logging.getLogger(__name__)
 class Driver:
     """One per daemon; it is also what the membership service tells its news to. All of it runs in the event loop."""
 
-    def __init__(self, home: Home, state: ClusterState, url: str, policy: Policy | None = None) -> None:
+    def __init__(self, home: Home, state: ClusterState, policy: Policy | None = None, open_files: int = 0) -> None:
         self._home = home
-        self._url = url
         self._state = state
         self.membership = MembershipService(self)
         self._shims = shims.Shims(self._on_started, self._on_ended)
@@ -59,6 +58,7 @@ class Driver:
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
         self._pace = Pace()
+        self._open_files = open_files
 
     def wake(self) -> None:
         """Something changed: plan in the next turn of the loop."""
@@ -151,6 +151,7 @@ class Driver:
             environment=worker_environment(self._home, job, worker, self._state.nodes),
             working_directory=job.spec.working_directory or str(self._home.job(job.uid)),
             grace_period_s=job.spec.grace_period_s,
+            open_files=self._open_files,
         )
         try:
             self._shims.start(worker.id, directory, command)
@@ -186,7 +187,6 @@ class Driver:
     def _open_membership(self, job: JobRecord) -> None:
         token_file = self._home.job_token_file(job.uid)
         self._home.checkpoints(job.uid).mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_private(self._home.coordinator_file(job.uid), f"{self._url}/v1/membership/{job.uid}")
         if not token_file.exists():
             write_private(token_file, secrets.token_urlsafe(32))
         self.membership.open(
