@@ -153,7 +153,7 @@ def test_a_workers_token_does_not_open_the_api(embedded_cluster: EmbeddedCluster
     embedded_cluster.wait_for_phase("job", "Running")
     token = embedded_cluster.home.job_token_file(job.uid).read_text()
     assert call("GET", "/v1/jobs", token=token)[0] == 401
-    path = f"/v1/membership/{job.uid}/store/1/count"
+    path = f"/v1/membership/{job.uid}/store/0/count"
     assert call("POST", path, b"{}", token=token)[0] == 200
     assert call("POST", path, b"{}")[0] == 401
 
