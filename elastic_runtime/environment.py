@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from elastic_runtime.errors import SettingsError
+from elastic_runtime.unix_sockets import SCHEME, UnixConnection, split_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,11 +72,16 @@ class Environment:
             raise SettingsError(f"{error}; the file must be there before the worker starts") from error
 
     def coordinator_address(self) -> tuple[str, int, str]:
-        """(host, port, path) of the job's membership service; `@FILE` is read anew by each call.
+        """(host, port, path) of the job's membership service; `@FILE` is read anew by each call. The host of a Unix
+        socket is its file, and the port is 0.
 
-        SettingsError for something that is not an HTTP address; OSError where the file is not there.
+        SettingsError for something that is no such address; OSError where the file is not there.
         """
         url = self._url()
+        if local := split_address(url):
+            if _UNFIT.search(local[1]):
+                raise SettingsError(self._no_address(url))
+            return local[0], 0, local[1].rstrip("/")
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -87,15 +93,25 @@ class Environment:
 
     def _no_address(self, url: str) -> str:
         held = f"{self.coordinator!r}, a file that holds {url!r}" if self._in_file else repr(url)
-        return f"ELASTIC_COORDINATOR is {held}, but it must be http(s)://HOST:PORT/PATH, or @FILE with such a line"
+        return (
+            f"ELASTIC_COORDINATOR is {held}, but it must be http(s)://HOST:PORT/PATH, unix:///SOCKET:/PATH, or @FILE "
+            "with such a line"
+        )
 
     def connect(self, timeout_s: float) -> tuple[HTTPConnection, str]:
         """(a connection to the membership service, not yet open, the path there)."""
         from elastic_runtime.tls import open_connection  # noqa: PLC0415  (costs 15 ms, which a script alone saves)
 
         host, port, path = self.coordinator_address()
+        if self.local:
+            return UnixConnection(host, timeout_s), path
         authority = self.ca_file if self._url().startswith("https:") else None
         return open_connection(host, port, authority, timeout_s), path
+
+    @property
+    def local(self) -> bool:
+        """Whether the coordinator is this machine's: reached by a Unix socket."""
+        return self._url().startswith(SCHEME)
 
     @property
     def _in_file(self) -> bool:

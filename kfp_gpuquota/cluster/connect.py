@@ -2,7 +2,7 @@
 
 | what is set                                   | the cluster                                                    |
 |-----------------------------------------------|----------------------------------------------------------------|
-| `$GPUQUOTA_URL` (and `$GPUQUOTA_TOKEN_FILE`)  | the server there                                               |
+| `$GPUQUOTA_URL` (and `$GPUQUOTA_TOKEN_FILE`)  | the server at that socket: unix:///PATH                        |
 | `$GPUQUOTA_CONTEXT`, else the setting         | that context of the kubeconfig; "." is the current one         |
 | ... = "embedded"                              | the embedded one                                               |
 | nothing, inside of a pod                      | the cluster of the pod, as its service account                 |
@@ -21,6 +21,7 @@ from kfp_gpuquota.cluster.local.home import Home, default_home, write_private
 from kfp_gpuquota.cluster.local.start import ensure_running
 from kfp_gpuquota.errors import UsageError
 from kfp_gpuquota.server.client import RETRY_FOR_S, Client
+from kfp_gpuquota.server.unix_sockets import socket_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,8 +56,8 @@ def connect(
     """
     environment = os.environ if environment is None else environment
     if url := environment.get(URL_VARIABLE):
-        token_file = _token_file(environment)
-        return Client(lambda: (url, token_file.read_text().strip()), retry_for_s=retry_for_s)
+        path, token_file = socket_path(url), _token_file(environment)
+        return Client(lambda: (path, token_file.read_text().strip()), retry_for_s=retry_for_s)
     if (context := kube_context(environment)) is not None:
         return _kubernetes(context, environment, image, retry_for_s)
     if image:
@@ -66,9 +67,9 @@ def connect(
         )
     home = embedded_home(environment)
 
-    def locate() -> tuple[str, str]:
+    def locate() -> tuple[Path, str]:
         ensure_running(home)
-        return home.url_file.read_text().strip(), home.token_file.read_text().strip()
+        return home.socket_file, home.token_file.read_text().strip()
 
     return Client(locate, retry_for_s=retry_for_s)
 

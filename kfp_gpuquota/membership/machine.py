@@ -67,6 +67,11 @@ class Membership:
         return self._job.generation
 
     @property
+    def highest(self) -> int:
+        """The highest number that a generation of this job was ever given."""
+        return self._job.highest
+
+    @property
     def base(self) -> Generation | None:
         """The generation in force."""
         return self._job.base

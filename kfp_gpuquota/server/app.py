@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 from typing import TYPE_CHECKING, Final
@@ -12,6 +13,7 @@ from aiohttp import web
 from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, UnauthorizedError
 from kfp_gpuquota.server import openapi
+from kfp_gpuquota.server.connections import BODY_TIMEOUT_S
 from kfp_gpuquota.server.routes import ROUTES, Request, Route, decode_body
 
 if TYPE_CHECKING:
@@ -60,13 +62,21 @@ def build_app(
 
 def _serve(backend: Backend, route: Route) -> Handler:
     async def handle(request: web.Request) -> web.Response:
-        body = decode_body(route, await request.read())
+        body = decode_body(route, await _body(request))
         answer = await route.handler(backend, Request(request.match_info, request.query, body))
         if route.answer is None:
             return web.Response(status=204)
         return _json(answer, 201 if route.created else 200)
 
     return handle
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
 
 
 def _checker(token: str) -> Callable[[Handler], Handler]:

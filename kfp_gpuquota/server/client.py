@@ -11,7 +11,7 @@ import os
 import time
 import uuid
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 import msgspec
 
@@ -33,9 +33,11 @@ from kfp_gpuquota.api.wire import (
     Supposition,
 )
 from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
+from kfp_gpuquota.server.unix_sockets import UnixConnection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 T = TypeVar("T")
 
@@ -48,15 +50,15 @@ _LONGEST_DELAY_S: Final = 2.0
 class Client:
     """Talks to one cluster. Each call has a time limit, and is repeated with growing delays while nobody answers.
 
-    `locate` returns (URL, token); it is asked again after a failed connection, for a restarted daemon may have
-    moved. Raises the errors of `kfp_gpuquota.errors`; after `retry_for_s` without an answer
+    `locate` returns (the path of the cluster's socket, token); it is called again after a failed connection, and may
+    start the daemon. Raises the errors of `kfp_gpuquota.errors`; after `retry_for_s` without an answer
     `ClusterUnavailableError`.
     """
 
-    def __init__(self, locate: Callable[[], tuple[str, str]], *, retry_for_s: float = RETRY_FOR_S) -> None:
+    def __init__(self, locate: Callable[[], tuple[Path, str]], *, retry_for_s: float = RETRY_FOR_S) -> None:
         self._locate = locate
         self._retry_for_s = retry_for_s
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection: UnixConnection | None = None
         self._token = ""
         self._owner_pid = os.getpid()
 
@@ -227,11 +229,10 @@ class Client:
             # the one by which a signal's handler ends the program.
             return response, response.read()
 
-    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+    def _connect(self, timeout_s: float) -> UnixConnection:
         if self._connection is None or self._owner_pid != os.getpid():
-            url, self._token = self._locate()
-            parts = urlsplit(url)
-            self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+            path, self._token = self._locate()
+            self._connection = UnixConnection(path, timeout_s)
             self._owner_pid = os.getpid()
         self._connection.timeout = timeout_s
         if self._connection.sock is not None:

@@ -46,6 +46,7 @@ from kfp_gpuquota.membership import (
     WorkerReconnected,
 )
 from kfp_gpuquota.server.listening import ListeningClock
+from kfp_gpuquota.server.membership_messages import check, check_worker, decode
 from kfp_gpuquota.server.membership_store import Store
 from kfp_gpuquota.server.store_operations import OPERATIONS, StoreRequest
 from kfp_gpuquota.server.training_reports import ProgressReported, StepsTimed, TrainingReports
@@ -61,6 +62,8 @@ TICK_S: Final = 0.25
 LONGEST_TICK_S: Final = 1.0
 """A tick that comes later means that this process was held up: what its workers said waits to be read."""
 PING_S: Final = 1.0
+HELLO_S: Final = 30.0
+"""For a first message, and for a request's body; a worker sends both at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -117,9 +120,10 @@ class _Mailbox:
 class _Job:
     """One job: its machine, its store, its connected workers."""
 
-    def __init__(self, token: str, machine: Membership) -> None:
+    def __init__(self, token: str, machine: Membership, worker_prefix: str) -> None:
         self.token = token.encode()
         self.machine = machine
+        self.worker_prefix = worker_prefix
         self.store = Store()
         self.mailboxes: dict[str, _Mailbox] = {}
         self.incarnations: dict[str, str] = {}
@@ -151,10 +155,12 @@ class MembershipService:
         running: Sequence[str] = (),
         limits: Limits | None = None,
         trained: Sequence[str] = (),
+        worker_prefix: str = "",
     ) -> None:
         """Take a job in. After a restart: `first_generation` is one more than the highest number reserved,
         `running` are all workers whose processes may still run, `trained` those of them that were in the generation in
-        force. `limits`: this job's own. A job that is open already starts anew.
+        force. `limits`: this job's own. `worker_prefix`: what the ids of its workers begin with, and no other job's do.
+        A job that is open already starts anew.
         """
         self.close(job_uid)
         machine = Membership(
@@ -164,7 +170,7 @@ class MembershipService:
             now=self._clock(),
             trained=trained,
         )
-        self._jobs[job_uid] = _Job(token, machine)
+        self._jobs[job_uid] = _Job(token, machine, worker_prefix)
         if running:
             self._apply(job_uid, TargetChanged(tuple(running)))
 
@@ -277,10 +283,12 @@ class MembershipService:
     async def _connect(self, request: web.Request) -> web.StreamResponse:
         job_uid, worker = request.match_info["job"], request.match_info["worker"]
         job = self._authorized(request)
+        check_worker(worker, job.worker_prefix, job.machine)
         self._admit(job, worker, request.query.get("incarnation", ""))
-        hello = _decode(await request.content.readline())
-        if not isinstance(hello, WorkerJoined | WorkerReconnected) or hello.worker != worker:
-            raise InvalidFieldError("event", type(hello).__name__, "the first one says who connects")
+        hello = decode(await _within(HELLO_S, request.content.readline()))
+        if not isinstance(hello, WorkerJoined | WorkerReconnected):
+            raise InvalidFieldError("event", type(hello).__name__, "the first one says which worker connects")
+        check(hello, worker, job.worker_prefix, job.machine)
         mailbox = self._open_mailbox(job_uid, job, worker, hello)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         try:
@@ -335,10 +343,10 @@ class MembershipService:
     async def _listen(self, request: web.Request, job_uid: str) -> None:
         worker = request.match_info["worker"]
         while line := await request.content.readline():
-            event = _decode(line)
-            if event.worker != worker or job_uid not in self._jobs:
+            if (job := self._jobs.get(job_uid)) is None:
                 return
-            job = self._jobs[job_uid]
+            event = decode(line)
+            check(event, worker, job.worker_prefix, job.machine)
             if isinstance(event, StepsTimed):
                 job.reports.timed(event)
             elif isinstance(event, ProgressReported):
@@ -355,17 +363,18 @@ class MembershipService:
         operation = OPERATIONS.get(request.match_info["operation"])
         if operation is None:
             raise NotFoundError(f"the store cannot {request.match_info['operation']!r}; it can {sorted(OPERATIONS)}")
-        asked = msgspec.json.decode(await request.read(), type=StoreRequest)
-        space = job.store.space(int(request.match_info["generation"]))
+        asked = msgspec.json.decode(await _within(HELLO_S, request.read()), type=StoreRequest)
+        space = job.store.space(int(request.match_info["generation"]), job.machine.highest)
         return web.Response(body=msgspec.json.encode(await operation(space, asked)), content_type="application/json")
 
 
-_LINE = msgspec.json.Decoder(WorkerEvent | ProgressReported | StepsTimed)
-
-
-def _decode(line: bytes) -> WorkerEvent | ProgressReported | StepsTimed:
-    event: WorkerEvent | ProgressReported | StepsTimed = _LINE.decode(line)
-    return event
+async def _within(seconds: float, reading: Awaitable[bytes]) -> bytes:
+    """Return what is read. Raises web.HTTPRequestTimeout where it does not arrive in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await reading
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
 
 
 async def _send_orders(response: web.StreamResponse, mailbox: _Mailbox) -> None:

@@ -1,7 +1,7 @@
 """The rendezvous store of one elastic job: what `torch.distributed.Store` needs, in memory.
 
 It lives with the coordinator, so that no worker hosts what the others need. Each generation has a space of its own,
-which is dropped with it; whoever still waits in it is told so at once.
+which is dropped with it; waits in it then end at once. All spaces of a job share one budget.
 """
 
 from __future__ import annotations
@@ -16,25 +16,43 @@ if TYPE_CHECKING:
 
 MAX_BYTES: Final = 64 << 20
 MAX_KEYS: Final = 100_000
+MAX_SPACES: Final = 1_000
+"""Far above the number of generations that can be built at once."""
+
+
+class Budget:
+    """What all spaces of one job hold together: keys, and bytes of keys and values."""
+
+    def __init__(self) -> None:
+        self.keys = self.bytes = 0
+
+    def take(self, keys: int, size: int) -> None:
+        """Count what is added, or removed where it is negative. Raises InvalidFieldError where that is too much."""
+        if (size > 0 and self.bytes + size > MAX_BYTES) or (keys > 0 and self.keys + keys > MAX_KEYS):
+            raise InvalidFieldError("value", size, f"a job's store holds {MAX_KEYS} keys and {MAX_BYTES} bytes at most")
+        self.keys += keys
+        self.bytes += size
 
 
 class Space:
     """The keys and values (bytes) of one generation."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget | None = None) -> None:
         self._values: dict[str, bytes] = {}
-        self._bytes = 0
+        self._budget = budget or Budget()
         self._changed = asyncio.Event()
         self._dropped = False
 
     def set(self, key: str, value: bytes) -> None:
-        """Store `value`; InvalidFieldError where the space is full."""
-        size = self._bytes + len(value) - len(self._values.get(key, b""))
-        if size > MAX_BYTES or (key not in self._values and len(self._values) >= MAX_KEYS):
-            raise InvalidFieldError(
-                "value", len(value), f"a generation's store holds {MAX_KEYS} keys, {MAX_BYTES} bytes"
-            )
-        self._values[key], self._bytes = value, size
+        """Store `value`; InvalidFieldError where the job's store is full."""
+        if self._dropped:
+            raise ConflictError(_OVER)
+        before = self._values.get(key)
+        if before is None:
+            self._budget.take(1, len(key) + len(value))
+        else:
+            self._budget.take(0, len(value) - len(before))
+        self._values[key] = value
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -66,7 +84,8 @@ class Space:
     def delete(self, key: str) -> bool:
         """Whether it existed."""
         value = self._values.pop(key, None)
-        self._bytes -= len(value or b"")
+        if value is not None:
+            self._budget.take(-1, -len(key) - len(value))
         return value is not None
 
     def values(self, keys: Iterable[str]) -> list[bytes]:
@@ -86,12 +105,17 @@ class Space:
             missing = [key for key in keys if key not in self._values]
             raise NotFoundError(f"no value for {missing} within {timeout_s:g} s") from None
         if self._dropped:
-            raise ConflictError("this generation is over; rendezvous in the newest one")
+            raise ConflictError(_OVER)
 
     def drop(self) -> None:
-        """End all waits."""
+        """End all waits, and free what it holds."""
+        for key in list(self._values):
+            self.delete(key)
         self._dropped = True
         self._changed.set()
+
+
+_OVER: Final = "this generation is over; rendezvous in the newest one"
 
 
 class Store:
@@ -99,13 +123,16 @@ class Store:
 
     def __init__(self) -> None:
         self._spaces: dict[int, Space] = {}
+        self._budget = Budget()
         self._oldest = 0
 
-    def space(self, generation: int) -> Space:
-        """That generation's; ConflictError for one that is over."""
-        if generation < self._oldest:
-            raise ConflictError(f"generation {generation} is over; the oldest one kept is {self._oldest}")
-        return self._spaces.setdefault(generation, Space())
+    def space(self, generation: int, newest: int) -> Space:
+        """That generation's. ConflictError for one that is over, or was never announced: `newest` is the last one."""
+        if not self._oldest <= generation <= newest:
+            raise ConflictError(f"generation {generation} is not current; {self._oldest} to {newest} are")
+        if generation not in self._spaces and len(self._spaces) >= MAX_SPACES:
+            raise ConflictError(f"the job's store holds {MAX_SPACES} generations already")
+        return self._spaces.setdefault(generation, Space(self._budget))
 
     def drop_before(self, generation: int) -> None:
         """Forget all older ones."""

@@ -320,7 +320,7 @@ def test_a_second_daemon_on_the_same_directory_refuses(two_teams: EmbeddedCluste
 def test_the_directory_its_token_and_its_state_are_private(two_teams: EmbeddedCluster) -> None:
     home = two_teams.home
     assert stat.S_IMODE(home.root.stat().st_mode) == 0o700
-    for path in (home.token_file, home.url_file, home.database):
+    for path in (home.token_file, home.socket_file, home.database):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 

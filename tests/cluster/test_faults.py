@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import shutil
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -145,19 +143,7 @@ class full_disk:  # noqa: N801 (reads like a statement)
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, self.before)
 
 
-# Ports, processes, daemons
-
-
-def test_a_daemon_whose_port_was_taken_moves_and_its_clients_follow(team: EmbeddedCluster) -> None:
-    team.submit("job")
-    team.wait_for_phase("job", "Running")
-    before = urlsplit(team.home.url_file.read_text())
-    team.kill_daemon()
-    with socket.create_server((before.hostname or "", before.port or 0)):
-        assert team.job("job").status.phase is Phase.RUNNING
-        assert urlsplit(team.home.url_file.read_text()).port != before.port
-    uid = team.job("job").uid
-    assert team.home.coordinator_file(uid).read_text().startswith(team.home.url_file.read_text())
+# Processes, daemons
 
 
 def test_a_pid_that_was_given_to_somebody_else_is_not_taken_for_the_worker(team: EmbeddedCluster) -> None:

@@ -37,7 +37,7 @@ def driver_with(plans: list[bool], folder: Path, monkeypatch: pytest.MonkeyPatch
     home.create()
     store = Store(home.database)
     state = ClusterState(store, discover_nodes(ClusterConfig(gpus_per_node=1)), None)
-    driver = Driver(home, state, "http://127.0.0.1:1", give_up=lambda: ended.append("gave up"))
+    driver = Driver(home, state, give_up=lambda: ended.append("gave up"))
     driver.health = PlanningHealth(asyncio.get_running_loop().time, first_pause_s=0.0)
     try:
         yield driver, ended

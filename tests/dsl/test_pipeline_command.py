@@ -103,11 +103,11 @@ def test_a_check_without_a_cluster_starts_none(file: Path, tmp_path: Path) -> No
 
 def test_a_check_says_which_cluster_did_not_answer(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
-    there = {"GPUQUOTA_URL": "http://127.0.0.1:9", "GPUQUOTA_TOKEN_FILE": str(tmp_path / "token")}
+    there = {"GPUQUOTA_URL": "unix:///nowhere/socket", "GPUQUOTA_TOKEN_FILE": str(tmp_path / "token")}
     code, said, _ = _offline("check", GOLDEN / "sizes.yaml", HOME=str(tmp_path), **there)
     assert (code, said.splitlines()[-2]) == (
         0,
-        "quotas were not checked: the cluster at http://127.0.0.1:9 does not answer",
+        "quotas were not checked: the cluster at unix:///nowhere/socket does not answer",
     )
 
 

@@ -88,7 +88,7 @@ def test_orders_come_while_events_go_out_over_one_tls_connection(environment: En
 
 
 def test_the_store_answers_over_tls(environment: Environment) -> None:
-    store = CoordinatorStore(environment, 1)
+    store = CoordinatorStore(environment, 0)
     store.set("key", "value")
     assert store.get("key") == b"value"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import msgspec
 import pytest
 from hypothesis import settings
@@ -46,7 +44,7 @@ class World(RuleBasedStateMachine):
         self.state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=GPUS)))
         self.seats.resize("n", GPUS)
         self.plain = PlainPods(self.state.apply, self.seats)
-        deque(self.plain.settle(), maxlen=0)
+        self.plain.settle()
         self.views: dict[str, PodView] = {}
         self.in_flight: dict[str, tuple[int, ...]] = {}
         self.made = 0
@@ -159,7 +157,7 @@ def test_after_a_restart_a_half_admitted_group_is_one_job_again() -> None:
     for view in (sent, waiting("b", "g", 3), waiting("c", "g", 3)):
         plain.put(view)
     assert not state.jobs
-    deque(plain.settle(), maxlen=0)
+    plain.settle()
     (job,) = state.jobs.values()
     assert (job.gang, job.active) == (3, 1)
     decided = scheduler.plan(state, 10.0)
@@ -172,7 +170,7 @@ def test_a_group_that_loses_one_pod_while_another_waits_again_leaves_no_job_behi
     state.apply(scheduler.NodeChanged(Node(name="n", devices=(Device(index=0), Device(index=1)))))
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=2)))
     plain = PlainPods(state.apply, seats)
-    deque(plain.settle(), maxlen=0)
+    plain.settle()
     for uid in "ab":
         plain.put(waiting(uid, "g", 2))
     for uid, device in (("a", 0), ("b", 1)):
@@ -189,7 +187,7 @@ def test_a_group_may_form_anew_while_another_one_of_its_first_pod_is_on_its_way_
     state.apply(scheduler.NodeChanged(Node(name="n", devices=(Device(index=0), Device(index=1)))))
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=2)))
     plain = PlainPods(state.apply, seats)
-    deque(plain.settle(), maxlen=0)
+    plain.settle()
     for uid in "ab":
         plain.put(waiting(uid, "g", 2))
     for uid, device in (("a", 0), ("b", 1)):
@@ -213,7 +211,7 @@ def test_a_group_whose_pods_differ_starts_whole_and_each_of_them_where_it_fits()
         state.apply(scheduler.NodeChanged(Node(name=node, devices=tuple(Device(index=i) for i in range(gpus)))))
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=6)))
     plain = PlainPods(state.apply, seats)
-    deque(plain.settle(), maxlen=0)
+    plain.settle()
     first = msgspec.structs.replace(waiting("a", "g", 3), place=Place((("kubernetes.io/hostname", "nowhere"),)))
     wide = [msgspec.structs.replace(waiting(uid, "g", 3), gpus=2) for uid in "bc"]
     for view in (first, *wide):
@@ -240,7 +238,7 @@ def test_a_pod_is_moved_only_where_somebody_makes_it_anew(owned: bool) -> None:
         state.apply(scheduler.NodeChanged(Node(name=node, devices=(Device(index=0), Device(index=1)))))
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=4)))
     plain = PlainPods(state.apply, seats)
-    deque(plain.settle(), maxlen=0)
+    plain.settle()
     for uid, node in (("a", "n"), ("b", "m")):
         held = msgspec.structs.replace(
             waiting(uid),
@@ -265,7 +263,7 @@ def test_a_bare_pod_that_was_borrowed_is_taken_back_and_given_no_place_elsewhere
     for team, quota in (("team", 0), ("owner", 2)):
         state.apply(scheduler.QuotaChanged(Project(name=team, guaranteed=quota)))
     plain = PlainPods(state.apply, seats)
-    deque(plain.settle(), maxlen=0)
+    plain.settle()
     for uid, node, device in (("a", "n", 0), ("b", "m", 0), ("c", "m", 1)):
         plain.put(msgspec.structs.replace(waiting(uid), stage=Stage.HELD, node=node, devices=(device,), gate=None))
     plain.put(msgspec.structs.replace(waiting("mine"), namespace="owner", gpus=2))

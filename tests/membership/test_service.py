@@ -117,6 +117,14 @@ class Bench:
         await connection.open()
         return connection
 
+    async def form(self) -> Connection:
+        """The first generation, of one worker."""
+        self.service.set_target(JOB, ["a"])
+        a = await self.join("a")
+        a.say("WorkerReady")
+        await a.hear("Recover")
+        return a
+
     async def store(self, operation: str, generation: int = 1, **fields: object) -> tuple[int, object]:
         async with self.session.post(
             f"/v1/membership/{JOB}/store/{generation}/{operation}",
@@ -302,13 +310,13 @@ def test_garbage_ends_the_connection_and_not_the_service() -> None:
 def test_a_get_waits_for_the_value_and_ends_when_its_generation_is_over() -> None:
     async def scenario(bench: Bench) -> None:
         bench.service.set_target(JOB, ["a"])
+        a = await bench.join("a")
+        a.say("WorkerReady")
+        await a.hear("Recover")
         waiting = asyncio.create_task(bench.store("get", key="k", timeout_s=20))
         assert await bench.store("set", key="k", value="dg==") == (200, None)
         assert await waiting == (200, ["dg=="])
         stuck = asyncio.create_task(bench.store("get", key="never", timeout_s=20))
-        a = await bench.join("a")
-        a.say("WorkerReady")
-        await a.hear("Recover")
         a.say("GenerationAdopted", generation=1, step=0)
         await bench.recorder.until("committed", 1, "by all")
         bench.service.set_target(JOB, [])
@@ -321,6 +329,7 @@ def test_a_get_waits_for_the_value_and_ends_when_its_generation_is_over() -> Non
 
 def test_the_store_counts_compares_and_deletes() -> None:
     async def scenario(bench: Bench) -> None:
+        await bench.form()
         assert await bench.store("add", key="n", amount=2) == (200, 2)
         assert await bench.store("add", key="n", amount=3) == (200, 5)
         assert await bench.store("compare_set", key="c", value="eA==") == (200, "eA==")

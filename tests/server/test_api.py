@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import http.server
 import json
+import socketserver
 import threading
 import time
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -16,8 +15,12 @@ from kfp_gpuquota.errors import ClusterUnavailableError, RunError
 from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.client import Client
 from kfp_gpuquota.server.routes import ROUTES
+from kfp_gpuquota.server.unix_sockets import UnixConnection
 
 if TYPE_CHECKING:
+    import socket
+    from pathlib import Path
+
     from tests.conftest import EmbeddedCluster
 
 
@@ -25,13 +28,13 @@ class Caller:
     """Plain HTTP, as a client in another language would send it."""
 
     def __init__(self, cluster: EmbeddedCluster) -> None:
-        self.url = urlsplit(cluster.home.url_file.read_text())
+        self.socket = cluster.home.socket_file
         self.token = cluster.home.token_file.read_text()
 
     def __call__(
         self, method: str, path: str, body: bytes | None = None, *, token: str | None = None
     ) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection(self.url.hostname or "", self.url.port, timeout=20)
+        connection = UnixConnection(self.socket, 20)
         given = self.token if token is None else token
         connection.request(method, path, body, {"Authorization": f"Bearer {given}"})
         answer = connection.getresponse()
@@ -51,10 +54,6 @@ def test_nothing_is_told_without_the_token(call: Caller, path: str) -> None:
     for token in ("", "wrong", call.token + "x", call.token[:-1], "\u00e9"):
         status, answer = call("GET", path, token=token.encode("utf-8").decode("latin-1"))
         assert (status, answer["error"]["code"]) == (401, "unauthorized")
-
-
-def test_it_listens_on_loopback_only(call: Caller) -> None:
-    assert call.url.hostname == "127.0.0.1"
 
 
 SUBMIT = {"spec": {"name": "job", "project": "team-a", "command": ["true"]}, "request_id": "r"}
@@ -84,7 +83,7 @@ def test_a_bad_body_gets_one_clear_sentence_and_changes_nothing(
 
 
 def test_a_body_beyond_the_limit_is_refused_unread(call: Caller) -> None:
-    connection = http.client.HTTPConnection(call.url.hostname or "", call.url.port, timeout=20)
+    connection = UnixConnection(call.socket, 20)
     connection.putrequest("POST", "/v1/jobs")
     connection.putheader("Authorization", f"Bearer {call.token}")
     connection.putheader("Content-Length", str(100 << 20))
@@ -154,13 +153,13 @@ def test_a_workers_token_does_not_open_the_api(embedded_cluster: EmbeddedCluster
     embedded_cluster.wait_for_phase("job", "Running")
     token = embedded_cluster.home.job_token_file(job.uid).read_text()
     assert call("GET", "/v1/jobs", token=token)[0] == 401
-    path = f"/v1/membership/{job.uid}/store/1/count"
+    path = f"/v1/membership/{job.uid}/store/0/count"
     assert call("POST", path, b"{}", token=token)[0] == 200
     assert call("POST", path, b"{}")[0] == 401
 
 
-def test_a_client_says_how_to_start_a_cluster_that_does_not_answer() -> None:
-    client = Client(lambda: ("http://127.0.0.1:9", "token"), retry_for_s=0.2)
+def test_a_client_says_how_to_start_a_cluster_that_does_not_answer(tmp_path: Path) -> None:
+    client = Client(lambda: (tmp_path / "socket", "token"), retry_for_s=0.2)
     begin = time.monotonic()
     with pytest.raises(ClusterUnavailableError, match="gpuquota cluster start"):
         client.health()
@@ -168,7 +167,7 @@ def test_a_client_says_how_to_start_a_cluster_that_does_not_answer() -> None:
 
 
 class _Proxy(http.server.BaseHTTPRequestHandler):
-    """Something between us and the cluster that answers in its own way."""
+    """Another program at the cluster's address."""
 
     def do_GET(self) -> None:
         self.send_response(502)
@@ -179,11 +178,18 @@ class _Proxy(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_an_answer_that_is_not_ours_is_a_failure_and_no_crash() -> None:
-    with http.server.HTTPServer(("127.0.0.1", 0), _Proxy) as proxy:
+class _UnixServer(socketserver.UnixStreamServer):
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        connected, _ = super().get_request()
+        return connected, ("local", 0)
+
+
+def test_an_answer_of_another_program_is_a_failure_and_no_crash(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with _UnixServer(str(path), _Proxy) as proxy:
         serving = threading.Thread(target=proxy.handle_request)
         serving.start()
-        client = Client(lambda: (f"http://127.0.0.1:{proxy.server_port}", "token"))
+        client = Client(lambda: (path, "token"))
         with pytest.raises(RunError, match="the server answered 502: <h1>Bad gateway"):
             client.health()
         serving.join()

@@ -22,7 +22,7 @@ from kfp_gpuquota.cluster.job_book import Change
 from kfp_gpuquota.cluster.kubernetes import elastic_pods
 from kfp_gpuquota.cluster.kubernetes.elastic_status import RESERVED_AT_ONCE, index_of
 from kfp_gpuquota.cluster.lifecycle import progressed, resized
-from kfp_gpuquota.cluster.records import Intent, JobRecord, leaving
+from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, leaving
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership import MembershipService, NotStoredYetError
@@ -82,6 +82,7 @@ class JobMembership:
             running=running,
             limits=dataclasses.replace(LIMITS, leave_s=job.spec.grace_period_s),
             trained=[worker for worker in running if index_of(worker) in facts.ranks],
+            worker_prefix=f"{job.uid}-",
         )
         self.update_target(job.uid)
 
@@ -115,7 +116,7 @@ class JobMembership:
         facts.generation = commit.generation
         facts.ranks = tuple(index_of(worker) for worker in commit.members)
         for rank, worker in enumerate(commit.members):
-            if record := self._book.workers.get(worker):
+            if record := self._worker_of(job_uid, worker):
                 ranked = msgspec.structs.replace(record.worker, rank=rank)
                 self._book.workers[worker] = msgspec.structs.replace(record, worker=ranked)
         size = job.size if job.managed else 0
@@ -138,13 +139,20 @@ class JobMembership:
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
         """Membership wants the worker's process ended."""
+        if self._worker_of(job_uid, worker) is None:
+            return
         log.warning("killing worker %s of job %s: %s", worker, job_uid, why)
         self._kill(worker)
+
+    def _worker_of(self, job_uid: str, worker: str) -> WorkerRecord | None:
+        """The worker as recorded; None for one of another job, or one without a pod."""
+        record = self._book.workers.get(worker)
+        return record if record is not None and record.worker.job_uid == job_uid else None
 
     def worker_released(self, job_uid: str, worker: str, step: int) -> None:
         """The worker left by agreement; its process ends by itself, and until then holds its devices."""
         log.info("worker %s of job %s left after step %d", worker, job_uid, step)
-        record = self._book.workers.get(worker)
+        record = self._worker_of(job_uid, worker)
         if record is not None and record.alive and not record.released:  # it was told to go by somebody else
             self._book.commit(Change(workers={worker: leaving(record, time.time())}))
             self._changed(job_uid)
@@ -158,7 +166,7 @@ class JobMembership:
 
     def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
         """What the training says about itself. Every worker says the same of its steps: the first one's is kept."""
-        job, record = self._book.jobs.get(job_uid), self._book.workers.get(worker)
+        job, record = self._book.jobs.get(job_uid), self._worker_of(job_uid, worker)
         if job is not None and record is not None and record.worker.rank in {None, 0}:
             self._book.record(progressed(job, progress))
             self._changed(job_uid)

@@ -91,8 +91,13 @@ class PlainPods:
         self._open: dict[GroupKey, int] = {}
         self._settled = False
 
-    def settle(self) -> Iterator[None]:
-        """All that exists was put: what belonged together before a restart does so again. Yields after each pod."""
+    def settle(self) -> None:
+        """All that exists was put: what belonged together before a restart does so again."""
+        for _ in self.settling():
+            pass
+
+    def settling(self) -> Iterator[None]:
+        """Settle pod by pod, for a caller that does other things in between."""
         self._settled = True
         groups: dict[GroupKey, list[Member]] = {}
         for member in self.members.values():

@@ -99,7 +99,7 @@ class Snapshot:
             if (pod := self._untold.pop(uid, None)) is not None:
                 self._safely(self.put_pod, join(pod) or pod)
             await turns.yielded()
-        for _ in self.plain.settle():
+        for _ in self.plain.settling():
             await turns.yielded()
         if self.elastic:
             self.elastic.start()

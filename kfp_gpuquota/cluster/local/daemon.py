@@ -9,19 +9,18 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
 from kfp_gpuquota.api.wire import Health
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
+from kfp_gpuquota.cluster.local.daemon_log import write_log_to
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
 from kfp_gpuquota.cluster.local.driver import Driver
 from kfp_gpuquota.cluster.local.home import Home
@@ -30,6 +29,8 @@ from kfp_gpuquota.cluster.local.state import ClusterState
 from kfp_gpuquota.cluster.local.store import Store
 from kfp_gpuquota.errors import ConflictError, GpuQuotaError
 from kfp_gpuquota.server.app import build_app
+from kfp_gpuquota.server.connections import LimitedRunner, Limits, raise_descriptor_limit
+from kfp_gpuquota.server.unix_sockets import BACKLOG, listen
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Node
 
-LOOPBACK: Final = "127.0.0.1"
 SHUTDOWN_TIMEOUT_S: Final = 1.0
 
 log = logging.getLogger(__name__)
@@ -47,12 +47,12 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until told to stop; returns the exit code."""
     home, ready = Home(Path(arguments[0])), int(arguments[1])
     config = msgspec.json.decode(arguments[2], type=ClusterConfig) if len(arguments) > 2 else None
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    open_files = raise_descriptor_limit()
     try:
         home.create()
+        write_log_to(home.log_file)
         with home.lock():
-            asyncio.run(serve(home, config, ready))
+            asyncio.run(serve(home, config, ready, open_files))
     except GpuQuotaError as error:
         log.error("%s", error.message)
         _say(ready, error.message)
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-async def serve(home: Home, config: ClusterConfig | None, ready: int) -> None:
+async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files: int) -> None:
     """Bring everything up in the order in which it depends on each other, say so, and wait for the end."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -70,11 +70,8 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int) -> None:
         stack.callback(store.close)
         shape = config or store.load_config()
         nodes = _nodes(store, shape, changed=config is not None)
-        listener = _listen(home)
-        stack.callback(listener.close)
-        url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
         state = ClusterState(store, nodes, shape.usage_half_life_s)
-        driver = Driver(home, state, url, shape.memory_policy, give_up=stop.set)
+        driver = Driver(home, state, shape.memory_policy, open_files, give_up=stop.set)
         stack.callback(driver.close)
         app = build_app(
             LocalCluster(home, store, state, driver),
@@ -84,13 +81,14 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int) -> None:
             on_shutdown=stop.set,
         )
         app.cleanup_ctx.append(driver.membership.lifespan)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None)
+        runner = LimitedRunner(
+            app, Limits(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None
+        )
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
         driver.recover()
-        await web.SockSite(runner, listener).start()
-        home.publish(url)
-        log.info("serving %s on %s", home.root, url)
+        await web.SockSite(runner, listen(home.socket_file), backlog=BACKLOG).start()
+        log.info("serving %s", home.socket_file)
         _say(ready, READY)
         await stop.wait()
         log.info("stopping; what runs goes on")
@@ -112,17 +110,6 @@ def _nodes(store: Store, shape: ClusterConfig, *, changed: bool) -> tuple[Node, 
         with store.transaction():
             store.save_config(shape)
     return nodes
-
-
-def _listen(home: Home) -> socket.socket:
-    """On the port of the daemon before, for its workers know it; on any other when somebody has taken it."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with suppress(OSError, ValueError):
-        listener.bind((LOOPBACK, urlsplit(home.url_file.read_text().strip()).port or 0))
-        return listener
-    listener.bind((LOOPBACK, 0))
-    return listener
 
 
 def _say(ready: int, line: str) -> None:

@@ -56,12 +56,11 @@ class Driver:
         self,
         home: Home,
         state: ClusterState,
-        url: str,
         policy: Policy | None = None,
+        open_files: int = 0,
         give_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._home = home
-        self._url = url
         self._state = state
         self.membership = MembershipService(self)
         self._shims = shims.Shims(self._on_started, self._on_ended)
@@ -70,6 +69,7 @@ class Driver:
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
         self._pace = Pace()
+        self._open_files = open_files
         self.health = PlanningHealth(self._loop.time)
         self._give_up = give_up
 
@@ -183,6 +183,7 @@ class Driver:
             environment=worker_environment(self._home, job, worker, self._state.nodes),
             working_directory=job.spec.working_directory or str(self._home.job(job.uid)),
             grace_period_s=job.spec.grace_period_s,
+            open_files=self._open_files,
         )
         try:
             self._shims.start(worker.id, directory, command)
@@ -218,7 +219,6 @@ class Driver:
     def _open_membership(self, job: JobRecord) -> None:
         token_file = self._home.job_token_file(job.uid)
         self._home.checkpoints(job.uid).mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_private(self._home.coordinator_file(job.uid), f"{self._url}/v1/membership/{job.uid}")
         if not token_file.exists():
             write_private(token_file, secrets.token_urlsafe(32))
         self.membership.open(
@@ -228,6 +228,7 @@ class Driver:
             first_generation=job.generation_high + 1,
             running=[record.worker.id for record in self._state.alive_of(job.uid)],
             limits=Limits(starting_s=math.inf, leave_s=job.spec.grace_period_s),
+            worker_prefix=f"{job.uid}-",
         )
         self._update_target(job.uid)
 
@@ -328,7 +329,9 @@ class Driver:
             return
         with self._noting(job_uid) as transcript:
             for rank, worker in enumerate(commit.members):
-                record = self._state.workers[worker]
+                record = self._worker_of(job_uid, worker)
+                if record is None:
+                    continue
                 ranked = msgspec.structs.replace(record.worker, rank=rank)
                 transcript.change.workers[worker] = msgspec.structs.replace(record, worker=ranked)
             # Until its first generation a job's size was that of its processes, which is not what it trained with.
@@ -346,13 +349,20 @@ class Driver:
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
         """Membership wants the worker's process ended."""
+        if self._worker_of(job_uid, worker) is None:
+            return
         log.warning("killing worker %s of job %s: %s", worker, job_uid, why)
         self._shims.kill(worker)
+
+    def _worker_of(self, job_uid: str, worker: str) -> WorkerRecord | None:
+        """The worker as recorded; None for one of another job, or one that was never started."""
+        record = self._state.workers.get(worker)
+        return record if record is not None and record.worker.job_uid == job_uid else None
 
     def worker_released(self, job_uid: str, worker: str, step: int) -> None:
         """The worker left by agreement; its process ends by itself, and until then holds its devices."""
         log.info("worker %s of job %s left after step %s", worker, job_uid, step)
-        record = self._state.workers.get(worker)
+        record = self._worker_of(job_uid, worker)
         if record is None or record.released or not record.alive:
             return
         with self._noting(worker) as transcript:  # it was told to go by somebody else
@@ -371,8 +381,8 @@ class Driver:
 
     def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
         """What the training says about itself. Every worker says the same of its steps: the first one's is kept."""
-        job = self._state.jobs.get(job_uid)
-        if job is None or self._state.workers[worker].worker.rank not in {None, 0}:
+        job, record = self._state.jobs.get(job_uid), self._worker_of(job_uid, worker)
+        if job is None or record is None or record.worker.rank not in {None, 0}:
             return
         with self._noting(job_uid) as transcript:
             transcript.record(progressed(job, progress))

@@ -39,7 +39,7 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
         "RUNAI_NUM_OF_GPUS": f"{worker.gpus:g}",
         **_memory_limit(job.spec),
         **_sharing(home, worker, held),
-        "ELASTIC_COORDINATOR": f"@{home.coordinator_file(job.uid)}",
+        "ELASTIC_COORDINATOR": home.coordinator_url(job.uid),
         "ELASTIC_TOKEN_FILE": str(home.job_token_file(job.uid)),
         "ELASTIC_WORKER_ID": worker.id,
         "ELASTIC_CHECKPOINT_DIR": str(home.checkpoints(job.uid)),

@@ -3,7 +3,7 @@
 HOME/            0700    one user's cluster; $GPUQUOTA_HOME, else $XDG_STATE_HOME/gpuquota
   state.db               SQLite
   token          0600    what clients present
-  url            0600    where the daemon listens; workers read it again after it moved
+  socket         0600    where the daemon listens; both ends verify that the other one is this user's
   daemon.lock            held by the one daemon
   daemon.log
   jobs/UID/              one job: its token, its checkpoints, its workers' directories
@@ -46,7 +46,7 @@ class Home:
         self.root = root
         self.database = root / "state.db"
         self.token_file = root / "token"
-        self.url_file = root / "url"
+        self.socket_file = root / "socket"
         self.log_file = root / "daemon.log"
         self.jobs = root / "jobs"
         self._lock_file = root / "daemon.lock"
@@ -98,9 +98,9 @@ class Home:
         """The token that opens this job's membership and nothing else."""
         return self.jobs / uid / "token"
 
-    def coordinator_file(self, uid: str) -> Path:
-        """Where this job's workers find the URL of their membership service, also after it moved."""
-        return self.jobs / uid / "coordinator"
+    def coordinator_url(self, uid: str) -> str:
+        """Return the address of the job's membership service for its workers."""
+        return f"unix://{self.socket_file}:/v1/membership/{uid}"
 
     def remove_job(self, uid: str) -> None:
         """Forget a job's logs, checkpoints and papers."""
@@ -116,10 +116,6 @@ class Home:
             if token := self.token_file.read_text().strip():
                 return token
         return write_private(self.token_file, secrets.token_urlsafe(32))
-
-    def publish(self, url: str) -> None:
-        """Say where the daemon listens."""
-        write_private(self.url_file, url)
 
 
 def _locked_within(file: IO[str], kind: int, patience_s: float) -> bool:
@@ -137,7 +133,7 @@ def _locked_within(file: IO[str], kind: int, patience_s: float) -> bool:
 
 
 def write_private(path: Path, text: str) -> str:
-    """Write `text` so that only this user can read it and nobody ever sees half of it; returns it."""
+    """Write `text` so that only this user can read it and no reader ever finds half of it; returns it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
     with os.fdopen(descriptor, "w") as file:

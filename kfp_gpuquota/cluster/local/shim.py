@@ -2,7 +2,7 @@
 
 Run as `python -I -S shim.py DIRECTORY`; standard library only, so that it starts in 15 ms and stays small.
 
-    DIRECTORY/spec.json     argv, environment, directory, grace_period_s      written by the daemon, before
+    DIRECTORY/spec.json     argv, environment, directory, grace_period_s ...  written by the daemon, before
     DIRECTORY/lock          held (flock) for as long as the shim lives
     DIRECTORY/process.json  pids and start times                              written before the worker's exec
     DIRECTORY/log           all that the worker says
@@ -20,6 +20,7 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -108,6 +109,9 @@ def become_worker(spec: dict[str, object], go: int, log: int, parent: int, signa
         os.dup2(log, 2)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         os.umask(0o022)
+        if spec.get("open_files"):
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(spec["open_files"]), hard))  # type: ignore[call-overload]
         environment = {str(key): str(value) for key, value in spec["environment"].items()}  # type: ignore[attr-defined]
         os.chdir(str(spec["working_directory"]))
         argv = [str(part) for part in spec["command"]]  # type: ignore[attr-defined]

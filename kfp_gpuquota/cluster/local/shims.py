@@ -39,6 +39,8 @@ class WorkerCommand(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     working_directory: str
     grace_period_s: float
+    open_files: int = 0
+    """The soft limit on open files; 0: as inherited."""
 
 
 class Found(StrEnum):

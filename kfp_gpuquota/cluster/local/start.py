@@ -76,7 +76,7 @@ def _spawn(home: Home, arguments: tuple[str, ...]) -> str:
 def _await_files(home: Home) -> None:
     """Another caller's daemon may hold the lock and not serve yet."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not (home.url_file.exists() and home.token_file.exists()):
+    while not (home.socket_file.exists() and home.token_file.exists()):
         if time.monotonic() > deadline:
             raise ClusterStartError(f"the embedded cluster does not serve; its log is {home.log_file}")
         time.sleep(0.02)

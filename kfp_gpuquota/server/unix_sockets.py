@@ -1,0 +1,98 @@
+"""HTTP over Unix sockets whose two ends verify that the other one runs as the same user.
+
+A socket's address holds 108 bytes at most; both ends reach a longer path through a descriptor of its directory
+(`/proc/self/fd/N/NAME`). The kernel reports the user of the other end (SO_PEERCRED): the process that listened, or the
+one that connected. A client verifies it before the first byte is sent, so a process that took over the path receives
+neither a token nor a request. Rejected: TCP on loopback, where any user may take a port that is free for a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.errors import UnauthorizedError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SCHEME: Final = "unix://"
+BACKLOG: Final = 1024
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+def socket_path(url: str) -> Path:
+    """Return the socket that `unix:///PATH` names. Raises UsageError for any other address."""
+    if not url.startswith(f"{SCHEME}/"):
+        raise UsageError(
+            f"the cluster's address is {url!r}, but it must be unix:///PATH/OF/SOCKET; forward the socket of another "
+            "machine with: ssh -N -L /PATH/OF/SOCKET:/ITS/HOME/socket HOST"
+        )
+    return Path(url.removeprefix(SCHEME))
+
+
+def listen(path: Path) -> socket.socket:
+    """Return a socket that listens at `path` and takes the place of an earlier one in one step."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.unlink(missing_ok=True)
+        with _address(partial) as address:
+            listener.bind(address)
+        partial.chmod(0o600)
+        listener.listen(BACKLOG)
+        partial.replace(path)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def peer(connected: socket.socket) -> tuple[int, int]:
+    """Return (process id, user id) of the other end of a Unix socket."""
+    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(packed)
+    return pid, uid
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP to the server at a socket. `connect` raises UnauthorizedError where another user's process serves it."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Open the connection, and verify the server."""
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            connected.settimeout(self.timeout)
+            with _address(self._path) as address:
+                connected.connect(address)
+            self._verify(peer(connected)[1])
+        except BaseException:
+            connected.close()
+            raise
+        self.sock = connected
+
+    def _verify(self, uid: int) -> None:
+        if uid != os.geteuid():
+            raise UnauthorizedError(
+                f"{self._path} is served by user {uid}, not by user {os.geteuid()}, so nothing was sent to it; choose "
+                "a directory of your own with GPUQUOTA_HOME"
+            )
+
+
+@contextlib.contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """What bind and connect take for a path of any length."""
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
