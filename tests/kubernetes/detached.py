@@ -31,6 +31,8 @@ NAMESPACES = "/api/v1/namespaces"
 QUOTAS = f"/apis/{labels.API_VERSION}/gpuquotas"
 JOBS = f"/apis/{labels.API_VERSION}/elasticjobs"
 PROFILES = "/apis/kubeflow.org/v1/profiles"
+CLAIMS = "/api/v1/persistentvolumeclaims"
+VOLUMES = "/api/v1/persistentvolumes"
 LIMIT_RANGES = "/api/v1/limitranges"
 Object = dict[str, Any]
 

@@ -26,7 +26,19 @@ from kfp_gpuquota.cluster.kubernetes.owners import (
     POD_GROUP_LABEL,
     VOLCANO_ANNOTATION,
 )
-from tests.kubernetes.detached import JOBS, LIMIT_RANGES, NAMESPACES, NODES, PODS, PROFILES, QUOTAS, Detached, detached
+from tests.kubernetes.detached import (
+    CLAIMS,
+    JOBS,
+    LIMIT_RANGES,
+    NAMESPACES,
+    NODES,
+    PODS,
+    PROFILES,
+    QUOTAS,
+    VOLUMES,
+    Detached,
+    detached,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -134,6 +146,7 @@ POD_SPECS = maybe(
         "nodeSelector": st.dictionaries(TEXTS, TEXTS, max_size=2),
         "tolerations": st.lists(maybe({"key": TEXTS, "operator": TEXTS, "value": TEXTS, "effect": TEXTS}), max_size=2),
         "terminationGracePeriodSeconds": AMOUNTS,
+        "volumes": st.lists(maybe({"persistentVolumeClaim": maybe({"claimName": st.just("kind7-1")})}), max_size=2),
         "overhead": st.dictionaries(st.sampled_from(["cpu", "memory"]), AMOUNTS),
         "resources": RESOURCES,
     }
@@ -207,6 +220,12 @@ def objects() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
         (QUOTAS, metadata, {"spec": QUOTA_SPECS}),
         (PROFILES, metadata, {"spec": maybe({"plugins": st.lists(maybe({"kind": st.just("GpuQuota"), "spec": ANY}))})}),
         (NAMESPACES, metadata, {}),
+        (CLAIMS, lambda uid: metadata(uid, "team"), {"spec": maybe({"volumeName": st.just("kind8-1")})}),
+        (
+            VOLUMES,
+            metadata,
+            {"spec": maybe({"nodeAffinity": maybe({"required": maybe({"nodeSelectorTerms": TERMS})})})},
+        ),
         (LIMIT_RANGES, lambda uid: metadata(uid, "team"), {"spec": LIMITS}),
     ]
 
@@ -384,5 +403,19 @@ def test_no_pod_counts_for_more_devices_than_any_machine_has() -> None:
         test.pod("unmanaged", "greedy", "1000000000", node="node")
         await test.start()
         assert test.taken() == MAX_DEVICES
+
+    run(scenario)
+
+
+def test_gauges_of_deleted_projects_go() -> None:
+    async def scenario(test: Detached) -> None:
+        test.team("team")
+        await test.start()
+        metrics = test.controller.metrics
+        metrics.look(test.controller)
+        assert metrics.registry.get_sample_value("gpuquota_guaranteed_gpus", {"project": "team"}) == 4
+        test.see(QUOTAS, {"metadata": {"name": "team", "uid": "quota-team"}}, "DELETED")
+        metrics.look(test.controller)
+        assert metrics.registry.get_sample_value("gpuquota_guaranteed_gpus", {"project": "team"}) is None
 
     run(scenario)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.connection import Connection
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
+from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials, from_file
 from kfp_gpuquota.cluster.kubernetes.objects import Namespace, Profile
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from tests.kubernetes.faulty_proxy import FaultyProxy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
     from pathlib import Path
+
+    import pytest
 
     from tools.devcluster import DevCluster
 
@@ -218,3 +221,39 @@ def test_what_was_read_is_kept_while_a_starting_server_refuses_everybody(
             assert proxy.injected["GET", "403"] == 2
 
         reflecting(proxy.kubeconfig, CONFIG_MAPS.format(namespace), test, optional=True)
+
+
+class EndsAtOnce(Connection):
+    """A server, or a proxy before it, that answers each watch with 200 and ends it."""
+
+    async def call(self, *_: Any, **__: Any) -> bytes:
+        """An empty list."""
+        return b'{"metadata": {"resourceVersion": "1"}, "items": []}'
+
+    async def stream(self, path: str, params: Mapping[str, str]) -> AsyncIterator[list[bytes]]:
+        """No line."""
+        del path, params
+        empty: list[list[bytes]] = []
+        for lines in empty:
+            yield lines
+
+
+def test_a_watch_that_ends_at_once_is_opened_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def slept(seconds: float) -> None:
+        pauses.append(seconds)
+        if len([pause for pause in pauses if pause]) == 6:
+            raise asyncio.CancelledError
+
+    async def run() -> None:
+        monkeypatch.setattr(asyncio, "sleep", slept)
+        connection = EndsAtOnce(Credentials(server="https://nowhere.invalid"))
+        reflector = Reflector(connection, "/x", Namespace, changed=lambda _: None, gone=lambda _: None)
+        with contextlib.suppress(asyncio.CancelledError):
+            await reflector.run()
+
+    asyncio.run(run())
+    grown = [pause for pause in pauses if pause]
+    assert min(grown) >= 0.1
+    assert grown[-1] > 5 * grown[0]

@@ -41,7 +41,8 @@ from kfp_gpuquota.cluster.kubernetes.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
 from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quota_status
 from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods, does_not_come_up, lacks_its_place
-from kfp_gpuquota.cluster.kubernetes.translate import PodView, counted_view, recovered_pod
+from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage, counted_view, recovered_pod
+from kfp_gpuquota.cluster.kubernetes.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.waiting_pods import WaitingPods
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
 from kfp_gpuquota.cluster.kubernetes.writer import Writer
@@ -101,6 +102,7 @@ class Controller:
         self._quotas_timer: asyncio.TimerHandle | None = None
         self._planned_at = self._plan_s = 0.0
         self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
+        self.volumes = Volumes(self._volume_changed)
         self.limits = LimitRanges(lambda namespace: self.elastic.limits_changed(namespace))  # noqa: PLW0108 - made below
         self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
         self.events = Recorder(self._writer)
@@ -140,6 +142,7 @@ class Controller:
             changed=lambda uid: self._job_status.changed(uid),  # noqa: PLW0108 - it is made below
             decided=lambda uid: self._job_status.decided(uid),  # noqa: PLW0108
             requests_in=self.limits.requests_in,
+            volume_terms=self.volumes.terms,
             ready=self._ready,
             avoided=self._avoidance.note,
             told=self._workers_not_ready,
@@ -196,6 +199,18 @@ class Controller:
                 optional=True,
             ),
             self._reflector(quota_policy.PATH, kinds.QuotaPolicyObject, self.rules.put, self.rules.drop, optional=True),
+            self._reflector(
+                "/api/v1/persistentvolumeclaims",
+                objects.PersistentVolumeClaim,
+                self.volumes.put_claim,
+                self.volumes.drop_claim,
+            ),
+            self._reflector(
+                "/api/v1/persistentvolumes",
+                objects.PersistentVolume,
+                self.volumes.put_volume,
+                self.volumes.drop_volume,
+            ),
             self._reflector("/api/v1/limitranges", objects.LimitRange, self.limits.put, self.limits.drop),
             self._reflector("/api/v1/namespaces", objects.Namespace, profiles.put_namespace, profiles.drop_namespace),
         ]
@@ -231,9 +246,18 @@ class Controller:
             self._put_pod(joined)
 
     def _put_pod(self, view: PodView) -> None:
-        self.snapshot.put_pod(self._avoidance.apply(view))
+        self.snapshot.put_pod(self._avoidance.apply(self.volumes.apply(view)))
         for stuck in self._stuck:
             stuck.note(view)
+
+    def _volume_changed(self, namespace: str, claim: str) -> None:
+        """A claim is bound to a volume that can be mounted on some nodes only."""
+        if not self.snapshot.started:
+            return
+        here = (pod for pod in self.snapshot.pods.values() if pod.namespace == namespace and claim in pod.claims)
+        for pod in [pod for pod in here if pod.stage is Stage.WAITING]:
+            self._put_pod(pod)
+        self.elastic.limits_changed(namespace)
 
     def _place_taken(self, pod: PodView) -> None:
         why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.trouble}"

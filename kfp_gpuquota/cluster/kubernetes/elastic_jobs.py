@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kfp_gpuquota.api import Node
+    from kfp_gpuquota.api.affinity import NodeTerm
     from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
     from kfp_gpuquota.cluster.kubernetes.events import Subject
     from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
     from kfp_gpuquota.cluster.kubernetes.seats import Seats
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.records import JobRecord
 
 
 class ElasticJobs:
@@ -51,6 +53,7 @@ class ElasticJobs:
 
     `noted(pod)` gets the answers of writes, `changed(uid)` is called where a job's status is to be written,
     `decided(uid)` where that is urgent, `requests_in(namespace)` is what containers request there that say nothing,
+    `volume_terms(namespace, claims)` the nodes on which these volumes can be mounted,
     `avoided(pod)` keeps its job's next workers off its node, and `told(subject, message)` warns users.
     """
 
@@ -67,11 +70,12 @@ class ElasticJobs:
         changed: Callable[[str], None],
         decided: Callable[[str], None],
         requests_in: Callable[[str], Mapping[str, Any]],
+        volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]],
         avoided: Callable[[PodView], None],
         told: Callable[[Subject, str], None],
         epoch: int = 0,
     ) -> None:
-        self._requests_in, self._settings = requests_in, settings
+        self._requests_in, self._volume_terms, self._settings = requests_in, volume_terms, settings
         self.book = Book(tell, seats, nodes)
         self._tell, self._changed, self._decided = tell, changed, decided
         self.membership = JobMembership(self.book, settings.key, kill=self._kill, changed=changed, epoch=epoch)
@@ -190,7 +194,7 @@ class ElasticJobs:
         facts = self.book.facts.setdefault(uid, Facts(job, time.time()))
         facts.object, facts.refused = job, ""
         try:
-            record = record_of(job, self._requests_in(job.metadata.namespace))
+            record = self._record_of(job)
         except (GpuQuotaError, ValueError) as error:
             facts.refused = str(error)
             self._changed(uid)
@@ -220,11 +224,14 @@ class ElasticJobs:
         else:
             self._ask_anew(uid)
 
+    def _record_of(self, job: ElasticJob) -> JobRecord:
+        return record_of(job, self._requests_in(job.metadata.namespace), self._volume_terms)
+
     def _ask_anew(self, uid: str) -> None:
         """A priority or a time limit was changed while it waits: it is submitted again, with its age."""
         before, job = self.book.jobs[uid], self.book.facts[uid].object
         try:
-            spec = record_of(job, self._requests_in(job.metadata.namespace)).spec
+            spec = self._record_of(job).spec
         except GpuQuotaError as error:
             self.book.facts[uid].held_back = error.message
             return

@@ -20,8 +20,9 @@ from kfp_gpuquota.cluster.lifecycle import resized
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from kfp_gpuquota.api.affinity import NodeTerm
     from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.objects import Condition
 
@@ -29,8 +30,12 @@ RESERVED_AT_ONCE: Final = 32
 """Generations are reserved in blocks: one write for many of them, made long before they are needed."""
 
 
-def record_of(job: ElasticJob, requests: Mapping[str, Any] | None = None) -> JobRecord:
-    """The job as its object tells, with its namespace's default `requests`.
+def record_of(
+    job: ElasticJob,
+    requests: Mapping[str, Any] | None = None,
+    volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]] = lambda _namespace, _claims: (),
+) -> JobRecord:
+    """The job as its object tells, with its namespace's default `requests` and its volumes' nodes.
 
     Raises InvalidFieldError for a specification that cannot be.
     """
@@ -38,7 +43,7 @@ def record_of(job: ElasticJob, requests: Mapping[str, Any] | None = None) -> Job
     evicted = status.last_eviction
     return JobRecord(
         uid=meta.uid,
-        spec=translate.elastic_job(job, requests),
+        spec=translate.elastic_job(job, requests, volume_terms),
         status=JobStatus(
             phase=Phase(status.phase),
             reason=_reason(status.reason, status.message),

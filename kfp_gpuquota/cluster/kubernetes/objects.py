@@ -138,6 +138,12 @@ class NodeAffinity(Struct, frozen=True):
     required: NodeSelector | None = msgspec.field(default=None, name="requiredDuringSchedulingIgnoredDuringExecution")
 
 
+class NodeAffinityOfVolume(Struct, frozen=True):
+    """Where a volume can be mounted."""
+
+    required: NodeSelector | None = None
+
+
 class Affinity(Struct, frozen=True):
     """Where a pod must run."""
 
@@ -154,6 +160,18 @@ class Toleration(Struct, frozen=True):
     toleration_seconds: int | None = None
 
 
+class ClaimSource(Struct, frozen=True):
+    """A volume by its claim."""
+
+    claim_name: str = ""
+
+
+class PodVolume(Struct, frozen=True):
+    """One volume of a pod; only claims are read."""
+
+    persistent_volume_claim: ClaimSource | None = None
+
+
 class PodSpec(Struct, frozen=True):
     """What a pod asks for."""
 
@@ -166,6 +184,7 @@ class PodSpec(Struct, frozen=True):
     tolerations: tuple[Toleration, ...] = ()
     termination_grace_period_seconds: float = 30.0
     overhead: dict[str, Any] = {}
+    volumes: tuple[PodVolume, ...] = ()
     resources: Resources = Resources()
 
 
@@ -219,6 +238,32 @@ class Pod(Struct, frozen=True):
     spec: PodSpec = PodSpec()
     status: PodStatus = PodStatus()
     problem: str = ""
+
+
+class ClaimSpec(Struct, frozen=True):
+    """What a claim is bound to; "" while it is not."""
+
+    volume_name: str = ""
+
+
+class PersistentVolumeClaim(Struct, frozen=True):
+    """A claim to a volume."""
+
+    metadata: Metadata
+    spec: ClaimSpec = ClaimSpec()
+
+
+class VolumeSpec(Struct, frozen=True):
+    """Where a volume can be mounted."""
+
+    node_affinity: NodeAffinityOfVolume | None = None
+
+
+class PersistentVolume(Struct, frozen=True):
+    """A volume."""
+
+    metadata: Metadata
+    spec: VolumeSpec = VolumeSpec()
 
 
 class Namespace(Struct, frozen=True):

@@ -40,6 +40,10 @@ class Place(msgspec.Struct, frozen=True, gc=False):
         terms = tuple(NodeTerm((*term.requirements, apart)) for term in self.terms or (NodeTerm(()),))
         return Place(self.selector, terms, self.tolerations)
 
+    def within(self, terms: tuple[NodeTerm, ...]) -> Place:
+        """The same, where one of these terms holds as well."""
+        return Place(self.selector, within(self.terms, terms), self.tolerations)
+
 
 _KNOWN: dict[Place, Place] = {}
 _MOST_KNOWN = 4096
@@ -50,12 +54,27 @@ def place_of(spec: objects.PodSpec) -> Place:
     terms: tuple[NodeTerm, ...] = ()
     affinity = spec.affinity.node_affinity if spec.affinity else None
     if affinity is not None and affinity.required is not None:
-        terms = tuple(map(_term, affinity.required.node_selector_terms))
+        terms = terms_of(affinity.required)
     tolerations = tuple(t for t in map(_toleration, spec.tolerations) if t is not None)
     place = Place(tuple(sorted(spec.node_selector.items())), terms, tolerations)
     if len(_KNOWN) > _MOST_KNOWN:
         _KNOWN.clear()
     return _KNOWN.setdefault(place, place)
+
+
+def terms_of(selector: objects.NodeSelector | None) -> tuple[NodeTerm, ...]:
+    """The selector's alternatives; () where there is none."""
+    return () if selector is None else tuple(map(_term, selector.node_selector_terms))
+
+
+def within(terms: tuple[NodeTerm, ...], others: tuple[NodeTerm, ...]) -> tuple[NodeTerm, ...]:
+    """Alternatives that fulfil one of both sides each; () stands for any node. To apply `others` twice changes nothing
+    where they are one term, as volumes have.
+    """
+    if not terms or not others:
+        return terms or others
+    both = ((*one.requirements, *other.requirements) for one in terms for other in others)
+    return tuple(dict.fromkeys(NodeTerm(tuple(dict.fromkeys(requirements))) for requirements in both))
 
 
 def taints_of(taints: Iterable[objects.Taint]) -> tuple[Taint, ...]:

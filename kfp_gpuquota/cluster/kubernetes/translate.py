@@ -30,8 +30,9 @@ from kfp_gpuquota.cluster.kubernetes.quota_policy import owner_kind
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from kfp_gpuquota.api.affinity import NodeTerm
     from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.objects import NodeSelectorTerm, OwnerReference
 
@@ -122,6 +123,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pool: str = ""
     owner: Owner | None = None
     avoids: tuple[str, ...] = ()
+    claims: tuple[str, ...] = ()
     requested: int = 0
     problem: str = ""
 
@@ -219,6 +221,7 @@ def pod_view(pod: Pod) -> PodView:
         prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
         share=share,
         place=place_of(spec) if gate is not None else Place(),
+        claims=claims_of(spec) if gate is not None else (),
         needs=needs_of(spec),
         owner=None if elastic else owner_of(pod),
         requested=requested,
@@ -443,9 +446,22 @@ def _template_of(job: ElasticJob) -> PodSpec:
         raise InvalidFieldError("template", "of pods", str(error)) from None
 
 
-def elastic_job(job: ElasticJob, requests: Mapping[str, Any] | None = None) -> JobSpec:
-    """What its user asks for; `requests` are those of a container that says none. Raises InvalidFieldError."""
+def claims_of(spec: PodSpec) -> tuple[str, ...]:
+    """The claims that the pod's volumes name."""
+    return tuple(v.persistent_volume_claim.claim_name for v in spec.volumes if v.persistent_volume_claim is not None)
+
+
+def elastic_job(
+    job: ElasticJob,
+    requests: Mapping[str, Any] | None = None,
+    volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]] = lambda _namespace, _claims: (),
+) -> JobSpec:
+    """What its user asks for. `requests` are those of a container that says none, `volume_terms(namespace, claims)` the
+    nodes on which these volumes can be mounted. Raises InvalidFieldError.
+    """
     spec, template = job.spec, completed(_template_of(job), requests or {})
+    kept = () if spec.checkpoint is None else (spec.checkpoint.claim_name,)
+    place = place_of(template).within(volume_terms(job.metadata.namespace, (*claims_of(template), *kept)))
     given: dict[str, object] = {
         "gpus": spec.gpus,
         "min_gpus": spec.min_gpus,
@@ -470,7 +486,7 @@ def elastic_job(job: ElasticJob, requests: Mapping[str, Any] | None = None) -> J
         "preferred_topology": spec.preferred_topology,
         "spread": spec.spread,
         **needs_of(template).constraints(),
-        **place_of(template).constraints(),
+        **place.constraints(),
     }
     named = {"name": short_name(job.metadata.name), "project": job.metadata.namespace, "command": ("pod",)}
     chosen = {name: value for name, value in given.items() if value is not None}
