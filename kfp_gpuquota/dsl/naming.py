@@ -33,6 +33,11 @@ def numbered(name: str, number: int) -> str:
     return name if number == 1 else f"{name}-{number}"
 
 
+def label_value(text: str) -> str:
+    """The text as a label's value: letters, digits, "-_." and at most 63 of them, a letter or a digit at both ends."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:MAX_NAME_LENGTH].strip("-_.")
+
+
 def _less_attempt(executor_input: Json) -> Json:
     outputs = executor_input.get("outputs", {})
     artifacts = dict(outputs.get("artifacts", {}))

@@ -14,7 +14,9 @@ Json = dict[str, Any]
 RUN_LABEL: Final = "pipeline/runid"
 WORKFLOW_LABEL: Final = "workflows.argoproj.io/workflow"
 NODE_ANNOTATION: Final = "workflows.argoproj.io/node-name"
-_ATTEMPT: Final = re.compile(r"\(\d+\)$")
+# With the retryStrategy that KFP ships for Argo (templateDefaults) every level of a node's name carries an attempt:
+# run(0).root(0).train(0).executor(0). An iteration has two numbers: iteration-iterations(0:0)(0).
+_ATTEMPTS: Final = re.compile(r"\(\d+\)(?=\.|$)")
 _ITERATION: Final = re.compile(r"\(\d+:[^)]*\)$")
 _EXECUTOR: Final = "executor"
 """The last part of a node's name: every task of a pipeline is a template with a task of this name."""
@@ -31,10 +33,12 @@ def workflow(pod: Json) -> str:
 
 
 def task(pod: Json) -> str:
-    """The step's place in its run, the same for each of its attempts: "run-x7.root.for-loop-1.iteration(0:0).train"."""
+    """The step's place in its run, the same for each attempt of it and of all that it is in:
+    "run-x7.root.for-loop-1.iteration(0:0).train".
+    """
     metadata = pod.get("metadata", {})
     node = metadata.get("annotations", {}).get(NODE_ANNOTATION) or metadata.get("name", "")
-    return _ATTEMPT.sub("", node).removesuffix(f".{_EXECUTOR}")
+    return _ATTEMPTS.sub("", node).removesuffix(f".{_EXECUTOR}")
 
 
 def name(task: str) -> str:

@@ -107,7 +107,12 @@ class InPods:
         return self._client.submit(spec, lease=lease, template=template, checkpoint=step.options.checkpoint)
 
     def serve(self, step: Step, job: Job, staging: Staging) -> None:
-        """Open the relay, and tell the workers where it is; after a take-over, where it is now."""
+        """Open the relay, and tell the workers where it is; after a take-over, where it is now.
+
+        The step's file is written here too: the pod of an attempt that takes a job over begins with an empty directory,
+        and workers that start later (in growth, or instead of others) read it.
+        """
+        staging.create(step.argv, {})
         address = self._own.get("status", {}).get("podIP")
         if not address:
             raise UsageError("the step's pod has no address yet that its workers could reach; try again")
@@ -124,13 +129,17 @@ class InPods:
             self._client.calls.patch(f"{path}/{quote(secret_name(job.spec.name))}", {"stringData": said})
 
     def run_was_ended(self) -> bool:
-        """Argo marks a Workflow that is terminated or stopped; one quick call."""
+        """Whether the Workflow was terminated or stopped; one quick call.
+
+        KFP terminates a run by `spec.activeDeadlineSeconds: 0`, Argo's own client by `spec.shutdown`.
+        """
         workflow = own_pod.workflow(self._own)
         if not workflow:
             return False
         try:
             path = f"{_WORKFLOWS}/namespaces/{quote(self._client.namespace)}/workflows/{quote(workflow)}"
-            return bool(self._client.calls.get(path).get("spec", {}).get("shutdown"))
+            spec = self._client.calls.get(path).get("spec", {})
+            return bool(spec.get("shutdown")) or spec.get("activeDeadlineSeconds") == 0
         except GpuQuotaError:
             return False
 

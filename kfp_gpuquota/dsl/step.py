@@ -12,7 +12,7 @@ import msgspec
 from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.connect import current_project
 from kfp_gpuquota.dsl.lease import DURATION_S, DURATION_VARIABLE
-from kfp_gpuquota.dsl.naming import job_name
+from kfp_gpuquota.dsl.naming import job_name, label_value
 from kfp_gpuquota.dsl.options import PREFIX, PROJECT, Options, from_environment
 from kfp_gpuquota.errors import InvalidFieldError, UsageError
 
@@ -55,7 +55,7 @@ class Step:
     @property
     def labels(self) -> dict[str, str]:
         """Of its job."""
-        return {"pipeline-run": self.run_id, "pipeline-task": self.name}
+        return {"pipeline-run": label_value(self.run_id), "pipeline-task": label_value(self.name)}
 
 
 def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Step:

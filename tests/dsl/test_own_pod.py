@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kfp_gpuquota.dsl import own_pod
+from kfp_gpuquota.dsl.naming import label_value
+
+RECORDINGS = "GPUQUOTA_KFP_RECORDINGS"
 
 
 def pod(node: str, **labels: str) -> dict[str, Any]:
@@ -20,6 +26,9 @@ def pod(node: str, **labels: str) -> dict[str, Any]:
         ("digits-x7v6d.root.train.executor", "digits-x7v6d.root.train", "train"),
         ("digits-x7v6d.root.train.executor(1)", "digits-x7v6d.root.train", "train"),
         ("d.root.for-loop-1.iteration(3:3).train.executor(0)", "d.root.for-loop-1.iteration(3:3).train", "train"),
+        ("d(0).root(0).train(0).executor(2)", "d.root.train", "train"),
+        ("d(1).root(0).loop-2(0).it(3:3)(0).train(1).executor(0)", "d.root.loop-2.it(3:3).train", "train"),
+        ("d(0).root(0).exit-handler-1.onExit(0).tidy(0).executor(0)", "d.root.exit-handler-1.onExit.tidy", "tidy"),
         ("", "digits-x7v6d-executor-1234", "digits-x7v6d-executor-1234"),
     ],
 )
@@ -31,6 +40,28 @@ def test_a_step_is_known_by_its_node_less_the_attempt(node: str, task: str, name
 def test_attempts_share_a_place_and_iterations_do_not() -> None:
     places = [own_pod.task(pod(f"d.root.loop.iteration({i}:{i}).train.executor({n})")) for i in (0, 1) for n in (0, 1)]
     assert places[0] == places[1] != places[2] == places[3]
+
+
+@pytest.mark.skipif(not os.environ.get(RECORDINGS), reason=f"{RECORDINGS} names no recordings of a KFP backend")
+def test_recorded_steps_keep_their_place_over_attempts_and_are_told_apart() -> None:
+    recorded = json.loads((Path(os.environ[RECORDINGS]) / "node-names.json").read_text())
+    steps = [one for one in recorded if "driver" not in one["what"]]
+    assert len(steps) > 30
+    places: dict[str, set[tuple[str, int | None]]] = {}
+    for one in steps:
+        task = own_pod.task(pod(one["node_name"]))
+        places.setdefault(task, set()).add((one["node_name"].rpartition("(")[0], one["attempt"]))
+        assert label_value(own_pod.name(task)) == own_pod.name(task), one["node_name"]
+    for task, attempts in places.items():  # one node each, in one or more attempts
+        assert len({node for node, _ in attempts if node}) <= 1, (task, attempts)
+    assert {len(attempts) for attempts in places.values()} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "label"), [("gpu-step(0)", "gpu-step-0"), ("Süß step", "S-step"), ("-a-", "a"), ("x" * 80, "x" * 63)]
+)
+def test_any_text_becomes_a_labels_value(text: str, label: str) -> None:
+    assert label_value(text) == label
 
 
 def test_the_run_is_the_labels_and_else_its_workflow() -> None:

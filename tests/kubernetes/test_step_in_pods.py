@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.dsl.route import route_pipeline
 from kfp_gpuquota.version import __version__
 from tests.kubernetes.conftest import address_of, built_or_skip
@@ -129,7 +130,9 @@ class Steps:
             "metadata": {
                 "name": name,
                 "labels": {"pipeline/runid": "8c1f0a", "workflows.argoproj.io/workflow": workflow or "shouts-x7v6d"},
-                "annotations": {"workflows.argoproj.io/node-name": f"shouts-x7v6d.root.shout.executor({attempt})"},
+                "annotations": {
+                    "workflows.argoproj.io/node-name": f"shouts-x7v6d(0).root(0).shout(0).executor({attempt})"
+                },
             },
             "spec": {
                 "containers": [container],
@@ -229,7 +232,35 @@ def test_a_steps_exit_code_is_its_workers(controlled: Controlled) -> None:
     assert status["state"]["terminated"]["exitCode"] == 7, steps.log("step-0")
 
 
-def test_a_run_that_is_terminated_cancels_its_job_at_once(controlled: Controlled) -> None:
+def test_workers_that_start_after_a_take_over_find_the_steps_file(controlled: Controlled) -> None:
+    holder = controlled.team(guaranteed=2)
+    controlled.start()
+    session = controlled.pod(holder, "session", 2, labels_={labels.KIND: "build"}, containers=[session_container()])
+    controlled.until_bound(session)
+    steps = Steps(controlled, shout())
+    first = steps.run("step-0")
+    controlled.wait(steps.jobs, controlled.log, seconds=90)
+    steps.api.delete(first, grace_s=1)
+    steps.api.until_gone(first)
+    second = steps.run("step-0", attempt=1)
+    controlled.wait(lambda: "gpuquota: job" in steps.log("step-0") if _runs(steps, second) else False, seconds=90)
+    steps.api.delete(session, grace_s=1)
+    ended = steps.until_ended(second)
+    said = steps.log("step-0")
+    assert ended["status"]["phase"] == "Succeeded", said
+    assert "HELLO" in said, said
+    assert len(steps.jobs()) == 1
+
+
+def session_container() -> dict[str, Any]:
+    """Holds both GPUs until it is deleted."""
+    gpus = {"limits": {labels.GPU_RESOURCE: "2"}}
+    command = ["sh", "-c", "trap 'exit 0' TERM; sleep 600 & wait"]
+    return {"name": "main", "image": IMAGE, "imagePullPolicy": "Never", "command": command, "resources": gpus}
+
+
+@pytest.mark.parametrize("ended", [{"activeDeadlineSeconds": 0}, {"shutdown": "Terminate"}], ids=["kfp", "argo"])
+def test_a_run_that_is_terminated_cancels_its_job_at_once(controlled: Controlled, ended: dict[str, Any]) -> None:
     steps = Steps(controlled, shout("import time", "time.sleep(300)"))
     install_workflows(controlled.cluster)
     workflow = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": {"name": "run-1"}, "spec": {}}
@@ -237,7 +268,7 @@ def test_a_run_that_is_terminated_cancels_its_job_at_once(controlled: Controlled
     controlled.start()
     path = steps.run("step-0", workflow="run-1")
     controlled.wait(lambda: "as worker 0" in steps.log("step-0") if _runs(steps, path) else False, seconds=90)
-    steps.api.patch(f"{WORKFLOWS}/namespaces/{steps.team}/workflows/run-1", {"spec": {"shutdown": "Terminate"}})
+    steps.api.patch(f"{WORKFLOWS}/namespaces/{steps.team}/workflows/run-1", {"spec": ended})
     steps.api.delete(path, grace_s=2)
     (name,) = steps.jobs()
     cancelled = controlled.until_phase(f"{jobs_of(steps.team)}/{name}", "Cancelled")
