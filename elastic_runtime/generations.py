@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group, Interrupt
 from elastic_runtime.orders import Order
+from elastic_runtime.proof import check_users, listening_ports, prove
 from elastic_runtime.torch_internals import build_group, build_second_connections
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_runtime.errors import ElasticError
-    from elastic_runtime.torch_internals import Store
+    from elastic_runtime.store import CoordinatorStore
 
 CLOSE_AFTER_S = 0.5
 """The first steps of the new size are not to share their cores with the end of the old one."""
@@ -43,23 +44,34 @@ class Generation:
         return worker in self.members
 
 
+@dataclass(frozen=True)
+class Secret:
+    """`key()` is the job's; `local`: all of its workers are processes of this machine and of this user."""
+
+    key: Callable[[], bytes] = lambda: b""
+    local: bool = False
+
+
 ALONE = Generation(0, ("local",), None)
 
 
 class Generations:
     """Turns orders into built groups.
 
-    `make_store(number)` gives the rendezvous space of a generation, `say(event, **fields)` reaches the coordinator.
+    `make_store(number)` gives the rendezvous space of a generation, `say(event, **fields)` reaches the coordinator,
+    `secret` is what peers have in common.
     """
 
     def __init__(
         self,
         worker: str,
-        make_store: Callable[[int], Store],
+        make_store: Callable[[int], CoordinatorStore],
         say: Callable[..., None],
         backend: Callable[[], str],
+        secret: Secret | None = None,
     ) -> None:
         self.worker = worker
+        self._secret = secret or Secret()
         self.interrupt = Interrupt()
         self.adopted: Generation | None = None
         self._make_store, self._say, self._backend = make_store, say, backend
@@ -120,8 +132,12 @@ class Generations:
         try:
             store = self._make_store(order.generation)
             name = f"elastic-{order.generation}"
+            before = listening_ports() if self._secret.local else set()
             group = build_group(store, rank, size, name, self._backend(), COLLECTIVE_TIMEOUT)
             second = build_second_connections(store, rank, size, COLLECTIVE_TIMEOUT)
+            prove((group, second), rank, size, order.generation, self._secret.key())
+            if self._secret.local:
+                check_users(before)
         except Exception as error:  # noqa: BLE001  (a build that ended in silence would be waited for for ever)
             _log.debug("generation %d could not be built: %s", order.generation, error)
             with self._changed:
@@ -130,7 +146,7 @@ class Generations:
             return
         with self._changed:
             self._building.discard(order.generation)
-            connected = Group(group, rank, size, self.interrupt, second)
+            connected = Group(group, rank, size, self.interrupt, second, store=store)
             took_ms = (time.perf_counter() - began) * 1e3
             self._built[order.generation] = Generation(order.generation, order.members, connected, took_ms)
             self._drop_outdated()

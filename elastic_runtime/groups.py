@@ -18,10 +18,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_runtime.errors import CollectiveError
+from elastic_runtime.left_objects import Exchange
 from elastic_runtime.torch_internals import drop_group, make_default
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from elastic_runtime.store import CoordinatorStore
 
 POLL = timedelta(milliseconds=10)
 LOOK_EVERY_S = 0.0002
@@ -65,6 +68,7 @@ class Group:
     `second`: further connections between the same members, which share what is sent from one to another: a single TCP
     stream moves about half of what two do. `polls`: how its works are waited for, by default by whether there is CUDA:
     NCCL takes a wait with a time limit for the operation's own, and aborts the communicator when it is over.
+    `store`: the generation's at the coordinator, for what must not be read from a peer.
     """
 
     def __init__(
@@ -76,11 +80,21 @@ class Group:
         second: dist.ProcessGroup | None = None,
         *,
         polls: bool | None = None,
+        store: CoordinatorStore | None = None,
     ) -> None:
         self.rank, self.size = rank, size
+        self._exchange = Exchange(store, rank)
         self._group, self._interrupt = group, interrupt
         self._lanes = (group, second or group)
         self._polls = torch.cuda.is_available() if polls is None else polls
+
+    def leave(self, content: bytes, to: int | None) -> str:
+        """Leave bytes with the coordinator for one rank (None: for all); returns where. StateError, CollectiveError."""
+        return self._exchange.leave(content, to)
+
+    def fetch(self, name: object) -> bytes:
+        """Return what another rank has left there. CollectiveError where it is not there or not whole."""
+        return self._exchange.fetch(name)
 
     def publish(self) -> None:
         """Make it torch's default group."""

@@ -19,7 +19,7 @@ from elastic_runtime import static
 from elastic_runtime.coordinator import Coordinator
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.exchange import exchange
-from elastic_runtime.generations import ALONE, Generation, Generations
+from elastic_runtime.generations import ALONE, Generation, Generations, Secret
 from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group
 from elastic_runtime.keeper import Keeper
 from elastic_runtime.leaving import leave
@@ -27,6 +27,7 @@ from elastic_runtime.order import mix_seed
 from elastic_runtime.packing import pack
 from elastic_runtime.preemption import TERMINATED, AtRest, Preemption
 from elastic_runtime.progress import Progress
+from elastic_runtime.proof import raise_open_files
 from elastic_runtime.reporting import Reporter
 from elastic_runtime.saving import Saving
 from elastic_runtime.store import CoordinatorStore
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from elastic_runtime.sharded.sharding import Sharding
     from elastic_runtime.sharded.wrap import Wrapping
     from elastic_runtime.state import TrainingState
-    from elastic_runtime.torch_internals import Store
 
 RELEASE_S = 5.0
 
@@ -64,7 +64,8 @@ class Member:
         self.streams = RandomStreams()
         self._voice = Voice(environment.worker_id, lambda: self._generations.adopted)
         self._holds_state = self.leaving = False
-        self._generations = Generations(environment.worker_id, self._store, self._voice.say, _backend)
+        secret = Secret(lambda: environment.token().encode(), bool(environment.coordinator) and environment.local)
+        self._generations = Generations(environment.worker_id, self._store, self._voice.say, _backend, secret)
         shown = Progress(sys.stderr, wanted=progress)
         self._began = time.perf_counter()
         self.reporter = Reporter(environment.report_file, environment.worker_id, self._voice.stand, shown)
@@ -73,6 +74,7 @@ class Member:
         self._coordinator: Coordinator | None = None
         if environment.coordinator:
             check_torch()
+            raise_open_files()
             self._coordinator = Coordinator(
                 environment, self._generations.on_order, self._voice.standing, self._generations.on_refused
             )
@@ -382,7 +384,7 @@ class Member:
 
     # The coordinator
 
-    def _store(self, generation: int) -> Store:
+    def _store(self, generation: int) -> CoordinatorStore:
         return CoordinatorStore(self._environment, generation)
 
     # SIGTERM

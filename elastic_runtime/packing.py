@@ -1,59 +1,38 @@
-"""State as one skeleton of bytes and a list of tensors, so that tensors travel and are stored without pickling.
+"""State as one skeleton of bytes and a list of tensors, so that tensors travel and are stored as they are.
 
-The skeleton is the same nested structure of dictionaries, lists and tuples with a `_Hole` in each tensor's place; a
-tensor made of others (an 8-bit optimizer's moments: codes and scales) is a `_Composite` of theirs.
+The skeleton is the same nested structure of dictionaries, lists and tuples with a `Hole` in each tensor's place; a
+tensor made of others (an 8-bit optimizer's moments: codes and scales) is a `Composite` of theirs. See `codec`.
 """
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_runtime.codec import UNPICKLABLE, Composite, Hole, Skeleton, decode, encode
 from elastic_runtime.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError)
 
-
-@dataclass(frozen=True)
-class _Hole:
-    """Where tensor number `index` belongs."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class _Composite:
-    """A tensor of a class of its own, which is made of `parts`: see torch's `__tensor_flatten__`."""
-
-    kind: type[torch.Tensor]
-    parts: dict[str, object]
-    context: object
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-def pack(state: object) -> tuple[bytes, list[torch.Tensor]]:
-    """(skeleton, tensors), which are the state's own, not copies. StateError where something cannot be pickled."""
+def pack(state: object) -> tuple[Skeleton, list[torch.Tensor]]:
+    """(skeleton, tensors), which are the state's own, not copies. StateError where something cannot be saved."""
     tensors: list[torch.Tensor] = []
     skeleton = _map(state, lambda tensor: _dig(tensor, tensors))
     try:
-        return pickle.dumps(skeleton, protocol=5), tensors
-    except _UNPICKLABLE as error:
+        return encode(skeleton), tensors
+    except UNPICKLABLE as error:
         raise StateError(
             f"the training state cannot be saved: {_culprit(skeleton)}{error}; keep open files, locks and lambdas out "
             "of state_dict()"
         ) from error
 
 
-def unpack(skeleton: bytes, tensors: list[torch.Tensor]) -> Any:
-    """The state again, made of these tensors."""
-    return _fill(pickle.loads(skeleton), tensors)  # noqa: S301  (written by a worker of the same job)
+def unpack(skeleton: bytes, tensors: list[torch.Tensor], *, trusted: bool = True) -> Any:
+    """The state again, made of these tensors. StateError where the skeleton needs pickle and is not `trusted`."""
+    return _fill(decode(skeleton, trusted=trusted), tensors)
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
@@ -61,17 +40,17 @@ def describe(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, tuple[i
     return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
 
 
-def holes(skeleton: bytes) -> list[str]:
+def holes(skeleton: bytes, *, trusted: bool = True) -> list[str]:
     """Where each tensor belongs, in order: equal for two states of the same structure."""
     found: dict[int, str] = {}
-    _locate(pickle.loads(skeleton), "", found)  # noqa: S301  (written by a worker of the same job)
+    _locate(decode(skeleton, trusted=trusted), "", found)
     return [found[index] for index in sorted(found)]
 
 
 def _locate(value: object, path: str, found: dict[int, str]) -> None:
-    if isinstance(value, _Hole):
+    if isinstance(value, Hole):
         found[value.index] = path
-    elif isinstance(value, _Composite):
+    elif isinstance(value, Composite):
         _locate(value.parts, path, found)
     elif isinstance(value, dict):
         for key, item in value.items():
@@ -82,19 +61,19 @@ def _locate(value: object, path: str, found: dict[int, str]) -> None:
 
 
 def _culprit(value: object, path: str = "") -> str:
-    """Where the first thing is that cannot be pickled, as in "['parts']['lock']: "; empty for `value` itself."""
+    """Where the first thing is that cannot be saved, as in "['parts']['lock']: "; empty for `value` itself."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
         try:
-            pickle.dumps(item, protocol=5)
-        except _UNPICKLABLE:
+            encode(item)
+        except UNPICKLABLE:
             return _culprit(item, f"{path}[{key!r}]")
     return f"{path}: " if path else ""
 
 
-def _dig(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> _Hole:
+def _dig(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> Hole:
     tensors.append(tensor.detach())
-    return _Hole(len(tensors) - 1)
+    return Hole(len(tensors) - 1)
 
 
 def _map(value: object, dig: Any) -> object:
@@ -112,16 +91,16 @@ def _is_composite(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__") and not type(tensor).__module__.startswith("torch.distributed")
 
 
-def _taken_apart(tensor: Any, dig: Any) -> _Composite:
+def _taken_apart(tensor: Any, dig: Any) -> Composite:
     names, context = tensor.__tensor_flatten__()
     parts = {name: _map(getattr(tensor, name), dig) for name in names}
-    return _Composite(type(tensor), parts, context, tuple(tensor.shape), tensor.stride())
+    return Composite(type(tensor), parts, context, tuple(tensor.shape), tensor.stride())
 
 
 def _fill(value: object, tensors: list[torch.Tensor]) -> object:
-    if isinstance(value, _Hole):
+    if isinstance(value, Hole):
         return tensors[value.index]
-    if isinstance(value, _Composite):
+    if isinstance(value, Composite):
         kind: Any = value.kind
         return kind.__tensor_unflatten__(_fill(value.parts, tensors), value.context, value.shape, value.stride)
     if isinstance(value, dict):

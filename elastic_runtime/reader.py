@@ -7,7 +7,6 @@ depends on nothing but the dataset: not on the number of workers, nor of loader 
 
 from __future__ import annotations
 
-import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset
 
+from elastic_runtime.codec import UNPICKLABLE, Skeleton, decode, encode
 from elastic_runtime.errors import StateError, UsageError
 from elastic_runtime.order import mix_seed
 from elastic_runtime.streams import RandomStreams
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mark:
-    """`offset` samples of `epoch` are read; `state` (pickled) goes on from there. Empty: the epoch's beginning."""
+    """`offset` samples of `epoch` are read; `state` (encoded) goes on from there. Empty: the epoch's beginning."""
 
     epoch: int = 0
     offset: int = 0
@@ -114,13 +114,13 @@ class Reader:
     def _go_back(self, mark: Mark) -> None:
         self._epoch, self._at, self._length = mark.epoch, mark.offset, None
         self._next, self._kept = [], (0, [])
-        state, drawn = pickle.loads(mark.state) if mark.state else (None, None)  # noqa: S301  (a worker of the same job)
+        state, drawn = _restored(mark.state) if mark.state else (None, None)
         if drawn is None:
             self._own.reseed(mix_seed(self._seed, mark.epoch, 2))
         else:
             self._own.load(drawn)
         if self._stateful:
-            self._dataset.load_state_dict(state if mark.state else pickle.loads(self._initial))  # type: ignore[attr-defined]  # noqa: S301
+            self._dataset.load_state_dict(state if mark.state else _restored(self._initial))  # type: ignore[attr-defined]
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(mark.epoch)
         self._iterator = iter(self._dataset)
@@ -196,10 +196,15 @@ def check_stateful(dataset: IterableDataset[Any]) -> None:
         )
 
 
-def _dump(state: object) -> bytes:
+def _restored(state: bytes) -> Any:
+    """What `_dump` was given. A skeleton was verified where it arrived; other bytes may hold nothing opaque."""
+    return decode(state, trusted=isinstance(state, Skeleton))
+
+
+def _dump(state: object) -> Skeleton:
     try:
-        return pickle.dumps(state, protocol=5)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        return encode(state)
+    except UNPICKLABLE as error:
         raise StateError(
             f"the dataset's state cannot be saved: {error}; keep open files, locks and lambdas out of state_dict()"
         ) from error

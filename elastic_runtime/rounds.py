@@ -10,16 +10,16 @@ takes over the state of a round that it has not begun, and runs the script on to
 
 from __future__ import annotations
 
-import io
-import pickle
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from elastic_runtime.errors import CollectiveError
+from elastic_runtime.packing import pack, unpack
+from elastic_runtime.transfer import gather_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from elastic_runtime.member import Member
     from elastic_runtime.state import TrainingState
@@ -79,33 +79,9 @@ class Rounds:
 
     def all_gather(self, value: Result) -> list[Result]:
         """Each worker's `value`, by rank. CollectiveError where one is lost."""
-        group, mine = self._member.group, _pickled(value)
+        group = self._member.group
         if group is None or group.size == 1:
-            return [_unpickled(mine)]
+            skeleton, tensors = pack(value)
+            return [unpack(skeleton, [tensor.cpu().clone() for tensor in tensors])]
         self._member.check()
-        lengths = group.all_gather(torch.tensor([len(mine)])).flatten().tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        rows = group.all_gather(padded)
-        return [_unpickled(row[:length]) for row, length in zip(rows, lengths, strict=True)]
-
-
-class _Pickler(pickle.Pickler):
-    """Tensors as they are on the CPU, and no more of them: a pickled view takes all that it is a view of with it."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor:
-            return NotImplemented
-        alone: Any = obj.detach().cpu().clone()
-        return alone.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-
-
-def _pickled(value: object) -> torch.Tensor:
-    """Its bytes."""
-    written = io.BytesIO()
-    _Pickler(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
-
-
-def _unpickled(row: torch.Tensor) -> Any:
-    return pickle.loads(row.numpy().tobytes())  # noqa: S301  (written by a worker of the same job)
+        return gather_values(group, value)

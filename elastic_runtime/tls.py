@@ -29,7 +29,7 @@ class TwoThreadSocket(ssl.SSLSocket):
         """Read what is there, after waiting for it; TimeoutError as any socket."""
         while True:
             patience = self.gettimeout()
-            if not self.pending() and not select.select([self], [], [], patience)[0]:
+            if not self.pending() and not _readable(self, patience):
                 raise TimeoutError("the read operation timed out")
             with self._lock:
                 self.settimeout(0.0)  # a part of a record, or one without data, must not keep the writer out
@@ -48,6 +48,13 @@ class TwoThreadSocket(ssl.SSLSocket):
     def shutdown(self, how: int) -> None:
         """Wake the thread that reads; TLS is not taken off, which would let it read what is encrypted."""
         socket.socket.shutdown(self, how)
+
+
+def _readable(connection: socket.socket, timeout_s: float | None) -> bool:
+    """Whether there is something to read; by poll, because select knows no descriptors above 1,023."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1e3))
 
 
 def open_connection(host: str, port: int, ca_file: str | None, timeout_s: float) -> HTTPConnection:

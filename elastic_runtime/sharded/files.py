@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import BufferedReader
 
+    from elastic_runtime.codec import Skeleton
     from elastic_runtime.sharded.layout import Range, Sharded
     from elastic_runtime.sharded.state import Parts
 
@@ -69,7 +70,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Head:
-    skeleton: bytes
+    skeleton: Skeleton
     kinds: list[Sharded | None]
     ranges: list[Range]
     shards: list[_Stored]
@@ -122,7 +123,7 @@ def read_parts(directory: str, saved: Saved, rank: int, ranks: int) -> Parts:
             replicated = [_typed(_read(files[0], at), dtype, shape) for at, dtype, shape in heads[0].replicated]
             sharded = [kind for kind in heads[0].kinds if kind is not None]
             shards = [_shard(index, kind, kind.part(rank, ranks), files, heads) for index, kind in enumerate(sharded)]
-        except (OSError, ValueError, EOFError, pickle.UnpicklingError, IndexError) as error:
+        except Exception as error:  # whatever a damaged file leads to, the checkpoint before it is tried
             raise CheckpointError(f"checkpoint {saved} is damaged: {error}") from error
     return Parts(heads[0].skeleton, heads[0].kinds, shards, replicated)
 
@@ -175,7 +176,9 @@ def _head(file: BufferedReader) -> _Head:
     end = file.seek(-_TAIL, os.SEEK_END)
     tail = file.read(_TAIL)
     length = int.from_bytes(tail[:8], "little")
-    file.seek(max(end - length, 0))
+    if length > end:
+        raise ValueError(f"its head would have {length} bytes, and it has {end} in all")
+    file.seek(end - length)
     head = file.read(length)
     if zlib.crc32(head) != int.from_bytes(tail[8:], "little"):
         raise ValueError("the checksum of its head does not match")

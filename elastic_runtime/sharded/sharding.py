@@ -24,7 +24,7 @@ from elastic_runtime.exchange import OTHER_MODEL, check_same
 from elastic_runtime.sharded import files
 from elastic_runtime.sharded.comms import Link
 from elastic_runtime.sharded.files import Saved
-from elastic_runtime.sharded.state import Parts, own_parts, places, take_apart
+from elastic_runtime.sharded.state import Parts, own_parts, places, received_parts, shared_parts, take_apart
 from elastic_runtime.sharded.transfer import Resharding
 from elastic_runtime.transfer import receive_state, send_state
 
@@ -207,10 +207,10 @@ class Sharding:
         source = next(rank for rank, old in enumerate(move.held) if old >= 0)
         tree, move.tree = move.tree, None  # its shards are given up one after another
         if tree is None:
-            return Parts(shards=[], **receive_state(group, source))
+            return received_parts(receive_state(group, source))
         parts = take_apart(tree, self._places(tree) if move.whole else {})
         if group.rank == source:
-            shared = {"skeleton": parts.skeleton, "kinds": parts.kinds, "replicated": parts.replicated}
+            shared = shared_parts(parts)
             for rank in [rank for rank, old in enumerate(move.held) if old < 0]:
                 send_state(group, rank, shared)
         return parts

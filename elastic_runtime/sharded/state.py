@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from elastic_runtime.codec import Skeleton
+from elastic_runtime.errors import CollectiveError
 from elastic_runtime.packing import holes, pack, unpack
 from elastic_runtime.sharded.layout import Sharded
 from elastic_runtime.sharded.wrap import as_dtensor, shard_dim
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 class Parts:
     """`kinds`: of each tensor of the skeleton, in order; None: all ranks have it. Tensors are in the same order."""
 
-    skeleton: bytes
+    skeleton: Skeleton
     kinds: list[Sharded | None]
     shards: list[torch.Tensor]
     replicated: list[torch.Tensor]
@@ -62,6 +64,20 @@ def take_apart(tree: object, dims: Mapping[str, int]) -> Parts:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         (parts.replicated if kind is None else parts.shards).append(local)
     return parts
+
+
+def shared_parts(parts: Parts) -> dict[str, Any]:
+    """All but the shards, as it is sent to a rank that holds none."""
+    kinds = [None if kind is None else (kind.dtype, kind.shape, kind.dim) for kind in parts.kinds]
+    return {"skeleton": parts.skeleton, "kinds": kinds, "replicated": parts.replicated}
+
+
+def received_parts(shared: dict[str, Any]) -> Parts:
+    """What `shared_parts` has sent. CollectiveError where it is something else."""
+    if not isinstance(shared.get("skeleton"), Skeleton):
+        raise CollectiveError("a peer sent something else than the structure of its state")
+    kinds = [None if kind is None else Sharded(*kind) for kind in shared["kinds"]]
+    return Parts(shared["skeleton"], kinds, [], shared["replicated"])
 
 
 def places(

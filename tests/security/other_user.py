@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 NOBODY = 65534
 
 _DROP = f"""
-import hashlib, hmac, json, os, socket, struct, sys, threading, time  # the interpreter may lie where only root may read
+# Imported before root's rights are given up: the library may lie where only root may read.
+import encodings.idna, os, socket, sys, time
 os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 """
 

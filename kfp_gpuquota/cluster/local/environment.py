@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # depend on the shell in which somebody happened to start the cluster.
 INHERITED: Final = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 
+LOOPBACK: Final = "lo"
+"""All workers are on this machine, so their ports are on no other interface."""
+
 
 def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mapping[str, Node]) -> dict[str, str]:
     """All of it. The job's own variables win over inherited ones and over hints, never over identity."""
@@ -32,6 +35,8 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
         "PYTHONUNBUFFERED": "1",
         **{name: value for name, value in hints.items() if name != "CUDA_VISIBLE_DEVICES"},
         **job.spec.environment,
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
         "CUDA_VISIBLE_DEVICES": hints["CUDA_VISIBLE_DEVICES"],
         "JOB_NAME": job.spec.name,
         "JOB_UUID": job.uid,
