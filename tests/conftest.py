@@ -144,7 +144,7 @@ def embedded_cluster(tmp_path: Path) -> Iterator[EmbeddedCluster]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--plans", type=int, default=12, help="how often the Kubernetes controller is killed while it plans"
+        "--plans", type=int, default=20, help="how often the Kubernetes controller is killed while it plans"
     )
     parser.addoption("--away", type=float, default=8.0, help="seconds for which the API server is away")
     parser.addoption("--seeds", default="1,2,3", help="seeds of the random histories, separated by commas")

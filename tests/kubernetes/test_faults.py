@@ -84,13 +84,22 @@ def test_a_conflict_that_passes_delays_a_write_and_does_not_end_it(controlled: C
 
 
 def test_a_controller_that_is_killed_at_any_moment_leaves_nothing_wrong_behind(
-    controlled: Controlled, pytestconfig: pytest.Config
+    controlled: Controlled, pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
+    """While calls are refused, broken off and answered in vain (429, 500, 503, 409), and watches end with 410."""
+    with FaultyProxy(controlled.cluster, tmp_path, 0.1, seed=7) as proxy:
+        controlled.kubeconfig = proxy.kubeconfig
+        killed_again_and_again(controlled, pytestconfig.getoption("--plans"), proxy)
+        controlled.stop()
+        assert sum(proxy.injected.values()) > pytestconfig.getoption("--plans")
+
+
+def killed_again_and_again(controlled: Controlled, times: int, proxy: FaultyProxy) -> None:
     draw = random.Random(7)
     controlled.add_nodes(3, gpus=4)
     first, second, third = controlled.team(guaranteed=4), controlled.team(guaranteed=4), controlled.team(guaranteed=4)
     jobs = [controlled.job(third, f"job{i}", gpus=2, gpusPerWorker=1, gracePeriodSeconds=1) for i in range(3)]
-    for round_ in range(pytestconfig.getoption("--plans")):
+    for round_ in range(times):
         for team in (first, second):
             for i in range(draw.randint(0, 3)):
                 controlled.pod(team, f"p{round_}-{i}")
@@ -100,6 +109,7 @@ def test_a_controller_that_is_killed_at_any_moment_leaves_nothing_wrong_behind(
         time.sleep(draw.random() * 0.4)  # a random moment is what is tested
         controlled.kill()
         controlled.check()
+    proxy.rate = 0.0
     for team in (first, second):
         for i in range(12):
             controlled.pod(team, f"final-{i}")
