@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError, Connection
+from kfp_gpuquota.cluster.kubernetes.events import NAMESPACE_BURST, Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE, Fence
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
 from kfp_gpuquota.cluster.kubernetes.writer import SLOTS, Writer
@@ -190,3 +191,17 @@ def test_every_request_is_answered_exactly_once(requests: list[tuple[str, Lane, 
 
     refused = {f"{namespace}/{number}" for number, (namespace, _, bad) in enumerate(requests) if bad}
     with_writer(lambda path: ApiError(409, "Conflict", "taken") if path in refused else b"{}", test)
+
+
+def test_a_team_that_causes_events_without_end_leaves_room_for_the_others() -> None:
+    async def test(writer: Writer, connection: Scripted) -> None:
+        events = Recorder(writer)
+        for number in range(500):
+            events.tell(Subject("Pod", f"p{number}", "noisy"), "Quarantined", f"problem {number}")
+        events.tell(Subject("Pod", "pod", "quiet"), "Evicted", "for a reason")
+        while any(writer.depth.values()) or connection.running:
+            await asyncio.sleep(0)
+        assert connection.calls.count("/api/v1/namespaces/quiet/events") == 1
+        assert connection.calls.count("/api/v1/namespaces/noisy/events") == int(NAMESPACE_BURST)
+
+    with_writer(lambda _: b"{}", test)

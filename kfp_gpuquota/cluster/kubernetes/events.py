@@ -1,7 +1,8 @@
 """Events that users see on their objects, few enough for any cluster: repeated ones are counted, all are rationed.
 
 One event per pod in bulk would double what a pod costs the API server, so only what happened to somebody (an eviction,
-a refusal) is told, and beyond the ration it is left to the log.
+a refusal) is reported, and beyond the ration it is left to the log. Each namespace has its own ration within that of
+all: a team that causes events without end (by annotations that cannot be read, say) leaves room for others.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
 
-BURST: Final = 50.0
-PER_SECOND: Final = 5.0
+BURST: Final = 100.0
+PER_SECOND: Final = 10.0
+NAMESPACE_BURST: Final = 40.0
+NAMESPACE_PER_SECOND: Final = 2.0
 REPEATED_AFTER_S: Final = 600.0
 REMEMBERED: Final = 4096
 SHOWN: Final = 300
@@ -40,12 +43,30 @@ class Subject(msgspec.Struct, frozen=True):
     api_version: str = _CORE
 
 
+class _Ration:
+    """At most `burst` at once, and `per_second` in the long run."""
+
+    def __init__(self, burst: float, per_second: float) -> None:
+        self._burst, self._per_second = burst, per_second
+        self._tokens, self._at = burst, 0.0
+
+    def left(self, now: float) -> float:
+        """What may be used at that time, in seconds of the loop's clock."""
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_second)
+        self._at = now
+        return self._tokens
+
+    def use(self) -> None:
+        """One of them is used."""
+        self._tokens -= 1
+
+
 class Recorder:
-    """Writes events, at most BURST at once and PER_SECOND for long; the same again only after a while."""
+    """Writes events, as many as the rations allow; the same again only after a while."""
 
     def __init__(self, writer: Writer, component: str = "gpuquota-controller") -> None:
         self._writer, self._component = writer, component
-        self._tokens, self._at = BURST, 0.0
+        self._all, self._of_namespace = _Ration(BURST, PER_SECOND), dict[str, _Ration]()
         self._told: dict[tuple[Subject, str, str], float] = {}
 
     def tell(self, subject: Subject, reason: str, message: str, *, warning: bool = False) -> None:
@@ -53,7 +74,7 @@ class Recorder:
         log.info("%s %s/%s: %s: %s", subject.kind, subject.namespace, subject.name, reason, message)
         now = asyncio.get_running_loop().time()
         key = (subject, reason, message)
-        if now - self._told.get(key, -REPEATED_AFTER_S) < REPEATED_AFTER_S or not self._may(now):
+        if now - self._told.get(key, -REPEATED_AFTER_S) < REPEATED_AFTER_S or not self._may(subject.namespace, now):
             return
         if len(self._told) >= REMEMBERED:
             self._told.clear()
@@ -62,12 +83,14 @@ class Recorder:
         write = event(subject, reason, message, warning=warning, at=at, suffix=suffix, component=self._component)
         self._writer.submit(write, lambda _: None, lambda _: None)
 
-    def _may(self, now: float) -> bool:
-        self._tokens = min(BURST, self._tokens + (now - self._at) * PER_SECOND)
-        self._at = now
-        if self._tokens < 1:
+    def _may(self, namespace: str, now: float) -> bool:
+        if len(self._of_namespace) >= REMEMBERED:
+            self._of_namespace.clear()
+        own = self._of_namespace.setdefault(namespace, _Ration(NAMESPACE_BURST, NAMESPACE_PER_SECOND))
+        if self._all.left(now) < 1 or own.left(now) < 1:
             return False
-        self._tokens -= 1
+        self._all.use()
+        own.use()
         return True
 
 
