@@ -1,6 +1,8 @@
 """The Kubernetes controller on a real API server with fake nodes, everything on this machine.
 
     python benchmarks/controller.py --case fill|gang|single|reclaim|start|idle [--nodes 500] [--gpus 8] [--compare N]
+    python benchmarks/controller.py --case webhook-under-plan [--nodes 250] [--gpus 8]
+    python benchmarks/controller.py --case reconnect [--workers 5000] [--job-size 50] [--shards 4]
 
 fill:    4,000 one-GPU pods created as fast as possible, until all are bound
 gang:    one group of 512 pods, until all are bound
@@ -11,6 +13,12 @@ start:   how long a controller that starts takes to its first plan, on 10,000 no
          run and 20,000 need no GPU; and by how much it was ever late to renew its Lease (benchmarks/start_bench.py)
 idle:    CPU of the controller over 60 s on a cluster that runs 3,600 pods and where nothing happens, as `writes_per_s`
          tells
+
+reconnect: --workers simulated workers (of jobs of --job-size) on --shards membership shards, whose TLS connections all
+         break at once, until all are connected again. `cpu_ms_per_worker` is the shards' CPU time meanwhile, signs of
+         life included (`idle_percent_of_a_core` is what these take), `kib_per_worker` their memory for each connection,
+         `killed` the workers that they wanted ended. No API server takes part
+webhook-under-plan: 50 reviews a second at the webhook's own port while a reclaim of 1,000 pods is planned; `p99_ms`
 
 `writes_per_pod` are all writes of the API server during the case, whoever made them (the generator's one creation a
 pod, the controller's, kube-scheduler's binding and KWOK's status), by its own metrics.
@@ -49,12 +57,15 @@ from benchmarks.kwok_bench import (
     until_settled,
     watching,
 )
+from benchmarks.reconnect import reconnect
+from benchmarks.review_load import beside
 from kfp_gpuquota.cluster.kubernetes import labels
 from tools.devcluster import DevCluster, Options
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+CASES = ["fill", "gang", "single", "reclaim", "start", "idle", "reconnect", "webhook-under-plan"]
 IDLE_S = 60.0
 GATED = {"schedulingGates": [{"name": labels.QUOTA_GATE}]}
 
@@ -136,6 +147,17 @@ async def reclaim(bench: Bench, gpus: int, count: int) -> dict[str, Any]:
     return await burst(bench, [pod(f"back-{i}") for i in range(count)], "team-b")
 
 
+async def webhook_under_plan(bench: Bench, gpus: int, count: int) -> dict[str, Any]:
+    """As the case says."""
+    held = await bench.create_all("team-a", [pod(f"held-{i}") for i in range(gpus)])
+    await bench.until_bound(held)
+    await until_quiet(bench)
+    async with beside(bench.cluster.kubeconfig) as load:
+        load.begin()
+        result = await burst(bench, [pod(f"back-{i}") for i in range(count)], "team-b")
+        return {**result, **load.end()}
+
+
 async def run_case(bench: Bench, options: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Nodes, teams, the controller and the case."""
     gpus = options.nodes * options.gpus
@@ -215,6 +237,8 @@ async def measure(bench: Bench, controller: Controller | None, case: str, gpus: 
         raise SystemExit(f"case {case} is not measured without the controller")
     if case == "reclaim":
         return await reclaim(bench, gpus, gpus // 2)
+    if case == "webhook-under-plan":
+        return await webhook_under_plan(bench, gpus, gpus // 2)
     if case == "single":
         return await single(bench, 20)
     return await idle(bench, controller)
@@ -239,6 +263,13 @@ async def main(options: argparse.Namespace) -> None:
         await start_bench.main(options.nodes, options.gpus)
         return
     with tempfile.TemporaryDirectory(prefix="gpuquota-bench-") as folder:
+        if options.case == "reconnect":
+            sizes = {"workers": options.workers, "job_size": options.job_size, "shards": options.shards}
+            print_conditions("controller", case=options.case, **sizes)
+            result = await reconnect(options, Path(folder))
+            print(f"load at the end: {os.getloadavg()[0]:.1f}")
+            print_result(case=options.case, **result)
+            return
         cluster = DevCluster.start(Path(folder) / "cluster", Options(kwok_nodes=0))
         try:
             install(cluster)
@@ -254,13 +285,17 @@ async def main(options: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=["fill", "gang", "single", "reclaim", "start", "idle"], default="fill")
+    parser.add_argument("--case", choices=CASES, default="fill")
     parser.add_argument("--nodes", type=int, default=0, help="by default as the case says")
     parser.add_argument("--gpus", type=int, default=8, help="of each node")
     parser.add_argument("--alone", action="store_true", help="kube-scheduler alone (fill, gang)")
     parser.add_argument("--compare", type=int, default=0, metavar="N", help="N times each way in turn (fill, gang)")
+    parser.add_argument("--workers", type=int, default=5000, help="simulated ones (reconnect)")
+    parser.add_argument("--job-size", type=int, default=50, help="workers of each job (reconnect)")
+    parser.add_argument("--shards", type=int, default=4, help="membership processes (reconnect)")
     options = parser.parse_args()
-    options.nodes = options.nodes or {"reclaim": 250, "start": 10_000}.get(options.case, 500)
+    nodes = {"reclaim": 250, "webhook-under-plan": 250, "start": 10_000}
+    options.nodes = options.nodes or nodes.get(options.case, 500)
     return options
 
 

@@ -36,7 +36,7 @@ def _on(event: object, _job: KnownJob) -> None:
 
 @_on.register
 def _on_target(event: e.TargetChanged, job: KnownJob) -> None:
-    job.target = event.workers
+    job.target, job.targeted = event.workers, frozenset(event.workers)
     for worker in event.workers:
         member = job.members.setdefault(worker, Member(worker))
         member.wanted_at = job.now if member.wanted_at is None else member.wanted_at
@@ -228,7 +228,7 @@ def _is_stray(job: KnownJob, member: Member) -> bool:
 def _mark_leaving(job: KnownJob) -> None:
     for member in job.members.values():
         released = member.state is WorkerState.LEFT  # for good: its id is not wanted again
-        if not released and member.id in job.target and member.id not in job.asked_to_leave:
+        if not released and member.id in job.targeted and member.id not in job.asked_to_leave:
             member.leaving_since = None
         elif member.leaving_since is None:
             member.leaving_since = job.now

@@ -17,6 +17,7 @@ class KnownJob:
         self.min_workers, self.limits = min_workers, limits
         self.members: dict[str, Member] = {}
         self.target: tuple[str, ...] = ()
+        self.targeted: frozenset[str] = frozenset()  # the same, to look one worker up
         self.asked_to_leave: set[str] = set()  # they, or their nodes; for good
         self.generations: dict[int, Generation] = {}  # in force, pending, or withdrawn and perhaps agreed on
         self.refused_before: dict[str, int] = {}  # by worker: a generation not known of that it gave up
@@ -57,7 +58,9 @@ class KnownJob:
 
     def stays(self, member: Member) -> bool:
         """It is wanted, or nobody has named it yet; others are let go."""
-        return member.wanted_at is None or member.id in self.wanted()
+        if member.wanted_at is None:
+            return True
+        return member.id in self.targeted and member.id not in self.asked_to_leave and member.alive
 
     def perhaps_training(self) -> set[str]:
         """Workers that have not been heard since a restart, and may hold the job's state, wanted or not.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.membership.deciding import decide
+from kfp_gpuquota.membership.events import WorkerDisconnected, WorkerHeard, WorkerReconnected
 from kfp_gpuquota.membership.hearing import hear
 from kfp_gpuquota.membership.known import KnownJob
 from kfp_gpuquota.membership.orders import order_for, send_changed_orders
@@ -51,6 +52,8 @@ class Membership:
         job = self._job
         job.out, job.now = [], now
         hear(job, event)
+        if _is_routine(job, event):
+            return job.out
         decide(job)
         send_changed_orders(job)
         return job.out
@@ -90,3 +93,20 @@ class Membership:
     def finished(self) -> bool:
         """Whether somebody applied the last step."""
         return self._job.finished
+
+
+def _is_routine(job: KnownJob, event: Event) -> bool:
+    """Return whether no decision and no order can follow from the event, so that none needs to be looked for.
+
+    Signs of life come once a second from each worker; what follows from silence is decided at each tick. While all
+    members train together and nothing is pending, a connection that breaks or comes back changes nothing either: all of
+    a job's may, at once, and looking at each member for each of them takes their number squared.
+    """
+    if isinstance(event, WorkerHeard):
+        return True
+    base = job.base
+    if base is None or not base.complete or job.pending is not None or job.failed_at is not None:
+        return False
+    if isinstance(event, WorkerReconnected):
+        return event.generation == base.number and event.worker in base.adopted
+    return isinstance(event, WorkerDisconnected) and event.worker in base.member_set

@@ -34,11 +34,11 @@ def order_for(job: KnownJob, worker: str) -> c.Order:
         return c.Stay(0)
     if not member.alive and member.state is not WorkerState.FINISHED:
         return c.Release("this job does not want the worker any more")
-    in_base = job.base is not None and worker in job.base.members
+    in_base = job.base is not None and worker in job.base.member_set
     pending = job.pending
-    if pending and pending.base == 0 and worker in pending.members:
+    if pending and pending.base == 0 and worker in pending.member_set:
         return c.Recover(pending.number, pending.members)
-    if pending and pending.base and (in_base or worker in pending.members):
+    if pending and pending.base and (in_base or worker in pending.member_set):
         return c.Propose(pending.number, pending.members, pending.base)
     if not in_base and job.finished and member.state is not WorkerState.FINISHED:
         return c.Release("the training has finished")

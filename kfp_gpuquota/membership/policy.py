@@ -44,8 +44,8 @@ def cut_off(alive: Sequence[Member], failed_at: float, failure_s: float, now: fl
 
 def survivors(base: Sequence[Member], wanted: Sequence[str]) -> tuple[str, ...]:
     """The recovery generation: the members of `base` still alive; those told to go only if nobody else is left."""
-    alive = tuple(member.id for member in base if member.alive)
-    return tuple(worker for worker in alive if worker in wanted) or alive
+    alive, kept = tuple(member.id for member in base if member.alive), set(wanted)
+    return tuple(worker for worker in alive if worker in kept) or alive
 
 
 def next_members(base: Sequence[str], wanted: Sequence[str], members: Mapping[str, Member]) -> tuple[str, ...]:
@@ -53,8 +53,9 @@ def next_members(base: Sequence[str], wanted: Sequence[str], members: Mapping[st
 
     State passes from member to member, so one of `base` stays until a joiner has it, even if none is wanted.
     """
-    stay = tuple(worker for worker in base if worker in wanted)
-    join = tuple(w for w in wanted if w not in base and members[w].state is WorkerState.READY)
+    before, after = set(base), set(wanted)
+    stay = tuple(worker for worker in base if worker in after)
+    join = tuple(w for w in wanted if w not in before and members[w].state is WorkerState.READY)
     if stay or not wanted:
         return stay + join
     return (*base[:1], *join) if join else tuple(base)
@@ -65,7 +66,8 @@ def still_fits(proposed: Sequence[str], base: Sequence[str], wanted: Sequence[st
 
     Replacing it for each joiner would interrupt those that may be entering it.
     """
-    without_newcomers = [worker for worker in wanted if worker in base or worker in proposed]
+    known = {*base, *proposed}
+    without_newcomers = [worker for worker in wanted if worker in known]
     return list(proposed) == without_newcomers and bool(proposed) == bool(wanted)
 
 

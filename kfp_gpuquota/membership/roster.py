@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kfp_gpuquota.membership.tables import (
     GENERATION_TRANSITIONS,
@@ -106,6 +107,11 @@ class Generation:
     failed_at: float | None = None  # when a member could not prepare it
     step: int = 0
     complete: bool = False  # everybody has switched
+
+    @cached_property
+    def member_set(self) -> frozenset[str]:
+        """The members, to look one up."""
+        return frozenset(self.members)
 
     def move(self, trigger: GenerationTrigger) -> bool:
         """Follow the table; False where it has no such transition."""

@@ -7,7 +7,7 @@
 One connection per worker carries everything: `POST /v1/membership/{job}/workers/{worker}?incarnation=ID`, whose
 request body is a stream of the worker's events and whose response is a stream of its orders, both JSON lines. The
 first event says who connects; the end of the body is a goodbye, and is answered by the end of the response. A blank
-line is sent to the worker each second, so that both sides notice the other's end. `.../store/{generation}/{operation}`
+line is sent to the worker every 2 s, so that both sides notice the other's end. `.../store/{generation}/{operation}`
 is the rendezvous store.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import logging
 import time
 from collections import deque
@@ -61,9 +62,10 @@ if TYPE_CHECKING:
 TICK_S: Final = 0.25
 LONGEST_TICK_S: Final = 1.0
 """A tick that comes later means that this process was held up: what its workers said waits to be read."""
-PING_S: Final = 1.0
 HELLO_S: Final = 30.0
 """For a first message, and for a request's body; a worker sends both at once."""
+TICKS_A_PING: Final = 8
+"""2 s: a worker takes the service for gone after 10 s of silence."""
 
 _log = logging.getLogger(__name__)
 
@@ -105,11 +107,16 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self.order: Order | None = None
+        self.fresh = False  # it was not sent yet
         self.changed = asyncio.Event()
         self.closed = False
 
     def put(self, order: Order) -> None:
-        self.order = order
+        self.order, self.fresh = order, True
+        self.changed.set()
+
+    def ping(self) -> None:
+        """Send a blank line soon. One clock for all: a timer for each connection costs more than the line."""
         self.changed.set()
 
     def close(self) -> None:
@@ -156,6 +163,8 @@ class MembershipService:
         limits: Limits | None = None,
         trained: Sequence[str] = (),
         worker_prefix: str = "",
+        attempt: int = 0,  # noqa: ARG002 - of use to services that keep jobs over their caller's end
+        stored: int = 0,  # noqa: ARG002
     ) -> None:
         """Take a job in. After a restart: `first_generation` is one more than the highest number reserved,
         `running` are all workers whose processes may still run, `trained` those of them that were in the generation in
@@ -195,7 +204,12 @@ class MembershipService:
         if job_uid in self._jobs:
             self._apply(job_uid, WorkerGone(worker, finished))
 
-    def resume(self, job_uid: str) -> None:
+    @property
+    def connected(self) -> int:
+        """How many workers are connected."""
+        return sum(len(job.mailboxes) for job in self._jobs.values())
+
+    def resume(self, job_uid: str, stored: int = 0) -> None:  # noqa: ARG002 - of use to services in other processes
         """Send what waited for a number to be stored."""
         if job := self._jobs.get(job_uid):
             self._drain(job_uid, job)
@@ -223,11 +237,14 @@ class MembershipService:
             self.close(job_uid)
 
     async def _tick(self) -> None:
-        while True:
+        for tick in itertools.count():
             await asyncio.sleep(TICK_S)
             self._clock.listened()
-            for job_uid in list(self._jobs):
+            for number, (job_uid, job) in enumerate(list(self._jobs.items())):
                 self._apply(job_uid, Ticked())
+                if (tick + number) % TICKS_A_PING == 0:
+                    for mailbox in job.mailboxes.values():
+                        mailbox.ping()
 
     def _job(self, job_uid: str) -> _Job:
         if job_uid not in self._jobs:
@@ -379,11 +396,10 @@ async def _within(seconds: float, reading: Awaitable[bytes]) -> bytes:
 
 async def _send_orders(response: web.StreamResponse, mailbox: _Mailbox) -> None:
     while not mailbox.closed:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PING_S):
-                await mailbox.changed.wait()
-        line = msgspec.json.encode(mailbox.order) if mailbox.changed.is_set() else b""
+        await mailbox.changed.wait()
         mailbox.changed.clear()
+        line = msgspec.json.encode(mailbox.order) if mailbox.fresh else b""
+        mailbox.fresh = False
         await response.write(line + b"\n")
 
 

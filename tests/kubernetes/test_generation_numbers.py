@@ -10,6 +10,7 @@ from kfp_gpuquota.cluster.job_book import Change
 from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
 from kfp_gpuquota.cluster.kubernetes.elastic_facts import Facts
 from kfp_gpuquota.cluster.kubernetes.elastic_membership import EPOCH_SPAN, JobMembership
+from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
 from kfp_gpuquota.cluster.kubernetes.elastic_status import RESERVED_AT_ONCE, record_of
 from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, ElasticJobSpec, ElasticJobStatus
 from kfp_gpuquota.cluster.kubernetes.objects import Metadata
@@ -29,7 +30,9 @@ class Leader:
         self.facts = book.facts["uid"] = Facts(job, 0.0)
         book.commit(Change(jobs={"uid": record_of(job)}))
         self.changed: list[str] = []
-        self.membership = JobMembership(book, b"key", kill=lambda _: None, changed=self.changed.append, epoch=epoch)
+        settings = PodSettings(coordinator="", key=b"key")
+        changed = self.changed.append
+        self.membership = JobMembership(book, settings, kill=lambda _: None, changed=changed, epoch=epoch)
         self.membership.begin_epoch()
         self.membership.open(book.jobs["uid"])
 
@@ -40,7 +43,8 @@ class Leader:
 
     @property
     def next(self) -> int:
-        machine: Any = self.membership.service.machine("uid")
+        service: Any = self.membership.service
+        machine = service.machine("uid")
         return int(machine._job.highest) + 1
 
 

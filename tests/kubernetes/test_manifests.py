@@ -157,13 +157,16 @@ def relative(start: Path, target: Path) -> str:
 
 def test_what_refers_to_each_other_fits(standalone: DevCluster) -> None:
     objects = rendered(standalone, MANIFESTS / "overlays" / "kubeflow")
-    (deployment,) = of_kind(objects, "Deployment")
-    pod = deployment["spec"]["template"]
-    ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
-    for service in of_kind(objects, "Service"):
-        selector = {key: value for key, value in service["spec"]["selector"].items() if key != labels.LEADER}
-        assert selector.items() <= pod["metadata"]["labels"].items()
-        assert all(port["targetPort"] in ports for port in service["spec"]["ports"])
+    sets = [*of_kind(objects, "Deployment"), *of_kind(objects, "StatefulSet")]
+    pods = {one["metadata"]["name"]: one["spec"]["template"] for one in sets}
+    assert set(pods) == {"gpuquota-controller", "gpuquota-webhook", "gpuquota-membership"}
+    for service in [*of_kind(objects, "Service"), *of_kind(objects, "NetworkPolicy")]:
+        spec = service["spec"]
+        selector = spec.get("selector") or spec["podSelector"]["matchLabels"]
+        (chosen,) = [one for one in pods.values() if selector.items() <= one["metadata"]["labels"].items()]
+        listening = {port["name"] for port in chosen["spec"]["containers"][0]["ports"]}
+        opened = [port["port"] for rule in spec.get("ingress", ()) for port in rule["ports"]]
+        assert {*opened, *(port["targetPort"] for port in spec.get("ports", ()))} <= listening
     (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")
     assert configuration["metadata"]["name"] == webhook.CONFIGURATION
     for one in configuration["webhooks"]:
@@ -173,10 +176,25 @@ def test_what_refers_to_each_other_fits(standalone: DevCluster) -> None:
     for policy in of_kind(objects, "ValidatingAdmissionPolicy"):
         if policy["metadata"]["name"] != "gpuquota-profiles":
             assert CONTROLLER in yaml.safe_dump(policy, width=1000)
-    arguments = " ".join(pod["spec"]["containers"][0]["args"])
-    assert f"--webhook-port={ports['webhook']}" in arguments
-    assert f"--membership-port={ports['membership']}" in arguments
-    assert f"--metrics-port={ports['metrics']}" in arguments
+    flags = {"webhook": "--webhook-port", "membership": "--port", "metrics": "--metrics-port"}
+    for template in pods.values():
+        container = template["spec"]["containers"][0]
+        for port in container["ports"]:
+            assert f"{flags[port['name']]}={port['containerPort']}" in container["args"]
+
+
+def test_the_controller_names_each_shard_of_the_membership(standalone: DevCluster) -> None:
+    objects = rendered(standalone, MANIFESTS / "overlays" / "kubeflow")
+    (shards,) = of_kind(objects, "StatefulSet")
+    deployment = next(one for one in of_kind(objects, "Deployment") if one["metadata"]["name"] == "gpuquota-controller")
+    arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    (named,) = [argument.partition("=")[2] for argument in arguments if argument.startswith("--membership-shards=")]
+    name, service = shards["metadata"]["name"], shards["spec"]["serviceName"]
+    port = shards["spec"]["template"]["spec"]["containers"][0]["ports"][0]["containerPort"]
+    hosts = [f"https://{name}-{i}.{service}.$(POD_NAMESPACE).svc:{port}" for i in range(shards["spec"]["replicas"])]
+    assert named.split(",") == hosts
+    advertised = shards["spec"]["template"]["spec"]["containers"][0]["args"][-1]
+    assert advertised == f"--advertise=https://$(POD_NAME).{service}.$(POD_NAMESPACE).svc:{port}"
 
 
 def test_the_expressions_name_the_annotations_that_admission_reads(standalone: DevCluster) -> None:
@@ -218,6 +236,9 @@ def test_the_controller_starts_with_what_its_image_has() -> None:
         "--advertise",
         "--namespace",
         "--leader-elect",
+        "--keys-namespace",
+        "--membership-shards",
+        "--reviews-only",
     ):
         assert flag in done.stdout
 

@@ -25,35 +25,40 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.xdist_group("kubelet")
 
 OURS = f"/api/v1/namespaces/{NAMESPACE}/pods"
-SELECTOR = "app.kubernetes.io/name=gpuquota-controller"
+PROCESSES = (("Deployment", "controller"), ("Deployment", "webhook"), ("StatefulSet", "membership"))
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/gpuquota-controller"
 
 
 def kustomization(folder: Path, cluster: DevCluster) -> Path:
     """The standalone overlay, with what this machine needs patched."""
     address = cluster.api.get(f"/api/v1/nodes/{control_plane.NODE}")["status"]["addresses"][0]["address"]
-    container = {
-        "name": "controller",
-        "imagePullPolicy": "Never",
-        "env": [
-            {"name": "KUBERNETES_SERVICE_HOST", "value": address},
-            {"name": "KUBERNETES_SERVICE_PORT", "value": cluster.server.rpartition(":")[2]},
-        ],
-        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}},
-    }
-    deployment = {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": "gpuquota-controller"},
-        "spec": {"template": {"spec": {"containers": [container]}}},
-    }
+    server = [
+        {"name": "KUBERNETES_SERVICE_HOST", "value": address},
+        {"name": "KUBERNETES_SERVICE_PORT", "value": cluster.server.rpartition(":")[2]},
+    ]
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": [relative(folder, MANIFESTS / "overlays" / "standalone")],
-        "patches": [{"patch": yaml.safe_dump(deployment)}],
+        "patches": [{"patch": yaml.safe_dump(patched(kind, name, server))} for kind, name in PROCESSES],
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
     return folder
+
+
+def patched(kind: str, process: str, server: list[dict[str, str]]) -> dict[str, Any]:
+    container = {
+        "name": process,
+        "imagePullPolicy": "Never",
+        "env": server,
+        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}},
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": kind,
+        "metadata": {"name": f"gpuquota-{process}"},
+        "spec": {"template": {"spec": {"containers": [container]}}},
+    }
 
 
 def gpu_pod(name: str) -> dict[str, Any]:
@@ -72,21 +77,18 @@ def is_running(pod: dict[str, Any]) -> bool:
 
 
 def logs(cluster: DevCluster) -> str:
-    """What the replicas said, for a test that fails."""
-    names = [pod["metadata"]["name"] for pod in cluster.api.items(OURS, labelSelector=SELECTOR)]
-    return "\n".join(cluster.container_log(NAMESPACE, name, "controller")[-3000:] for name in names)
+    """What the processes said, for a test that fails."""
+    found = []
+    for _, process in PROCESSES:
+        selector = f"app.kubernetes.io/name=gpuquota-{process}"
+        names = [pod["metadata"]["name"] for pod in cluster.api.items(OURS, labelSelector=selector)]
+        found += [cluster.container_log(NAMESPACE, name, process)[-3000:] for name in names]
+    return "\n".join(found)
 
 
-def leaders(cluster: DevCluster) -> list[str]:
-    """Names of the pods to which the Service of the membership leads."""
-    path = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"
-    slices = cluster.api.items(path, labelSelector="kubernetes.io/service-name=gpuquota-membership")
-    return [
-        one["targetRef"]["name"]
-        for part in slices
-        for one in part.get("endpoints") or []
-        if one["conditions"].get("ready")
-    ]
+def leader(cluster: DevCluster) -> str:
+    """The name of the pod that holds the Lease."""
+    return str(cluster.api.get(LEASE)["spec"]["holderIdentity"]).rpartition("_")[0]
 
 
 @pytest.mark.timeout(420)  # a cluster of its own, and two replicas that start in it
@@ -96,20 +98,21 @@ def test_the_installed_controller_gates_and_admits_and_another_replica_takes_ove
     try:
         cluster.import_image(archive)
         cluster.kubectl("apply", "-k", str(kustomization(tmp_path, cluster)))
-        deployment = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/gpuquota-controller"
-        cluster.api.until(deployment, lambda one: one.get("status", {}).get("availableReplicas") == 2, 90.0)
+        for kind, process in PROCESSES:
+            path = f"/apis/apps/v1/namespaces/{NAMESPACE}/{kind.lower()}s/gpuquota-{process}"
+            cluster.api.until(path, lambda one: one.get("status", {}).get("availableReplicas") == 2, 120.0)
         team = cluster.make_namespace("team-a", {labels.MANAGED: "true"})
         cluster.api.create(QUOTAS, quota(team, guaranteed=2))
         pods = f"/api/v1/namespaces/{team}/pods"
         made = created_in_the_end(cluster, pods, gpu_pod("first"))
         assert made["spec"]["schedulingGates"] == [{"name": labels.QUOTA_GATE}], "through the Service, with its name"
         cluster.api.until(f"{pods}/first", is_running)
-        (leader,) = leaders(cluster)
-        cluster.api.delete(f"{OURS}/{leader}", grace_s=0)
-        created_in_the_end(cluster, pods, gpu_pod("second"))  # the Service may still lead to the one that is gone
+        first = leader(cluster)
+        cluster.api.delete(f"{OURS}/{first}", grace_s=0)
+        cluster.api.create(pods, gpu_pod("second"))  # reviews do not wait for a leader
         cluster.api.until(f"{pods}/second", is_running)
         assert is_running(cluster.api.get(f"{pods}/first"))
-        assert leader not in leaders(cluster)
+        assert leader(cluster) != first
     except (AssertionError, TimeoutError) as error:
         raise type(error)(f"{error}\n{logs(cluster)}") from error
     finally:

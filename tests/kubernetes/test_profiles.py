@@ -10,7 +10,7 @@ import pytest
 from kfp_gpuquota.cluster.kubernetes import labels
 from tests.kubernetes.controlled import Controlled, pod_body
 from tests.kubernetes.faulty_proxy import FaultyProxy
-from tests.kubernetes.installation import ACCOUNT, NAMESPACE, PROFILES, QUOTAS
+from tests.kubernetes.installation import ACCOUNT, KEYS, NAMESPACE, PROFILES, QUOTAS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +24,7 @@ def controlled(kubeflow_cluster: DevCluster, tmp_path: Path) -> Iterator[Control
     """The controller as its ServiceAccount; nodes and Profiles are the test's."""
     running = Controlled(kubeflow_cluster, tmp_path)
     running.kubeconfig = kubeflow_cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
+    running.arguments = [f"--keys-namespace={KEYS}"]
     yield running
     running.close()
 

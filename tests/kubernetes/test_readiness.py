@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.events import last_warning
 from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJobStatus
 from kfp_gpuquota.cluster.kubernetes.objects import Pod
@@ -166,9 +167,10 @@ def test_what_a_status_keeps_is_read_again(
 
 
 def test_a_pod_is_prepared_once_its_volumes_and_its_network_are_there() -> None:
+    owner = {"apiVersion": labels.API_VERSION, "kind": "ElasticJob", "name": "j", "uid": "j", "controller": True}
+
     def prepared(**condition: str) -> bool:
-        meta = {"name": "j-0", "uid": "u", "ownerReferences": [{"kind": "ElasticJob", "name": "j", "uid": "j"}]}
-        meta["ownerReferences"][0]["controller"] = True  # type: ignore[index]
+        meta = {"name": "j-0", "uid": "u", "ownerReferences": [owner]}
         pod = {"metadata": meta, "status": {"conditions": [condition] if condition else []}}
         return pod_view(msgspec.convert(pod, Pod)).prepared
 

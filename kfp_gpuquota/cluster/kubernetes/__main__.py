@@ -41,6 +41,10 @@ async def _serve(options: Options) -> int:
     return 0 if await until_told_to_stop(Replica(options).run()) else LEADS_NO_MORE
 
 
+def _urls(text: str) -> tuple[str, ...]:
+    return tuple(url for url in text.split(",") if url)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpuquota-controller")
     parser.add_argument("--kubeconfig", help="by default $KUBECONFIG, the pod's service account, ~/.kube/config")
@@ -50,9 +54,14 @@ def _parser() -> argparse.ArgumentParser:
         "--keys-namespace", default="", help="of the certificate authority and the workers' key; by default --namespace"
     )
     parser.add_argument("--webhook-port", type=int, default=0, help="0: pods are not reviewed here")
+    parser.add_argument("--reviews-only", action="store_true", help="review pods, and never lead")
     parser.add_argument("--metrics-port", type=int, default=0, help="0: any free one")
     parser.add_argument("--membership-port", type=int, default=0, help="0: any free one")
     parser.add_argument("--advertise", default="", help="URL under which workers reach the membership port")
+    parser.add_argument(
+        "--membership-shards", type=_urls, default=(), metavar="URL,URL",
+        help="of the membership's own processes, by number; without them this one serves workers while it leads",
+    )  # fmt: skip
     parser.add_argument("--runtime-image", default="", help="image with elastic_runtime, for images that lack it")
     parser.add_argument(
         "--reservation-namespace", default=reservation_pods.NAMESPACE, help="of pods that hold shared GPUs"

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.cluster.kubernetes import coordination, kinds, labels, objects, quota_policy
+from kfp_gpuquota.cluster.kubernetes import kinds, labels, objects, quota_policy
 from kfp_gpuquota.cluster.kubernetes.avoidance import Avoidance
 from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
 from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
@@ -161,10 +161,10 @@ class Controller:
             watching = [group.create_task(reflector.run()) for reflector in self.reflectors]
             with _nothing_collected():
                 await self._take_stock()
-            membership = coordination.serving(self.elastic.membership.service, self._membership_port, self._tls)
-            port = await stack.enter_async_context(membership)
+            membership = self.elastic.membership.serving(self._membership_port, self._tls)
+            served = await stack.enter_async_context(membership)
             counts = len(self.snapshot.nodes), len(self.snapshot.pods), len(self.snapshot.quotas)
-            log.info("all is listed: %d nodes, %d pods, %d quotas; workers are served on port %d", *counts, port)
+            log.info("all is listed: %d nodes, %d pods, %d quotas; workers are served %s", *counts, served)
             self.ready = True
             self.wake()
             await self._planning_failed.wait()

@@ -36,6 +36,7 @@ class Facts:
         self.requeue = retry_of(job.status.requeue_state)
         self.grow = retry_of(job.status.grow_state)
         self.avoids: tuple[str, ...] = ()  # nodes on which there was no room for a worker of it
+        self.shard = job.status.membership_shard  # that its workers were given; -1: none yet
         self.secret = job.status.membership_digest  # of what the workers' Secret holds, as stored
         self.secret_ensured_at = -math.inf  # when this process last saw that it exists
         self.timer: asyncio.TimerHandle | None = None
@@ -47,3 +48,4 @@ class Facts:
         self.ended.clear()
         self.complaints.clear()
         self.ranks = ()
+        self.shard = -1

@@ -78,7 +78,7 @@ class ElasticJobs:
         self._requests_in, self._volume_terms, self._settings = requests_in, volume_terms, settings
         self.book = Book(tell, seats, nodes)
         self._tell, self._changed, self._decided = tell, changed, decided
-        self.membership = JobMembership(self.book, settings.key, kill=self._kill, changed=changed, epoch=epoch)
+        self.membership = JobMembership(self.book, settings, kill=self._kill, changed=changed, epoch=epoch)
         self.workers = WorkerPods(
             self.book, writer, settings, tell=tell, noted=noted, changed=changed, given_up=self._never_made
         )

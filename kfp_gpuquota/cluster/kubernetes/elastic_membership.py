@@ -14,13 +14,16 @@ import dataclasses
 import logging
 import math
 import time
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kfp_gpuquota.cluster.job_book import Change
-from kfp_gpuquota.cluster.kubernetes import elastic_pods
+from kfp_gpuquota.cluster.kubernetes import coordination, elastic_pods
 from kfp_gpuquota.cluster.kubernetes.elastic_status import RESERVED_AT_ONCE, index_of
+from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
+from kfp_gpuquota.cluster.kubernetes.shards.messages import shard_of
 from kfp_gpuquota.cluster.lifecycle import progressed, resized
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, leaving
 from kfp_gpuquota.errors import NotFoundError
@@ -28,7 +31,8 @@ from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership import MembershipService, NotStoredYetError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import ssl
+    from collections.abc import AsyncIterator, Callable
 
     from kfp_gpuquota.api import Progress
     from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
@@ -52,14 +56,26 @@ class JobMembership:
     def __init__(
         self,
         book: Book,
-        key: bytes,
+        settings: elastic_pods.PodSettings,
         *,
         kill: Callable[[str], None],
         changed: Callable[[str], None],
         epoch: int = 0,
     ) -> None:
-        self._book, self._key, self._kill, self._changed, self._epoch = book, key, kill, changed, epoch
-        self.service = MembershipService(self)
+        self._book, self._settings, self._kill, self._changed, self._epoch = book, settings, kill, changed, epoch
+        self.service: MembershipService | ShardedMembership
+        if settings.shards:
+            self.service = ShardedMembership(
+                self,
+                settings.shards,
+                settings.key,
+                epoch,
+                shard_of=lambda uid: self._book.facts[uid].shard,
+                reopen=self._reopen,
+                authority=lambda: settings.authority,
+            )
+        else:
+            self.service = MembershipService(self)
 
     def begin_epoch(self) -> None:
         """Choose this leader's epoch: a later one than that of any number stored, where the Lease was made anew."""
@@ -73,18 +89,40 @@ class JobMembership:
         running = [record.worker.id for record in self._book.alive_of(job.uid)]
         first = max(facts.reserved, self._epoch * EPOCH_SPAN) + 1
         facts.reserved = first - 1 + RESERVED_AT_ONCE
+        shards = len(self._settings.shards)
+        if shards and not 0 <= facts.shard < shards:
+            facts.shard = shard_of(job.uid, shards)
         self._changed(job.uid)
         self.service.open(
             job.uid,
-            elastic_pods.token_of(job.uid, self._key),
+            elastic_pods.token_of(job.uid, self._settings.key),
             min_workers=job.spec.smallest // job.spec.worker_gpus,
             first_generation=first,
             running=running,
             limits=dataclasses.replace(LIMITS, leave_s=job.spec.grace_period_s),
             trained=[worker for worker in running if index_of(worker) in facts.ranks],
             worker_prefix=f"{job.uid}-",
+            attempt=job.attempt,
+            stored=facts.durable,
         )
         self.update_target(job.uid)
+
+    def _reopen(self, uid: str) -> None:
+        """The process that served the job has ended, and another one takes its place."""
+        if (job := self._book.jobs.get(uid)) is None:
+            self.service.close(uid)
+        else:
+            self.open(job)
+
+    @asynccontextmanager
+    async def serving(self, port: int, tls: ssl.SSLContext | None) -> AsyncIterator[str]:
+        """Have workers served, here or by the shards; gives where, for the log."""
+        if isinstance(self.service, ShardedMembership):
+            async with self.service.serving():
+                yield f"by {len(self._settings.shards)} shards"
+        else:
+            async with coordination.serving(self.service, port, tls) as listens_on:
+                yield f"on port {listens_on}"
 
     def update_target(self, uid: str) -> None:
         """The workers that were not told to go are those that the job should have."""
@@ -106,7 +144,7 @@ class JobMembership:
         facts = self._book.facts.get(job_uid)
         if facts is not None and reserved > facts.durable:
             facts.durable = reserved
-            self.service.resume(job_uid)
+            self.service.resume(job_uid, reserved)
 
     def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
         """A generation is in force: give the workers their ranks, and record the change of size."""

@@ -40,14 +40,16 @@ SECRET_MODE: Final = 0o444
 class PodSettings(msgspec.Struct, kw_only=True):
     """What the controller adds to all workers. `authority` changes when the certificate authority is renewed.
 
-    `coordinator` is the membership service's base URL, as workers reach it. `runtime_image` holds `elastic_runtime` at
-    RUNTIME_DIRECTORY, for training images that lack it; "" mounts nothing.
+    `coordinator` is the membership service's base URL, as workers reach it; with `shards` (base URLs of processes of
+    its own) each job has one of these. `runtime_image` holds `elastic_runtime` at RUNTIME_DIRECTORY, for training
+    images that lack it; "" mounts nothing.
     """
 
     coordinator: str
     authority: bytes = b""
     key: bytes = b""
     runtime_image: str = ""
+    shards: tuple[str, ...] = ()
 
 
 def token_of(job_uid: str, key: bytes) -> str:

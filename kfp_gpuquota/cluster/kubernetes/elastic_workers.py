@@ -92,7 +92,10 @@ class WorkerPods:
         if job.spec.shared and place is None and self.reservations is not None:
             self._reserve(self.reservations, job, worker)
             return
-        body = elastic_pods.worker_pod(self._book.facts[uid].object, job, worker, self._settings)
+        facts, settings = self._book.facts[uid], self._settings
+        if settings.shards:
+            settings = msgspec.structs.replace(settings, coordinator=settings.shards[facts.shard])
+        body = elastic_pods.worker_pod(facts.object, job, worker, settings)
         if place is not None:
             body = with_place(body, job.spec, place)
         namespace = body["metadata"]["namespace"]

@@ -167,6 +167,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     next_index: int = 0
     generation_reserved: int = 0
     membership_digest: str = ""
+    membership_shard: int = -1
     intent: str = "run"
     ended: tuple[int, ...] = ()
     ran_seconds: float = 0.0

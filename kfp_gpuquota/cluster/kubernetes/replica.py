@@ -45,17 +45,20 @@ log = logging.getLogger(__name__)
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How a process is started; ports of 0 are any free one, a `webhook_port` of 0 is no webhook.
 
-    `keys_namespace` holds the authority and the key; "": `namespace`, with which they are deleted.
+    With `reviews_only` it never leads. `keys_namespace` holds the authority and the key; "": `namespace`, with which
+    they are deleted. `membership_shards` are URLs of the processes that serve workers; none: this one does.
     """
 
     kubeconfig: str | None = None
     context: str | None = None
     namespace: str = "gpuquota-system"
     keys_namespace: str = ""
+    reviews_only: bool = False
     webhook_port: int = 0
     metrics_port: int = 0
     membership_port: int = 0
     advertise: str = ""
+    membership_shards: tuple[str, ...] = ()
     runtime_image: str = ""
     reservation_namespace: str = reservation_pods.NAMESPACE
     agent_namespace: str = reservation_pods.AGENTS_NAMESPACE
@@ -89,7 +92,7 @@ class Replica:
             )
             log.info("metrics and probes on port %d", await stack.enter_async_context(probes))
             certificates = await self._certificates(connection)
-            tasks = [self._lead(connection, certificates)]
+            tasks = [] if options.reviews_only else [self._lead(connection, certificates)]
             if options.webhook_port:
                 user = f"system:serviceaccount:{options.namespace}:{ACCOUNT}"
                 tasks += [self._policies_of(connection).run(), self._review(certificates, user)]
@@ -119,9 +122,9 @@ class Replica:
         identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
         election = LeaderElection(connection, options.namespace, identity)
         if options.leader_elect:
-            await _label(connection, leads=False)
+            await self._label(connection, leads=False)
             await election.acquire()
-            await _label(connection, leads=True)
+            await self._label(connection, leads=True)
         try:
             self._metrics.leads.set(1)
             key = await coordination.read_or_make_key(connection, self._keys_namespace)
@@ -132,6 +135,10 @@ class Replica:
             await first_to_end(controller.run(), holding, keeping)
         finally:
             await election.release()
+
+    async def _label(self, connection: Connection, *, leads: bool) -> None:
+        if not self._options.membership_shards:  # else nobody looks for the leader
+            await _label(connection, leads=leads)
 
     @property
     def _keys_namespace(self) -> str:
@@ -146,6 +153,7 @@ class Replica:
             authority=certificates.material.trusted if certificates.material else b"",
             key=key,
             runtime_image=options.runtime_image,
+            shards=options.membership_shards,
         )
         return Controller(
             connection,
@@ -169,7 +177,12 @@ class Replica:
         names = [*webhook.service_names(self._options.namespace), "127.0.0.1", "localhost"]
         if host := urlsplit(self._options.advertise).hostname:
             names.append(host)
-        certificates = webhook.Certificates(connection, self._keys_namespace, list(dict.fromkeys(names)))
+        certificates = webhook.Certificates(
+            connection,
+            self._keys_namespace,
+            list(dict.fromkeys(names)),
+            inject=bool(self._options.webhook_port) or not self._options.membership_shards,
+        )
         await certificates.refresh(time.time())
         return certificates
 
@@ -178,8 +191,8 @@ class Replica:
 
         A Service sends reviews to each ready replica, and the API server refuses a pod whose review is not answered.
         """
-        if not self._reviews:
-            return False
+        if not self._reviews or self._options.reviews_only:
+            return self._reviews
         return self._options.leader_elect if self._controller is None else self._controller.ready
 
     def _is_healthy(self) -> str:

@@ -147,6 +147,7 @@ def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
             generation=facts.generation,
             reserved=facts.reserved,
             membership_digest=facts.secret,
+            membership_shard=facts.shard,
             conditions=conditions,
             ended=facts.ended,
             ran_s=facts.ran_s,

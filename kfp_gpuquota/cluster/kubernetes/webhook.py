@@ -75,8 +75,9 @@ def service_names(namespace: str) -> tuple[str, ...]:
 class Certificates:
     """The certificate in one Secret, in this process's TLS context, and in the webhook's configuration.
 
-    `renewed(trusted)` is called when clients are to trust something else than before. A Secret that was deleted or
-    damaged is written anew with what this process holds: another authority would cut off all who trust this one.
+    `inject` False: the webhook's configuration is another process's. `renewed(trusted)` is called when clients are to
+    trust something else than before. A Secret that was deleted or damaged is written anew with what this process holds:
+    another authority would cut off all who trust this one.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class Certificates:
         names: Sequence[str],
         *,
         renewed: Callable[[bytes], None] = lambda _: None,
+        inject: bool = True,
     ) -> None:
         self._connection, self._names, self.renewed = connection, tuple(names), renewed
+        self._injects = inject
         self._secrets = f"/api/v1/namespaces/{namespace}/secrets"
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.material: Material | None = None
@@ -100,7 +103,8 @@ class Certificates:
             load(self.context, material.serving)
         if before is not None and before.trusted != material.trusted:
             self.renewed(material.trusted)
-        await self._inject(material.trusted)
+        if self._injects:
+            await self._inject(material.trusted)
         return material
 
     async def keep(self) -> None:

@@ -1,0 +1,97 @@
+"""`python -m kfp_gpuquota.cluster.kubernetes.shards`: one membership shard. It talks to workers and to the leader.
+
+To the API server it needs one right only: to read the certificate and the key, in the namespace of the keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import sys
+import time
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from kfp_gpuquota.cluster.kubernetes import coordination, logs, metrics, webhook
+from kfp_gpuquota.cluster.kubernetes.connection import Connection
+from kfp_gpuquota.cluster.kubernetes.elastic_membership import LIMITS
+from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
+from kfp_gpuquota.cluster.kubernetes.replica import first_to_end, until_told_to_stop
+from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
+from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
+from kfp_gpuquota.errors import GpuQuotaError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GARBAGE_AFTER: Final = 10_000
+
+log = logging.getLogger(__name__)
+
+
+class ShardMetrics:
+    """Of one shard."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.jobs = Gauge("gpuquota_membership_jobs", "Jobs that this shard serves", registry=self.registry)
+        self.workers = Gauge("gpuquota_membership_workers", "Workers connected", registry=self.registry)
+        self.leader = Gauge("gpuquota_membership_leader", "1 while a leader is connected", registry=self.registry)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; the exit code."""
+    options = _parser().parse_args(arguments)
+    gc.set_threshold(GARBAGE_AFTER)
+    logs.configure(options.log_format, options.log_level)
+    try:
+        asyncio.run(until_told_to_stop(_run(options)))
+    except GpuQuotaError as error:
+        log.error("%s", error.message)
+        return error.exit_code
+    return 0
+
+
+async def _run(options: argparse.Namespace) -> None:
+    async with AsyncExitStack() as stack:
+        connection = await stack.enter_async_context(Connection(load_credentials(options.kubeconfig, options.context)))
+        key = await coordination.read_or_make_key(connection, options.keys_namespace)
+        names = ["127.0.0.1", "localhost", *filter(None, [urlsplit(options.advertise).hostname])]
+        certificates = webhook.Certificates(connection, options.keys_namespace, names, inject=False)
+        await certificates.refresh(time.time())
+        jobs = ShardJobs(key, LIMITS)
+        control = ControlEndpoint(jobs)
+        port = await stack.enter_async_context(serving(jobs, control, options.port, certificates.context))
+        shown = ShardMetrics()
+
+        def look() -> None:
+            shown.jobs.set(len(jobs.jobs))
+            shown.workers.set(jobs.service.connected)
+            shown.leader.set(control.connected)
+
+        probes = metrics.serving(shown, options.metrics_port, ready=lambda: True, look=look)
+        log.info("metrics and probes on port %d", await stack.enter_async_context(probes))
+        log.info("workers are served on port %d", port)
+        await first_to_end(certificates.keep(), coordination.keep_key(connection, options.keys_namespace, key))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gpuquota-membership")
+    parser.add_argument("--kubeconfig", help="by default $KUBECONFIG, the pod's service account, ~/.kube/config")
+    parser.add_argument("--context", help="of the kubeconfig; by default its current one")
+    parser.add_argument("--keys-namespace", default="gpuquota-system", help="of the certificate and the workers' key")
+    parser.add_argument("--port", type=int, default=0, help="for workers and the leader; 0: any free one")
+    parser.add_argument("--metrics-port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--advertise", default="", help="URL under which workers reach the port")
+    parser.add_argument("--log-format", default="text", choices=logs.FORMATS, help="json: one object a line")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""What a leader and a shard send each other: JSON lines over one HTTP request that stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import zlib
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Progress
+from kfp_gpuquota.errors import RunError
+from kfp_gpuquota.membership import AnnounceCommit
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from aiohttp import StreamReader
+
+CONTROL_PATH: Final = "/v1/shard"
+PING_S: Final = 1.0
+SILENCE_S: Final = 10.0
+"""Without a line for so long, the other end is taken for gone. Both ends send an empty line each PING_S."""
+MAX_LINE_BYTES: Final = 64 << 20
+"""More than a job of 100,000 workers needs; what is longer is not from the other end's program."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """One line."""
+
+
+class JobState(_Message, frozen=True):
+    """All that a shard must know of a job. `attempt`: the job's start to which these workers belong.
+
+    `first_generation` counts where the shard does not have the job; `stored` is the highest generation number that may
+    be sent. `alive` are the workers whose processes may still run, `wanted` those that should, in order, `trained`
+    those that were in the generation in force when the leader came, `ended` those that ended: whether with success.
+    The ids of all of them begin with `worker_prefix`.
+    """
+
+    uid: str
+    attempt: int
+    min_workers: int
+    first_generation: int
+    stored: int
+    leave_s: float
+    alive: tuple[str, ...]
+    wanted: tuple[str, ...]
+    trained: tuple[str, ...]
+    ended: dict[str, bool]
+    worker_prefix: str = ""
+
+
+class JobClosed(_Message, frozen=True):
+    """The job has no workers any more."""
+
+    uid: str
+
+
+class Synced(_Message, frozen=True):
+    """All open jobs were sent: close the others, and serve."""
+
+
+class Hello(_Message, frozen=True):
+    """The first line from a shard: an identifier of its process."""
+
+    process: str
+
+
+class NumberNeeded(_Message, frozen=True):
+    """`generation` is to be stored: orders wait for it."""
+
+    uid: str
+    generation: int
+
+
+class Committed(_Message, frozen=True):
+    """See `Notices.generation_committed`."""
+
+    uid: str
+    commit: AnnounceCommit
+
+
+class Released(_Message, frozen=True):
+    """See `Notices.worker_released`."""
+
+    uid: str
+    worker: str
+    step: int
+
+
+class KillNeeded(_Message, frozen=True):
+    """See `Notices.kill_requested`."""
+
+    uid: str
+    worker: str
+    why: str
+
+
+class Progressed(_Message, frozen=True):
+    """See `Notices.progress_reported`."""
+
+    uid: str
+    worker: str
+    progress: Progress
+
+
+class Finished(_Message, frozen=True):
+    """See `Notices.training_finished`."""
+
+    uid: str
+    worker: str
+    step: int
+
+
+FromLeader = JobState | JobClosed | Synced
+Notice = NumberNeeded | Committed | Released | KillNeeded | Progressed | Finished
+FromShard = Hello | Notice
+
+
+def shard_of(job_uid: str, shards: int) -> int:
+    """Return the shard that serves a job that starts now: a hash that is the same in each process and version."""
+    return zlib.crc32(job_uid.encode()) % shards
+
+
+def control_token(key: bytes) -> str:
+    """Return the token by which a shard knows a leader; no job has this token, since no uid contains a slash."""
+    return hmac.new(key, b"shard/control", hashlib.sha256).hexdigest()
+
+
+async def lines(content: StreamReader) -> AsyncIterator[bytes]:
+    """Yield lines as they arrive, empty ones too. TimeoutError after SILENCE_S without any."""
+    rest = b""
+    while True:
+        async with asyncio.timeout(SILENCE_S):
+            chunk = await content.readany()
+        if not chunk:
+            return
+        *complete, rest = (rest + chunk).split(b"\n")
+        if len(rest) > MAX_LINE_BYTES:
+            raise RunError(f"a line of more than {MAX_LINE_BYTES} bytes came from the other end")
+        for line in complete:
+            yield line
+
+
+class Outbox:
+    """Messages to the other end, in order, with an empty line where there is none for a while."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def put(self, message: FromLeader | FromShard) -> None:
+        """Send it soon."""
+        self._queue.put_nowait(msgspec.json.encode(message) + b"\n")
+
+    def close(self) -> None:
+        """End the stream after what was put."""
+        self._queue.put_nowait(None)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                async with asyncio.timeout(PING_S):
+                    line = await self._queue.get()
+            except TimeoutError:
+                line = b"\n"
+            if line is None:
+                return
+            yield line

@@ -1,0 +1,141 @@
+"""A shard's server: workers' connections and the leader's on one port."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import uuid
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from aiohttp import web
+
+from kfp_gpuquota.cluster.kubernetes.elastic_pods import token_of
+from kfp_gpuquota.cluster.kubernetes.listening import listen
+from kfp_gpuquota.cluster.kubernetes.shards.messages import (
+    CONTROL_PATH,
+    FromLeader,
+    Hello,
+    Outbox,
+    control_token,
+    lines,
+)
+from kfp_gpuquota.cluster.kubernetes.shards.tls_memory import bound_tls_memory
+from kfp_gpuquota.errors import RunError
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
+
+SHUTDOWN_S: Final = 1.0
+BACKLOG: Final = 8192
+"""Connections that wait to be accepted: all workers of a shard may come at once."""
+
+log = logging.getLogger(__name__)
+
+
+class ControlEndpoint:
+    """The leader's connection. A new one replaces the one before, unless its epoch is lower."""
+
+    def __init__(self, jobs: ShardJobs) -> None:
+        self._jobs, self._token = jobs, control_token(jobs.key)
+        self._process = uuid.uuid4().hex[:12]
+        self._epoch = -1
+        self._current: asyncio.Task[Any] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a leader is connected."""
+        return self._current is not None
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Take a leader's wishes until its connection ends, and send it what there is to report."""
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            return web.Response(status=401, text="the token is not that of the controller; do both read one key?")
+        epoch = int(request.query.get("epoch", "0"))
+        if epoch < self._epoch:
+            return web.Response(status=409, text=f"a leader of epoch {self._epoch} was connected, this one has {epoch}")
+        self._epoch = epoch
+        if self._current is not None:
+            self._current.cancel()
+        self._current = task = asyncio.current_task()
+        try:
+            return await self._converse(request)
+        finally:
+            if self._current is task:
+                self._current = None
+
+    async def _converse(self, request: web.Request) -> web.StreamResponse:
+        outbox = Outbox()
+        outbox.put(Hello(self._process))
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        sending = asyncio.create_task(_send(response, outbox))
+        self._jobs.connect(outbox)
+        try:
+            async for line in lines(request.content):
+                if line:
+                    self._jobs.take(msgspec.json.decode(line, type=FromLeader))
+        except (TimeoutError, ConnectionError, RunError, msgspec.DecodeError) as error:
+            log.warning("the leader's connection has ended: %s", error or "it was silent")
+        finally:
+            self._jobs.disconnect(outbox)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        return response
+
+
+async def _send(response: web.StreamResponse, outbox: Outbox) -> None:
+    async for line in outbox:
+        await response.write(line)
+
+
+def _not_yet(jobs: ShardJobs) -> Any:
+    """A worker of ours whose job is not open here comes too early: it is to try again, and not to give up."""
+
+    @web.middleware
+    async def middleware(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        uid = request.match_info.get("job")
+        if uid is None or uid in jobs.jobs:
+            return await handler(request)
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), token_of(uid, jobs.key).encode()):
+            return await handler(request)
+        return web.Response(status=503, text="the job is not open here yet", headers={"Retry-After": "1"})
+
+    return middleware
+
+
+def build_app(jobs: ShardJobs, control: ControlEndpoint) -> web.Application:
+    """Return the application."""
+    app = web.Application(middlewares=[_not_yet(jobs)])
+    app.router.add_post(CONTROL_PATH, control.handle)
+    app.add_routes(jobs.service.routes())
+    app.cleanup_ctx.append(jobs.service.lifespan)
+    return app
+
+
+@asynccontextmanager
+async def serving(
+    jobs: ShardJobs, control: ControlEndpoint, port: int, tls: ssl.SSLContext | None
+) -> AsyncIterator[int]:
+    """Serve workers and the leader; gives the port. `tls` None serves in the clear."""
+    bound_tls_memory()
+    if tls is not None:
+        tls.num_tickets = 0  # workers resume no session; making tickets costs a fifth of a handshake
+    runner = web.AppRunner(
+        build_app(jobs, control), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listen(port, BACKLOG), ssl_context=tls, backlog=BACKLOG).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()

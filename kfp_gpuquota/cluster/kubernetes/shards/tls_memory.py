@@ -1,0 +1,25 @@
+"""The memory of a TLS connection in asyncio."""
+
+from __future__ import annotations
+
+import asyncio.sslproto
+import logging
+from typing import Final
+
+BUFFER_BYTES: Final = 16 << 10
+"""One TLS record, the most that OpenSSL decrypts at once."""
+
+log = logging.getLogger(__name__)
+
+
+def bound_tls_memory() -> None:
+    """Have each TLS connection that is accepted from now on read into a buffer of one record instead of 256 KiB.
+
+    A worker sends some hundred bytes a second. The buffer's size is `SSLProtocol.max_size`, a class attribute that
+    asyncio offers no parameter for (CPython 3.11 to 3.14). Where it is not there, connections cost more and work.
+    """
+    protocol = asyncio.sslproto.SSLProtocol
+    if not isinstance(getattr(protocol, "max_size", None), int):
+        log.warning("asyncio's TLS buffers cannot be bounded: SSLProtocol.max_size is gone")
+        return
+    protocol.max_size = BUFFER_BYTES
