@@ -24,6 +24,7 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes import coordination, kinds, labels, objects, quota_policy
 from kfp_gpuquota.cluster.kubernetes.avoidance import Avoidance
 from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
+from kfp_gpuquota.cluster.kubernetes.default_quotas import DefaultQuotas
 from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.gangs import Gangs
@@ -34,6 +35,7 @@ from kfp_gpuquota.cluster.kubernetes.plan_log import log_plan
 from kfp_gpuquota.cluster.kubernetes.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
+from kfp_gpuquota.cluster.kubernetes.reclaiming import Evictions
 from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
@@ -79,7 +81,7 @@ class Controller:
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
         self._loop = asyncio.get_running_loop()
         self.metrics = metrics or Metrics()
-        self.rules = RulesBook()
+        self.rules = RulesBook(lambda: self._rules_changed())  # noqa: PLW0108 - what it changes is made below
         self.snapshot = snapshot = Snapshot(self.wake, self.rules)
         self._writer = Writer(connection)
         self._planning: asyncio.Handle | None = None
@@ -89,6 +91,7 @@ class Controller:
         self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
         self.limits = LimitRanges(lambda namespace: self.elastic.limits_changed(namespace))  # noqa: PLW0108 - made below
         self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
+        self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas)
         self.pods = self._reflector("/api/v1/pods", objects.Pod, self._pod_changed, self._pod_gone)
         self.reflectors = [self.pods, *self._other_reflectors()]
         self.reservations = Reservations(
@@ -100,8 +103,23 @@ class Controller:
             recall=snapshot.share_of,
             displaced=self._gpu_changed,
         )
+        self.evictions = Evictions(
+            snapshot.pods,
+            self._writer,
+            self.rules,
+            self._tell_user,
+            count=lambda step: self.metrics.reclaim_steps.labels(step).inc(),
+            ended=self.metrics.reclaims.observe,
+        )
         self.actions = PodActions(
-            snapshot.plain, self._writer, self.pods.note, self._tell_user, self.reservations, self.rules
+            snapshot.plain,
+            self._writer,
+            self.pods.note,
+            self._tell_user,
+            self.reservations,
+            self.rules,
+            self.evictions,
+            borrows=self._borrows,
         )
         self.events = Recorder(self._writer)
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
@@ -127,6 +145,8 @@ class Controller:
             avoided=self._avoidance.note,
             told=self._workers_not_ready,
         )
+        self.elastic.max_grace_s = lambda: self.rules.rules.reclaim.max_grace_s
+        self._rules_changed()
         self.elastic.workers.reservations = self.reservations
         self._job_status = StatusWriter(self._writer, partial(job_status, self.elastic))
         self.ready = False
@@ -145,6 +165,8 @@ class Controller:
             port = await stack.enter_async_context(membership)
             counts = len(self.snapshot.nodes), len(self.snapshot.pods), len(self.snapshot.quotas)
             log.info("all is listed: %d nodes, %d pods, %d quotas; workers are served on port %d", *counts, port)
+            if not self.rules.written:
+                self._writer.submit(quota_policy.default_policy(), lambda _: None, lambda _: None)
             self.ready = True
             self.wake()
             await asyncio.Event().wait()
@@ -157,6 +179,7 @@ class Controller:
         self.snapshot.start(self.gangs.join)
         self.reservations.start()
         self.profiles.start()
+        self.default_quotas.start()
 
     def _other_reflectors(self) -> list[Reflector[Any]]:
         ours, snapshot, profiles = f"/apis/{labels.API_VERSION}", self.snapshot, self.profiles
@@ -181,7 +204,7 @@ class Controller:
                 optional=True,
             ),
             self._reflector("/api/v1/limitranges", objects.LimitRange, self.limits.put, self.limits.drop),
-            self._reflector("/api/v1/namespaces", objects.Namespace, profiles.put_namespace, profiles.drop_namespace),
+            self._reflector("/api/v1/namespaces", objects.Namespace, self._namespace_changed, self._namespace_gone),
         ]
 
     def _reflector(self, path: str, kind: Any, changed: Any, gone: Any) -> Reflector[Any]:
@@ -191,6 +214,7 @@ class Controller:
         self.gangs.drop(uid)
         self.snapshot.drop_pod(uid)
         self.reservations.drop(uid)
+        self.evictions.drop(uid)
 
     def _pod_changed(self, pod: objects.Pod) -> None:
         if self.reservations.see(pod):
@@ -203,6 +227,7 @@ class Controller:
 
     def _put_pod(self, view: PodView) -> None:
         self.snapshot.put_pod(self._avoidance.apply(view))
+        self.evictions.note(view)
         for stuck in self._stuck:
             stuck.note(view)
 
@@ -250,6 +275,14 @@ class Controller:
     def _avoided(self, maker: str, nodes: tuple[str, ...]) -> None:
         self.elastic.avoid(maker, nodes)
 
+    def _namespace_changed(self, namespace: objects.Namespace) -> None:
+        self.profiles.put_namespace(namespace)
+        self.default_quotas.put_namespace(namespace)
+
+    def _namespace_gone(self, uid: str) -> None:
+        self.profiles.drop_namespace(uid)
+        self.default_quotas.drop_namespace(uid)
+
     def _quota_changed(self, quota: kinds.GpuQuota) -> None:
         self.snapshot.put_quota(quota)
         self.profiles.quota_changed(quota.metadata.name)
@@ -259,6 +292,14 @@ class Controller:
         name = next((n for n, q in self.snapshot.quotas.items() if q.metadata.uid == uid), "")
         self.snapshot.drop_quota(uid)
         self.profiles.quota_changed(name)
+        self.wake()
+
+    def _borrows(self, namespace: str) -> bool:
+        return namespace in self.snapshot.projects and self.snapshot.held(namespace).borrowed > 0
+
+    def _rules_changed(self) -> None:
+        self.snapshot.state.ledger.reclaim_shelter_s = self.rules.rules.reclaim.max_min_run_time_s
+        self.default_quotas.rules_changed()
         self.wake()
 
     def _tell_user(self, pod: PodView, reason: str, message: str) -> None:
@@ -324,6 +365,7 @@ class Controller:
         for stuck in self._stuck:
             stuck.close()
         self._waiting.close()
+        self.evictions.close()
         self._job_status.close()
         self._quota_status.close()
         for timer in (self._planning, self._again, self._quotas_timer):

@@ -13,6 +13,7 @@ being deleted, by whomever, is a worker that was told to go.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
     from kfp_gpuquota.cluster.kubernetes.seats import Seats
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.records import JobRecord
 
 UNHEARD_S: Final = 30.0  # three times what a worker takes at most to come back to a coordinator
 
@@ -74,6 +76,7 @@ class ElasticJobs:
         told: Callable[[Subject, str], None],
     ) -> None:
         self._requests_in = requests_in
+        self.max_grace_s: Callable[[], float] = lambda: math.inf  # of a worker that is told to go
         self.book = Book(tell, seats, nodes)
         self._tell, self._changed, self._decided = tell, changed, decided
         self.membership = JobMembership(self.book, settings.key, kill=self._kill, changed=changed)
@@ -184,7 +187,7 @@ class ElasticJobs:
         facts = self.book.facts.setdefault(uid, Facts(job, time.time()))
         facts.object, facts.refused = job, ""
         try:
-            record = record_of(job, self._requests_in(job.metadata.namespace))
+            record = self._record_of(job)
         except (GpuQuotaError, ValueError) as error:
             facts.refused = str(error)
             self._changed(uid)
@@ -194,6 +197,14 @@ class ElasticJobs:
             self.readiness.announce(uid)
         self._follow_spec(uid)
         self._after_change(uid)
+
+    def _record_of(self, job: ElasticJob) -> JobRecord:
+        """Return the job's record, its grace period as long as the cluster's rules allow. Raises InvalidFieldError."""
+        record = record_of(job, self._requests_in(job.metadata.namespace))
+        if record.spec.grace_period_s <= self.max_grace_s():
+            return record
+        spec = msgspec.structs.replace(record.spec, grace_period_s=self.max_grace_s())
+        return msgspec.structs.replace(record, spec=spec)
 
     def _follow_spec(self, uid: str) -> None:
         """The user's wishes that may change: whether it is suspended, and what its waiting is judged by."""
@@ -218,7 +229,7 @@ class ElasticJobs:
         """A priority or a time limit was changed while it waits: it is submitted again, with its age."""
         before, job = self.book.jobs[uid], self.book.facts[uid].object
         try:
-            spec = record_of(job, self._requests_in(job.metadata.namespace)).spec
+            spec = self._record_of(job).spec
         except GpuQuotaError as error:
             self.book.facts[uid].held_back = error.message
             return

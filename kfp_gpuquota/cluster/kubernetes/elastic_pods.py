@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.device_visibility import hidden_in_template
 from kfp_gpuquota.cluster.kubernetes.writes import REQUIRED, node_term
 
 if TYPE_CHECKING:
@@ -99,11 +100,13 @@ def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: Pod
     if not record.spec.shared:
         main["resources"] = _resources(main.get("resources") or {}, record.spec.worker_gpus)
     spec |= {
-        "containers": containers,
+        "containers": [main, *(hidden_in_template(one) for one in containers[1:])],
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": max(1, int(record.spec.grace_period_s)),
         "affinity": _pinned(spec.get("affinity") or {}, worker.node),
     }
+    if spec.get("initContainers"):
+        spec["initContainers"] = [hidden_in_template(one) for one in spec["initContainers"]]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": _metadata(template, job, record, worker), "spec": spec}
 
 

@@ -189,6 +189,9 @@ class QuotaPolicySpec(Struct, frozen=True):
     """The cluster's rules. Values are checked when they become ClusterRules (quota_policy.py)."""
 
     reclaim: dict[str, Any] | None = None
+    unmanaged: str = "ignore"
+    default_quota: dict[str, Any] | None = None
+    exempt_namespaces: tuple[str, ...] | None = None
     recreating_owners: tuple[str, ...] | None = None
 
 

@@ -19,13 +19,22 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import coordination, kinds, labels, metrics, reservation_pods, webhook
+from kfp_gpuquota.cluster.kubernetes import (
+    coordination,
+    kinds,
+    labels,
+    metrics,
+    quota_policy,
+    reservation_pods,
+    webhook,
+)
 from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
 from kfp_gpuquota.cluster.kubernetes.leader import LeaderElection
 from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook
+from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
@@ -70,7 +79,7 @@ class Replica:
         self._options = options
         self._metrics = metrics.Metrics()
         self._controller: Controller | None = None
-        self._policies = PolicyBook()
+        self._policies, self._rules = PolicyBook(), RulesBook()
 
     async def run(self) -> None:
         """Until cancelled, or until it leads no more."""
@@ -84,7 +93,8 @@ class Replica:
             tasks = [self._lead(connection, certificates)]
             if options.webhook_port:
                 user = f"system:serviceaccount:{options.namespace}:{ACCOUNT}"
-                tasks += [self._policies_of(connection).run(), self._review(certificates, user)]
+                tasks += [self._policies_of(connection).run(), self._rules_of(connection).run()]
+                tasks.append(self._review(certificates, user))
             else:
                 tasks.append(certificates.keep())
             await first_to_end(*tasks)
@@ -96,10 +106,24 @@ class Replica:
         )
         return self._reflector
 
+    def _rules_of(self, connection: Connection) -> Reflector[kinds.QuotaPolicyObject]:
+        book, kind = self._rules, kinds.QuotaPolicyObject
+        path = quota_policy.PATH
+        self._rules_reflector = Reflector(connection, path, kind, changed=book.put, gone=book.drop, optional=True)
+        return self._rules_reflector
+
     async def _review(self, certificates: webhook.Certificates, user: str) -> None:
         """Pods wait until the policies are known: what one forces would not hold for those that came before."""
         await self._reflector.synced.wait()
-        await webhook.serve(certificates, user, self._options.webhook_port, self._reviewed, lambda: self._policies.all)
+        await self._rules_reflector.synced.wait()
+        await webhook.serve(
+            certificates,
+            user,
+            self._options.webhook_port,
+            self._reviewed,
+            lambda: self._policies.all,
+            lambda: self._rules.rules,
+        )
 
     async def _lead(self, connection: Connection, certificates: webhook.Certificates) -> None:
         """Wait for its turn, and control until it is over."""

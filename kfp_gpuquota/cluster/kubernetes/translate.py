@@ -86,6 +86,8 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `prepared`: its volumes and its network are there, so what still takes time are images and init containers.
     `maker` is the uid of its controlling owner, `maker_kind` that owner's API group and kind, of which quota_policy.py
     says whether it creates another pod, `avoids` are nodes on which there was no room for another of its pods.
+    `grace_s` is its own grace period, `ends_at` when that of its deletion is over, `reclaimed_at` since when an earlier
+    controller has reclaimed its GPUs; 0 where it was not deleted, or not reclaimed.
     """
 
     uid: str
@@ -118,6 +120,9 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pool: str = ""
     owner: Owner | None = None
     avoids: tuple[str, ...] = ()
+    grace_s: int = 30
+    ends_at: float = 0.0
+    reclaimed_at: float = 0.0
 
     @property
     def holds(self) -> bool:
@@ -158,6 +163,9 @@ def pod_view(pod: Pod) -> PodView:
         place=place_of(spec) if gate is not None else Place(),
         needs=needs_of(spec),
         owner=None if elastic else owner_of(pod),
+        grace_s=int(spec.termination_grace_period_seconds),
+        ends_at=meta.deletion_timestamp.timestamp() if meta.deletion_timestamp else 0.0,
+        reclaimed_at=_seconds((meta.annotations or {}).get(labels.RECLAIMED_AT, "")),
         **_wishes(meta.labels, meta.annotations or {}),
     )
 
@@ -166,6 +174,11 @@ def _maker_kind(owner: OwnerReference, given: Mapping[str, str]) -> str:
     """Return the owner's group and kind; that of a Ray head is one of its own, since all work is lost with it."""
     head = " head" if given.get(RAY_NODE_TYPE) == "head" else ""
     return intern(owner_kind(owner.api_version, owner.kind) + head)
+
+
+def _seconds(noted: str) -> float:
+    """Return a noted time in seconds since 1970; 0 for what cannot be one."""
+    return float(whole(noted)) if len(noted) <= 12 else 0.0
 
 
 def _bystander(pod: Pod) -> PodView:

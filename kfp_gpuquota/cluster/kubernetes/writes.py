@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.connection import JSON, JSON_PATCH
+from kfp_gpuquota.cluster.kubernetes.connection import JSON, JSON_PATCH, MERGE_PATCH
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.translate import GateShape, PodView
@@ -63,16 +63,26 @@ def noting(admission: Write, notes: dict[str, str]) -> Write:
     return msgspec.structs.replace(admission, body=[*admission.body, *more])
 
 
-def eviction(pod: PodView) -> Write:
-    """Ask for the pod's end by the eviction API: disruption budgets are honoured, its own grace period is used."""
+def eviction(pod: PodView, grace_s: float | None = None) -> Write:
+    """Ask for the pod's end by the eviction API, which honours disruption budgets. None: with its own grace period."""
+    options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
+    if grace_s is not None:
+        options["gracePeriodSeconds"] = max(1, int(grace_s))
     body = {
         "apiVersion": "policy/v1",
         "kind": "Eviction",
         "metadata": {"name": pod.name, "namespace": pod.namespace},
-        "deleteOptions": {"preconditions": {"uid": pod.uid}},
+        "deleteOptions": options,
     }
     path = f"{pods_path(pod.namespace)}/{pod.name}/eviction"
     return Write(verb="POST", path=path, about=f"{pod.namespace}/{pod.name}", body=body)
+
+
+def reclaim_note(pod: PodView, at: float) -> Write:
+    """Note on the pod since when its borrowed GPUs are reclaimed (seconds since 1970), for the next controller."""
+    body = {"metadata": {"uid": pod.uid, "annotations": {labels.RECLAIMED_AT: f"{at:.0f}"}}}
+    path = f"{pods_path(pod.namespace)}/{pod.name}"
+    return Write(verb="PATCH", path=path, about=f"{pod.namespace}/{pod.name}", body=body, content_type=MERGE_PATCH)
 
 
 def deletion(namespace: str, name: str, uid: str = "", grace_s: float | None = None) -> Write:
