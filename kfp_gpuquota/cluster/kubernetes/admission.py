@@ -42,7 +42,7 @@ UNPROCESSABLE: Final = 422
 JOB_KIND: Final = "ElasticJob"
 # What says which job a pod is a worker of, and what says where the plan has put it: the controller's to write.
 OF_WORKERS: Final = (labels.JOB, labels.WORKER, labels.ATTEMPT)
-OF_THE_PLAN: Final = (labels.DEVICES, labels.REASON, labels.GPUS, labels.RECLAIMED_AT)
+OF_THE_PLAN: Final = (labels.DEVICES, labels.REASON, labels.GPUS, labels.RECLAIMED_AT, labels.OPENED)
 _NOTHING: Final[dict[str, str]] = {}
 
 
@@ -220,9 +220,12 @@ def review(
         return Verdict((), UNPROCESSABLE, f"pod {namespace}/{name}: {error.message}")
 
 
-def review_job(job: SharingJob, namespace: str, policies: Sequence[WorkloadPolicy]) -> Verdict:
+def review_job(
+    job: SharingJob, namespace: str, policies: Sequence[WorkloadPolicy], rules: ClusterRules = DEFAULT_RULES
+) -> Verdict:
     """What becomes of an ElasticJob that somebody creates: its limits are as policies have them."""
     try:
+        rules.refuse_shares_in(job.spec.node_pool or "")
         return Verdict(tuple(share_admission.of_job(job, namespace, policies)))
     except InvalidFieldError as error:
         return Verdict((), UNPROCESSABLE, error.message)
@@ -233,7 +236,7 @@ def _verdict(request: Request, controller: str, policies: Sequence[WorkloadPolic
         return _LET_BE
     if request.resource.resource == "elasticjobs":
         try:
-            return review_job(_JOB.decode(request.object), request.namespace, policies)
+            return review_job(_JOB.decode(request.object), request.namespace, policies, rules)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return _LET_BE  # the kind's own schema says what is wrong with it
     try:
@@ -268,6 +271,7 @@ def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPol
     if spec.may_be_preempted:
         gated = _capped(gated, pod.spec, rules)
     if shared:
+        rules.refuse_shares_in(spec.node_pool)
         more = share_admission.of_pod(pod, spec, uid, policies)
         return msgspec.structs.replace(gated, patch=(*gated.patch, *more))
     return gated

@@ -40,7 +40,7 @@ from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
 from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quota_status
-from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods, does_not_come_up, lacks_its_place
+from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods, awaits_a_node, does_not_come_up, lacks_its_place
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, pod_view
 from kfp_gpuquota.cluster.kubernetes.waiting_pods import WaitingPods
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
@@ -129,6 +129,7 @@ class Controller:
         self._stuck = [StuckPods(snapshot.pods, self._place_taken, lacks_its_place)]
         if self._ready.timeout_s:
             self._stuck.append(StuckPods(snapshot.pods, self._not_ready, does_not_come_up, self._ready.timeout_s))
+            self._stuck.append(StuckPods(snapshot.pods, self._no_node_came, awaits_a_node, self._ready.timeout_s))
         conditions: dict[str, tuple[objects.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
         self.elastic = snapshot.elastic = ElasticJobs(
@@ -260,6 +261,16 @@ class Controller:
             self.actions.remake(pod, "NotReady", f"{why}; its GPUs are given back")
         else:
             self._tell_user(pod, "NotReady", f"{why}; it keeps its GPUs, since nobody would make it anew: delete it")
+
+    def _no_node_came(self, pod: PodView) -> None:
+        """The autoscaler has no node for it, or cannot get one: what can be queued anew leaves its GPUs to others."""
+        said = pod.trouble or "kube-scheduler has not looked at it"
+        why = f"no node of the autoscaled pool took it in {self._ready.timeout_s:g} s: {said}"
+        if pod.uid in self.snapshot.plain.members and self.rules.rules.recreates(pod):
+            self.metrics.decisions.labels(NOT_READY).inc()
+            self.actions.remake(pod, "NoNodeCame", f"{why}; its GPUs are given back")
+        else:
+            self._tell_user(pod, "NoNodeCame", f"{why}; it keeps its quota, and goes on waiting")
 
     def _gpu_changed(self, holder: str, why: str) -> None:
         """Its GPU may be given to others: whoever is made anew gets the one that is reserved."""

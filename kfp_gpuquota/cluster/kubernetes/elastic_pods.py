@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.autoscaled import pool_of
 from kfp_gpuquota.cluster.kubernetes.device_visibility import hidden_in_template
 from kfp_gpuquota.cluster.kubernetes.writes import REQUIRED, node_term
 
@@ -103,7 +104,7 @@ def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: Pod
         "containers": [main, *(hidden_in_template(one) for one in containers[1:])],
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": max(1, int(record.spec.grace_period_s)),
-        "affinity": _pinned(spec.get("affinity") or {}, worker.node),
+        **_located(spec, worker.node),
     }
     if spec.get("initContainers"):
         spec["initContainers"] = [hidden_in_template(one) for one in spec["initContainers"]]
@@ -128,6 +129,7 @@ def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker
             labels.DEVICES: ",".join(map(str, worker.devices)),
             labels.REASON: reason,
             ISTIO_INJECT: "false",
+            **({labels.OPENED: worker.node} if pool_of(worker.node) else {}),
         },
         "ownerReferences": [owner_of(job)],
     }
@@ -205,6 +207,13 @@ def _runtime_copy(image: str) -> Body:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
     }
+
+
+def _located(spec: Body, node: str) -> Body:
+    """The fields that send the pod to its node, or into its autoscaled pool."""
+    if pool := pool_of(node):
+        return {"nodeSelector": {**(spec.get("nodeSelector") or {}), labels.POOL: pool}}
+    return {"affinity": _pinned(spec.get("affinity") or {}, node)}
 
 
 def _pinned(affinity: Body, node: str) -> Body:

@@ -6,6 +6,7 @@
 | reclaim.maxGracePeriodSeconds | the grace period of a pod that is stopped for others | 60 |
 | reclaim.maxMinRunTimeSeconds | how long `minRunTimeSeconds` keeps borrowed GPUs from their owner | 45 |
 | unmanaged | what becomes of GPU pods in namespaces without the label gpuquota.dev/managed=true | ignore |
+| pools.NAME.autoscaled | how far an autoscaler may grow a pool (autoscaled.py); from the controller's next start on | |
 | recreatingOwners | added to, or with a leading '-' taken from, the owners that create another pod in place of one that is gone | |
 
 A policy that cannot be leaves the one before it in force. Rejected: flags of the controller, which the API server's own
@@ -22,13 +23,14 @@ import msgspec
 
 from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.autoscaled import AutoscaledPool
 from kfp_gpuquota.cluster.kubernetes.writes import Write
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.kinds import QuotaPolicyObject
+    from kfp_gpuquota.cluster.kubernetes.kinds import PolicyPool, QuotaPolicyObject
     from kfp_gpuquota.cluster.kubernetes.translate import PodView
 
 PATH: Final = f"/apis/{labels.API_VERSION}/quotapolicies"
@@ -98,6 +100,7 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     default_quota: tuple[tuple[str, Any], ...] = ()
     exempt_namespaces: frozenset[str] = frozenset()
     recreating_owners: frozenset[str] = RECREATING_OWNERS
+    pools: tuple[AutoscaledPool, ...] = ()
 
     def recreates(self, pod: PodView) -> bool:
         """Whether the pod's owner creates another one in its place when it is gone."""
@@ -106,6 +109,13 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     def exempts(self, namespace: str) -> bool:
         """Return whether `unmanaged` does not hold for the namespace."""
         return namespace.startswith(EXEMPT_PREFIXES) or namespace in self.exempt_namespaces
+
+    def refuse_shares_in(self, pool: str) -> None:
+        """Raise InvalidFieldError for a pool whose nodes the plan does not use: a share is of one device of a node."""
+        if any(one.name == pool for one in self.pools):
+            raise InvalidFieldError(
+                labels.POOL, pool, "it is autoscaled, and gives whole GPUs only", hint="ask for nvidia.com/gpu there"
+            )
 
     def consequence(self, pod: PodView) -> str:
         """Return what follows from the pod's end, as the end of a message."""
@@ -138,6 +148,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             default_quota=tuple(sorted((spec.default_quota or {}).items())),
             exempt_namespaces=frozenset(spec.exempt_namespaces or ()),
             recreating_owners=_owners(spec.recreating_owners or ()),
+            pools=_pools(spec.pools or {}),
         )
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None
@@ -147,6 +158,19 @@ def owner_kind(api_version: str, kind: str) -> str:
     """Return an owner as the policy names it, for example apps/ReplicaSet; the version is not part of it."""
     group, slash, _ = api_version.rpartition("/")
     return f"{group if slash else 'core'}/{kind}"
+
+
+def _pools(given: Mapping[str, PolicyPool]) -> tuple[AutoscaledPool, ...]:
+    return tuple(
+        AutoscaledPool(
+            name=name,
+            max_gpus=pool.autoscaled.max_gpus,
+            gpus_per_node=pool.autoscaled.gpus_per_node,
+            labels=tuple(sorted((pool.autoscaled.labels or {}).items())),
+        )
+        for name, pool in sorted(given.items())
+        if pool.autoscaled is not None
+    )
 
 
 def _owners(given: Iterable[str]) -> frozenset[str]:

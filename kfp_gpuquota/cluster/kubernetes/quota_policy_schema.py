@@ -10,6 +10,7 @@ from kfp_gpuquota.cluster.kubernetes.structural import Schema, column, definitio
 
 MAX_OWNERS: Final = 64
 MAX_EXEMPT: Final = 256
+MAX_POOLS: Final = 64
 _DEFAULT: Final = ReclaimRules()
 
 
@@ -55,6 +56,12 @@ def _spec() -> Schema:
             "x-kubernetes-list-type": "set",
             "description": "Left out of unmanaged, beside kube-* and gpuquota-*, such as those of GPU operators.",
         },
+        "pools": {
+            "type": "object",
+            "maxProperties": MAX_POOLS,
+            "additionalProperties": {"type": "object", "properties": {"autoscaled": _autoscaled()}},
+            "description": "Node pools by their names, the values of the nodes' label gpuquota.dev/pool.",
+        },
         "recreatingOwners": {
             "type": "array",
             "maxItems": MAX_OWNERS,
@@ -91,6 +98,27 @@ def _default_quota() -> Schema:
             "parent": {"type": "string", "minLength": 1, "maxLength": 63, "description": "Their department."},
         },
         "x-kubernetes-validations": [fits],
+    }
+
+
+def _autoscaled() -> Schema:
+    count = {"type": "integer", "minimum": 1, "maximum": MAX_COUNT}
+    texts = {"type": "string", "maxLength": 63}
+    return {
+        "type": "object",
+        "required": ["maxGpus"],
+        "description": "An autoscaler adds nodes for its pending pods, so those within quota are opened without a node."
+        " A change holds from the controller's next start on.",
+        "properties": {
+            "maxGpus": {**count, "description": "The most GPUs that its nodes have together."},
+            "gpusPerNode": {**count, "default": 1, "description": "GPUs of each node that the autoscaler adds."},
+            "labels": {
+                "type": "object",
+                "maxProperties": 64,
+                "additionalProperties": texts,
+                "description": "Labels of these nodes that pods may select by.",
+            },
+        },
     }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.autoscaled import pool_of
 from kfp_gpuquota.cluster.kubernetes.connection import JSON, JSON_PATCH, MERGE_PATCH
 
 if TYPE_CHECKING:
@@ -42,10 +43,13 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) ->
     assert pod.gate is not None, "only a gated pod is admitted"
     gate = f"/spec/schedulingGates/{pod.gate.index}"
     notes = {labels.DEVICES: ",".join(map(str, devices)), labels.REASON: reason}
+    pool = pool_of(node)
+    if pool:
+        notes[labels.OPENED] = node
     operations = [
         _operation("test", f"{gate}/name", labels.QUOTA_GATE),
         _operation("remove", gate),
-        *_pinned(pod.gate, node),
+        *(_selecting(pod.gate, pool) if pool else _pinned(pod.gate, node)),
         *_annotated(pod.gate, notes),
     ]
     return Write(
@@ -115,6 +119,13 @@ def _pinned(gate: GateShape, node: str) -> list[dict[str, Any]]:
         )
         for i, has in enumerate(gate.terms)
     ]
+
+
+def _selecting(gate: GateShape, pool: str) -> list[dict[str, Any]]:
+    """Any node of an autoscaled pool: which one, and whether there is one yet, is kube-scheduler's to find out."""
+    if gate.selects:
+        return [_operation("add", f"/spec/nodeSelector/{escaped(labels.POOL)}", pool)]
+    return [_operation("add", "/spec/nodeSelector", {labels.POOL: pool})]
 
 
 def _annotated(gate: GateShape, notes: dict[str, str]) -> list[dict[str, Any]]:
