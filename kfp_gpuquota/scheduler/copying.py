@@ -88,5 +88,6 @@ class _Copier:
         ledger.boundless = {pool: list(counts) for pool, counts in original.boundless.items()}
         ledger.by_size, ledger.special = dict(original.by_size), original.special
         ledger.gpu_memory_mib, ledger.half_life_s = original.gpu_memory_mib, original.half_life_s
+        ledger.reclaim_shelter_s = original.reclaim_shelter_s
         ledger.shared_hosts = {self.hosts[host]: None for host in original.shared_hosts}
         ledger.leaving = {self.tasks[task]: None for task in original.leaving}

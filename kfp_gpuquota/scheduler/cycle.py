@@ -23,7 +23,7 @@ from kfp_gpuquota.scheduler.consolidation import Known, consolidate
 from kfp_gpuquota.scheduler.fairshare import assign_shares
 from kfp_gpuquota.scheduler.finder import Finders
 from kfp_gpuquota.scheduler.groups import below, next_tasks
-from kfp_gpuquota.scheduler.model import NEVER, Amount, Job, Status, Task
+from kfp_gpuquota.scheduler.model import NEVER, UNLIMITED, Amount, Job, Status, Task
 from kfp_gpuquota.scheduler.progress import gain
 from kfp_gpuquota.scheduler.units import Attempt, Mode
 from kfp_gpuquota.scheduler.victims import make_room
@@ -71,8 +71,8 @@ class Cycle:
         self.taken: list[tuple[int, Job]] = []
         self.finders = Finders(ledger)
         self.moves = Known()
-        self.sheltered = {job: job.started_at + job.min_run_time_s for job in sheltered}
-        self.sheltered = {job: until for job, until in self.sheltered.items() if now < until}
+        self.sheltered = _sheltered(sheltered, now)
+        self.sheltered_from_reclaim = _sheltered(self.sheltered, now, ledger.reclaim_shelter_s)
         self.held_off: dict[tuple[Queue, Shape], float] = {}
         self.unsheltered = Finders(ledger)
         self.again_at: float | None = None
@@ -242,19 +242,19 @@ class Cycle:
     def _make_room(self, job: Job, tasks: list[Task], amount: Amount, mode: Mode) -> bool:
         if not self._may_take(job):
             return False
-        attempt = Attempt(self.ledger, job, tasks, mode, amount, sheltered=self.sheltered)
+        sheltered = self.sheltered_from_reclaim if mode is Mode.RECLAIM else self.sheltered
+        attempt = Attempt(self.ledger, job, tasks, mode, amount, sheltered=sheltered)
         if make_room(attempt, self.finders):
             return True
-        if self.sheltered and mode is not Mode.LENT:
-            self._note_held_off(job, Attempt(self.ledger, job, tasks, mode, amount))
+        if sheltered and mode is not Mode.LENT:
+            self._note_held_off(job, Attempt(self.ledger, job, tasks, mode, amount), min(sheltered.values()))
         return False
 
-    def _note_held_off(self, job: Job, attempt: Attempt) -> None:
+    def _note_held_off(self, job: Job, attempt: Attempt, until: float) -> None:
         """Where only minimum run times stand in the way, the plan is made again when the first of them is over."""
         mark = self.ledger.mark()
         if make_room(attempt, self.unsheltered):
             self.ledger.rollback(mark)
-            until = min(self.sheltered.values())
             self._too_early(until)
             if job.filed is not None:
                 self.held_off[job.queue, job.filed[0]] = until
@@ -305,3 +305,9 @@ class Cycle:
         if quota.barred_by_limit(job, amount, future=False):
             return False
         return placement.place_all(self.ledger, [task], future=False)
+
+
+def _sheltered(jobs: Iterable[Job], now: float, most_s: float = UNLIMITED) -> dict[Job, float]:
+    """Return until when each job is not to be stopped as a whole, of those for which that is not yet over."""
+    until = {job: job.started_at + min(job.min_run_time_s, most_s) for job in jobs}
+    return {job: end for job, end in until.items() if now < end}

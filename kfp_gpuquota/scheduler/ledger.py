@@ -26,6 +26,7 @@ class Ledger:
     """Hosts, queues and what tasks take of them. `by_idle[n]` and `by_future[n]`: names of hosts with n whole GPUs.
 
     `half_life_s`: after which what queues borrowed counts half in their shares; None: it does not count.
+    `reclaim_shelter_s`: for no longer does a minimum run time keep borrowed resources from those who reclaim them.
     `packing`: of shares, during a plan. `one_by_one`: each task of a gang is packed by itself, and shares onto the
     fullest device, as KAI-Scheduler does, instead of next to the others and where they fragment least.
     """
@@ -40,6 +41,7 @@ class Ledger:
         self.special = 0
         self.one_by_one = False
         self.half_life_s: float | None = None
+        self.reclaim_shelter_s = UNLIMITED
         self.packing: Packing | None = None
         self.gpu_memory_mib = 0
         self.by_size: dict[int, int] = {}

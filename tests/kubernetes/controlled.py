@@ -172,7 +172,8 @@ class Controlled:
         pods = self.cluster.api.items("/api/v1/pods")
         for node in self.cluster.api.items("/api/v1/nodes"):
             here = [p for p in pods if p["spec"].get("nodeName") == node["metadata"]["name"] and not is_over(p)]
-            devices = [d for p in here if gpus_of(p) for d in _devices(p)]
+            sent = [p for p in here if labels.OPENED not in p["metadata"].get("annotations", {})]
+            devices = [d for p in sent if gpus_of(p) for d in _devices(p)]
             assert len(devices) == len(set(devices)), (node["metadata"]["name"], devices)
             assert sum(map(gpus_of, here)) <= int(node["status"]["allocatable"].get(labels.GPU_RESOURCE, "0"))
         for quota in self.cluster.api.items(QUOTAS):

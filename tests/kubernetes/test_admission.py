@@ -92,8 +92,39 @@ def test_a_request_without_a_limit_counts_too() -> None:
 
 
 @pytest.mark.parametrize("body", [pod(), pod("0"), pod(annotations={"a": "b"}), pod(spec={"nodeName": "n"}), {}])
-def test_a_pod_that_asks_for_none_is_let_be(body: dict[str, Any]) -> None:
-    assert reviewed(body) == {"uid": "1", "allowed": True}
+def test_a_pod_that_asks_for_none_is_let_be_and_sees_none(body: dict[str, Any]) -> None:
+    response = reviewed(body)
+    assert response["allowed"]
+    after = patched(body, response.get("patch", []))
+    for container in after.get("spec", {}).get("containers", []):
+        assert container.pop("env") == [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}]
+    assert after == body
+    assert "patch" not in reviewed(patched(body, response.get("patch", []))), "once"
+
+
+def test_only_containers_that_neither_hold_gpus_nor_say_what_they_see_are_made_blind() -> None:
+    own = {"name": "own", "env": [{"name": "A", "value": "1"}, {"name": "NVIDIA_VISIBLE_DEVICES", "value": "none"}]}
+    spec = {"containers": [_container("1"), {"name": "b", "env": [{"name": "A", "value": "1"}]}, own, _container("0")]}
+    body = pod(init="2", spec=spec)
+    body["spec"]["initContainers"].append({"name": "i"})
+    after = patched(body, reviewed(body)["patch"])["spec"]
+    void = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
+    assert [c.get("env") for c in after["containers"]] == [
+        None,
+        [{"name": "A", "value": "1"}, void],
+        own["env"],
+        [void],
+    ]
+    assert [c.get("env") for c in after["initContainers"]] == [None, [void]]
+
+
+def test_a_container_for_debugging_sees_no_gpu() -> None:
+    body = {**pod("1"), "spec": {**pod("1")["spec"], "ephemeralContainers": [{"name": "debug"}]}}
+    request = {"uid": "1", "userInfo": {"username": "alice"}, "object": body, "subResource": "ephemeralcontainers"}
+    whole = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
+    _, verdict = admission.answer(json.dumps(whole).encode(), CONTROLLER)
+    (operation,) = verdict.patch
+    assert operation["path"] == "/spec/ephemeralContainers/0/env"
 
 
 def test_gates_of_others_are_kept_and_ours_is_not_doubled() -> None:
@@ -342,7 +373,7 @@ def test_what_the_pod_has_already_stays_and_its_own_choice_of_gpus_does_not() ->
     assert variables["RUNAI_GPU_MEMORY_LIMIT"] == str(4 << 30)
     assert [one["name"] for one in made["spec"]["containers"][0]["env"]].count("NVIDIA_VISIBLE_DEVICES") == 1
     assert [one["name"] for one in made["spec"]["volumes"]] == ["data", "gpuquota-memory"]
-    assert made["spec"]["containers"][1] == {"name": "beside"}
+    assert made["spec"]["containers"][1]["env"] == [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}]
 
 
 def test_a_pod_that_comes_by_twice_is_given_its_references_once() -> None:
@@ -362,3 +393,25 @@ def test_a_limit_from_the_variable_stands_in_the_annotation_too() -> None:
 def test_a_pod_cannot_have_another_config_map_written(name: str) -> None:
     made = given_share(pod(annotations={"gpu-fraction": "0.5", labels.GPU_CONFIG: name}))
     assert made["metadata"]["annotations"][labels.GPU_CONFIG] == "gpuquota-gpu-0a1b2c3d00004000"
+
+
+@pytest.mark.parametrize(
+    ("body", "asked", "given"),
+    [
+        (pod("1"), 86_400, 60),
+        (pod("1"), 30, 30),
+        (pod("1", labels={labels.PREEMPTIBLE: "false"}), 600, 600),
+        (pod("1", labels={labels.NOTEBOOK: "nb"}), 600, 600),
+        (pod(annotations={"gpu-fraction": "0.5"}), 600, 60),
+    ],
+    ids=["long", "short", "not preemptible", "session", "share"],
+)
+def test_the_grace_period_of_a_pod_that_may_borrow_is_capped_and_its_creator_is_warned(
+    body: dict[str, Any], asked: int, given: int
+) -> None:
+    body = {**body, "spec": {**body["spec"], "terminationGracePeriodSeconds": asked}}
+    verdict = admission.review(msgspec.convert(body, admission.Pod))
+    assert patched(body, list(verdict.patch))["spec"]["terminationGracePeriodSeconds"] == given
+    warned = f"spec.terminationGracePeriodSeconds is {asked}, and was set to {given}"
+    assert bool(verdict.warnings) == (asked != given)
+    assert all(warned in warning for warning in verdict.warnings)

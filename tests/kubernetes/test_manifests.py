@@ -76,7 +76,7 @@ def test_an_overlay_is_taken_strictly_and_the_same_when_applied_again(standalone
 def test_every_expression_of_the_policies_is_well_typed(kubeflow_cluster: DevCluster) -> None:
     path = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
     names = [one["metadata"]["name"] for one in kubeflow_cluster.api.items(path)]
-    assert len([name for name in names if name.startswith("gpuquota-")]) == 3
+    assert len([name for name in names if name.startswith("gpuquota-")]) == 14
     for name in names:
         checked = kubeflow_cluster.api.until(f"{path}/{name}", lambda one: "typeChecking" in one.get("status", {}))
         assert not checked["status"]["typeChecking"].get("expressionWarnings"), name
@@ -174,7 +174,7 @@ def test_what_refers_to_each_other_fits(standalone: DevCluster) -> None:
         assert called == {"name": webhook.SERVICE, "namespace": NAMESPACE, "path": webhook.PATH, "port": 443}
         assert any(CONTROLLER in condition["expression"] for condition in one["matchConditions"])
     for policy in of_kind(objects, "ValidatingAdmissionPolicy"):
-        if policy["metadata"]["name"] != "gpuquota-profiles":
+        if policy["metadata"]["name"] in {"gpuquota-pods", "gpuquota-namespaces"}:
             assert CONTROLLER in yaml.safe_dump(policy, width=1000)
     flags = {"webhook": "--webhook-port", "membership": "--port", "metrics": "--metrics-port"}
     for template in pods.values():
@@ -204,7 +204,7 @@ def test_the_expressions_name_the_annotations_that_admission_reads(standalone: D
     texts += [
         yaml.safe_dump(one)
         for one in of_kind(objects, "ValidatingAdmissionPolicy")
-        if "pods" in one["metadata"]["name"]
+        if one["metadata"]["name"] == "gpuquota-pods"
     ]
     assert len(texts) == 2
     for text in texts:

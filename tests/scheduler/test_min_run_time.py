@@ -95,3 +95,24 @@ def test_a_plan_does_not_wait_for_a_time_that_would_change_nothing() -> None:
     world.submit("other", "owner", 1)
     world.submit("large", "owner", 2)
     assert world.step().again_at is None
+
+
+def test_borrowed_gpus_are_reclaimed_once_the_cap_is_over_and_a_teams_own_priorities_wait_for_all_of_it() -> None:
+    world = world_of(1, greedy=0, owner=1)
+    world.state.ledger.reclaim_shelter_s = 10.0
+    world.submit("train", "greedy", 1, min_run_time_s=600)
+    world.step()
+    started_at = world.now
+    world.submit("needy", "owner", 1)
+    decided = world.step()
+    assert decided.empty
+    assert decided.again_at == started_at + 10
+    world.now = started_at + 9
+    assert [e.job for e in world.step().evict] == ["train"]
+    own = world_of(1, team=1)
+    own.state.ledger.reclaim_shelter_s = 10.0
+    own.submit("train", "team", 1, min_run_time_s=600)
+    own.settle()
+    own.submit("urgent", "team", 1, priority=90)
+    own.now += 300
+    assert own.step().empty

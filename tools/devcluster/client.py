@@ -7,7 +7,7 @@ import json
 import ssl
 import time
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
@@ -56,9 +56,10 @@ class Api:
             headers += _impersonation(user["as"], user.get("as-groups", []))
         return cls(cluster["server"], cluster["certificate-authority"], headers)
 
-    def as_user(self, user: str, *groups: str) -> Api:
-        """The same server as somebody else (impersonation, so RBAC and admission see that user)."""
-        return Api(self._server, self._authority, self._headers + _impersonation(user, list(groups)))
+    def as_user(self, user: str, *groups: str, extra: dict[str, str] | None = None) -> Api:
+        """The same server as another user (impersonation, so RBAC and admission see that user, with `extra` fields)."""
+        more = [(f"Impersonate-Extra-{quote(name, safe='')}", value) for name, value in (extra or {}).items()]
+        return Api(self._server, self._authority, [*self._headers, *_impersonation(user, list(groups)), *more])
 
     def with_token(self, token: str) -> Api:
         """The same server with another bearer token, for example a service account's."""

@@ -4,10 +4,11 @@
 |--------------------------------------------------------|-----------------------------------------------------|
 | is the controller's own                                | let be: it comes with its node                      |
 | pretends to be a worker of an ElasticJob               | refused                                             |
-| asks for no GPU and no share of one                    | let be                                              |
+| asks for no GPU and no share of one                    | let be, and sees no GPU (device_visibility.py)      |
 | asks in a way that cannot be, or names its node itself | refused                                             |
 | asks for GPUs, or for a share of one                   | gated; what only the controller may write is erased |
 | asks for a share                                       | and given what share_admission.py says              |
+| may borrow GPUs, and asks for a long grace period      | and given the longest that the cluster's rules allow |
 
 Which namespaces and pods are reviewed at all is said where the webhook is registered. The same rules stand again in
 manifests/base/policies.yaml where they can be said in CEL, since a webhook may be away or configured to fail open.
@@ -24,7 +25,8 @@ from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_quantity
 from kfp_gpuquota.api.validation import check_count
-from kfp_gpuquota.cluster.kubernetes import labels, share_admission
+from kfp_gpuquota.cluster.kubernetes import device_visibility, labels, share_admission
+from kfp_gpuquota.cluster.kubernetes.quota_policy import DEFAULT_RULES
 from kfp_gpuquota.cluster.kubernetes.share_admission import SharingJob
 from kfp_gpuquota.cluster.kubernetes.writes import escaped
 from kfp_gpuquota.errors import InvalidFieldError
@@ -33,13 +35,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kfp_gpuquota.api.policy import WorkloadPolicy
+    from kfp_gpuquota.cluster.kubernetes.quota_policy import ClusterRules
 
 FORBIDDEN: Final = 403
 UNPROCESSABLE: Final = 422
 JOB_KIND: Final = "ElasticJob"
 # What says which job a pod is a worker of, and what says where the plan has put it: the controller's to write.
 OF_WORKERS: Final = (labels.JOB, labels.WORKER, labels.ATTEMPT)
-OF_THE_PLAN: Final = (labels.DEVICES, labels.REASON, labels.GPUS)
+OF_THE_PLAN: Final = (labels.DEVICES, labels.REASON, labels.GPUS, labels.RECLAIMED_AT, labels.OPENED)
 _NOTHING: Final[dict[str, str]] = {}
 
 
@@ -95,7 +98,9 @@ class PodSpec(_Narrow, frozen=True):
     scheduling_gates: tuple[Gate, ...] | None = None
     containers: tuple[Container, ...] | None = None
     init_containers: tuple[Container, ...] | None = None
+    ephemeral_containers: tuple[Container, ...] | None = None
     volumes: tuple[Named, ...] | None = None
+    termination_grace_period_seconds: float | None = None
 
 
 class Owner(_Narrow, frozen=True):
@@ -134,6 +139,9 @@ class Resource(_Narrow, frozen=True):
     resource: str = "pods"
 
 
+EPHEMERAL: Final = "ephemeralcontainers"
+
+
 class Request(_Narrow, frozen=True):
     """What the API server asks; `object` is decoded only where it is looked at."""
 
@@ -141,6 +149,7 @@ class Request(_Narrow, frozen=True):
     namespace: str = ""
     user_info: User = User()
     resource: Resource = Resource()
+    sub_resource: str = ""
     object: msgspec.Raw = msgspec.Raw(b"{}")
 
 
@@ -151,11 +160,15 @@ class Review(_Narrow, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Allowed with these JSON patch operations, or refused with this sentence (then `status` is not 200)."""
+    """Allowed with these JSON patch operations, or refused with this sentence (then `status` is not 200).
+
+    `warnings` are shown to the user who creates the object.
+    """
 
     patch: tuple[dict[str, Any], ...] = ()
     status: int = 200
     message: str = ""
+    warnings: tuple[str, ...] = ()
 
     @property
     def allowed(self) -> bool:
@@ -175,10 +188,12 @@ _LET_BE: Final = Verdict()
 _NEW_GATES: Final = Verdict(({"op": "add", "path": "/spec/schedulingGates", "value": [_GATE]},))
 
 
-def answer(body: bytes, controller: str, policies: Sequence[WorkloadPolicy] = ()) -> tuple[bytes, Verdict]:
+def answer(
+    body: bytes, controller: str, policies: Sequence[WorkloadPolicy] = (), rules: ClusterRules = DEFAULT_RULES
+) -> tuple[bytes, Verdict]:
     """The answer to an AdmissionReview of a pod's, or an ElasticJob's, creation.
 
-    `controller` is the user name of the controller, `policies` are those in force.
+    `controller` is the user name of the controller, `policies` and `rules` are those in force.
 
     Raises MalformedReviewError.
     """
@@ -186,43 +201,54 @@ def answer(body: bytes, controller: str, policies: Sequence[WorkloadPolicy] = ()
         request = _REVIEW.decode(body).request
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedReviewError(f"this is no AdmissionReview: {error}") from None
-    verdict = _verdict(request, controller, policies)
+    verdict = _verdict(request, controller, policies, rules)
     return _encoded(request.uid, verdict), verdict
 
 
-def review(pod: Pod, namespace: str = "", uid: str = "", policies: Sequence[WorkloadPolicy] = ()) -> Verdict:
+def review(
+    pod: Pod,
+    namespace: str = "",
+    uid: str = "",
+    policies: Sequence[WorkloadPolicy] = (),
+    rules: ClusterRules = DEFAULT_RULES,
+) -> Verdict:
     """What becomes of a pod that somebody other than the controller creates. `uid` is the review's."""
     try:
-        return _reviewed(pod, namespace, uid, policies)
+        return _reviewed(pod, namespace, uid, policies, rules)
     except InvalidFieldError as error:
         name = pod.metadata.name or f"{pod.metadata.generate_name or ''}*"
         return Verdict((), UNPROCESSABLE, f"pod {namespace}/{name}: {error.message}")
 
 
-def review_job(job: SharingJob, namespace: str, policies: Sequence[WorkloadPolicy]) -> Verdict:
+def review_job(
+    job: SharingJob, namespace: str, policies: Sequence[WorkloadPolicy], rules: ClusterRules = DEFAULT_RULES
+) -> Verdict:
     """What becomes of an ElasticJob that somebody creates: its limits are as policies have them."""
     try:
+        rules.refuse_shares_in(job.spec.node_pool or "")
         return Verdict(tuple(share_admission.of_job(job, namespace, policies)))
     except InvalidFieldError as error:
         return Verdict((), UNPROCESSABLE, error.message)
 
 
-def _verdict(request: Request, controller: str, policies: Sequence[WorkloadPolicy]) -> Verdict:
+def _verdict(request: Request, controller: str, policies: Sequence[WorkloadPolicy], rules: ClusterRules) -> Verdict:
     if request.user_info.username == controller:
         return _LET_BE
     if request.resource.resource == "elasticjobs":
         try:
-            return review_job(_JOB.decode(request.object), request.namespace, policies)
+            return review_job(_JOB.decode(request.object), request.namespace, policies, rules)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return _LET_BE  # the kind's own schema says what is wrong with it
     try:
         pod = _POD.decode(request.object)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Verdict((), UNPROCESSABLE, f"the pod cannot be read: {error}")
-    return review(pod, request.namespace, request.uid, policies)
+    if request.sub_resource == EPHEMERAL:
+        return Verdict(tuple(device_visibility.hiding(PodSpec(ephemeral_containers=pod.spec.ephemeral_containers))))
+    return review(pod, request.namespace, request.uid, policies, rules)
 
 
-def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPolicy]) -> Verdict:
+def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPolicy], rules: ClusterRules) -> Verdict:
     written, notes = pod.metadata.labels or _NOTHING, pod.metadata.annotations or _NOTHING
     if _pretends(pod, written):
         return Verdict(
@@ -230,18 +256,38 @@ def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPol
         )
     gpus = _gpus(pod.spec)
     shared = bool(notes) and asks_for_share(notes)
+    hidden = tuple(device_visibility.hiding(pod.spec, shares=shared))
     if not gpus and not shared:
-        return _LET_BE
+        return Verdict(hidden) if hidden else _LET_BE
     if pod.spec.node_name:
         raise InvalidFieldError(
             "spec.nodeName", pod.spec.node_name, "a pod that asks for GPUs goes where its project's quota allows",
             hint="leave it out, and name the node in nodeSelector (kubernetes.io/hostname)",
         )  # fmt: skip
     if not written and not notes:
-        return _gated(pod.spec, notes)
+        return _capped(_gated(pod.spec, notes, hidden), pod.spec, rules)
     spec = _check_wishes(written, notes, gpus, _environment(pod.spec) if shared else _NOTHING, namespace or "pod")
-    gated = _gated(pod.spec, notes)
-    return Verdict((*gated.patch, *share_admission.of_pod(pod, spec, uid, policies))) if shared else gated
+    gated = _gated(pod.spec, notes, hidden)
+    if spec.may_be_preempted:
+        gated = _capped(gated, pod.spec, rules)
+    if shared:
+        rules.refuse_shares_in(spec.node_pool)
+        more = share_admission.of_pod(pod, spec, uid, policies)
+        return msgspec.structs.replace(gated, patch=(*gated.patch, *more))
+    return gated
+
+
+def _capped(verdict: Verdict, spec: PodSpec, rules: ClusterRules) -> Verdict:
+    """Cap the grace period of a pod that may borrow GPUs: kubelets go by that of its first deletion."""
+    asked, most = spec.termination_grace_period_seconds, rules.reclaim.max_grace_s
+    if asked is None or asked <= most:
+        return verdict
+    patch = {"op": "replace", "path": "/spec/terminationGracePeriodSeconds", "value": int(most)}
+    warning = (
+        f"spec.terminationGracePeriodSeconds is {asked:g}, and was set to {most:g}: the pod may borrow GPUs"
+        f" (QuotaPolicy, reclaim.maxGracePeriodSeconds); label {labels.PREEMPTIBLE}=false keeps it within quota"
+    )
+    return msgspec.structs.replace(verdict, patch=(*verdict.patch, patch), warnings=(*verdict.warnings, warning))
 
 
 def _pretends(pod: Pod, written: Mapping[str, str]) -> bool:
@@ -332,16 +378,17 @@ def _whole(given: Mapping[str, str], name: str) -> int | None:
     return int(value)
 
 
-def _gated(spec: PodSpec, notes: Mapping[str, str]) -> Verdict:
+def _gated(spec: PodSpec, notes: Mapping[str, str], hidden: tuple[dict[str, Any], ...]) -> Verdict:
     erased = tuple(
         {"op": "remove", "path": f"/metadata/annotations/{escaped(name)}"} for name in OF_THE_PLAN if name in notes
     )
+    more = (*erased, *hidden)
     gates = spec.scheduling_gates
     if not gates:
-        return Verdict((*_NEW_GATES.patch, *erased)) if erased else _NEW_GATES
+        return Verdict((*_NEW_GATES.patch, *more)) if more else _NEW_GATES
     if any(gate.name == labels.QUOTA_GATE for gate in gates):
-        return Verdict(erased) if erased else _LET_BE
-    return Verdict(({"op": "add", "path": "/spec/schedulingGates/-", "value": _GATE}, *erased))
+        return Verdict(more) if more else _LET_BE
+    return Verdict(({"op": "add", "path": "/spec/schedulingGates/-", "value": _GATE}, *more))
 
 
 def _encoded(uid: str, verdict: Verdict) -> bytes:
@@ -349,6 +396,8 @@ def _encoded(uid: str, verdict: Verdict) -> bytes:
     if verdict.patch:
         patch = base64.b64encode(msgspec.json.encode(verdict.patch)).decode()
         response |= {"patchType": "JSONPatch", "patch": patch}
+    if verdict.warnings:
+        response["warnings"] = verdict.warnings
     if not verdict.allowed:
         response["status"] = {"code": verdict.status, "message": verdict.message}
     return msgspec.json.encode({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response})

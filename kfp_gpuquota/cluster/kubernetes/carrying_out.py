@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.cluster.kubernetes import labels, writes
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError, is_budget
 from kfp_gpuquota.cluster.kubernetes.gpu_config import config_map, is_name
 from kfp_gpuquota.cluster.kubernetes.objects import Pod
 from kfp_gpuquota.cluster.kubernetes.reservations import Sharer
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.reclaiming import Evictions
     from kfp_gpuquota.cluster.kubernetes.reservations import Place, Reservations
     from kfp_gpuquota.cluster.kubernetes.translate import PodView
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
     from kfp_gpuquota.cluster.kubernetes.writes import Write
 
-BUDGET_PAUSE_S: Final = 5.0
 REFUSED_PAUSE_S: Final = 1.0
+
+_RECLAIMS: Final = frozenset({ReasonCode.RECLAIMED, ReasonCode.LENT_GPUS_RETURNED})
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 class PodActions:
     """Admissions and evictions. `noted(pod)` gets the answers of writes, which are news that the watch will repeat.
 
-    `told(pod, reason, message)` is for events that users see.
+    `told(pod, reason, message)` is for events that users see, `borrows(namespace)`: it holds more than its guarantee.
     """
 
     def __init__(
@@ -50,9 +52,12 @@ class PodActions:
         told: Callable[[PodView, str, str], None],
         reservations: Reservations,
         rules: RulesBook,
+        evictions: Evictions,
+        borrows: Callable[[str], bool],
     ) -> None:
         self._pods, self._writer, self._noted, self._told = pods, writer, noted, told
         self._reservations, self._rules = reservations, rules
+        self._evictions, self._borrows = evictions, borrows
         self._pod = msgspec.json.Decoder(Pod)
 
     def start(self, job: str, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
@@ -73,7 +78,14 @@ class PodActions:
             elif member := self._pods.members.get(uid):
                 self._pods.assume_leaving(uid)
                 self._told(member.view, "Evicted", self._explained(member.view, reason))
-                self._evict(member.view)
+                self._evictions.evict(member.view, bounded=self._is_reclaim(member.view, reason))
+
+    def _is_reclaim(self, pod: PodView, reason: Reason) -> bool:
+        """Return whether the pod's GPUs are borrowed, and another team's to have; a move of such a pod is one, too."""
+        if reason.code in _RECLAIMS:
+            return True
+        moved = reason.code is ReasonCode.CONSOLIDATED and reason.project != pod.namespace
+        return moved and self._borrows(pod.namespace)
 
     def _explained(self, pod: PodView, reason: Reason) -> str:
         """Return the reason, and what is lost with the pod where its owner does not create another one."""
@@ -85,7 +97,7 @@ class PodActions:
         if pod.uid in self._pods.members:
             self._pods.assume_leaving(pod.uid)
             self._told(pod, reason, why)
-            self._evict(pod)
+            self._evictions.evict(pod, bounded=False)
 
     def _prepare(self, pod: PodView, admission: Write) -> None:
         """It shares GPUs: reserve them, wait until its part is free, tell the pod which they are, then admit it."""
@@ -118,21 +130,6 @@ class PodActions:
         """The watch tells what the pod really is; until then it is left alone, so that nothing is tried in a hurry."""
         log.warning("%s/%s could not be admitted: %s", pod.namespace, pod.name, error)
         self._later(REFUSED_PAUSE_S, lambda: self._pods.take_back(pod.uid))
-
-    def _evict(self, pod: PodView) -> None:
-        self._writer.submit(writes.eviction(pod), lambda _: None, partial(self._eviction_failed, pod))
-
-    def _eviction_failed(self, pod: PodView, error: Exception) -> None:
-        if isinstance(error, ApiError) and error.status == 404:
-            return  # the watch says so as well; 409 may be another pod of that name, or a conflict that passes
-        if isinstance(error, ApiError) and is_budget(error):
-            self._told(pod, "EvictionBlocked", f"its team's borrowed GPUs are asked back, but {error}")
-        self._later(BUDGET_PAUSE_S, lambda: self._evict_again(pod))
-
-    def _evict_again(self, pod: PodView) -> None:
-        member = self._pods.members.get(pod.uid)
-        if member is not None and member.asked_to_go:
-            self._evict(pod)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, action)

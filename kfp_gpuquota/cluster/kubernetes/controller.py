@@ -24,6 +24,7 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes import kinds, labels, objects, quota_policy
 from kfp_gpuquota.cluster.kubernetes.avoidance import Avoidance
 from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
+from kfp_gpuquota.cluster.kubernetes.default_quotas import DefaultQuotas
 from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE
@@ -36,11 +37,12 @@ from kfp_gpuquota.cluster.kubernetes.profiles import Profiles
 from kfp_gpuquota.cluster.kubernetes.quarantine import Quarantine
 from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
+from kfp_gpuquota.cluster.kubernetes.reclaiming import Evictions
 from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.reservations import Reservations
 from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
 from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quota_status
-from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods, does_not_come_up, lacks_its_place
+from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods, awaits_a_node, does_not_come_up, lacks_its_place
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage, counted_view, recovered_pod
 from kfp_gpuquota.cluster.kubernetes.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.waiting_pods import WaitingPods
@@ -92,7 +94,7 @@ class Controller:
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
         self._loop = asyncio.get_running_loop()
         self.metrics = metrics or Metrics()
-        self.rules = RulesBook()
+        self.rules = RulesBook(lambda: self._rules_changed())  # noqa: PLW0108 - what it changes is made below
         self.snapshot = snapshot = Snapshot(self.wake, self.rules)
         self._writer = Writer(connection, fence=fence)
         self.health = PlanningHealth(self._loop.time)
@@ -105,6 +107,7 @@ class Controller:
         self.volumes = Volumes(self._volume_changed)
         self.limits = LimitRanges(lambda namespace: self.elastic.limits_changed(namespace))  # noqa: PLW0108 - made below
         self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
+        self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas)
         self.events = Recorder(self._writer)
         self.quarantine = Quarantine(partial(self.events.tell, warning=True))
         self.pods = self._reflector(
@@ -120,8 +123,23 @@ class Controller:
             recall=snapshot.share_of,
             displaced=self._gpu_changed,
         )
+        self.evictions = Evictions(
+            snapshot.pods,
+            self._writer,
+            self.rules,
+            self._tell_user,
+            count=lambda step: self.metrics.reclaim_steps.labels(step).inc(),
+            ended=self.metrics.reclaims.observe,
+        )
         self.actions = PodActions(
-            snapshot.plain, self._writer, self.pods.note, self._tell_user, self.reservations, self.rules
+            snapshot.plain,
+            self._writer,
+            self.pods.note,
+            self._tell_user,
+            self.reservations,
+            self.rules,
+            self.evictions,
+            borrows=self._borrows,
         )
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
         self._waiting = WaitingPods(snapshot.plain, self._tell_user)
@@ -130,6 +148,7 @@ class Controller:
         self._stuck = [StuckPods(snapshot.pods, self._place_taken, lacks_its_place)]
         if self._ready.timeout_s:
             self._stuck.append(StuckPods(snapshot.pods, self._not_ready, does_not_come_up, self._ready.timeout_s))
+            self._stuck.append(StuckPods(snapshot.pods, self._no_node_came, awaits_a_node, self._ready.timeout_s))
         conditions: dict[str, tuple[objects.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
         self.elastic = snapshot.elastic = ElasticJobs(
@@ -148,6 +167,8 @@ class Controller:
             told=self._workers_not_ready,
             epoch=epoch,
         )
+        self.elastic.max_grace_s = lambda: self.rules.rules.reclaim.max_grace_s
+        self._rules_changed()
         self.elastic.workers.reservations = self.reservations
         self._job_status = StatusWriter(self._writer, partial(job_status, self.elastic))
         self.ready = False
@@ -165,6 +186,8 @@ class Controller:
             served = await stack.enter_async_context(membership)
             counts = len(self.snapshot.nodes), len(self.snapshot.pods), len(self.snapshot.quotas)
             log.info("all is listed: %d nodes, %d pods, %d quotas; workers are served %s", *counts, served)
+            if not self.rules.written:
+                self._writer.submit(quota_policy.default_policy(), lambda _: None, lambda _: None)
             self.ready = True
             self.wake()
             await self._planning_failed.wait()
@@ -184,6 +207,7 @@ class Controller:
         await self.snapshot.start(self.gangs.join)
         self.reservations.start()
         self.profiles.start()
+        self.default_quotas.start()
 
     def _other_reflectors(self) -> list[Reflector[Any]]:
         ours, snapshot, profiles = f"/apis/{labels.API_VERSION}", self.snapshot, self.profiles
@@ -212,7 +236,7 @@ class Controller:
                 self.volumes.drop_volume,
             ),
             self._reflector("/api/v1/limitranges", objects.LimitRange, self.limits.put, self.limits.drop),
-            self._reflector("/api/v1/namespaces", objects.Namespace, profiles.put_namespace, profiles.drop_namespace),
+            self._reflector("/api/v1/namespaces", objects.Namespace, self._namespace_changed, self._namespace_gone),
         ]
 
     def _reflector(self, path: str, kind: Any, changed: Any, gone: Any, **more: Any) -> Reflector[Any]:
@@ -233,6 +257,7 @@ class Controller:
         self.gangs.drop(uid)
         self.snapshot.drop_pod(uid)
         self.reservations.drop(uid)
+        self.evictions.drop(uid)
 
     def _pod_changed(self, pod: objects.Pod) -> None:
         if self.reservations.see(pod):
@@ -247,6 +272,7 @@ class Controller:
 
     def _put_pod(self, view: PodView) -> None:
         self.snapshot.put_pod(self._avoidance.apply(self.volumes.apply(view)))
+        self.evictions.note(view)
         for stuck in self._stuck:
             stuck.note(view)
 
@@ -289,6 +315,16 @@ class Controller:
         else:
             self._tell_user(pod, "NotReady", f"{why}; it keeps its GPUs, since nobody would make it anew: delete it")
 
+    def _no_node_came(self, pod: PodView) -> None:
+        """The autoscaler has no node for it, or cannot get one: what can be queued anew leaves its GPUs to others."""
+        said = pod.trouble or "kube-scheduler has not looked at it"
+        why = f"no node of the autoscaled pool took it in {self._ready.timeout_s:g} s: {said}"
+        if pod.uid in self.snapshot.plain.members and self.rules.rules.recreates(pod):
+            self.metrics.decisions.labels(NOT_READY).inc()
+            self.actions.remake(pod, "NoNodeCame", f"{why}; its GPUs are given back")
+        else:
+            self._tell_user(pod, "NoNodeCame", f"{why}; it keeps its quota, and goes on waiting")
+
     def _gpu_changed(self, holder: str, why: str) -> None:
         """Its GPU may be given to others: whoever is made anew gets the one that is reserved."""
         member, worker = self.snapshot.plain.members.get(holder), self.elastic.workers.pods.get(holder)
@@ -303,6 +339,14 @@ class Controller:
     def _avoided(self, maker: str, nodes: tuple[str, ...]) -> None:
         self.elastic.avoid(maker, nodes)
 
+    def _namespace_changed(self, namespace: objects.Namespace) -> None:
+        self.profiles.put_namespace(namespace)
+        self.default_quotas.put_namespace(namespace)
+
+    def _namespace_gone(self, uid: str) -> None:
+        self.profiles.drop_namespace(uid)
+        self.default_quotas.drop_namespace(uid)
+
     def _quota_changed(self, quota: kinds.GpuQuota) -> None:
         self.snapshot.put_quota(quota)
         self.profiles.quota_changed(quota.metadata.name)
@@ -312,6 +356,14 @@ class Controller:
         name = next((n for n, q in self.snapshot.quotas.items() if q.metadata.uid == uid), "")
         self.snapshot.drop_quota(uid)
         self.profiles.quota_changed(name)
+        self.wake()
+
+    def _borrows(self, namespace: str) -> bool:
+        return namespace in self.snapshot.projects and self.snapshot.held(namespace).borrowed > 0
+
+    def _rules_changed(self) -> None:
+        self.snapshot.state.ledger.reclaim_shelter_s = self.rules.rules.reclaim.max_min_run_time_s
+        self.default_quotas.rules_changed()
         self.wake()
 
     def _tell_user(self, pod: PodView, reason: str, message: str) -> None:
@@ -401,6 +453,7 @@ class Controller:
         for stuck in self._stuck:
             stuck.close()
         self._waiting.close()
+        self.evictions.close()
         self._job_status.close()
         self._quota_status.close()
         for timer in (self._planning, self._again, self._quotas_timer):

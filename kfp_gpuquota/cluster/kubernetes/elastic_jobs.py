@@ -12,6 +12,7 @@ being deleted, by whomever, is a worker that was told to go.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,7 @@ class ElasticJobs:
         epoch: int = 0,
     ) -> None:
         self._requests_in, self._volume_terms, self._settings = requests_in, volume_terms, settings
+        self.max_grace_s: Callable[[], float] = lambda: math.inf  # of a worker that is told to go
         self.book = Book(tell, seats, nodes)
         self._tell, self._changed, self._decided = tell, changed, decided
         self.membership = JobMembership(self.book, settings, kill=self._kill, changed=changed, epoch=epoch)
@@ -205,6 +207,14 @@ class ElasticJobs:
         self._follow_spec(uid)
         self._after_change(uid)
 
+    def _record_of(self, job: ElasticJob) -> JobRecord:
+        """Return the job's record, its grace period as long as the cluster's rules allow. Raises InvalidFieldError."""
+        record = record_of(job, self._requests_in(job.metadata.namespace), self._volume_terms)
+        if record.spec.grace_period_s <= self.max_grace_s():
+            return record
+        spec = msgspec.structs.replace(record.spec, grace_period_s=self.max_grace_s())
+        return msgspec.structs.replace(record, spec=spec)
+
     def _follow_spec(self, uid: str) -> None:
         """The user's wishes that may change: whether it is suspended, and what its waiting is judged by."""
         job, spec = self.book.jobs[uid], self.book.facts[uid].object.spec
@@ -223,9 +233,6 @@ class ElasticJobs:
             self.book.record(job)
         else:
             self._ask_anew(uid)
-
-    def _record_of(self, job: ElasticJob) -> JobRecord:
-        return record_of(job, self._requests_in(job.metadata.namespace), self._volume_terms)
 
     def _ask_anew(self, uid: str) -> None:
         """A priority or a time limit was changed while it waits: it is submitted again, with its age."""

@@ -18,6 +18,8 @@ import msgspec
 
 from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
 from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.autoscaled import pool_of
+from kfp_gpuquota.cluster.kubernetes.device_visibility import hidden_in_template
 from kfp_gpuquota.cluster.kubernetes.writes import REQUIRED, node_term
 
 if TYPE_CHECKING:
@@ -115,11 +117,13 @@ def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: Pod
         main["resources"] = _resources(main.get("resources") or {}, record.spec.worker_gpus)
     spec.pop("nodeName", None)
     spec |= {
-        "containers": containers,
+        "containers": [main, *(hidden_in_template(one) for one in containers[1:])],
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": max(1, int(record.spec.grace_period_s)),
-        "affinity": _pinned(spec.get("affinity") or {}, worker.node),
+        **_located(spec, worker.node),
     }
+    if spec.get("initContainers"):
+        spec["initContainers"] = [hidden_in_template(one) for one in spec["initContainers"]]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": _metadata(template, job, record, worker), "spec": spec}
 
 
@@ -141,6 +145,7 @@ def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker
             labels.DEVICES: ",".join(map(str, worker.devices)),
             labels.REASON: reason,
             ISTIO_INJECT: "false",
+            **({labels.OPENED: worker.node} if pool_of(worker.node) else {}),
         },
         "ownerReferences": [owner_of(job)],
     }
@@ -237,6 +242,13 @@ def _runtime_copy(image: str) -> Body:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
     }
+
+
+def _located(spec: Body, node: str) -> Body:
+    """The fields that send the pod to its node, or into its autoscaled pool."""
+    if pool := pool_of(node):
+        return {"nodeSelector": {**(spec.get("nodeSelector") or {}), labels.POOL: pool}}
+    return {"affinity": _pinned(spec.get("affinity") or {}, node)}
 
 
 def _pinned(affinity: Body, node: str) -> Body:

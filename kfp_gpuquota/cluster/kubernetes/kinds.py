@@ -187,11 +187,29 @@ class ElasticJob(Struct, frozen=True):
     status: ElasticJobStatus = ElasticJobStatus()
 
 
+class AutoscaledSpec(Struct, frozen=True):
+    """How far an autoscaler may grow a pool, and of what shape its nodes are."""
+
+    max_gpus: int = 0
+    gpus_per_node: int = 1
+    labels: dict[str, str] | None = None
+
+
+class PolicyPool(Struct, frozen=True):
+    """What holds for one node pool."""
+
+    autoscaled: AutoscaledSpec | None = None
+
+
 class QuotaPolicySpec(Struct, frozen=True):
     """The cluster's rules. Values are checked when they become ClusterRules (quota_policy.py)."""
 
     reclaim: dict[str, Any] | None = None
+    unmanaged: str = "ignore"
+    default_quota: dict[str, Any] | None = None
+    exempt_namespaces: tuple[str, ...] | None = None
     recreating_owners: tuple[str, ...] | None = None
+    pools: dict[str, PolicyPool] | None = None
 
 
 class QuotaPolicyObject(Struct, frozen=True):

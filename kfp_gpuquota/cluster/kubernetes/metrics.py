@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
+_RECLAIM_SECONDS: Final = (1.0, 3.0, 10.0, 30.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0)
+
 
 class Metrics:
     """All of one process."""
@@ -29,6 +31,18 @@ class Metrics:
         self.plans = Histogram("gpuquota_plan_seconds", "Time to plan", buckets=_SECONDS, registry=self.registry)
         self.plan_failures = Counter("gpuquota_plan_failures", "Plans that raised an exception", registry=self.registry)
         self.decisions = Counter("gpuquota_decisions", "What plans decided, in jobs", ["kind"], registry=self.registry)
+        self.reclaim_steps = Counter(
+            "gpuquota_reclaim_steps",
+            "Steps by which pods are stopped for others: evicted, refused, deleted, overdue",
+            ["step"],
+            registry=self.registry,
+        )
+        self.reclaims = Histogram(
+            "gpuquota_reclaim_seconds",
+            "From the decision to stop a pod for others to its end",
+            buckets=_RECLAIM_SECONDS,
+            registry=self.registry,
+        )
         self.reviews = Histogram(
             "gpuquota_review_seconds", "Time to review a pod", ["allowed"], buckets=_SECONDS, registry=self.registry
         )

@@ -5,6 +5,8 @@
 | reclaim.boundSeconds | from the decision to reclaim a borrowed GPU, or the plan in which only minimum run times stand in the way, to the GPU's release | 120 |
 | reclaim.maxGracePeriodSeconds | the grace period of a pod that is stopped for others | 60 |
 | reclaim.maxMinRunTimeSeconds | how long `minRunTimeSeconds` keeps borrowed GPUs from their owner | 45 |
+| unmanaged | what becomes of GPU pods in namespaces without the label gpuquota.dev/managed=true | ignore |
+| pools.NAME.autoscaled | how far an autoscaler may grow a pool (autoscaled.py); from the controller's next start on | |
 | recreatingOwners | added to, or with a leading '-' taken from, the owners that create another pod in place of one that is gone | |
 
 A policy that cannot be leaves the one before it in force. Rejected: flags of the controller, which the API server's own
@@ -14,22 +16,26 @@ policies (ValidatingAdmissionPolicy) cannot read.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.autoscaled import AutoscaledPool
+from kfp_gpuquota.cluster.kubernetes.writes import Write
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.kinds import QuotaPolicyObject
+    from kfp_gpuquota.cluster.kubernetes.kinds import PolicyPool, QuotaPolicyObject
     from kfp_gpuquota.cluster.kubernetes.translate import PodView
 
 PATH: Final = f"/apis/{labels.API_VERSION}/quotapolicies"
 NAME: Final = "default"
+EXEMPT_PREFIXES: Final = ("kube-", "gpuquota-")
 RECLAIM_SLACK_S: Final = 15.0
 """Of a reclaim's bound, what the calls to the API server, the kubelet's own second and a plan may take."""
 
@@ -57,6 +63,14 @@ RECREATING_OWNERS: Final = frozenset(
 log = logging.getLogger(__name__)
 
 
+class Unmanaged(StrEnum):
+    """What becomes of GPU pods in namespaces that are not managed."""
+
+    IGNORE = "ignore"
+    DENY = "deny"
+    DEFAULT_QUOTA = "default-quota"
+
+
 class ReclaimRules(msgspec.Struct, frozen=True, kw_only=True):
     """How long the return of a borrowed GPU may take, and how much of that a borrower may ask for."""
 
@@ -82,11 +96,26 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     """All rules of a cluster."""
 
     reclaim: ReclaimRules = ReclaimRules()
+    unmanaged: Unmanaged = Unmanaged.IGNORE
+    default_quota: tuple[tuple[str, Any], ...] = ()
+    exempt_namespaces: frozenset[str] = frozenset()
     recreating_owners: frozenset[str] = RECREATING_OWNERS
+    pools: tuple[AutoscaledPool, ...] = ()
 
     def recreates(self, pod: PodView) -> bool:
         """Whether the pod's owner creates another one in its place when it is gone."""
         return pod.maker_kind in self.recreating_owners
+
+    def exempts(self, namespace: str) -> bool:
+        """Return whether `unmanaged` does not hold for the namespace."""
+        return namespace.startswith(EXEMPT_PREFIXES) or namespace in self.exempt_namespaces
+
+    def refuse_shares_in(self, pool: str) -> None:
+        """Raise InvalidFieldError for a pool whose nodes the plan does not use: a share is of one device of a node."""
+        if any(one.name == pool for one in self.pools):
+            raise InvalidFieldError(
+                labels.POOL, pool, "it is autoscaled, and gives whole GPUs only", hint="ask for nvidia.com/gpu there"
+            )
 
     def consequence(self, pod: PodView) -> str:
         """Return what follows from the pod's end, as the end of a message."""
@@ -115,7 +144,11 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
     try:
         return ClusterRules(
             reclaim=msgspec.convert(reclaim, ReclaimRules),
+            unmanaged=msgspec.convert(spec.unmanaged, Unmanaged),
+            default_quota=tuple(sorted((spec.default_quota or {}).items())),
+            exempt_namespaces=frozenset(spec.exempt_namespaces or ()),
             recreating_owners=_owners(spec.recreating_owners or ()),
+            pools=_pools(spec.pools or {}),
         )
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None
@@ -125,6 +158,19 @@ def owner_kind(api_version: str, kind: str) -> str:
     """Return an owner as the policy names it, for example apps/ReplicaSet; the version is not part of it."""
     group, slash, _ = api_version.rpartition("/")
     return f"{group if slash else 'core'}/{kind}"
+
+
+def _pools(given: Mapping[str, PolicyPool]) -> tuple[AutoscaledPool, ...]:
+    return tuple(
+        AutoscaledPool(
+            name=name,
+            max_gpus=pool.autoscaled.max_gpus,
+            gpus_per_node=pool.autoscaled.gpus_per_node,
+            labels=tuple(sorted((pool.autoscaled.labels or {}).items())),
+        )
+        for name, pool in sorted(given.items())
+        if pool.autoscaled is not None
+    )
 
 
 def _owners(given: Iterable[str]) -> frozenset[str]:
@@ -146,18 +192,28 @@ def _owners(given: Iterable[str]) -> frozenset[str]:
     return frozenset(owners)
 
 
+def default_policy() -> Write:
+    """Return the request that creates the policy with the schema's defaults, where administrators have written none.
+
+    The API server's own policies read it; without it they could not go by the defaults.
+    """
+    body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": NAME}, "spec": {}}
+    return Write(verb="POST", path=PATH, about=NAME, body=body)
+
+
 class RulesBook:
     """The rules in force. `changed()` is called where they are others than before."""
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self._changed, self._uid = changed, ""
+        self.written = False
         self.rules = DEFAULT_RULES
 
     def put(self, stored: QuotaPolicyObject) -> None:
         """A policy is as given; one of another name counts for nothing, and the API server refuses it."""
         if stored.metadata.name != NAME:
             return
-        self._uid = stored.metadata.uid
+        self._uid, self.written = stored.metadata.uid, True
         try:
             self._replace(rules_of(stored))
         except InvalidFieldError as error:

@@ -19,7 +19,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import coordination, kinds, labels, metrics, reservation_pods, webhook
+from kfp_gpuquota.cluster.kubernetes import (
+    coordination,
+    kinds,
+    labels,
+    metrics,
+    quota_policy,
+    reservation_pods,
+    webhook,
+)
 from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
@@ -27,6 +35,7 @@ from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
 from kfp_gpuquota.cluster.kubernetes.leader import LeaderElection
 from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook
+from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.watch import Reflector
@@ -78,7 +87,7 @@ class Replica:
         self._options = options
         self._metrics = metrics.Metrics()
         self._controller: Controller | None = None
-        self._policies = PolicyBook()
+        self._policies, self._rules = PolicyBook(), RulesBook()
         self._reviews = not options.webhook_port  # whether the port of reviews is open, where there is one
 
     async def run(self) -> None:
@@ -95,7 +104,8 @@ class Replica:
             tasks = [] if options.reviews_only else [self._lead(connection, certificates)]
             if options.webhook_port:
                 user = f"system:serviceaccount:{options.namespace}:{ACCOUNT}"
-                tasks += [self._policies_of(connection).run(), self._review(certificates, user)]
+                tasks += [self._policies_of(connection).run(), self._rules_of(connection).run()]
+                tasks.append(self._review(certificates, user))
             else:
                 tasks.append(certificates.keep())
             await first_to_end(*tasks)
@@ -107,11 +117,25 @@ class Replica:
         )
         return self._reflector
 
+    def _rules_of(self, connection: Connection) -> Reflector[kinds.QuotaPolicyObject]:
+        book, kind = self._rules, kinds.QuotaPolicyObject
+        path = quota_policy.PATH
+        self._rules_reflector = Reflector(connection, path, kind, changed=book.put, gone=book.drop, optional=True)
+        return self._rules_reflector
+
     async def _review(self, certificates: webhook.Certificates, user: str) -> None:
         """Pods wait until the policies are known: what one forces would not hold for those that came before."""
         await self._reflector.synced.wait()
-        port = self._options.webhook_port
-        await webhook.serve(certificates, user, port, self._reviewed, lambda: self._policies.all, self._listens)
+        await self._rules_reflector.synced.wait()
+        await webhook.serve(
+            certificates,
+            user,
+            self._options.webhook_port,
+            self._reviewed,
+            lambda: self._policies.all,
+            lambda: self._rules.rules,
+            self._listens,
+        )
 
     def _listens(self) -> None:
         self._reviews = True

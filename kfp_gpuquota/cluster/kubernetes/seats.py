@@ -36,6 +36,10 @@ class Seats:
         """The node has that many devices from now on."""
         self._node(node).count = count
 
+    def in_use(self, node: str) -> bool:
+        """Some of its devices are held."""
+        return bool(self._node(node).taken or self._node(node).parts)
+
     def held(self, holder: str) -> tuple[str, tuple[int, ...]] | None:
         """(node, devices) of a holder."""
         return self._of.get(holder)

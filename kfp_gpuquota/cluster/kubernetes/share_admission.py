@@ -100,6 +100,7 @@ class JobShare(msgspec.Struct, frozen=True, rename="camel", gc=False):
     gpu_memory: str | None = None
     gpu_memory_limit: str | None = None
     gpu_devices: int | None = None
+    node_pool: str | None = None
 
 
 class SharingJob(msgspec.Struct, frozen=True, gc=False):

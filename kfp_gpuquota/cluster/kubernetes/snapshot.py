@@ -16,9 +16,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
+
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.kubernetes import nodes, quotas
+from kfp_gpuquota.cluster.kubernetes import labels, nodes, quotas
+from kfp_gpuquota.cluster.kubernetes.autoscaled import StandIns, fewest, pool_of
 from kfp_gpuquota.cluster.kubernetes.bystanders import Bystanders
 from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
 from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
@@ -78,15 +81,21 @@ class Snapshot:
         self._outdated: dict[str, None] = {}  # nodes of which the scheduler knows an earlier state
         self._untold: dict[str, PodView] = {}  # while `start` goes on: listed, and not told yet
         self._wake = wake
+        self.stand_ins = StandIns((), self.tell, self.seats, self.told_nodes)
+        self._pool_nodes: dict[str, set[str]] = {}  # of autoscaled pools, by pool
         self.started = self.complete = False
 
     async def start(self, join: Callable[[PodView], PodView | None] = lambda pod: pod) -> None:
         """All has been listed: tell the scheduler, in an order of its own. `join` puts pods into owners' groups."""
         turns = Turns()
         self.started = True
+        self.stand_ins = StandIns(self.rules.rules.pools, self.tell, self.seats, self.told_nodes)
         for name in sorted(self.nodes):
             self._safely(self._tell_node, name)
             await turns.yielded()
+        opened = [pod.opened for pod in self.pods.values() if pod.opened]
+        for pool in self.stand_ins.pools:
+            self.stand_ins.adjust(pool, fewest(opened, pool))
         for name in sorted(self.quotas):
             self._safely(self._tell_quota, name)
         for uid in sorted(self._jobs):
@@ -160,6 +169,13 @@ class Snapshot:
             return
         self.seats.resize(name, nodes.gpu_count(node))
         self._outdated.pop(name, None)
+        pool = node.metadata.labels.get(labels.POOL, "")
+        if pool in self.stand_ins.pools:
+            self._pool_nodes.setdefault(pool, set()).add(name)
+            if self.told_nodes.pop(name, None) is not None:
+                self.tell(scheduler.NodeRemoved(name))
+            self._wake()
+            return
         try:
             seen = nodes.node_of(node, self.seats.foreign(name), self._bystanders.on(name))
         except InvalidFieldError as error:
@@ -173,6 +189,22 @@ class Snapshot:
         """Tell of the nodes whose other pods have come or gone: once before a plan, however many these were."""
         for name in list(self._outdated):
             self._tell_node(name)
+        for name, pool in self.stand_ins.pools.items():
+            self.stand_ins.adjust(name, pool.stand_ins(self._real_gpus(name), self._guaranteed_demand(name)))
+
+    def _real_gpus(self, pool: str) -> int:
+        """Return the GPUs of an autoscaled pool's nodes, without those of pods outside the quota."""
+        names = [name for name in self._pool_nodes.get(pool, ()) if name in self.nodes]
+        return sum(
+            nodes.gpu_count(self.nodes[name]) - len(self.seats.foreign(name))
+            for name in names
+            if self.nodes[name].metadata.labels.get(labels.POOL) == pool
+        )
+
+    def _guaranteed_demand(self, pool: str) -> float:
+        """Return the GPUs that teams ask for in the pool, each up to its guarantee there."""
+        queues = (q for q in self.state.ledger.queues.values() if q.pool == pool and not q.children)
+        return sum(min(queue.deserved[0], queue.requested[0]) for queue in queues) / GPU
 
     def _note_less(self, node: str | None) -> None:
         """Less is left there: that can wait for the next plan."""
@@ -253,6 +285,8 @@ class Snapshot:
         if pod.uid in self._untold:
             self._untold[pod.uid] = pod
             return
+        if pod.opened and pool_of(pod.opened) in self.stand_ins.pools:
+            pod = msgspec.structs.replace(pod, node=pod.opened)
         before = self.pods.get(pod.uid)
         if pod.stage is Stage.OUTSIDE and before is None:
             self._put_bystander(pod)

@@ -59,7 +59,13 @@ class StuckPods:
 
 def lacks_its_place(pod: PodView) -> bool:
     """It was sent to a node, and kube-scheduler says that it does not fit there."""
-    return pod.stage is Stage.HELD and not pod.bound and pod.trouble.startswith("Unschedulable")
+    waits = pod.stage is Stage.HELD and not pod.bound and pod.trouble.startswith("Unschedulable")
+    return waits and not pod.opened
+
+
+def awaits_a_node(pod: PodView) -> bool:
+    """It was opened in an autoscaled pool, and no node there has taken it yet."""
+    return pod.stage is Stage.HELD and not pod.bound and bool(pod.opened)
 
 
 def does_not_come_up(pod: PodView) -> bool:

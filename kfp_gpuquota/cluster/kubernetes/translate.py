@@ -21,6 +21,7 @@ from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.validation import MAX_PRIORITY
 from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.autoscaled import pool_of
 from kfp_gpuquota.cluster.kubernetes.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.needs import MAX_DEVICES, Needs, bounded_number, gpus_of, needs_of
 from kfp_gpuquota.cluster.kubernetes.objects import Container, Metadata, Pod, PodSpec, PodStatus, Resources
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 NODE_NAME_FIELD: Final = "metadata.name"
 RAY_NODE_TYPE: Final = "ray.io/node-type"
+MAX_TIME_S: Final = 10**12
 MAX_GROUP: Final = 10_000  # pods that start together
 _LONGEST_DEVICES: Final = 5 * MAX_DEVICES
 KILLED: Final = 137  # 128 + SIGKILL: what a shell says of a process that was killed
@@ -71,13 +73,15 @@ class GateShape(msgspec.Struct, frozen=True, gc=False):
     """What the patch that takes the gate off must know of the pod: see writes.admission.
 
     `terms`: for each required node selector term whether it has matchFields already; None where no term is required.
-    `affinity`: how much of /spec/affinity exists: 0 none, 1 an affinity, 2 a nodeAffinity.
+    `affinity`: how much of /spec/affinity exists: 0 none, 1 an affinity, 2 a nodeAffinity. `selects`: there is a
+    /spec/nodeSelector.
     """
 
     index: int
     affinity: int = 0
     terms: tuple[bool, ...] | None = None
     annotated: bool = False
+    selects: bool = False
 
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -91,6 +95,9 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `prepared`: its volumes and its network are there, so what still takes time are images and init containers.
     `maker` is the uid of its controlling owner, `maker_kind` that owner's API group and kind, of which quota_policy.py
     says whether it creates another pod, `avoids` are nodes on which there was no room for another of its pods.
+    `grace_s` is its own grace period, `ends_at` when that of its deletion is over, `reclaimed_at` since when an earlier
+    controller has reclaimed its GPUs; 0 where it was not deleted, or not reclaimed. `opened` is the stand-in whose
+    devices it holds, of an autoscaled pool (autoscaled.py).
     """
 
     uid: str
@@ -126,6 +133,10 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     claims: tuple[str, ...] = ()
     requested: int = 0
     problem: str = ""
+    grace_s: int = 30
+    ends_at: float = 0.0
+    reclaimed_at: float = 0.0
+    opened: str = ""
 
     @property
     def holds(self) -> bool:
@@ -193,7 +204,8 @@ def pod_view(pod: Pod) -> PodView:
     """What is kept of `pod`. Raises InvalidFieldError for annotations that cannot be read."""
     meta, spec = pod.metadata, pod.spec
     gate = _gate(pod)
-    node = spec.node_name or ("" if gate else _sent_to(pod))
+    opened = "" if gate else _opened_on(meta.annotations or {})
+    node = spec.node_name or ("" if gate else _sent_to(pod) or opened)
     share = _share(pod)
     requested = gpus_of(spec)
     gpus = min(dict(share).get("gpu_devices", 1), MAX_DEVICES) if share else requested
@@ -225,6 +237,10 @@ def pod_view(pod: Pod) -> PodView:
         needs=needs_of(spec),
         owner=None if elastic else owner_of(pod),
         requested=requested,
+        grace_s=int(spec.termination_grace_period_seconds),
+        ends_at=meta.deletion_timestamp.timestamp() if meta.deletion_timestamp else 0.0,
+        opened=opened,
+        reclaimed_at=_seconds((meta.annotations or {}).get(labels.RECLAIMED_AT, "")),
         **_wishes(meta.labels, meta.annotations or {}),
     )
 
@@ -233,6 +249,11 @@ def _maker_kind(owner: OwnerReference, given: Mapping[str, str]) -> str:
     """Return the owner's group and kind; that of a Ray head is one of its own, since all work is lost with it."""
     head = " head" if given.get(RAY_NODE_TYPE) == "head" else ""
     return intern(owner_kind(owner.api_version, owner.kind) + head)
+
+
+def _seconds(noted: str) -> float:
+    """Return a noted time in seconds since 1970; 0 for what cannot be one."""
+    return float(bounded_number(noted, MAX_TIME_S) or 0)
 
 
 def _bystander(pod: Pod) -> PodView:
@@ -278,7 +299,13 @@ def _gate(pod: Pod) -> GateShape | None:
     depth = 0 if affinity is None else 1 if affinity.node_affinity is None else 2
     terms = _terms(pod)
     shape = None if terms is None else tuple(bool(term.match_fields) for term in terms)
-    return GateShape(index=index, affinity=depth, terms=shape, annotated=pod.metadata.annotations is not None)
+    return GateShape(
+        index=index,
+        affinity=depth,
+        terms=shape,
+        annotated=pod.metadata.annotations is not None,
+        selects=bool(pod.spec.node_selector),
+    )
 
 
 def _terms(pod: Pod) -> tuple[NodeSelectorTerm, ...] | None:
@@ -297,6 +324,12 @@ def _sent_to(pod: Pod) -> str:
         if match.key == NODE_NAME_FIELD and match.operator == "In" and len(match.values) == 1:
             return match.values[0]
     return ""
+
+
+def _opened_on(annotations: Mapping[str, str]) -> str:
+    """Return the stand-in that the pod was opened on; "" for one that was sent to a node."""
+    stand_in = annotations.get(labels.OPENED, "")
+    return intern(stand_in) if stand_in and labels.DEVICES in annotations and pool_of(stand_in) else ""
 
 
 def _devices(text: str, gpus: int) -> tuple[int, ...] | None:

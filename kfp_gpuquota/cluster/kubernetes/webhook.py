@@ -22,6 +22,7 @@ from aiohttp import web
 from kfp_gpuquota.cluster.kubernetes import admission, labels
 from kfp_gpuquota.cluster.kubernetes.certificates import KeyPair, Material, check, maintained
 from kfp_gpuquota.cluster.kubernetes.connection import JSON_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.quota_policy import DEFAULT_RULES
 from kfp_gpuquota.errors import RunError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.cluster.kubernetes.admission import Verdict
     from kfp_gpuquota.cluster.kubernetes.connection import Connection
+    from kfp_gpuquota.cluster.kubernetes.quota_policy import ClusterRules
 
 PATH: Final = "/admission/pods"
 CONFIGURATION: Final = "gpuquota"
@@ -49,6 +51,7 @@ def build_app(
     controller: str,
     observe: Callable[[Verdict, float], None] = lambda _verdict, _seconds: None,
     policies: Callable[[], Sequence[WorkloadPolicy]] = tuple,
+    rules: Callable[[], ClusterRules] = lambda: DEFAULT_RULES,
 ) -> web.Application:
     """The application. `controller` is the controller's own user name; `observe` is told each verdict and its time."""
 
@@ -56,7 +59,7 @@ def build_app(
         body = await request.read()
         started = time.perf_counter()
         try:
-            reply, verdict = admission.answer(body, controller, policies())
+            reply, verdict = admission.answer(body, controller, policies(), rules())
         except admission.MalformedReviewError as error:
             return web.Response(status=400, text=str(error))
         observe(verdict, time.perf_counter() - started)
@@ -170,13 +173,14 @@ async def serve(
     port: int,
     observe: Callable[[Verdict, float], None] = lambda _verdict, _seconds: None,
     policies: Callable[[], Sequence[WorkloadPolicy]] = tuple,
+    rules: Callable[[], ClusterRules] = lambda: DEFAULT_RULES,
     listens: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve reviews until cancelled; `listens` is called once the port is open.
 
     The first certificate must be there: call `refresh` before.
     """
-    runner = web.AppRunner(build_app(controller, observe, policies), access_log=None)
+    runner = web.AppRunner(build_app(controller, observe, policies, rules), access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, port=port, ssl_context=certificates.context).start()

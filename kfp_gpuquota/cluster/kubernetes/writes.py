@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.connection import JSON, JSON_PATCH
+from kfp_gpuquota.cluster.kubernetes.autoscaled import pool_of
+from kfp_gpuquota.cluster.kubernetes.connection import JSON, JSON_PATCH, MERGE_PATCH
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.translate import GateShape, PodView
@@ -63,11 +64,14 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) ->
     assert pod.gate is not None, "only a gated pod is admitted"
     gate = f"/spec/schedulingGates/{pod.gate.index}"
     notes = {labels.DEVICES: ",".join(map(str, devices)), labels.REASON: reason}
+    pool = pool_of(node)
+    if pool:
+        notes[labels.OPENED] = node
     operations = [
         _operation("test", "/metadata/uid", pod.uid),
         _operation("test", f"{gate}/name", labels.QUOTA_GATE),
         _operation("remove", gate),
-        *_pinned(pod.gate, node),
+        *(_selecting(pod.gate, pool) if pool else _pinned(pod.gate, node)),
         *_annotated(pod.gate, notes),
     ]
     return Write(
@@ -86,16 +90,26 @@ def noting(admission: Write, notes: dict[str, str]) -> Write:
     return msgspec.structs.replace(admission, body=[*admission.body, *more])
 
 
-def eviction(pod: PodView) -> Write:
-    """Ask for the pod's end by the eviction API: disruption budgets are honoured, its own grace period is used."""
+def eviction(pod: PodView, grace_s: float | None = None) -> Write:
+    """Ask for the pod's end by the eviction API, which honours disruption budgets. None: with its own grace period."""
+    options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
+    if grace_s is not None:
+        options["gracePeriodSeconds"] = max(1, int(grace_s))
     body = {
         "apiVersion": "policy/v1",
         "kind": "Eviction",
         "metadata": {"name": pod.name, "namespace": pod.namespace},
-        "deleteOptions": {"preconditions": {"uid": pod.uid}},
+        "deleteOptions": options,
     }
     path = f"{pods_path(pod.namespace)}/{pod.name}/eviction"
     return Write(verb="POST", path=path, about=f"{pod.namespace}/{pod.name}", lane=Lane.RELEASE, body=body)
+
+
+def reclaim_note(pod: PodView, at: float) -> Write:
+    """Note on the pod since when its borrowed GPUs are reclaimed (seconds since 1970), for the next controller."""
+    body = {"metadata": {"uid": pod.uid, "annotations": {labels.RECLAIMED_AT: f"{at:.0f}"}}}
+    path = f"{pods_path(pod.namespace)}/{pod.name}"
+    return Write(verb="PATCH", path=path, about=f"{pod.namespace}/{pod.name}", body=body, content_type=MERGE_PATCH)
 
 
 def deletion(namespace: str, name: str, uid: str = "", grace_s: float | None = None) -> Write:
@@ -129,6 +143,13 @@ def _pinned(gate: GateShape, node: str) -> list[dict[str, Any]]:
         )
         for i, has in enumerate(gate.terms)
     ]
+
+
+def _selecting(gate: GateShape, pool: str) -> list[dict[str, Any]]:
+    """Any node of an autoscaled pool: which one, and whether there is one yet, is kube-scheduler's to find out."""
+    if gate.selects:
+        return [_operation("add", f"/spec/nodeSelector/{escaped(labels.POOL)}", pool)]
+    return [_operation("add", "/spec/nodeSelector", {labels.POOL: pool})]
 
 
 def _annotated(gate: GateShape, notes: dict[str, str]) -> list[dict[str, Any]]:

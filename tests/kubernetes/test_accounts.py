@@ -1,0 +1,265 @@
+"""What the accounts of the controller and the nodes' agents cannot do with their rights, were their tokens stolen."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods
+from tests.kubernetes.installation import CONTROLLER, MANIFESTS, NAMESPACE, QUOTAS, jobs_of
+from tests.kubernetes.test_crds import job, quota
+from tests.kubernetes.test_rbac import denied, may
+from tests.kubernetes.test_webhook import pod
+from tests.patience import until
+from tools.devcluster import ApiError
+from tools.devcluster.client import APPLY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tools.devcluster import DevCluster
+    from tools.devcluster.client import Api
+
+AGENT = f"system:serviceaccount:{reservation_pods.AGENTS_NAMESPACE}:gpuquota-node-agent"
+NODE_OF_TOKEN = "authentication.kubernetes.io/node-name"
+RESERVATIONS = f"/api/v1/namespaces/{reservation_pods.NAMESPACE}/pods"
+ELASTIC_OWNER = {"apiVersion": labels.API_VERSION, "kind": "ElasticJob", "name": "j", "uid": "1", "controller": True}
+DEVICES = {labels.DEVICES: "0"}
+
+
+@pytest.fixture
+def controller(kubeflow_cluster: DevCluster) -> Api:
+    return kubeflow_cluster.api.as_user(CONTROLLER)
+
+
+@pytest.fixture
+def team(kubeflow_cluster: DevCluster) -> str:
+    return kubeflow_cluster.make_namespace(f"a-{uuid.uuid4().hex[:8]}")
+
+
+def pods_of(namespace: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/pods"
+
+
+def worker(name: str = "j-0") -> dict[str, Any]:
+    return pod(name=name, labels={labels.JOB: "j"}, ownerReferences=[ELASTIC_OWNER])
+
+
+def test_it_creates_workers_and_reservations_and_no_other_pods(controller: Api, team: str) -> None:
+    sentence = "the controller creates workers of ElasticJobs and pods that reserve GPUs, and no others"
+    assert sentence in denied(controller.create, pods_of("kube-system"), pod(""))
+    assert sentence in denied(controller.create, pods_of(team), pod(labels={labels.JOB: "j"}))
+    others = [{**ELASTIC_OWNER, "apiVersion": "elastic.iml.github.io/v1alpha1"}]
+    assert sentence in denied(controller.create, pods_of(team), pod(labels={labels.JOB: "j"}, ownerReferences=others))
+    assert controller.create(pods_of(team), worker(), dryRun="All")
+
+
+def test_it_deletes_what_holds_gpus_under_the_quota_and_nothing_else(
+    kubeflow_cluster: DevCluster, controller: Api, team: str
+) -> None:
+    kubeflow_cluster.api.create(pods_of(team), pod("", name="web"))
+    assert "the controller deletes pods that hold GPUs under the quota" in denied(
+        controller.delete, f"{pods_of(team)}/web"
+    )
+    kubeflow_cluster.api.create(pods_of(team), pod(name="held", annotations=DEVICES))
+    controller.delete(f"{pods_of(team)}/held")
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "web"}}
+    for namespace in ("kube-system", NAMESPACE):
+        path = f"{pods_of(namespace)}/web/eviction"
+        assert "the controller evicts no pods of the cluster's own namespaces" in denied(
+            controller.create, path, {**eviction, "metadata": {"name": "web", "namespace": namespace}}
+        ) or not kubeflow_cluster.api.exists(f"{pods_of(namespace)}/web")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"spec": {"containers": [{"name": "main", "image": "evil"}]}}, "only its gate, its node and annotations"),
+        ({"metadata": {"labels": {"app": "other"}}}, "changes no labels of pods"),
+        ({"metadata": {"annotations": {"other": "x"}}}, "changes only annotations of gpuquota.dev"),
+        ({"metadata": {"finalizers": ["a.b/c"]}}, "only its gate, its node and annotations"),
+    ],
+)
+def test_of_a_pod_it_changes_what_the_plan_writes(
+    kubeflow_cluster: DevCluster, controller: Api, team: str, change: dict[str, Any], sentence: str
+) -> None:
+    path = f"{pods_of(team)}/a"
+    kubeflow_cluster.api.create(pods_of(team), pod(labels={"app": "x"}))
+    kind = "application/strategic-merge-patch+json"
+    with pytest.raises(ApiError) as refused:
+        controller.patch(path, change, kind)
+    assert sentence in refused.value.message
+    controller.patch(path, {"metadata": {"annotations": {labels.REASON: "because"}}})
+
+
+def test_it_writes_no_secret_but_its_own_and_those_of_workers(controller: Api, team: str) -> None:
+    sentence = "the controller writes its own Secrets"
+    path = f"/api/v1/namespaces/{team}/secrets"
+    owned = {"ownerReferences": [ELASTIC_OWNER]}
+    assert sentence in denied(controller.create, path, {"metadata": {"name": "x"}})
+    token = {"type": "kubernetes.io/service-account-token"}
+    stolen = {"annotations": {"kubernetes.io/service-account.name": "default"}, **owned}
+    assert sentence in denied(controller.create, path, {"metadata": {"name": "j-membership", **stolen}, **token})
+    assert sentence in denied(
+        controller.create, path, {"metadata": {"name": "j-membership", **owned}, "stringData": {"other": "x"}}
+    )
+    assert sentence in denied(controller.create, f"/api/v1/namespaces/{NAMESPACE}/secrets", {"metadata": {"name": "x"}})
+    made = {"metadata": {"name": "j-1-membership", **owned}, "stringData": {"token": "x", "ca.crt": "y"}}
+    assert controller.create(path, made, dryRun="All")
+
+
+def test_it_writes_no_config_map_but_those_of_sharers(controller: Api, team: str) -> None:
+    path, name = f"/api/v1/namespaces/{team}/configmaps", "gpuquota-gpu-0123456789abcdef"
+    sentence = "the controller writes the ConfigMaps gpuquota-gpu-* of pods that share GPUs, and no others"
+    owner = [{"apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "1"}]
+    fine = {"metadata": {"name": name, "ownerReferences": owner}, "data": {"NVIDIA_VISIBLE_DEVICES": "GPU-1"}}
+    assert controller.create(path, fine, dryRun="All")
+    for change in ({"metadata": {"name": name}}, {"data": {"x": "y"}}, {"metadata": {"name": "x"}}):
+        assert sentence in denied(controller.create, path, {**fine, **change})
+
+
+def test_of_a_namespace_it_sets_one_label(controller: Api, team: str) -> None:
+    path = f"/api/v1/namespaces/{team}"
+    sentence = "the controller sets the label gpuquota.dev/managed of a namespace, and changes nothing else of it"
+    for change in (
+        {"labels": {"pod-security.kubernetes.io/enforce": "privileged"}},
+        {"annotations": {"x": "y"}},
+    ):
+        assert sentence in denied(controller.patch, path, {"metadata": change}), change
+    controller.patch(path, {"metadata": {"labels": {labels.MANAGED: "true"}}})
+
+
+def test_administrators_quotas_are_not_its_to_change(kubeflow_cluster: DevCluster, controller: Api, team: str) -> None:
+    sentence = "the controller writes GpuQuotas that mirror a Profile or are a namespace's default"
+    kubeflow_cluster.api.apply(f"{QUOTAS}/{team}", quota(team, guaranteed=1))
+    assert sentence in denied(controller.patch, f"{QUOTAS}/{team}", {"spec": {"guaranteed": 9}})
+    assert sentence in denied(controller.delete, f"{QUOTAS}/{team}")
+    assert sentence in denied(controller.create, QUOTAS, quota(f"{team}-x"))
+    kubeflow_cluster.api.delete(f"{QUOTAS}/{team}")
+
+
+def test_it_deletes_only_elastic_jobs_that_are_to_be_forgotten(
+    kubeflow_cluster: DevCluster, controller: Api, team: str
+) -> None:
+    kubeflow_cluster.api.create(jobs_of(team), job("kept"))
+    kubeflow_cluster.api.create(jobs_of(team), job("brief", ttlSecondsAfterFinished=0))
+    assert "ttlSecondsAfterFinished" in denied(controller.delete, f"{jobs_of(team)}/kept")
+    controller.delete(f"{jobs_of(team)}/brief")
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource", "group"),
+    [
+        ("delete", "secrets", ""),
+        ("patch", "events", ""),
+        ("list", "persistentvolumeclaims", ""),
+        ("patch", "elasticjobs", labels.GROUP),
+        ("patch", "quotapolicies", labels.GROUP),
+    ],
+)
+def test_it_has_no_right_that_it_does_not_need(
+    kubeflow_cluster: DevCluster, team: str, verb: str, resource: str, group: str
+) -> None:
+    assert not may(kubeflow_cluster, verb, resource, team, group=group)
+
+
+# The nodes' agents
+
+
+@pytest.fixture(scope="module")
+def agents_cluster(kubeflow_cluster: DevCluster) -> Iterator[DevCluster]:
+    """With the rights and the policy of the nodes' agents, and no agent."""
+    folder = MANIFESTS / "components" / "node-agent"
+    for name in ("namespace", "rbac", "policy"):
+        kubeflow_cluster.kubectl("apply", "-f", str(folder / f"{name}.yaml"))
+    yield kubeflow_cluster
+    for name in ("policy", "rbac", "namespace"):
+        kubeflow_cluster.kubectl("delete", "--wait=false", "-f", str(folder / f"{name}.yaml"))
+
+
+@pytest.fixture
+def reservation(agents_cluster: DevCluster) -> Iterator[str]:
+    """The path of a reservation on fake-0."""
+    made = reservation_pods.creation("fake-0", 0, reservation_pods.ReservationSettings()).body
+    agents_cluster.api.as_user(CONTROLLER).create(RESERVATIONS, made)
+    path = f"{RESERVATIONS}/{made['metadata']['name']}"
+    agents_cluster.api.until(path, lambda one: one["spec"].get("nodeName") == "fake-0")
+    yield path
+    agents_cluster.api.delete(path, 0)
+
+
+def on_node(cluster: DevCluster, node: str) -> Api:
+    return cluster.api.as_user(AGENT, extra={NODE_OF_TOKEN: node})
+
+
+def noting(**notes: str) -> dict[str, Any]:
+    return {"metadata": {"annotations": {f"{labels.GROUP}/{name}": text for name, text in notes.items()}}}
+
+
+def test_an_agent_writes_on_its_own_nodes_reservations_only(agents_cluster: DevCluster, reservation: str) -> None:
+    sentence = "a node's agent writes on reservations of its own node"
+    elsewhere, no_node = on_node(agents_cluster, "fake-1"), agents_cluster.api.as_user(AGENT)
+    until(lambda: sentence in _answer(elsewhere, reservation, noting(ready="x")))  # the API server takes a moment
+    assert sentence in denied(no_node.patch, reservation, noting(ready="x"))
+    here = on_node(agents_cluster, "fake-0")
+    patched = here.patch(reservation, noting(ready="ticket", ledger="{}"))
+    assert patched["metadata"]["annotations"][labels.READY] == "ticket"
+
+
+def _answer(api: Api, path: str, change: dict[str, Any]) -> str:
+    try:
+        api.patch(path, change)
+    except ApiError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        noting(sharers="others"),
+        noting(**{"reserves-on": "fake-1"}),
+        {"metadata": {"labels": {labels.RESERVES: "7"}}},
+        {"metadata": {"finalizers": ["a.b/c"]}},
+        {"spec": {"containers": [{"name": "hold", "image": "evil"}]}},
+    ],
+    ids=["sharers", "node", "device", "finalizer", "image"],
+)
+def test_an_agent_writes_who_may_start_and_what_is_used_and_nothing_else(
+    agents_cluster: DevCluster, reservation: str, change: dict[str, Any]
+) -> None:
+    here = on_node(agents_cluster, "fake-0")
+    until(lambda: "a node's agent writes" in _answer(on_node(agents_cluster, "other"), reservation, noting(ready="x")))
+    with pytest.raises(ApiError, match="a node's agent writes the annotations"):
+        here.patch(reservation, change, "application/strategic-merge-patch+json")
+
+
+def test_an_agent_reports_in_its_own_name(agents_cluster: DevCluster, team: str) -> None:
+    path = f"/api/v1/namespaces/{team}/events"
+    event = {
+        "metadata": {"name": "e", "namespace": team},
+        "involvedObject": {"kind": "Pod", "namespace": team, "name": "p"},
+        "source": {"component": "kubelet"},
+    }
+    here = on_node(agents_cluster, "fake-0")
+    until(lambda: "in its own name only" in _created(here, path, event))
+    assert here.create(path, {**event, "source": {"component": "gpuquota-node-agent"}}, dryRun="All")
+
+
+def _created(api: Api, path: str, body: dict[str, Any]) -> str:
+    try:
+        api.create(path, body, dryRun="All")
+    except ApiError as error:
+        return error.message
+    return ""
+
+
+def test_a_server_side_apply_is_looked_at_like_any_write(kubeflow_cluster: DevCluster, team: str) -> None:
+    controller = kubeflow_cluster.api.as_user(CONTROLLER)
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}, "data": {"x": "y"}}
+    path = f"/api/v1/namespaces/{team}/configmaps/x"
+    assert "of pods that share GPUs, and no others" in denied(
+        controller.patch, path, body, APPLY, fieldManager="x", force="true"
+    )
