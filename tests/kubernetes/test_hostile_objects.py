@@ -33,6 +33,7 @@ from tests.kubernetes.detached import (
     NAMESPACES,
     NODES,
     PODS,
+    POLICIES,
     PROFILES,
     QUOTAS,
     VOLUMES,
@@ -55,6 +56,8 @@ NOTES = [
     labels.READY,
     labels.SET_BY,
     labels.SIMULATED,
+    labels.OPENED,
+    labels.RECLAIMED_AT,
     VOLCANO_ANNOTATION,
     INDEX_ANNOTATION,
     *SHARE_ANNOTATIONS,
@@ -79,7 +82,9 @@ LABELS = [
     LEADER_WORKER_LABEL,
 ]
 TEXTS = st.one_of(
-    st.sampled_from(["", "0", "1", "-1", "2", "0.5", "1e309", "nan", "inf", HUGE, f"-{HUGE}", "٣", "²", "1k", "4Gi"]),
+    st.sampled_from(
+        ["", "0", "1", "-1", "2", "0.5", "1e309", "nan", "inf", HUGE, f"pool.{HUGE}", f"-{HUGE}", "٣", "²", "1k", "4Gi"]
+    ),
     st.text(max_size=20),
     st.integers().map(str),
 )
@@ -417,5 +422,23 @@ def test_gauges_of_deleted_projects_go() -> None:
         test.see(QUOTAS, {"metadata": {"name": "team", "uid": "quota-team"}}, "DELETED")
         metrics.look(test.controller)
         assert metrics.registry.get_sample_value("gpuquota_guaranteed_gpus", {"project": "team"}) is None
+
+    run(scenario)
+
+
+def test_a_claim_to_a_place_in_an_autoscaled_pool_makes_no_more_places_than_the_pool_has() -> None:
+    async def scenario(test: Detached) -> None:
+        pools = {"burst": {"autoscaled": {"maxGpus": 8, "gpusPerNode": 4}}}
+        test.see(POLICIES, {"metadata": {"name": "default", "uid": "policy"}, "spec": {"pools": pools}})
+        claim = {labels.OPENED: "autoscaled.burst.9999999", labels.DEVICES: "0"}
+        container = {"name": "main", "resources": {"limits": {labels.GPU_RESOURCE: "1"}}}
+        body = {
+            "metadata": {"name": "claim", "namespace": "team", "uid": "claim", "annotations": claim},
+            "spec": {"containers": [container]},
+            "status": {"phase": "Pending"},
+        }
+        test.see(PODS, body)
+        await test.start()
+        assert set(test.controller.snapshot.told_nodes) == {"autoscaled.burst.0", "autoscaled.burst.1"}
 
     run(scenario)

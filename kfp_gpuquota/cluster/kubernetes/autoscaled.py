@@ -49,10 +49,14 @@ class AutoscaledPool(msgspec.Struct, frozen=True, kw_only=True):
         check_count(f"pools.{self.name}.autoscaled.maxGpus", self.max_gpus, 1, "GPUs", MAX_COUNT)
         check_count(f"pools.{self.name}.autoscaled.gpusPerNode", self.gpus_per_node, 1, "GPUs", MAX_COUNT)
 
+    @property
+    def max_nodes(self) -> int:
+        """Return how many nodes the pool has at most."""
+        return self.max_gpus // self.gpus_per_node
+
     def stand_ins(self, real_gpus: int, guaranteed_demand: float) -> int:
         """Return how many stand-ins there are to be."""
-        most = self.max_gpus // self.gpus_per_node
-        return min(most, ceil(max(real_gpus, guaranteed_demand) / self.gpus_per_node))
+        return min(self.max_nodes, ceil(max(real_gpus, guaranteed_demand) / self.gpus_per_node))
 
     def stand_in(self, number: int) -> ApiNode:
         """Return the node that stands for one that may come."""
@@ -106,8 +110,10 @@ class StandIns:
         self._counts: dict[str, int] = dict.fromkeys(self.pools, 0)
 
     def adjust(self, pool: str, count: int) -> None:
-        """Have so many of a pool, or as many more as are still held."""
-        now = self._counts[pool]
+        """Have so many of a pool, or as many more as are still held; never more than the pool may have nodes, since a
+        pod's annotation may claim any.
+        """
+        count, now = min(count, self.pools[pool].max_nodes), self._counts[pool]
         for number in range(now, count):
             node = self.pools[pool].stand_in(number)
             self._seats.resize(node.name, len(node.devices))
