@@ -179,6 +179,20 @@ def test_what_refers_to_each_other_fits(standalone: DevCluster) -> None:
     assert f"--metrics-port={ports['metrics']}" in arguments
 
 
+def test_only_workers_reach_the_membership_and_only_chosen_namespaces_the_metrics(standalone: DevCluster) -> None:
+    objects = rendered(standalone, MANIFESTS / "overlays" / "standalone")
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    (deployment,) = of_kind(objects, "Deployment")
+    pod = deployment["spec"]["template"]["metadata"]["labels"]
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= pod.items()
+    sources = {rule["ports"][0]["port"]: rule.get("from") for rule in policy["spec"]["ingress"]}
+    assert sources["webhook"] is None, "API servers have no selector"
+    (workers,) = sources["membership"]
+    assert workers["podSelector"]["matchExpressions"] == [{"key": labels.JOB, "operator": "Exists"}]
+    (readers,) = sources["metrics"]
+    assert readers["namespaceSelector"]["matchLabels"] == {"gpuquota.dev/reads-metrics": "true"}
+
+
 def test_the_expressions_name_the_annotations_that_admission_reads(standalone: DevCluster) -> None:
     objects = rendered(standalone, MANIFESTS / "overlays" / "standalone")
     (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")

@@ -91,7 +91,7 @@ class Controller:
         self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
         self.limits = LimitRanges(lambda namespace: self.elastic.limits_changed(namespace))  # noqa: PLW0108 - made below
         self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
-        self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas)
+        self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
         self.pods = self._reflector("/api/v1/pods", objects.Pod, self._pod_changed, self._pod_gone)
         self.reflectors = [self.pods, *self._other_reflectors()]
         self.reservations = Reservations(
