@@ -14,8 +14,9 @@ import pytest
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.quota_policy import PATH
 from tests.kubernetes.controlled import Controlled
-from tests.kubernetes.installation import ACCOUNT, CONTROLLER, NAMESPACE, QUOTAS
-from tests.kubernetes.test_rbac import denied, user
+from tests.kubernetes.installation import ACCOUNT, CONTROLLER, NAMESPACE, PROFILES, QUOTAS
+from tests.kubernetes.test_crds import job
+from tests.kubernetes.test_rbac import denied, profile, user
 from tests.kubernetes.test_webhook import MANAGED, pod
 from tests.patience import until
 from tools.devcluster import ApiError
@@ -176,9 +177,9 @@ def test_a_pod_without_gpus_sees_none_whatever_its_image_says(
     void = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}]
     assert made["spec"]["containers"][0]["env"] == void
     hostile_cluster.api.until(f"{pods}/a", lambda one: one["spec"].get("nodeName"))
-    body = tenant.get(f"{pods}/a")
-    body["spec"]["ephemeralContainers"] = [{"name": "debug", "image": "nvidia/cuda"}]
-    debugged = hostile_cluster.api.replace(f"{pods}/a/ephemeralcontainers", body)  # the role edit may not
+    change = {"spec": {"ephemeralContainers": [{"name": "debug", "image": "nvidia/cuda"}]}}
+    kind = "application/strategic-merge-patch+json"
+    debugged = hostile_cluster.api.patch(f"{pods}/a/ephemeralcontainers", change, kind)  # the role edit may not
     assert debugged["spec"]["ephemeralContainers"][0]["env"] == void
 
 
@@ -199,7 +200,9 @@ def test_a_pod_that_shares_a_gpu_is_taken_and_its_config_map_is_not_the_tenants(
 
 def test_an_elastic_job_is_no_way_around_it(hostile_cluster: DevCluster, namespace: str, pods: str) -> None:
     controller = hostile_cluster.api.as_user(CONTROLLER)
-    body = {"metadata": {"name": "j-0", "labels": {labels.JOB: "j"}}, "spec": variable(value="all")}
+    owner = {"apiVersion": labels.API_VERSION, "kind": "ElasticJob", "name": "j", "uid": "1", "controller": True}
+    meta = {"name": "j-0", "labels": {labels.JOB: "j"}, "ownerReferences": [owner]}
+    body = {"metadata": meta, "spec": variable(value="all")}
     assert "NVIDIA_VISIBLE_DEVICES gives a container GPUs" in refused_in_the_end(controller, pods, body)
 
 
@@ -263,6 +266,12 @@ def test_a_namespace_without_a_quota_is_given_the_default_one(hostile_cluster: D
             assert quota.items() <= given["spec"].items()
             assert given["metadata"]["ownerReferences"][0]["kind"] == "Namespace"
             assert until(lambda: gated(tenant, path))
+            # a Profile's quota replaces it, instead of being merged with it
+            plugins = [{"kind": "GpuQuota", "spec": {"guaranteed": 3}}]
+            hostile_cluster.api.create(PROFILES, profile(name, plugins=plugins))
+            mirrored = world.until(f"{QUOTAS}/{name}", lambda q: q["metadata"]["labels"][labels.SOURCE] == "profile")
+            assert mirrored["spec"]["guaranteed"] == 3
+            assert "limit" not in mirrored["spec"]
         assert labels.MANAGED not in hostile_cluster.api.get("/api/v1/namespaces/kube-system")["metadata"]["labels"]
         assert "forbidden" not in world.log().lower(), world.log()
     finally:
@@ -284,3 +293,29 @@ def test_a_default_quota_is_asked_for_with_its_mode(hostile_cluster: DevCluster)
 def test_the_policy_is_not_the_tenants(tenant: Api) -> None:
     assert denied(tenant.patch, f"{PATH}/default", {"spec": {"unmanaged": "ignore"}})
     assert tenant.get(f"{PATH}/default")["spec"]["reclaim"]["boundSeconds"] == 120, "but everybody sees it"
+
+
+# Numbers without a bound
+
+
+def test_a_group_of_more_pods_than_there_are_digits_is_refused(tenant: Api, pods: str) -> None:
+    huge = {labels.POD_GROUP_SIZE: "9" * 5000}
+    body = pod(labels={labels.POD_GROUP: "g"}, annotations=huge)
+    assert "it must be a whole number, in digits" in denied(tenant.create, pods, body)
+
+
+# Other teams' objects
+
+
+def test_reservations_and_what_stands_on_them_are_not_the_tenants(tenant: Api) -> None:
+    path = "/api/v1/namespaces/gpuquota-reservations/pods"
+    assert denied(tenant.create, path, pod(""))
+    assert denied(tenant.items, path)
+
+
+def test_an_elastic_jobs_worker_is_not_made_by_hand_nor_taken_from_it(tenant: Api, namespace: str, pods: str) -> None:
+    sentence = "workers of an ElasticJob are created by the controller only"
+    assert sentence in denied(tenant.create, pods, pod(labels={labels.JOB: "j", labels.WORKER: "0"}))
+    status = f"/apis/gpuquota.dev/v1alpha1/namespaces/{namespace}/elasticjobs"
+    tenant.create(status, job("mine"))
+    assert denied(tenant.patch, f"{status}/mine/status", {"status": {"generationReserved": 10**9}})

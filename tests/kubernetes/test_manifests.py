@@ -197,6 +197,28 @@ def test_the_controller_names_each_shard_of_the_membership(standalone: DevCluste
     assert advertised == f"--advertise=https://$(POD_NAME).{service}.$(POD_NAMESPACE).svc:{port}"
 
 
+def test_only_workers_reach_the_membership_and_only_chosen_namespaces_the_metrics(standalone: DevCluster) -> None:
+    objects = rendered(standalone, MANIFESTS / "overlays" / "standalone")
+    policies = {policy["metadata"]["name"]: policy["spec"] for policy in of_kind(objects, "NetworkPolicy")}
+    programs = {
+        made["metadata"]["name"]: made for kind in ("Deployment", "StatefulSet") for made in of_kind(objects, kind)
+    }
+    assert policies.keys() == programs.keys()
+    sources: dict[str, list[Any]] = {}
+    for name, policy in policies.items():
+        pod = programs[name]["spec"]["template"]["metadata"]["labels"]
+        assert policy["podSelector"]["matchLabels"].items() <= pod.items()
+        for rule in policy["ingress"]:
+            sources.setdefault(rule["ports"][0]["port"], []).append(rule.get("from"))
+    assert sources["webhook"] == [None], "API servers have no selector"
+    ((workers, controller),) = sources["membership"]
+    assert workers["podSelector"]["matchExpressions"] == [{"key": labels.JOB, "operator": "Exists"}]
+    assert controller["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "gpuquota-controller"}
+    assert "namespaceSelector" not in controller
+    for (readers,) in sources["metrics"]:
+        assert readers["namespaceSelector"]["matchLabels"] == {"gpuquota.dev/reads-metrics": "true"}
+
+
 def test_the_expressions_name_the_annotations_that_admission_reads(standalone: DevCluster) -> None:
     objects = rendered(standalone, MANIFESTS / "overlays" / "standalone")
     (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")

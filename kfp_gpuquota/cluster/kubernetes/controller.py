@@ -107,7 +107,7 @@ class Controller:
         self.volumes = Volumes(self._volume_changed)
         self.limits = LimitRanges(lambda namespace: self.elastic.limits_changed(namespace))  # noqa: PLW0108 - made below
         self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
-        self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas)
+        self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
         self.events = Recorder(self._writer)
         self.quarantine = Quarantine(partial(self.events.tell, warning=True))
         self.pods = self._reflector(

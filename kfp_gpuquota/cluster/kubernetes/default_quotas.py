@@ -2,8 +2,8 @@
 
 Each namespace that is neither labelled, nor exempt, nor has a GpuQuota of its own is given the default one (labelled
 gpuquota.dev/source=default, owned by the namespace, so that it goes with it), and then the label that gates its pods.
-Until then the API server refuses its GPU pods (policy gpuquota-unmanaged), so none starts ungated in between. A Profile
-with a quota, or an administrator, takes such a quota over by writing it. Another mode leaves what was given.
+Until then the API server refuses its GPU pods (policy gpuquota-unmanaged), so none starts ungated in between. The
+quota of a Profile replaces it, and an administrator may write it. Another mode leaves what was given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kfp_gpuquota.cluster.kubernetes.quota_policy import Unmanaged
 from kfp_gpuquota.cluster.kubernetes.writes import Write
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.kinds import GpuQuota
     from kfp_gpuquota.cluster.kubernetes.objects import Namespace
@@ -33,10 +33,15 @@ log = logging.getLogger(__name__)
 
 
 class DefaultQuotas:
-    """Gives namespaces the default quota. `quotas` are those that exist, by name."""
+    """Gives namespaces the default quota. `quotas` are those that exist, by name.
 
-    def __init__(self, writer: Writer, rules: RulesBook, quotas: Mapping[str, GpuQuota]) -> None:
-        self._writer, self._rules, self._quotas = writer, rules, quotas
+    `claimed(namespace)`: a Profile asks for a quota of its own.
+    """
+
+    def __init__(
+        self, writer: Writer, rules: RulesBook, quotas: Mapping[str, GpuQuota], claimed: Callable[[str], bool]
+    ) -> None:
+        self._writer, self._rules, self._quotas, self._claimed = writer, rules, quotas, claimed
         self._namespaces: dict[str, Namespace] = {}
         self._names: dict[str, str] = {}
         self._under_way: set[str] = set()
@@ -68,7 +73,7 @@ class DefaultQuotas:
         namespace, rules = self._namespaces.get(name), self._rules.rules
         if namespace is None or not self._started or name in self._under_way:
             return
-        if rules.unmanaged is not Unmanaged.DEFAULT_QUOTA or rules.exempts(name):
+        if rules.unmanaged is not Unmanaged.DEFAULT_QUOTA or rules.exempts(name) or self._claimed(name):
             return
         meta = namespace.metadata
         if labels.MANAGED in meta.labels or meta.deletion_timestamp is not None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PLUGIN: Final = "GpuQuota"
 SOURCE: Final = "profile"
+DEFAULT: Final = "default"  # of default_quotas.py
 AGAIN_S: Final = 5.0
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,8 @@ class Profiles:
         elif quota is not None and quota.metadata.labels.get(labels.SOURCE) == SOURCE:
             self._drop(name)
 
-    def _asks(self, name: str) -> bool:
+    def asks(self, name: str) -> bool:
+        """Return whether the namespace's Profile asks for a quota."""
         profile = self._profiles.get(name)
         return profile is not None and plugin_of(profile) is not None
 
@@ -108,6 +110,9 @@ class Profiles:
             self._say(name, "InvalidGpuQuota", f"{error.message}; the last good quota stays in force")
             return
         wanted = quota_spec(project)
+        if quota is not None and quota.metadata.labels.get(labels.SOURCE) == DEFAULT:
+            self._drop(name)  # its end is followed by the mirror: two sources' fields would be merged
+            return
         if quota is None or not _says(quota, wanted):
             self._write(name, mirrored(profile, wanted))
         self._label(name)
@@ -117,7 +122,7 @@ class Profiles:
 
     def _label(self, name: str) -> None:
         namespace = self._namespaces.get(name)
-        if namespace is None or not self._asks(name) or namespace.metadata.labels.get(labels.MANAGED):
+        if namespace is None or not self.asks(name) or namespace.metadata.labels.get(labels.MANAGED):
             return  # "false", set by an admin, stays
         body = {"metadata": {"labels": {labels.MANAGED: "true"}}}
         path = f"/api/v1/namespaces/{name}?fieldManager={labels.FIELD_MANAGER}"
