@@ -110,6 +110,7 @@ class Controller:
             self._tell_user,
             count=lambda step: self.metrics.reclaim_steps.labels(step).inc(),
             ended=self.metrics.reclaims.observe,
+            borrows=self._borrows,
         )
         self.actions = PodActions(
             snapshot.plain,
@@ -119,7 +120,6 @@ class Controller:
             self.reservations,
             self.rules,
             self.evictions,
-            borrows=self._borrows,
         )
         self.events = Recorder(self._writer)
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
