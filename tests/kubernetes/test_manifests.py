@@ -155,6 +155,21 @@ def relative(start: Path, target: Path) -> str:
     return f"{ups}{target.resolve()}"
 
 
+def test_without_the_kind_of_the_policy_pods_are_created_and_deleted_as_ever(standalone: DevCluster) -> None:
+    standalone.kubectl("delete", "crd", "quotapolicies.gpuquota.dev")
+    try:
+        managed = standalone.make_namespace("no-policy-managed", {labels.MANAGED: "true"})
+        other = standalone.make_namespace("no-policy")
+        paths = [f"/api/v1/namespaces/{name}/pods" for name in (managed, other)]
+        created_in_the_end(standalone, paths[1], pod())
+        standalone.api.create(paths[0], pod("", spec={"terminationGracePeriodSeconds": 1}))
+        for path in paths:
+            standalone.api.delete(f"{path}/a", 1)
+    finally:
+        standalone.kubectl("apply", "-k", str(MANIFESTS / "crds"))
+        standalone.api.until_served("/apis/gpuquota.dev/v1alpha1/quotapolicies")
+
+
 def test_what_refers_to_each_other_fits(standalone: DevCluster) -> None:
     objects = rendered(standalone, MANIFESTS / "overlays" / "kubeflow")
     sets = [*of_kind(objects, "Deployment"), *of_kind(objects, "StatefulSet")]

@@ -135,6 +135,27 @@ def test_processes_that_ignore_sigterm_for_a_day_are_gone_within_the_bound_on_a_
         kubelet_system.api.delete(f"{PATH}/default")
 
 
+def test_a_team_that_comes_to_borrow_loses_that(tight: Controlled) -> None:
+    """Its own pods would otherwise leave for ever, and others wait for what the plan counts as free soon."""
+    tight.add_nodes(1, gpus=2)
+    team = tight.team(guaranteed=1)
+    tight.start()
+    path = tight.pod(team, "kept", labels_={"app": "kept", labels.PRIORITY: "10"})
+    tight.until(path, lambda p: p["status"].get("phase") == "Running")
+    guard(tight, team, "kept")
+    budget = f"/apis/policy/v1/namespaces/{team}/poddisruptionbudgets/kept-0"
+    tight.until(budget, lambda b: b.get("status", {}).get("currentHealthy") == 1)
+    blocker = tight.pod(tight.team(guaranteed=1), "blocker")
+    tight.until_bound(blocker)
+    urgent = tight.pod(team, "urgent", labels_={labels.PRIORITY: "90"})
+    tight.wait(lambda: "kept was refused" in tight.log())
+    assert "ReclaimForced" not in tight.log()
+    tight.cluster.api.delete(blocker)  # its GPU is idle: the team borrows it
+    tight.until_bound(urgent)
+    tight.wait(lambda: "ReclaimForced" in tight.log())
+    tight.cluster.api.until_gone(path)
+
+
 def deaf(grace_s: int) -> dict[str, Any]:
     """A container that does not end by SIGTERM."""
     command = ["sh", "-c", "trap '' TERM; while :; do sleep 1; done"]

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class PodActions:
     """Admissions and evictions. `noted(pod)` gets the answers of writes, which are news that the watch will repeat.
 
-    `told(pod, reason, message)` is for events that users see, `borrows(namespace)`: it holds more than its guarantee.
+    `told(pod, reason, message)` is for events that users see.
     """
 
     def __init__(
@@ -53,11 +53,10 @@ class PodActions:
         reservations: Reservations,
         rules: RulesBook,
         evictions: Evictions,
-        borrows: Callable[[str], bool],
     ) -> None:
         self._pods, self._writer, self._noted, self._told = pods, writer, noted, told
         self._reservations, self._rules = reservations, rules
-        self._evictions, self._borrows = evictions, borrows
+        self._evictions = evictions
         self._pod = msgspec.json.Decoder(Pod)
 
     def start(self, job: str, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
@@ -78,14 +77,7 @@ class PodActions:
             elif member := self._pods.members.get(uid):
                 self._pods.assume_leaving(uid)
                 self._told(member.view, "Evicted", self._explained(member.view, reason))
-                self._evictions.evict(member.view, bounded=self._is_reclaim(member.view, reason))
-
-    def _is_reclaim(self, pod: PodView, reason: Reason) -> bool:
-        """Return whether the pod's GPUs are borrowed, and another team's to have; a move of such a pod is one, too."""
-        if reason.code in _RECLAIMS:
-            return True
-        moved = reason.code is ReasonCode.CONSOLIDATED and reason.project != pod.namespace
-        return moved and self._borrows(pod.namespace)
+                self._evictions.evict(member.view, bounded=reason.code in _RECLAIMS)
 
     def _explained(self, pod: PodView, reason: Reason) -> str:
         """Return the reason, and what is lost with the pod where its owner does not create another one."""

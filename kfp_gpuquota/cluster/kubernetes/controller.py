@@ -130,6 +130,7 @@ class Controller:
             self._tell_user,
             count=lambda step: self.metrics.reclaim_steps.labels(step).inc(),
             ended=self.metrics.reclaims.observe,
+            borrows=self._borrows,
         )
         self.actions = PodActions(
             snapshot.plain,
@@ -139,7 +140,6 @@ class Controller:
             self.reservations,
             self.rules,
             self.evictions,
-            borrows=self._borrows,
         )
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
         self._waiting = WaitingPods(snapshot.plain, self._tell_user)

@@ -8,9 +8,10 @@
 
 A kubelet goes by the grace period of the first deletion only (kubernetes/kubernetes#83916), whatever a later one says.
 So that of a pod that may borrow is capped when it is created (admission.py), and that of a deletion by anybody when it
-is requested (manifests/base/reclaim-policies.yaml). What is not borrowed (a move, a higher priority of the same team)
-is never deleted: budgets then hold without limit. Not covered: a node that does not answer, on which the pod's object
-stays until the node is back or removed, and pods that were created before the quota was there.
+is requested (manifests/base/reclaim-policies.yaml). While a team holds no more than its guarantee, what it loses to a
+move or to a higher priority of its own is never deleted: budgets then hold without limit. Not covered: a node that does
+not answer, on which the pod's object stays until the node is back or removed, and pods that were created before the
+quota was there.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Ending:
 class Evictions:
     """`known` are the pods as last seen, by uid. `told(pod, reason, message)` is for events that users see.
 
-    `count(step)` and `ended(seconds)` are for metrics.
+    `count(step)` and `ended(seconds)` are for metrics, `borrows(namespace)`: it holds more than its guarantee.
     """
 
     def __init__(
@@ -63,16 +64,17 @@ class Evictions:
         *,
         count: Callable[[str], None] = lambda _step: None,
         ended: Callable[[float], None] = lambda _seconds: None,
+        borrows: Callable[[str], bool] = lambda _namespace: False,
     ) -> None:
         self._known, self._writer, self._rules, self._told = known, writer, rules, told
-        self._count, self._ended = count, ended
+        self._count, self._ended, self._borrows = count, ended, borrows
         self._endings: dict[str, _Ending] = {}
 
     def evict(self, pod: PodView, *, bounded: bool) -> None:
-        """Stop a pod for others; within the bound where it holds borrowed GPUs."""
+        """Stop a pod for others; within the bound where its GPUs are reclaimed, or its team holds borrowed ones."""
         if pod.uid in self._endings:
             return
-        now = time.time()
+        now, bounded = time.time(), bounded or self._borrows(pod.namespace)
         ending = self._endings[pod.uid] = _Ending(pod, self._asked_at(pod, now), bounded)
         ending.noted = ending.asked_at < now
         self._count("evicted")
@@ -123,6 +125,10 @@ class Evictions:
         ending = self._endings.get(uid)
         if ending is None or (isinstance(error, ApiError) and error.gone):
             return  # the watch says so as well; 409 may be another pod of that name, or a conflict that passes
+        if not ending.bounded and self._borrows(ending.pod.namespace):
+            # others may be waiting for this very pod's GPUs: the plan counts what leaves as what is free soon
+            ending.bounded, ending.asked_at = True, time.time()
+            self._set(ending, "delete", self._last_moment(ending) - ending.asked_at, self._delete)
         self._count("refused")
         self._told(ending.pod, "EvictionBlocked", self._why_blocked(ending, error))
         if ending.bounded and not ending.noted:
