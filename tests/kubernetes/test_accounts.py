@@ -110,6 +110,15 @@ def test_it_writes_no_secret_but_its_own_and_those_of_workers(controller: Api, t
     assert controller.create(path, made, dryRun="All")
 
 
+def test_it_deletes_no_secret_but_those_of_workers(kubeflow_cluster: DevCluster, controller: Api, team: str) -> None:
+    path = f"/api/v1/namespaces/{team}/secrets"
+    kubeflow_cluster.api.create(path, {"metadata": {"name": "password-membership"}})
+    assert "the controller writes its own Secrets" in denied(controller.delete, f"{path}/password-membership")
+    made = {"metadata": {"name": "j-2-membership", "ownerReferences": [ELASTIC_OWNER]}, "stringData": {"token": "x"}}
+    controller.create(path, made)
+    controller.delete(f"{path}/j-2-membership")
+
+
 def test_it_writes_no_config_map_but_those_of_sharers(controller: Api, team: str) -> None:
     path, name = f"/api/v1/namespaces/{team}/configmaps", "gpuquota-gpu-0123456789abcdef"
     sentence = "the controller writes the ConfigMaps gpuquota-gpu-* of pods that share GPUs, and no others"
@@ -152,9 +161,9 @@ def test_it_deletes_only_elastic_jobs_that_are_to_be_forgotten(
 @pytest.mark.parametrize(
     ("verb", "resource", "group"),
     [
-        ("delete", "secrets", ""),
+        ("patch", "secrets", ""),
         ("patch", "events", ""),
-        ("list", "persistentvolumeclaims", ""),
+        ("patch", "persistentvolumeclaims", ""),
         ("patch", "elasticjobs", labels.GROUP),
         ("patch", "quotapolicies", labels.GROUP),
     ],
