@@ -26,8 +26,9 @@ newest: $(VENV)/.dev  ## The tests that use kfp, with the newest kfp 2 instead o
 	PYTHONPATH=out/kfp $(BIN)/python -c 'import kfp; print("kfp", kfp.__version__)'
 	PYTHONPATH=$(CURDIR)/out/kfp $(BIN)/python -m pytest -n auto --dist loadgroup $(KFP_TESTS:%=tests/dsl/test_%.py)
 
-soak: $(VENV)/.dev  ## Random histories of elastic training: SEEDS=0:200 (a range or a list), or one: ELASTIC_HISTORY='...' make soak
+soak: $(VENV)/.dev  ## Failovers with 200 workers, and random histories of elastic training: SEEDS=0:200 (a range or a list), or one: ELASTIC_HISTORY='...' make soak
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
+	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_failover.py --workers 200
 
 check: lint types layers  ## Style, types and import layers
 
