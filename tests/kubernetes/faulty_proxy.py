@@ -41,7 +41,7 @@ class FaultyProxy:
         self._faults = itertools.cycle(self._random.sample(FAULTS, len(FAULTS)))
         self.injected: Counter[tuple[str, str]] = Counter()
         self.conflicts: Counter[tuple[str, str]] = Counter()
-        self._live: set[asyncio.BaseTransport] = set()
+        self._live: set[asyncio.Transport] = set()
         self._refusals = 0
         self.partitioned = False  # nothing comes through
         self.writes: list[tuple[str, str]] = []  # that came, by verb and path
@@ -107,7 +107,7 @@ class FaultyProxy:
         await self._session.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None
+        assert isinstance(request.transport, asyncio.Transport)
         self._live.add(request.transport)
         if request.method not in {"GET", "HEAD"}:
             self.writes.append((request.method, request.path))

@@ -32,7 +32,8 @@ class Worker:
     def __init__(self, pod: Object, folder: Path) -> None:
         values = {one["name"]: one.get("value", "") for one in pod["spec"]["containers"][0]["env"]}
         self.id = values["ELASTIC_WORKER_ID"]
-        self.generation, self.members, self.refused = 0, (), ""
+        self.generation, self.refused = 0, ""
+        self.members: tuple[str, ...] = ()
         self.orders = 0
         environment = Environment(
             worker_id=self.id,

@@ -98,7 +98,7 @@ class World:
 
         def running() -> bool:
             pods = self.controlled.pods(self.team).values()
-            return sum(pod["status"].get("phase") == "Running" for pod in pods) == workers
+            return len([pod for pod in pods if pod["status"].get("phase") == "Running"]) == workers
 
         self.controlled.wait(running, self.controlled.log, SLOW_S)
         for pod in self.controlled.pods(self.team).values():
