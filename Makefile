@@ -26,9 +26,10 @@ newest: $(VENV)/.dev  ## The tests that use kfp, with the newest kfp 2 instead o
 	PYTHONPATH=out/kfp $(BIN)/python -c 'import kfp; print("kfp", kfp.__version__)'
 	PYTHONPATH=$(CURDIR)/out/kfp $(BIN)/python -m pytest -n auto --dist loadgroup $(KFP_TESTS:%=tests/dsl/test_%.py)
 
-soak: $(VENV)/.dev  ## Full counts of what CI samples: histories of training (SEEDS=0:200, or ELASTIC_HISTORY='...'), kills of the controller
+soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELASTIC_HISTORY='...'), the controller's kills and failovers
 	$(BIN)/python -m tools.devcluster build
-	$(BIN)/python -m pytest tests/kubernetes/test_faults.py --plans 200 --away 120 --timeout 3600
+	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_faults.py --plans 200 --away 120 --timeout 3600
+	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_failover.py --workers 200
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
 
 check: lint types layers  ## Style, types and import layers

@@ -146,5 +146,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--plans", type=int, default=20, help="how often the Kubernetes controller is killed while it plans"
     )
+    parser.addoption("--workers", type=int, default=20, help="simulated workers that outlive failovers")
+    parser.addoption("--failovers", type=int, default=7, help="how many kinds of failovers, of 7")
     parser.addoption("--away", type=float, default=8.0, help="seconds for which the API server is away")
     parser.addoption("--seeds", default="1,2,3", help="seeds of the random histories, separated by commas")

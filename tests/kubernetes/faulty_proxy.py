@@ -41,10 +41,23 @@ class FaultyProxy:
         self._faults = itertools.cycle(self._random.sample(FAULTS, len(FAULTS)))
         self.injected: Counter[tuple[str, str]] = Counter()
         self.conflicts: Counter[tuple[str, str]] = Counter()
-        self._live: set[asyncio.BaseTransport] = set()
+        self._live: set[asyncio.Transport] = set()
         self._refusals = 0
+        self.partitioned = False  # nothing comes through
+        self.writes: list[tuple[str, str]] = []  # that came, by verb and path
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def cut(self, *, off: bool) -> None:
+        """Break all connections and let none through, or let them through again."""
+
+        async def now() -> None:
+            self.partitioned = off
+            for transport in self._live:
+                transport.abort()
+            self._live.clear()
+
+        asyncio.run_coroutine_threadsafe(now(), self._loop).result(30)
 
     def restart(self, refusals: int) -> None:
         """Break all connections off, and answer the next calls, this many, with 403."""
@@ -94,8 +107,12 @@ class FaultyProxy:
         await self._session.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None
+        assert isinstance(request.transport, asyncio.Transport)
         self._live.add(request.transport)
+        if request.method not in {"GET", "HEAD"}:
+            self.writes.append((request.method, request.path))
+        if self.partitioned:
+            return _break_off(request)
         if self._refusals:
             self._refusals -= 1
             self.injected[request.method, "403"] += 1
