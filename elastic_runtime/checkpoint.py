@@ -92,7 +92,12 @@ def _blocks(step: int, skeleton: bytes, tensors: list[torch.Tensor]) -> Iterator
     head = encode((step, skeleton, describe(tensors)))
     start = MAGIC + len(head).to_bytes(8, "little")
     checksum = 0
-    parts = [start, zlib.crc32(head, zlib.crc32(start)).to_bytes(4, "little"), head, *map(bytes_of, tensors)]
+    parts: list[bytes | memoryview] = [
+        start,
+        zlib.crc32(head, zlib.crc32(start)).to_bytes(4, "little"),
+        head,
+        *map(bytes_of, tensors),
+    ]
     for part in parts:
         checksum = zlib.crc32(part, checksum)
         yield part

@@ -185,6 +185,10 @@ class MembershipService:
         if job_uid in self._jobs:
             self._apply(job_uid, WorkerGone(worker, finished))
 
+    def is_open(self, job_uid: str) -> bool:
+        """Whether the job is served."""
+        return job_uid in self._jobs
+
     def machine(self, job_uid: str) -> Membership:
         """The job's machine, to be read only. NotFoundError for a job that is not open."""
         return self._job(job_uid).machine
