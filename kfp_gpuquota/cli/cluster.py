@@ -11,7 +11,8 @@ import typer
 from kfp_gpuquota.api.quantity import as_number, parse_mib
 from kfp_gpuquota.cli.amounts import pairs, whole_number
 from kfp_gpuquota.cli.options import OutputOption, client
-from kfp_gpuquota.cli.output import Format, age, show, table
+from kfp_gpuquota.cli.output import Format, age, in_json, show, table
+from kfp_gpuquota.cli.terminal import say, say_data
 from kfp_gpuquota.errors import StateFileError
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def start(
             memory_policy=Policy(killer=gpu_memory_killer, lend_silent=lend_silent),
         )
         start_with(home, config)
-    typer.echo(f"the cluster runs in {home.root}")
+    say(f"the cluster runs in {home.root}")
     status()
 
 
@@ -141,7 +142,7 @@ def backup(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to w
     from kfp_gpuquota.cluster.local.database import back_up  # noqa: PLC0415
 
     back_up(embedded_home().database, file.absolute())
-    typer.echo(f"the cluster's state is in {file}")
+    say(f"the cluster's state is in {file}")
 
 
 @app.command("restore", short_help="Go back to a copy of the cluster's state.")
@@ -157,7 +158,7 @@ def restore(file: Annotated[Path, typer.Argument(metavar="FILE", help="What `clu
 
     home = _stopped_home("restored")
     former = database.restore(file.absolute(), home.database)
-    typer.echo(f"the state was restored from {file}" + (f"; the former one is {former}" if former else ""))
+    say(f"the state was restored from {file}" + (f"; the former one is {former}" if former else ""))
 
 
 @app.command("export", short_help="Write the cluster's state as JSON.")
@@ -170,7 +171,7 @@ def export() -> None:
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.exporting import exported  # noqa: PLC0415
 
-    typer.echo(exported(embedded_home().database))
+    say_data(in_json(exported(embedded_home().database)))
 
 
 @app.command("repair", short_help="Show what of the state cannot be used; repair a damaged file.")
@@ -192,11 +193,11 @@ def repair(
         _salvage_if_damaged(home)
     if discard:
         store = Store(_stopped_home("repaired").database)
-        typer.echo(f"{store.discard_quarantined()} records were deleted")
+        say(f"{store.discard_quarantined()} records were deleted")
         store.close()
         return
     rows = [(each.kind, each.key, each.why) for each in quarantined(home.database)]
-    typer.echo(table(("KIND", "NAME", "WHY"), rows) if rows else "nothing is set aside")
+    say(table(("KIND", "NAME", "WHY"), rows) if rows else "nothing is set aside")
 
 
 def _salvage_if_damaged(home: Home) -> None:
@@ -209,7 +210,7 @@ def _salvage_if_damaged(home: Home) -> None:
             raise
         damaged, kept = salvage(home.database)
         counts = ", ".join(f"{count} {name}" for name, count in kept.items() if count)
-        typer.echo(f"the state file was damaged and is now {damaged}; kept were {counts or 'no records'}")
+        say(f"the state file was damaged and is now {damaged}; kept were {counts or 'no records'}")
 
 
 def _stopped_home(what: str) -> Home:
@@ -235,13 +236,13 @@ def stop() -> None:
 
     home = embedded_home()
     if not home.is_locked():
-        typer.echo("the cluster does not run")
+        say("the cluster does not run")
         return
     reached = client()
     running = [job.spec.name for job in reached.list_jobs().jobs if job.status.gpus]
     reached.stop_cluster()
     await_stop(home)
-    typer.echo("the cluster has stopped" + (f"; still running: {', '.join(running)}" if running else ""))
+    say("the cluster has stopped" + (f"; still running: {', '.join(running)}" if running else ""))
 
 
 @app.command("status", short_help="Show the cluster.")

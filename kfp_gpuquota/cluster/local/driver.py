@@ -20,7 +20,7 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
-from kfp_gpuquota.cluster.lifecycle import after_worker_gone, progressed, resized
+from kfp_gpuquota.cluster.lifecycle import after_reboot, after_worker_gone, progressed, resized
 from kfp_gpuquota.cluster.local import shims
 from kfp_gpuquota.cluster.local.environment import worker_environment
 from kfp_gpuquota.cluster.local.home import Home, write_private
@@ -272,6 +272,8 @@ class Driver:
                 self._on_started(worker.id)
                 if record.released:
                     self._ask_to_go(record)
+            case shims.Found.REBOOTED:
+                self._requeue_after_reboot(record)
             case shims.Found.ENDED:
                 self._loop.call_soon(self._on_ended, worker.id, shims.exit_code(directory))
             case shims.Found.NEVER_STARTED if not record.released:
@@ -280,6 +282,18 @@ class Driver:
                 self._loop.call_soon(self._on_ended, worker.id, shims.EXIT_SHIM_LOST)
             case shims.Found.NEVER_STARTED:
                 self._loop.call_later(RETRY_S, self._recover_worker, record)
+
+    def _requeue_after_reboot(self, record: WorkerRecord) -> None:
+        worker = record.worker
+        try:
+            with self._state.change() as change:
+                transcript = Transcript(self._state, change, time.time())
+                transcript.record(after_reboot(self._state.jobs[worker.job_uid]))
+        except StateFileError as error:
+            log.error("the restart of the machine is recorded in %s s: %s", RETRY_S, error)
+            self._loop.call_later(RETRY_S, self._recover_worker, record)
+            return
+        self._loop.call_soon(self._on_ended, worker.id, shims.EXIT_SHIM_LOST)
 
     def _on_started(self, worker: str) -> None:
         self._start_failures.pop(worker, None)

@@ -4,7 +4,7 @@ Run as `python -I -S shim.py DIRECTORY`; standard library only, so that it start
 
     DIRECTORY/spec.json     argv, environment, directory, grace_period_s ...  by the daemon, before
     DIRECTORY/lock          held (flock) for as long as the shim lives
-    DIRECTORY/process.json  pids and start times                              written before the worker's exec
+    DIRECTORY/process.json  pids, start times, boot id                        written before the worker's exec
     DIRECTORY/log           the last of what the worker writes                by this process, from a pipe
     DIRECTORY/exit.json     exit code and time                                renamed from exit.reserve, last
 
@@ -48,6 +48,12 @@ def start_time(pid: int) -> int:
     """When `pid` was started, in clock ticks since boot: with the pid, a name that is never used again."""
     with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123 (pathlib costs 5 ms of start-up)
         return int(stat.read().rpartition(")")[2].split()[19])
+
+
+def boot_id() -> str:
+    """A name of this start of the machine: ticks since boot and pids are used again after the next one."""
+    with open("/proc/sys/kernel/random/boot_id") as file:  # noqa: PTH123
+        return file.read().strip()
 
 
 def write_atomically(path: str, content: dict[str, object]) -> None:
@@ -169,7 +175,7 @@ def start_worker(spec: dict[str, object], signals: set[signal.Signals]) -> tuple
     os.close(go_read)
     os.close(written)
     identity = {"pid": worker, "start": start_time(worker), "shim_pid": parent, "shim_start": start_time(parent)}
-    write_atomically("process.json", {**identity, "at": time.time()})
+    write_atomically("process.json", {**identity, "boot_id": boot_id(), "at": time.time()})
     os.write(go_write, b"1")
     os.close(go_write)
     return worker, log

@@ -51,6 +51,7 @@ class Found(StrEnum):
     NEVER_STARTED = "never-started"
     RUNNING = "running"
     ENDED = "ended"
+    REBOOTED = "rebooted"
 
 
 class Shims:
@@ -101,6 +102,8 @@ class Shims:
         identity = _read_json(directory / "process.json")
         if identity is None:
             return Found.NEVER_STARTED
+        if _is_of_earlier_boot(identity):
+            return Found.REBOOTED
         pidfd = _open_process(int(identity["shim_pid"]), int(identity["shim_start"]))
         if pidfd is None:
             end_leftovers(worker)
@@ -223,8 +226,10 @@ def without_record(jobs: Path, known: Container[str]) -> Iterator[str]:
         if directory.name in known or (directory / "exit.json").exists():
             continue
         identity = _read_json(directory / "process.json")
-        pidfd = identity and _open_process(int(identity["shim_pid"]), int(identity["shim_start"]))
-        if pidfd:
+        if identity is None or _is_of_earlier_boot(identity):
+            continue
+        pidfd = _open_process(int(identity["shim_pid"]), int(identity["shim_start"]))
+        if pidfd is not None:
             os.close(pidfd)
             yield directory.name
 
@@ -242,6 +247,11 @@ def end_leftovers(worker: str) -> None:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             finally:
                 os.close(pidfd)
+
+
+def _is_of_earlier_boot(identity: dict[str, Any]) -> bool:
+    """Whether the process was started before the machine was: its number may be another's now."""
+    return bool(identity.get("boot_id", shim.boot_id()) != shim.boot_id())
 
 
 def _open_process(pid: int, start: int) -> int | None:
