@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -78,6 +79,11 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             check_name("parent", self.parent)
             if self.parent == self.name:
                 raise InvalidFieldError("parent", self.parent, "a project cannot be its own parent")
+
+
+def version_of(project: Project) -> str:
+    """Return a name of the project's contents, for If-Match: it differs whenever a field does."""
+    return '"' + hashlib.sha256(msgspec.json.encode(project, order="deterministic")).hexdigest()[:32] + '"'
 
 
 def check_parents(projects: Mapping[str, Project], project: Project) -> None:

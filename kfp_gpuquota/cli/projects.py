@@ -13,7 +13,7 @@ from kfp_gpuquota.cli.amounts import gpu_quota, pairs
 from kfp_gpuquota.cli.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.output import Format, show, table
 from kfp_gpuquota.cli.terminal import say
-from kfp_gpuquota.errors import UnauthorizedError, UsageError
+from kfp_gpuquota.errors import ConflictError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import ProjectView
@@ -110,11 +110,24 @@ def set_quota(
       gpuquota project set team-a --limit none
     """
     reached = client()
-    before = reached.get_project(name).project
     changed = _given(guaranteed, limit, priority, weight, parent) | _amounts(cpu, cpu_limit, memory, memory_limit)
-    view = reached.set_project(msgspec.structs.replace(before, **changed, pools={**before.pools, **_pools(pool or [])}))
+    view = _changed(reached, name, changed, _pools(pool or []))
     say(f"project {name} changed: {_quota(view)}")
     _note(_overcommitted(reached))
+
+
+def _changed(reached: ClusterClient, name: str, changed: dict[str, Any], pools: dict[str, PoolQuota]) -> ProjectView:
+    """Change some fields, on top of what others change at the same time. ConflictError as `set_project`."""
+    before = reached.get_project(name).project
+    while True:
+        after = msgspec.structs.replace(before, **changed, pools={**before.pools, **pools})
+        try:
+            return reached.set_project(after, expected=before)
+        except ConflictError:
+            found = reached.get_project(name).project
+            if found == before:  # it was refused for another reason
+                raise
+            before = found
 
 
 @app.command("list", short_help="List projects.")

@@ -13,7 +13,7 @@ import msgspec
 
 from kfp_gpuquota.api import Job, JobStatus, Phase, Project, Reason, ReasonCode
 from kfp_gpuquota.api.policy import WorkloadPolicy, admit
-from kfp_gpuquota.api.project import check_parents
+from kfp_gpuquota.api.project import check_parents, version_of
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import (
     Event,
@@ -85,11 +85,16 @@ class LocalCluster:
             )
         return self.set_project(project)
 
-    def set_project(self, project: Project) -> ProjectView:
-        """Make it, or change its quota.
+    def set_project(self, project: Project, *, if_match: str = "") -> ProjectView:
+        """Make it, or change its quota, where its version is still `if_match` ("": whatever it is).
 
         Raises NotFoundError and InvalidFieldError for its parent, ConflictError when sessions in use no longer fit.
         """
+        if if_match and version_of(self._state.project(project.name)) != if_match:
+            raise ConflictError(
+                f"project {project.name!r} was changed by somebody else in the meantime, and nothing was changed now; "
+                "look at it and try again: gpuquota project list"
+            )
         if project.parent is not None:
             self._state.project(project.parent)
         changed = {**self._state.projects, project.name: project}
