@@ -18,8 +18,8 @@ reconnect: --workers simulated workers (of jobs of --job-size) on --shards membe
          break at once, until all are connected again. `cpu_ms_per_worker` is the shards' CPU time meanwhile, signs of
          life included (`idle_percent_of_a_core` is what these take), `kib_per_worker` their memory for each connection,
          `killed` the workers that they wanted ended. No API server takes part
-webhook-under-plan: 50 reviews a second at the webhook's own port, sent by a process of its own, while a reclaim of 1,000
-         pods is planned: `p99_ms`, and `quiet_p99_ms` in the ten seconds before it
+webhook-under-plan: 50 reviews a second at the webhook's own port, sent by a process of its own, while a reclaim of
+         1,000 pods is planned: `p99_ms`, and `quiet_p99_ms` in the ten seconds before it
 
 `writes_per_pod` are all writes of the API server during the case, whoever made them (the generator's one creation a
 pod, the controller's, kube-scheduler's binding and KWOK's status), by its own metrics.

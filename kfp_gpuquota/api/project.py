@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import TYPE_CHECKING
+
 import msgspec
 from msgspec.structs import force_setattr
 
@@ -20,9 +23,13 @@ from kfp_gpuquota.api.validation import (
     check_name,
     check_range,
 )
-from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.errors import InvalidFieldError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DEFAULT_PROJECT_PRIORITY = 100
+MAX_LEVELS = 16
 
 
 class PoolQuota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +79,27 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             check_name("parent", self.parent)
             if self.parent == self.name:
                 raise InvalidFieldError("parent", self.parent, "a project cannot be its own parent")
+
+
+def version_of(project: Project) -> str:
+    """Return a name of the project's contents, for If-Match: it differs whenever a field does."""
+    return '"' + hashlib.sha256(msgspec.json.encode(project, order="deterministic")).hexdigest()[:32] + '"'
+
+
+def check_parents(projects: Mapping[str, Project], project: Project) -> None:
+    """Raise NotFoundError or InvalidFieldError where `project` cannot have the parents that it has in `projects`."""
+    names = [project.name]
+    parent = project.parent
+    while parent is not None:
+        if parent not in projects:
+            raise NotFoundError(f"project {parent!r} does not exist, which project {names[-1]!r} names as its parent")
+        if parent in names:
+            circle = " -> ".join([*names[names.index(parent) :], parent])
+            raise InvalidFieldError("parent", project.parent, f"projects would be their own departments: {circle}")
+        names.append(parent)
+        if len(names) > MAX_LEVELS:
+            raise InvalidFieldError("parent", project.parent, f"departments nest at most {MAX_LEVELS} levels deep")
+        parent = projects[parent].parent
 
 
 def _check_quota(quota: PoolQuota | Project, prefix: str) -> None:

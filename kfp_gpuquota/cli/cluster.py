@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sqlite3
+from pathlib import Path  # noqa: TC003 (typer reads it)
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kfp_gpuquota.api.quantity import as_number, parse_mib
 from kfp_gpuquota.cli.amounts import pairs, whole_number
 from kfp_gpuquota.cli.options import OutputOption, client
-from kfp_gpuquota.cli.output import Format, age, show, table
+from kfp_gpuquota.cli.output import Format, age, in_json, show, table
+from kfp_gpuquota.cli.terminal import say, say_data
+from kfp_gpuquota.errors import StateFileError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.local.home import Home
 
 app = typer.Typer(help="The embedded cluster on this machine.", no_args_is_help=True)
 
@@ -44,6 +51,15 @@ KillerOption = Annotated[
         "--gpu-memory-killer", help="End processes that hold GPU memory which an owner needs; else only tell."
     ),
 ]
+LogLimitOption = Annotated[
+    str | None, typer.Option("--log-limit", metavar="SIZE", help="Keep so much of each worker's log; else 100Mi.")
+]
+KeepDaysOption = Annotated[
+    float | None, typer.Option("--keep-ended-days", min=0, help="Delete jobs that ended so long ago; else 30.")
+]
+KeepJobsOption = Annotated[
+    int | None, typer.Option("--keep-ended-jobs", min=0, help="Keep so many ended jobs at most; else 5000.")
+]
 LendOption = Annotated[
     bool, typer.Option("--lend-silent", help="Lend also what jobs without elastic_runtime leave of their GPU memory.")
 ]
@@ -58,6 +74,9 @@ def start(
     memory_per_node: MemoryOption = None,
     usage_half_life: HalfLifeOption = None,
     pool: PoolOption = None,
+    log_limit: LogLimitOption = None,
+    keep_ended_days: KeepDaysOption = None,
+    keep_ended_jobs: KeepJobsOption = None,
     *,
     gpu_memory_killer: KillerOption = False,
     lend_silent: LendOption = False,
@@ -72,14 +91,20 @@ def start(
       gpuquota cluster start --gpus 2 --gpu-memory 16G
     """
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
-    from kfp_gpuquota.cluster.local.devices import ClusterConfig  # noqa: PLC0415
+    from kfp_gpuquota.cluster.local.devices import (  # noqa: PLC0415
+        DEFAULT_KEEP_ENDED_JOBS,
+        DEFAULT_KEEP_ENDED_S,
+        DEFAULT_LOG_LIMIT_MIB,
+        ClusterConfig,
+    )
     from kfp_gpuquota.cluster.local.start import ensure_running, start_with  # noqa: PLC0415
     from kfp_gpuquota.errors import ConflictError  # noqa: PLC0415
     from kfp_gpuquota.fractions import Policy  # noqa: PLC0415
 
     home = embedded_home()
     amounts = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, usage_half_life, pool)
-    if all(given is None for given in amounts) and not gpu_memory_killer and not lend_silent:
+    kept = (log_limit, keep_ended_days, keep_ended_jobs)
+    if all(given is None for given in (*amounts, *kept)) and not gpu_memory_killer and not lend_silent:
         ensure_running(home)
     elif home.is_locked():
         raise ConflictError("the cluster already runs; stop it first to give it another shape: gpuquota cluster stop")
@@ -94,11 +119,109 @@ def start(
             memory_per_node_mib=None if memory_per_node is None else parse_mib("memory_per_node", memory_per_node),
             pools=pools,
             usage_half_life_s=None if usage_half_life is None else usage_half_life * 3600,
+            log_limit_mib=DEFAULT_LOG_LIMIT_MIB if log_limit is None else parse_mib("log_limit", log_limit),
+            keep_ended_s=DEFAULT_KEEP_ENDED_S if keep_ended_days is None else keep_ended_days * 86_400,
+            keep_ended_jobs=DEFAULT_KEEP_ENDED_JOBS if keep_ended_jobs is None else keep_ended_jobs,
             memory_policy=Policy(killer=gpu_memory_killer, lend_silent=lend_silent),
         )
         start_with(home, config)
-    typer.echo(f"the cluster runs in {home.root}")
+    say(f"the cluster runs in {home.root}")
     status()
+
+
+@app.command("backup", short_help="Copy the cluster's state to a file.")
+def backup(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the copy.")]) -> None:
+    """Copy the cluster's state (projects, policies, jobs, history) to a file, also while it runs.
+
+    Logs and checkpoints are not in it: they are in the directory jobs/ of the cluster's directory.
+
+    Example:
+      gpuquota cluster backup state-backup.db
+    """
+    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.cluster.local.database import back_up  # noqa: PLC0415
+
+    back_up(embedded_home().database, file.absolute())
+    say(f"the cluster's state is in {file}")
+
+
+@app.command("restore", short_help="Go back to a copy of the cluster's state.")
+def restore(file: Annotated[Path, typer.Argument(metavar="FILE", help="What `cluster backup` wrote.")]) -> None:
+    """Put a copy in the place of the cluster's state; the cluster must be stopped.
+
+    Jobs that the copy does not have are ended when the cluster starts. The former state is kept beside it.
+
+    Example:
+      gpuquota cluster restore state-backup.db
+    """
+    from kfp_gpuquota.cluster.local import database  # noqa: PLC0415
+
+    home = _stopped_home("restored")
+    former = database.restore(file.absolute(), home.database)
+    say(f"the state was restored from {file}" + (f"; the former one is {former}" if former else ""))
+
+
+@app.command("export", short_help="Write the cluster's state as JSON.")
+def export() -> None:
+    """Write projects, policies, jobs and history as JSON to stdout.
+
+    Example:
+      gpuquota cluster export > state.json
+    """
+    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.cluster.local.exporting import exported  # noqa: PLC0415
+
+    say_data(in_json(exported(embedded_home().database)))
+
+
+@app.command("repair", short_help="Show what of the state cannot be used; repair a damaged file.")
+def repair(
+    *, discard: Annotated[bool, typer.Option("--discard", help="Delete for good what was set aside.")] = False
+) -> None:
+    """Show the records that were set aside because they cannot be used; of a damaged file keep what can be read.
+
+    Examples:
+      gpuquota cluster repair
+      gpuquota cluster repair --discard
+    """
+    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.cluster.local.exporting import quarantined  # noqa: PLC0415
+    from kfp_gpuquota.cluster.local.store import Store  # noqa: PLC0415
+
+    home = embedded_home()
+    if not home.is_locked():
+        _salvage_if_damaged(home)
+    if discard:
+        store = Store(_stopped_home("repaired").database)
+        say(f"{store.discard_quarantined()} records were deleted")
+        store.close()
+        return
+    rows = [(each.kind, each.key, each.why) for each in quarantined(home.database)]
+    say(table(("KIND", "NAME", "WHY"), rows) if rows else "nothing is set aside")
+
+
+def _salvage_if_damaged(home: Home) -> None:
+    from kfp_gpuquota.cluster.local.database import open_database, salvage  # noqa: PLC0415
+
+    try:
+        open_database(home.database).close()
+    except (StateFileError, sqlite3.DatabaseError) as error:
+        if "newer version" in str(error):
+            raise
+        damaged, kept = salvage(home.database)
+        counts = ", ".join(f"{count} {name}" for name, count in kept.items() if count)
+        say(f"the state file was damaged and is now {damaged}; kept were {counts or 'no records'}")
+
+
+def _stopped_home(what: str) -> Home:
+    """The cluster's directory. Raises ConflictError while its daemon runs."""
+    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.errors import ConflictError  # noqa: PLC0415
+
+    home = embedded_home()
+    if home.is_locked():
+        raise ConflictError(f"a running cluster cannot be {what}; stop it first: gpuquota cluster stop")
+    return home
 
 
 @app.command("stop", short_help="Stop the cluster's daemon.")
@@ -113,13 +236,13 @@ def stop() -> None:
 
     home = embedded_home()
     if not home.is_locked():
-        typer.echo("the cluster does not run")
+        say("the cluster does not run")
         return
     reached = client()
     running = [job.spec.name for job in reached.list_jobs().jobs if job.status.gpus]
     reached.stop_cluster()
     await_stop(home)
-    typer.echo("the cluster has stopped" + (f"; still running: {', '.join(running)}" if running else ""))
+    say("the cluster has stopped" + (f"; still running: {', '.join(running)}" if running else ""))
 
 
 @app.command("status", short_help="Show the cluster.")

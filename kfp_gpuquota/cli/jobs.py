@@ -13,6 +13,7 @@ import typer
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.options import JobArgument, ProjectOption, client, on_kubernetes, project_or_configured
+from kfp_gpuquota.cli.terminal import say
 from kfp_gpuquota.errors import ConflictError, JobFailedError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
     reached, project = client(), project_or_configured(project)
     for name in jobs:
         reached.suspend_job(project, name)
-        typer.echo(f"job {name} suspended")
+        say(f"job {name} suspended")
 
 
 def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
@@ -53,7 +54,7 @@ def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
     reached, project = client(), project_or_configured(project)
     for name in jobs:
         reached.resume_job(project, name)
-        typer.echo(f"job {name} resumed")
+        say(f"job {name} resumed")
 
 
 def wait(
@@ -80,7 +81,7 @@ def wait(
     ]
     for job in failed:
         why = f": {job.status.reason.message}" if job.status.reason else ""
-        typer.echo(f"job {job.spec.name} is {job.status.phase.value.lower()}{why}", err=True)
+        say(f"job {job.spec.name} is {job.status.phase.value.lower()}{why}", err=True)
     if failed:
         raise typer.Exit(1)
 
@@ -114,7 +115,7 @@ def delete(
     if wait_for_end:
         _wait_until_gone(reached, project, {known[name] for name in jobs})
     for name in jobs:
-        typer.echo(f"job {name} deleted")
+        say(f"job {name} deleted")
 
 
 def execute(

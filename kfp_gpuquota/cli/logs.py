@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import typer
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.options import JobArgument, ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.terminal import say, write_log
 from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -44,7 +44,11 @@ def logs(
     _say_if_not_started(reached.get_job(project, job))
 
     def begin(which: str) -> int:
-        return 0 if tail is None else tail_start(_log_so_far(reached, project, job, which), tail)
+        if tail is None:
+            return 0
+        first = reached.read_log(project, job, worker=which)
+        left_out = first.next_offset - len(first.text)
+        return left_out + tail_start(_log_so_far(reached, project, job, which), tail)
 
     if not follow:
         chunks = _log_so_far(reached, project, job, worker, begin(worker))
@@ -52,7 +56,7 @@ def logs(
         chunks = reached.follow_log(project, job, worker=worker, offset=begin(worker))
     else:
         chunks = _job_log(reached, project, job, begin)
-    _write(chunks)
+    write_log(chunks)
 
 
 def follow_to_the_end(reached: ClusterClient, project: str, name: str) -> int:
@@ -66,31 +70,25 @@ def follow_to_the_end(reached: ClusterClient, project: str, name: str) -> int:
 
     def tell(job: Job) -> None:
         for line in narrator.lines(job, time.monotonic()):
-            typer.echo(line, err=True)
+            say(line, err=True)
 
     try:
-        _write(_job_log(reached, project, name, lambda _: 0, tell))
+        write_log(_job_log(reached, project, name, lambda _: 0, tell))
         ended = reached.get_job(project, name)
     except NotFoundError:
-        typer.echo(f"job {name} was deleted", err=True)
+        say(f"job {name} was deleted", err=True)
         return 1
     except KeyboardInterrupt:
         again, stop = f"gpuquota logs {name} -p {project} -f", f"gpuquota delete {name} -p {project}"
-        typer.echo(f"\njob {name} goes on; follow it again with: {again}; stop it with: {stop}", err=True)
+        say(f"\njob {name} goes on; follow it again with: {again}; stop it with: {stop}", err=True)
         return 130
-    typer.echo(f"job {name} {conclusion(ended)}", err=True)
+    say(f"job {name} {conclusion(ended)}", err=True)
     return exit_status(ended)
 
 
 def exit_status(job: Job) -> int:
     """Of a command that stands for a job that has ended."""
     return 0 if job.status.phase is Phase.SUCCEEDED else job.status.exit_code or 1
-
-
-def _write(chunks: Iterable[bytes]) -> None:
-    for chunk in chunks:
-        sys.stdout.buffer.write(chunk)
-        sys.stdout.flush()
 
 
 def tail_start(chunks: Iterable[bytes], lines: int) -> int:
@@ -109,7 +107,7 @@ def tail_start(chunks: Iterable[bytes], lines: int) -> int:
 def _say_if_not_started(job: Job) -> None:
     if not job.status.workers and job.status.phase in {Phase.PENDING, Phase.SUSPENDED}:
         why = f": {job.status.reason.message}" if job.status.reason else ""
-        typer.echo(f"job {job.spec.name} has not started and is {job.status.phase.value.lower()}{why}", err=True)
+        say(f"job {job.spec.name} has not started and is {job.status.phase.value.lower()}{why}", err=True)
 
 
 def _log_so_far(reached: ClusterClient, project: str, job: str, worker: str, offset: int = 0) -> Iterator[bytes]:
@@ -139,7 +137,7 @@ def _job_log(
             seen(found)
         while found is not None and (left := to_follow(found, followed)):
             if followed:
-                typer.echo(f"worker {left[0].index} goes on:", err=True)
+                say(f"worker {left[0].index} goes on:", err=True)
             worker = left[0].id
             offset = 0 if followed else begin(worker)
             followed.append(worker)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kfp_gpuquota.cli import cluster, jobs, logs, pipeline, policies, projects, show, simulate, submit, whatif
+from kfp_gpuquota.cli.terminal import say
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.version import __version__
 
@@ -36,7 +37,7 @@ whatif.register(app)
 
 def _show_version(*, wanted: bool) -> None:
     if wanted:
-        typer.echo(f"gpuquota {__version__}")
+        say(f"gpuquota {__version__}")
         raise typer.Exit
 
 
@@ -84,7 +85,7 @@ def main() -> None:
     try:
         app()
     except GpuQuotaError as error:
-        typer.echo(f"Error: {error.message}", err=True)
+        say(f"Error: {error.message}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import msgspec
-import typer
+
+from kfp_gpuquota.cli.terminal import say, say_data, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -26,16 +28,21 @@ class Format(StrEnum):
 def show(content: object, output: Format, tabulated: str = "") -> None:
     """Print `content` (structs) as JSON or YAML, or the table made of it."""
     if text := rendered(content, output, tabulated):
-        typer.echo(text)
+        (say_data if output in {Format.JSON, Format.YAML} else say)(text)
 
 
 def rendered(content: object, output: Format, tabulated: str) -> str:
     """`content` (structs) as JSON or YAML, or the table made of it."""
     if output is Format.JSON:
-        return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
+        return in_json(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
     if output is Format.YAML:
         return msgspec.yaml.encode(msgspec.to_builtins(content)).decode().rstrip()
     return tabulated
+
+
+def in_json(text: str) -> str:
+    """JSON escapes ASCII's control characters by itself; others may be written as escapes as well."""
+    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -44,7 +51,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     Not rich's table: a thousand jobs take it half a second, and a script cannot cut its frames.
     """
     rows = [list(row) for row in rows]
-    shown = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    shown = [["" if cell is None else visible(str(cell)).replace("\n", "\\x0a") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *shown, strict=True)]
     right = [bool(rows) and all(isinstance(row[index], int | float) for row in rows) for index in range(len(columns))]
     return "\n".join(_line(line, widths, right) for line in (list(columns), *shown))
@@ -62,14 +69,14 @@ def watch(pictures: Iterator[str]) -> None:
     """Redraw in place on a terminal, print one after the other elsewhere; until Ctrl-C."""
     if not sys.stdout.isatty():
         for picture in pictures:
-            typer.echo(picture)
+            say(picture)
         return
     from rich.live import Live  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
     with Live(auto_refresh=False) as live:
         for picture in pictures:
-            live.update(Text(picture, no_wrap=True, overflow="ellipsis"), refresh=True)
+            live.update(Text(visible(picture), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 def age(since: float | None, until: float | None = None) -> str:

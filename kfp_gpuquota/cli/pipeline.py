@@ -11,6 +11,7 @@ import typer
 
 from kfp_gpuquota.cli.options import OutputOption  # noqa: TC001  # typer reads annotations at run time
 from kfp_gpuquota.cli.output import Format, show, table
+from kfp_gpuquota.cli.terminal import say
 from kfp_gpuquota.errors import ClusterUnavailableError, DefinitionError, UsageError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def route(
     except OSError as error:
         raise UsageError(f"cannot write {str(out)!r}: {error.strerror}") from error
     steps = [step.step for step in check_pipeline(routed.spec).routed]
-    typer.echo(f"{out}: {_steps(len(steps))} routed{': ' if steps else ''}{', '.join(steps)}")
+    say(f"{out}: {_steps(len(steps))} routed{': ' if steps else ''}{', '.join(steps)}")
 
 
 @app.command("check", short_help="Show what will be routed, and what is wrong.")
@@ -124,13 +125,13 @@ def run(
 
     values = arguments_from(loaded.spec, arguments or [])
     if host:
-        typer.echo(f"run {runs.submit(loaded, values, host, root, namespace)} submitted to {host}")
+        say(f"run {runs.submit(loaded, values, host, root, namespace)} submitted to {host}")
         return
     if problems := _checked(loaded, project, _cluster()).problems:
         more = f" (and {len(problems) - 1} more; see: gpuquota pipeline check {file})" if len(problems) > 1 else ""
         raise DefinitionError(problems[0] + more)
     for name, value in runs.run_locally(loaded, values, root).items():
-        typer.echo(f"{name}: {value}")
+        say(f"{name}: {value}")
 
 
 def _loaded(file: Path, name: str) -> Package:

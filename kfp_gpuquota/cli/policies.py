@@ -11,6 +11,7 @@ from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
 from kfp_gpuquota.api.quantity import parse_mib, show_mib
 from kfp_gpuquota.cli.options import OutputOption, client
 from kfp_gpuquota.cli.output import Format, show, table
+from kfp_gpuquota.cli.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +89,7 @@ def delete_policy(name: NameArgument) -> None:
       gpuquota policy delete sessions
     """
     client().delete_policy(name)
-    typer.echo(f"policy {name} deleted")
+    say(f"policy {name} deleted")
 
 
 def _table(policies: tuple[WorkloadPolicy, ...]) -> str:

@@ -12,7 +12,8 @@ from kfp_gpuquota.api.quantity import as_number, parse_cores, parse_mib, show_mi
 from kfp_gpuquota.cli.amounts import gpu_quota, pairs
 from kfp_gpuquota.cli.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.output import Format, show, table
-from kfp_gpuquota.errors import UnauthorizedError, UsageError
+from kfp_gpuquota.cli.terminal import say
+from kfp_gpuquota.errors import ConflictError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import ProjectView
@@ -83,7 +84,7 @@ def create(
     project = Project(name=name, **given, **others, pools=_pools(pool or []))
     reached = client()
     view = reached.create_project(project)
-    typer.echo(f"project {name} created: {_quota(view)}")
+    say(f"project {name} created: {_quota(view)}")
     for note in (reached.quota_gap(name), _overcommitted(reached)):
         _note(note)
 
@@ -109,11 +110,24 @@ def set_quota(
       gpuquota project set team-a --limit none
     """
     reached = client()
-    before = reached.get_project(name).project
     changed = _given(guaranteed, limit, priority, weight, parent) | _amounts(cpu, cpu_limit, memory, memory_limit)
-    view = reached.set_project(msgspec.structs.replace(before, **changed, pools={**before.pools, **_pools(pool or [])}))
-    typer.echo(f"project {name} changed: {_quota(view)}")
+    view = _changed(reached, name, changed, _pools(pool or []))
+    say(f"project {name} changed: {_quota(view)}")
     _note(_overcommitted(reached))
+
+
+def _changed(reached: ClusterClient, name: str, changed: dict[str, Any], pools: dict[str, PoolQuota]) -> ProjectView:
+    """Change some fields, on top of what others change at the same time. ConflictError as `set_project`."""
+    before = reached.get_project(name).project
+    while True:
+        after = msgspec.structs.replace(before, **changed, pools={**before.pools, **pools})
+        try:
+            return reached.set_project(after, expected=before)
+        except ConflictError:
+            found = reached.get_project(name).project
+            if found == before:  # it was refused for another reason
+                raise
+            before = found
 
 
 @app.command("list", short_help="List projects.")
@@ -138,7 +152,7 @@ def delete(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -> No
     reached = client()
     for name in names:
         reached.delete_project(name)
-        typer.echo(f"project {name} deleted")
+        say(f"project {name} deleted")
 
 
 @config.command("project", short_help="Set the project to work in.")
@@ -152,7 +166,7 @@ def config_project(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") 
     from kfp_gpuquota.cluster.connect import current_project, load_settings, save_settings  # noqa: PLC0415
 
     if not name:
-        typer.echo(current_project())
+        say(current_project())
         return
     if on_kubernetes():
         raise UsageError(
@@ -161,7 +175,7 @@ def config_project(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") 
         )
     client().get_project(name)
     save_settings(msgspec.structs.replace(load_settings(), project=name))
-    typer.echo(f"project {name} is used from now on")
+    say(f"project {name} is used from now on")
 
 
 @config.command("context", short_help="Set the cluster to work with.")
@@ -178,11 +192,11 @@ def config_context(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") 
 
     if not name:
         context = kube_context()
-        typer.echo(EMBEDDED if context is None else context or "the current context")
+        say(EMBEDDED if context is None else context or "the current context")
         return
     save_settings(msgspec.structs.replace(load_settings(), context=name))
     client().health()
-    typer.echo(f"context {name} is used from now on")
+    say(f"context {name} is used from now on")
 
 
 def project_table(views: tuple[ProjectView, ...], *, wide: bool = False) -> str:
@@ -231,7 +245,7 @@ def _both(amounts: list[str | None]) -> str:
 
 def _note(text: str) -> None:
     if text:
-        typer.echo(f"note: {text}", err=True)
+        say(f"note: {text}", err=True)
 
 
 def _overcommitted(reached: ClusterClient) -> str:

@@ -26,6 +26,7 @@ from kfp_gpuquota.cli.options import (
 from kfp_gpuquota.cli.output import Format, age, rendered, show, table
 from kfp_gpuquota.cli.output import watch as watch_pictures
 from kfp_gpuquota.cli.projects import project_table
+from kfp_gpuquota.cli.terminal import say
 from kfp_gpuquota.errors import InvalidFieldError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def list_things(
         reached.get_project(chosen)
     if watch:  # quotas and nodes change in what they hold when jobs do
         watch_pictures(_listed(reached, what, output, seen.jobs) for seen in reached.watch_jobs(chosen))
-    typer.echo(_listed(reached, what, output, reached.list_jobs(chosen).jobs if what is What.JOBS else ()))
+    say(_listed(reached, what, output, reached.list_jobs(chosen).jobs if what is What.JOBS else ()))
 
 
 def _listed(reached: ClusterClient, what: What, output: Format, jobs: Sequence[Job]) -> str:
@@ -111,7 +112,7 @@ def describe(job: JobArgument, project: ProjectOption = "", output: OutputOption
         parts.append(table(columns, _worker_rows(found)))
     if found.status.resizes:
         parts.append(table(("SIZE CHANGED", "FROM", "TO", "STEP", "PAUSE", "WHY"), _resize_rows(found)))
-    typer.echo("\n\n".join(parts))
+    say("\n\n".join(parts))
 
 
 def explain(job: JobArgument, project: ProjectOption = "") -> None:
@@ -124,11 +125,11 @@ def explain(job: JobArgument, project: ProjectOption = "") -> None:
     found = reached.get_job(project_or_configured(project), job)
     status = found.status
     why = f": {status.reason.message}" if status.reason is not None else ""
-    typer.echo(f"{found.spec.name} is {status.phase.value.lower()} with {_gpus(status.gpus)}{why}")
+    say(f"{found.spec.name} is {status.phase.value.lower()} with {_gpus(status.gpus)}{why}")
     if place := _place_in_queue(reached, found):
-        typer.echo(place)
+        say(place)
     if (stopped := status.last_eviction) is not None and stopped.reason != status.reason:
-        typer.echo(f"it was last stopped {age(stopped.at)} ago: {stopped.reason.message}")
+        say(f"it was last stopped {age(stopped.at)} ago: {stopped.reason.message}")
 
 
 def top(
@@ -152,7 +153,7 @@ def top(
     """
     reached = client()
     if plot is not None:
-        typer.echo(_plot_memory(reached, plot, seconds))
+        say(_plot_memory(reached, plot, seconds))
         return
     if gpus:
         watch_pictures(_gpu_pictures(reached, once=not watch))
@@ -164,7 +165,7 @@ def top(
     project = _visible_project(reached)
     if watch:
         watch_pictures(_overview(reached, project) for _ in reached.watch_jobs(project))
-    typer.echo(_overview(reached, project))
+    say(_overview(reached, project))
 
 
 def _job_table(jobs: Sequence[Job], output: Format = Format.TABLE) -> str:

@@ -15,6 +15,7 @@ from kfp_gpuquota.cli.amounts import gpus_or_fraction, pairs, toleration_of, who
 from kfp_gpuquota.cli.logs import follow_to_the_end
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.cli.output import Format, show
+from kfp_gpuquota.cli.terminal import say
 from kfp_gpuquota.errors import UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
@@ -224,9 +225,9 @@ def submit(
     job = reached.submit(spec)
     if output is Format.TABLE:
         for field, policy in job.status.set_by.items():
-            typer.echo(f"{field} is {getattr(job.spec, field):g}: policy {policy} says so", err=follow)
+            say(f"{field} is {getattr(job.spec, field):g}: policy {policy} says so", err=follow)
         see = f"see it with: gpuquota describe {name} -p {project}"
-        typer.echo(f"job {name} submitted to project {project}; {see}", err=follow)  # what follows is the job's
+        say(f"job {name} submitted to project {project}; {see}", err=follow)  # what follows is the job's
     show(job, output)
     if follow:
         raise typer.Exit(follow_to_the_end(reached, project, name))

@@ -10,6 +10,10 @@
 | failed by itself, managed, the last one      | fails with its exit code                                        |
 | killed after the training, others are left   | goes on: another one holds or brings its result                 |
 | failed by itself after the training          | fails with its exit code, the others are stopped                |
+| ended because the machine was restarted      | returns to the queue, whatever its kind; not counted            |
+
+What is counted are incidents: workers that are lost within `INCIDENT_S` of each other are one, and a job that has gone
+on for `WINDOW_S` without one starts to count anew.
 """
 
 from __future__ import annotations
@@ -27,33 +31,60 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Progress
 
 KILLED_ABOVE = 128
+INCIDENT_S = 10.0
+WINDOW_S = 6 * 3600.0
 _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
 
 def after_worker_gone(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
     """The job after `gone` has ended; `workers` are all of its present attempt, `gone` among them."""
     if not gone.released and job.intent is Intent.RUN:
-        job = _after_own_end(job, gone, workers)
+        job = _after_own_end(job, gone, workers, now)
     if any(worker.alive for worker in workers):
         return job
     return settled(job, workers, now)
 
 
-def _after_own_end(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord]) -> JobRecord:
+def _after_own_end(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
     code = gone.worker.exit_code or 0
     if code == 0:
         return msgspec.structs.replace(job, completing=True)
     others = any(worker.alive or _finished(worker) for worker in workers)
     if job.completing and others and not _failed_by_itself(job, gone):
         return job  # the training is over, and another worker holds or brings its result
-    recoverable = job.managed and (others or code > KILLED_ABOVE) and job.status.restarts < job.spec.max_restarts
+    job = _forgiven(job, now)
+    counted = _is_new_incident(job, now)
+    may_restart = not counted or job.status.restarts < job.spec.max_restarts
+    recoverable = job.managed and (others or code > KILLED_ABOVE) and may_restart
     recoverable = recoverable and not (job.completing and _failed_by_itself(job, gone))
-    why = _failure(gone, code, job, recoverable=recoverable)
-    job = with_status(job, restarts=job.status.restarts + recoverable, exit_code=code, reason=why)
-    job = msgspec.structs.replace(job, resize_reason=why)
+    why = _failure(gone, code, job, recoverable=recoverable, counted=counted)
+    job = with_status(job, restarts=job.status.restarts + (recoverable and counted), exit_code=code, reason=why)
+    job = msgspec.structs.replace(job, resize_reason=why, incident_at=now if counted else job.incident_at)
     if not recoverable:
         return msgspec.structs.replace(job, intent=Intent.FAIL)
     return job if others else msgspec.structs.replace(job, intent=Intent.REQUEUE)
+
+
+def _is_new_incident(job: JobRecord, now: float) -> bool:
+    """Whether a loss now has another cause than the one that was counted last."""
+    return job.incident_at is None or not 0 <= now - job.incident_at <= INCIDENT_S
+
+
+def _forgiven(job: JobRecord, now: float) -> JobRecord:
+    """The job with its restarts of long ago not counted any more."""
+    if job.incident_at is None or now - job.incident_at < WINDOW_S:
+        return job
+    return with_status(job, restarts=0)
+
+
+def after_reboot(job: JobRecord) -> JobRecord:
+    """The job when its workers have ended because the machine was restarted: it returns to the queue."""
+    if job.status.phase.final or job.intent is not Intent.RUN:
+        return job
+    message = "the machine was restarted; the job goes back to the queue"
+    reason = Reason(code=ReasonCode.WORKER_FAILED, message=message)
+    job = msgspec.structs.replace(job, intent=Intent.REQUEUE, resize_reason=reason)
+    return with_status(job, phase=Phase.STOPPING, reason=reason)
 
 
 def _failed_by_itself(job: JobRecord, gone: WorkerRecord) -> bool:
@@ -131,14 +162,14 @@ def _finished(worker: WorkerRecord) -> bool:
     return not worker.alive and not worker.released and worker.worker.exit_code == 0
 
 
-def _failure(gone: WorkerRecord, code: int, job: JobRecord, *, recoverable: bool) -> Reason:
+def _failure(gone: WorkerRecord, code: int, job: JobRecord, *, recoverable: bool, counted: bool) -> Reason:
     how = f"was killed by signal {code - KILLED_ABOVE}" if code > KILLED_ABOVE else f"ended with exit code {code}"
     how += _MEANINGS.get(code, "")
     then = ""
     if job.completing and _failed_by_itself(job, gone):
         then = ", after its training had ended" if job.managed else ", after another one had ended with 0"
     elif recoverable:
-        then = f"; restart {job.status.restarts + 1} of at most {job.spec.max_restarts}"
+        then = f"; restart {job.status.restarts + counted} of at most {job.spec.max_restarts}"
     elif job.managed and job.spec.max_restarts and job.status.restarts >= job.spec.max_restarts:
         then = f"; it had been restarted {job.spec.max_restarts} times, which is its max_restarts"
     return Reason(

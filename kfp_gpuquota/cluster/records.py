@@ -31,7 +31,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `attempt` counts its starts, and marks the workers of each. `managed`: its workers have joined a membership, so
     it loses and gains workers without a restart. `completing`: a worker has finished, so it takes no more.
     `generation_high` is the highest generation number ever given out, `size` the GPUs it last ran with,
-    `resize_reason` why its size is changing.
+    `resize_reason` why its size is changing. `incident_at` is when its last restart was counted, in seconds since the
+    epoch.
     """
 
     uid: str
@@ -48,6 +49,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     resize_reason: Reason | None = None
     lease_holder: str = ""
     lease_s: float = 0.0
+    incident_at: float | None = None
 
     @property
     def ending(self) -> bool:

@@ -63,7 +63,8 @@ def build_app(
 def _serve(backend: Backend, route: Route) -> Handler:
     async def handle(request: web.Request) -> web.Response:
         body = decode_body(route, await _body(request))
-        answer = await route.handler(backend, Request(request.match_info, request.query, body))
+        version = request.headers.get("If-Match", "")
+        answer = await route.handler(backend, Request(request.match_info, request.query, body, version))
         if route.answer is None:
             return web.Response(status=204)
         return _json(answer, 201 if route.created else 200)

@@ -32,8 +32,8 @@ class Backend(Protocol):
     def create_project(self, project: Project) -> ProjectView:
         """Make it."""
 
-    def set_project(self, project: Project) -> ProjectView:
-        """Make it, or change it to what is given."""
+    def set_project(self, project: Project, *, if_match: str = "") -> ProjectView:
+        """Make it, or change it to what is given, where its version is still `if_match` ("": whatever it is)."""
 
     def delete_project(self, name: str) -> None:
         """Remove it while it is empty."""

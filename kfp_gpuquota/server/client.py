@@ -18,6 +18,7 @@ import msgspec
 from kfp_gpuquota import errors
 from kfp_gpuquota.api import Job, JobSpec, Project
 from kfp_gpuquota.api.policy import WorkloadPolicy
+from kfp_gpuquota.api.project import version_of
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.wire import (
     ErrorAnswer,
@@ -60,6 +61,7 @@ class Client:
         self._retry_for_s = retry_for_s
         self._connection: UnixConnection | None = None
         self._token = ""
+        self._version = ""  # that the present request is meant for
         self._owner_pid = os.getpid()
 
     # Projects and nodes
@@ -80,9 +82,10 @@ class Client:
         """Make it; AlreadyExistsError."""
         return self._call("POST", "/v1/projects", ProjectView, project)
 
-    def set_project(self, project: Project) -> ProjectView:
-        """Make it, or change its quota to what is given."""
-        return self._call("PUT", f"/v1/projects/{quote(project.name)}", ProjectView, project)
+    def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
+        """Make it, or change its quota to what is given; ConflictError where it is not as `expected` any more."""
+        version = version_of(expected) if expected else ""
+        return self._call("PUT", f"/v1/projects/{quote(project.name)}", ProjectView, project, if_match=version)
 
     def quota_gap(self, name: str) -> str:
         """Nothing: here everything that runs is a project's job."""
@@ -197,8 +200,18 @@ class Client:
 
     # Transport
 
-    def _call(self, method: str, path: str, answer: type[T] | Any, body: object = None, *, wait_s: float = 0.0) -> T:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        answer: type[T] | Any,
+        body: object = None,
+        *,
+        wait_s: float = 0.0,
+        if_match: str = "",
+    ) -> T:
         encoded = b"" if body is None else msgspec.json.encode(body)
+        self._version = if_match
         response, raw = self._request(method, path, encoded, wait_s)
         if response.status >= 300:
             raise _error(response.status, raw)
@@ -223,6 +236,8 @@ class Client:
     def _attempt(self, method: str, path: str, body: bytes, timeout_s: float) -> tuple[http.client.HTTPResponse, bytes]:
         connection = self._connect(timeout_s)
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        if self._version:
+            headers["If-Match"] = self._version
         connection.request(method, path, body=body or None, headers=headers)
         with connection.getresponse() as response:
             # Left to the collection of garbage, it would be closed by Python code whose exceptions are dropped: also

@@ -34,8 +34,8 @@ class ClusterClient(Protocol):
     def create_project(self, project: Project) -> ProjectView:
         """Make it; AlreadyExistsError."""
 
-    def set_project(self, project: Project) -> ProjectView:
-        """Make it, or change its quota to what is given."""
+    def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
+        """Make it, or change its quota to what is given; ConflictError where it is not as `expected` any more."""
 
     def quota_gap(self, name: str) -> str:
         """What the project's quota does not reach yet, and what would change that; "" where it reaches everything."""

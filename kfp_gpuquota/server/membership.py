@@ -214,6 +214,10 @@ class MembershipService:
         if job := self._jobs.get(job_uid):
             self._drain(job_uid, job)
 
+    def is_open(self, job_uid: str) -> bool:
+        """Whether the job is served."""
+        return job_uid in self._jobs
+
     def machine(self, job_uid: str) -> Membership:
         """The job's machine, to be read only. NotFoundError for a job that is not open."""
         return self._job(job_uid).machine

@@ -34,11 +34,12 @@ MAX_WAIT_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Request:
-    """One request, decoded: variables of the path, of the query, and the body."""
+    """One request, decoded: variables of the path, of the query, the body, and the version it is meant for."""
 
     path: Mapping[str, str]
     query: Mapping[str, str]
     body: Any = None
+    if_match: str = ""
 
     @property
     def timeout_s(self) -> float:
@@ -98,7 +99,7 @@ async def _get_project(backend: Backend, request: Request) -> object:
 async def _set_project(backend: Backend, request: Request) -> object:
     if request.body.name != request.path["project"]:
         raise InvalidFieldError("name", request.body.name, f"the path names project {request.path['project']!r}")
-    return backend.set_project(request.body)
+    return backend.set_project(request.body, if_match=request.if_match)
 
 
 async def _delete_project(backend: Backend, request: Request) -> object:

@@ -47,7 +47,7 @@ def test_a_state_file_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
         database.execute("PRAGMA user_version = 99")
     database.close()
     before = home.database.read_bytes()
-    with pytest.raises(ClusterStartError, match=r"newer version \(format 99, this one knows 1\); upgrade"):
+    with pytest.raises(ClusterStartError, match=r"newer version \(format 99, this one knows 2\); upgrade"):
         ensure_running(home)
     assert home.database.read_bytes() == before
 

@@ -101,8 +101,13 @@ class KubernetesClient:
             ) from None
         return self.get_project(project.name)
 
-    def set_project(self, project: Project) -> ProjectView:
-        """Make it, or change its quota to what is given; ConflictError where a Profile says it."""
+    def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
+        """Make it, or change its quota to what is given.
+
+        ConflictError where a Profile says it, and where it is not as `expected` any more.
+        """
+        if expected is not None and self.get_project(project.name).project != expected:
+            raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; look at it and try again")
         path, wanted = f"{QUOTAS}/{quote(project.name)}", views.gpu_quota(project)
         try:
             before = _decode(self.calls.get(path), kinds.GpuQuota)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 import uuid
 from typing import TYPE_CHECKING, Final
@@ -11,6 +13,7 @@ import msgspec
 
 from kfp_gpuquota.api import Job, JobStatus, Phase, Project, Reason, ReasonCode
 from kfp_gpuquota.api.policy import WorkloadPolicy, admit
+from kfp_gpuquota.api.project import check_parents, version_of
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import (
     Event,
@@ -26,9 +29,11 @@ from kfp_gpuquota.api.wire import (
     Supposition,
 )
 from kfp_gpuquota.cluster.admission import check_fits
+from kfp_gpuquota.cluster.local import retention
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.records import Intent, JobRecord, with_status
 from kfp_gpuquota.cluster.supposing import suppose
-from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError
+from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, StateFileError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,18 +47,24 @@ LOG_CHUNK: Final = 1 << 18
 LOG_POLL_S: Final = 0.1
 EVENT_POLL_S: Final = 0.5
 
+log = logging.getLogger(__name__)
+
 
 class LocalCluster:
     """The embedded cluster's answer to `server.backend.Backend`."""
 
-    def __init__(self, home: Home, store: Store, state: ClusterState, driver: Driver) -> None:
+    def __init__(
+        self, home: Home, store: Store, state: ClusterState, driver: Driver, config: ClusterConfig | None = None
+    ) -> None:
         self._home = home
+        self._config = config or ClusterConfig()
         self._store = store
         self._state = state
         self._driver = driver
         self._leases: dict[str, asyncio.TimerHandle] = {}
         for job in state.jobs.values():
             self._watch_lease(job)
+        asyncio.get_running_loop().call_soon(self._delete_outdated)
 
     # Projects and nodes
 
@@ -74,10 +85,21 @@ class LocalCluster:
             )
         return self.set_project(project)
 
-    def set_project(self, project: Project) -> ProjectView:
-        """Make it, or change its quota. Raises ConflictError when sessions in use no longer fit."""
+    def set_project(self, project: Project, *, if_match: str = "") -> ProjectView:
+        """Make it, or change its quota, where its version is still `if_match` ("": whatever it is).
+
+        Raises NotFoundError and InvalidFieldError for its parent, ConflictError when sessions in use no longer fit.
+        """
+        if if_match and version_of(self._state.project(project.name)) != if_match:
+            raise ConflictError(
+                f"project {project.name!r} was changed by somebody else in the meantime, and nothing was changed now; "
+                "look at it and try again: gpuquota project list"
+            )
         if project.parent is not None:
             self._state.project(project.parent)
+        changed = {**self._state.projects, project.name: project}
+        for each in changed.values():
+            check_parents(changed, each)
         self._check_not_below_use(project)
         with self._state.change() as change:
             change.projects[project.name] = project
@@ -240,9 +262,9 @@ class LocalCluster:
         deadline = time.monotonic() + timeout_s
         while True:
             alive = (known := self._state.workers.get(record)) is not None and known.alive
-            text = _read_from(path, offset)
+            text, begin = _read_from(path, offset)
             if text or not alive or time.monotonic() >= deadline:
-                return LogChunk(text=text, next_offset=offset + len(text), more=bool(text) or alive)
+                return LogChunk(text=text, next_offset=begin + len(text), more=bool(text) or alive)
             await asyncio.sleep(LOG_POLL_S)
 
     async def _worker_for_log(self, job: JobRecord, worker: str, timeout_s: float) -> str | None:
@@ -305,6 +327,18 @@ class LocalCluster:
             loop = asyncio.get_running_loop()
             self._leases[job.uid] = loop.call_later(job.lease_s, self._lease_ended, job.uid)
 
+    def _delete_outdated(self) -> None:
+        """Delete the jobs that ended too long ago, and look again after a while."""
+        asyncio.get_running_loop().call_later(retention.INTERVAL_S, self._delete_outdated)
+        keep = (self._config.keep_ended_s, self._config.keep_ended_jobs)
+        for job in retention.outdated(self._state.jobs.values(), time.time(), *keep):
+            log.info("job %s of project %s ended long ago, and is deleted", job.spec.name, job.spec.project)
+            try:
+                self._stop(job, Intent.DELETE, Reason(code=ReasonCode.USER, message="it ended long ago"))
+            except StateFileError as error:
+                log.error("job %s is deleted later: %s", job.spec.name, error)
+                return
+
     def _lease_ended(self, uid: str) -> None:
         self._leases.pop(uid, None)
         job = self._state.jobs.get(uid)
@@ -313,10 +347,15 @@ class LocalCluster:
             self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=message))
 
 
-def _read_from(path: Path, offset: int) -> bytes:
+def _read_from(path: Path, offset: int) -> tuple[bytes, int]:
+    """(a piece, where it begins): what was given back to the file system before `offset` of a long log is left out."""
     try:
         with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(LOG_CHUNK)
+            try:
+                begin = os.lseek(file.fileno(), offset, os.SEEK_DATA)
+            except OSError:  # at or beyond the end
+                begin = offset
+            file.seek(begin)
+            return file.read(LOG_CHUNK), begin
     except FileNotFoundError:
-        return b""
+        return b"", offset

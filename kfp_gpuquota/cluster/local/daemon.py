@@ -22,7 +22,7 @@ from kfp_gpuquota.api.wire import Health
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
 from kfp_gpuquota.cluster.local.daemon_log import write_log_to
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
-from kfp_gpuquota.cluster.local.driver import Driver
+from kfp_gpuquota.cluster.local.driver import Driver, Settings
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import READY
 from kfp_gpuquota.cluster.local.state import ClusterState
@@ -70,11 +70,12 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         stack.callback(store.close)
         shape = config or store.load_config()
         nodes = _nodes(store, shape, changed=config is not None)
-        state = ClusterState(store, nodes, shape.usage_half_life_s)
-        driver = Driver(home, state, shape.memory_policy, open_files, give_up=stop.set)
+        state = ClusterState(store, nodes, shape.usage_half_life_s, home.give_up_reserve)
+        settings = Settings(open_files, shape.log_limit_mib << 20)
+        driver = Driver(home, state, shape.memory_policy, settings, give_up=stop.set)
         stack.callback(driver.close)
         app = build_app(
-            LocalCluster(home, store, state, driver),
+            LocalCluster(home, store, state, driver, shape),
             token=home.read_or_make_token(),
             health=Health(version=__version__, pid=os.getpid(), home=str(home.root), started_at=time.time()),
             extra_routes=driver.membership.routes(),
@@ -87,6 +88,7 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
         driver.recover()
+        home.take_reserve()
         await web.SockSite(runner, listen(home.socket_file), backlog=BACKLOG).start()
         log.info("serving %s", home.socket_file)
         _say(ready, READY)

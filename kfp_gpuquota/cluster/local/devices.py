@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 DEFAULT_CPU_SLOTS = 2
 CPU_SLOT = "cpu-slot"
 GPU_PRODUCT = "nvidia.com/gpu.product"
+DEFAULT_LOG_LIMIT_MIB = 100
+DEFAULT_KEEP_ENDED_S = 30 * 86_400.0
+DEFAULT_KEEP_ENDED_JOBS = 5000
 MAX_HALF_LIFE_S = 365 * 86_400.0
 _MIB = 1 << 20
 
@@ -31,6 +34,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     the nodes. `memory_policy` is what the agent may do about the memory of GPUs that several share.
     With `usage_half_life_s` what a project borrowed counts in its share of what is idle, half as much after that time.
     `pools` says how many of the nodes, the first ones first, are in which node pool.
+    Of each worker's log the last `log_limit_mib` are kept, and ended jobs, with their logs and checkpoints, for
+    `keep_ended_s` and `keep_ended_jobs` of them at most.
     """
 
     nodes: int = 1
@@ -41,6 +46,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     memory_policy: Policy = Policy()
     usage_half_life_s: float | None = None
     pools: dict[str, int] = {}
+    log_limit_mib: int = DEFAULT_LOG_LIMIT_MIB
+    keep_ended_s: float = DEFAULT_KEEP_ENDED_S
+    keep_ended_jobs: int = DEFAULT_KEEP_ENDED_JOBS
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes, 1, "nodes")
@@ -52,6 +60,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for pool, count in self.pools.items():
             check_name("pools", pool)
             check_count("pools", count, 1, "nodes")
+        check_count("log_limit_mib", self.log_limit_mib, 1, "MiB", MAX_MIB)
+        check_range("keep_ended_s", self.keep_ended_s, 0, MAX_HALF_LIFE_S, "s")
+        check_count("keep_ended_jobs", self.keep_ended_jobs, 0, "jobs")
         if sum(self.pools.values()) > self.nodes:
             rule = f"there are {self.nodes} nodes, and they name {sum(self.pools.values())}"
             raise InvalidFieldError("pools", self.pools, rule)

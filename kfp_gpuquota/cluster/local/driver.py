@@ -12,14 +12,15 @@ import logging
 import math
 import secrets
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase, Progress, Worker, WorkerPhase
+from kfp_gpuquota.api import Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
-from kfp_gpuquota.cluster.lifecycle import after_worker_gone, progressed, resized
+from kfp_gpuquota.cluster.lifecycle import after_reboot, after_worker_gone, progressed, resized
 from kfp_gpuquota.cluster.local import shims
 from kfp_gpuquota.cluster.local.environment import worker_environment
 from kfp_gpuquota.cluster.local.home import Home, write_private
@@ -36,14 +37,21 @@ from kfp_gpuquota.server.membership import MembershipService
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.local.state import ClusterState
     from kfp_gpuquota.membership import AnnounceCommit
 
 RETRY_S: Final = 1.0
-EXIT_CANNOT_START: Final = 126
+LONGEST_RETRY_S: Final = 60.0
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for all workers: their soft limit on open files (0: as inherited), and how much of a log is kept."""
+
+    open_files: int = 0
+    log_limit: int = 0
 
 
 class Driver:
@@ -57,19 +65,20 @@ class Driver:
         home: Home,
         state: ClusterState,
         policy: Policy | None = None,
-        open_files: int = 0,
+        settings: Settings | None = None,
         give_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._home = home
         self._state = state
         self.membership = MembershipService(self)
-        self._shims = shims.Shims(self._on_started, self._on_ended)
+        self._shims = shims.Shims(self._on_started, self._on_ended, self._on_not_started)
         self._loop = asyncio.get_running_loop()
         self.sharing = Sharing(home, state, policy or Policy(), self._loop, self._start, self._explain)
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
         self._pace = Pace()
-        self._open_files = open_files
+        self._settings = settings or Settings()
+        self._start_failures: dict[str, int] = {}
         self.health = PlanningHealth(self._loop.time)
         self._give_up = give_up
 
@@ -84,10 +93,14 @@ class Driver:
         """Take up what an earlier daemon left: adopt what runs, learn how the rest ended, do what was not done."""
         for job in list(self._state.jobs.values()):
             if self._state.alive_of(job.uid):
-                self._open_membership(job)
+                with self._logging_errors(job):
+                    self._open_membership(job)
         for record in list(self._state.workers.values()):
             if record.alive:
                 self._recover_worker(record)
+        for worker in shims.without_record(self._home.jobs, self._state.workers):
+            log.error("worker %s runs, but no job of this cluster has it: it is ended", worker)
+            shims.end_leftovers(worker)
         self.sharing.wake()
         self.wake()
 
@@ -110,6 +123,7 @@ class Driver:
         for uid, job in change.jobs.items():
             if job is None:
                 self._home.remove_job(uid)
+                self._home.take_reserve()
         self.wake()
 
     # Plans
@@ -163,7 +177,7 @@ class Driver:
         records = [self._state.workers[worker] for worker in workers]
         for uid in dict.fromkeys(record.worker.job_uid for record in records):
             if self._state.jobs[uid].status.phase is Phase.STARTING:
-                self._open_membership(self._state.jobs[uid])
+                self.membership.close(uid)  # that of an earlier attempt; `_start` opens it anew
             else:
                 self._update_target(uid)
         for record in records:
@@ -183,14 +197,34 @@ class Driver:
             environment=worker_environment(self._home, job, worker, self._state.nodes),
             working_directory=job.spec.working_directory or str(self._home.job(job.uid)),
             grace_period_s=job.spec.grace_period_s,
-            open_files=self._open_files,
+            open_files=self._settings.open_files,
+            log_limit=self._settings.log_limit,
         )
         try:
+            if not self.membership.is_open(job.uid):
+                self._open_membership(job)
             self._shims.start(worker.id, directory, command)
         except OSError as error:
-            log.error("worker %s cannot be started: %s", worker.id, error)
-            if shims.prevent(directory):
-                self._loop.call_soon(self._on_ended, worker.id, EXIT_CANNOT_START)
+            self._on_not_started(worker.id, str(error))
+
+    def _on_not_started(self, worker: str, why: str) -> None:
+        """The machine could not start it: it lacks descriptors, processes, memory or disk for now. Try again."""
+        record = self._state.workers.get(worker)
+        if record is None or not record.alive:
+            return
+        failures = self._start_failures[worker] = self._start_failures.get(worker, 0) + 1
+        delay_s = min(RETRY_S * 2 ** (failures - 1), LONGEST_RETRY_S)
+        message = f"worker {record.worker.index} could not be started ({why}); it is tried again in {delay_s:g} s"
+        log.error("worker %s: %s", worker, message)
+        with self._noting(worker) as transcript:
+            job = self._state.jobs[record.worker.job_uid]
+            transcript.record(with_status(job, reason=Reason(code=ReasonCode.WORKER_FAILED, message=message)))
+        self._loop.call_later(delay_s, self._start_again, worker)
+
+    def _start_again(self, worker: str) -> None:
+        record = self._state.workers.get(worker)
+        if record is not None and record.alive and not self._shims.watches(worker):
+            self._recover_worker(record)
 
     def _stop_all(self, workers: Iterable[str]) -> None:
         records = [self._state.workers[worker] for worker in workers]
@@ -205,14 +239,19 @@ class Driver:
         Not by both: SIGTERM goes to the whole process group, and would end the data loader's processes, too, while
         the training still needs them for its last step.
         """
-        if self.sharing.gives_up(record.worker.id):
+        if self.sharing.gives_up(record.worker.id) or not self._is_started(record):
             self._recover_worker(record)  # it was never started, and is prevented from being
         elif not self._takes_part(record.worker):
             self._shims.terminate(record.worker.id)
 
+    def _is_started(self, record: WorkerRecord) -> bool:
+        return record.worker.id not in self._start_failures or self._shims.watches(record.worker.id)
+
     def _takes_part(self, worker: Worker) -> bool:
         if self._state.jobs[worker.job_uid].managed:
             return True
+        if not self.membership.is_open(worker.job_uid):
+            return False
         member = self.membership.machine(worker.job_uid).members.get(worker.id)
         return member is not None and member.heard_at is not None
 
@@ -232,6 +271,13 @@ class Driver:
         )
         self._update_target(job.uid)
 
+    @contextlib.contextmanager
+    def _logging_errors(self, job: JobRecord) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            log.error("the membership of job %s cannot be served: %s", job.uid, error)
+
     def _update_target(self, uid: str) -> None:
         wanted = [record.worker.id for record in self._state.alive_of(uid) if not record.released]
         with contextlib.suppress(NotFoundError):
@@ -240,13 +286,24 @@ class Driver:
     # What the shims tell
 
     def _recover_worker(self, record: WorkerRecord) -> None:
+        try:
+            self._take_up(self._state.workers.get(record.worker.id, record))
+        except OSError as error:
+            log.error("worker %s is looked after again in %g s: %s", record.worker.id, RETRY_S, error)
+            self._loop.call_later(RETRY_S, self._recover_worker, record)
+
+    def _take_up(self, record: WorkerRecord) -> None:
         worker = record.worker
+        if not record.alive:
+            return
         directory = self._home.worker(worker.job_uid, worker.id)
         match self._shims.adopt(worker.id, directory):
             case shims.Found.RUNNING:
                 self._on_started(worker.id)
                 if record.released:
                     self._ask_to_go(record)
+            case shims.Found.REBOOTED:
+                self._requeue_after_reboot(record)
             case shims.Found.ENDED:
                 self._loop.call_soon(self._on_ended, worker.id, shims.exit_code(directory))
             case shims.Found.NEVER_STARTED if not record.released:
@@ -256,7 +313,20 @@ class Driver:
             case shims.Found.NEVER_STARTED:
                 self._loop.call_later(RETRY_S, self._recover_worker, record)
 
+    def _requeue_after_reboot(self, record: WorkerRecord) -> None:
+        worker = record.worker
+        try:
+            with self._state.change() as change:
+                transcript = Transcript(self._state, change, time.time())
+                transcript.record(after_reboot(self._state.jobs[worker.job_uid]))
+        except StateFileError as error:
+            log.error("the restart of the machine is recorded in %s s: %s", RETRY_S, error)
+            self._loop.call_later(RETRY_S, self._recover_worker, record)
+            return
+        self._loop.call_soon(self._on_ended, worker.id, shims.EXIT_SHIM_LOST)
+
     def _on_started(self, worker: str) -> None:
+        self._start_failures.pop(worker, None)
         record = self._state.workers.get(worker)
         if record is None or record.worker.phase is not WorkerPhase.STARTING:
             return
@@ -277,6 +347,7 @@ class Driver:
         return resized(job, sum(len(worker.devices) for worker in alive), now)
 
     def _on_ended(self, worker: str, code: int) -> None:
+        self._start_failures.pop(worker, None)
         record = self._state.workers.get(worker)
         if record is None or not record.alive:
             return
@@ -318,7 +389,7 @@ class Driver:
     def generation_reserved(self, job_uid: str, generation: int) -> None:
         """Store a generation's number before anybody hears of it."""
         job = msgspec.structs.replace(self._state.jobs[job_uid], generation_high=generation)
-        with self._noting(job_uid) as transcript:
+        with self._noting(job_uid, durable=True) as transcript:
             transcript.record(job)
         self._state.jobs[job_uid] = job  # also where it could not be written: the next commit writes it
 
@@ -394,10 +465,10 @@ class Driver:
             transcript.record(with_status(self._state.jobs[job.uid], reason=reason))
 
     @contextlib.contextmanager
-    def _noting(self, what: str) -> Iterator[Transcript]:
+    def _noting(self, what: str, *, durable: bool = False) -> Iterator[Transcript]:
         """For facts that are learnt again: a full disk delays them, and must not stop the daemon."""
         try:
-            with self._state.change() as change:
+            with self._state.change(durable=durable) as change:
                 yield Transcript(self._state, change, time.time())
         except StateFileError as error:
             log.error("%s: %s", what, error)

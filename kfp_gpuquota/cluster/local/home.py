@@ -6,6 +6,7 @@ HOME/            0700    one user's cluster; $GPUQUOTA_HOME, else $XDG_STATE_HOM
   socket         0600    where the daemon listens; both ends verify that the other one is this user's
   daemon.lock            held by the one daemon
   daemon.log
+  reserve                room on the disk that is given up when it is full, so that jobs can be stopped and deleted
   jobs/UID/              one job: its token, its checkpoints, its workers' directories
 """
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 PRIVATE_DIRECTORY = 0o700
 PRIVATE_FILE = 0o600
 LOCK_PATIENCE_S: Final = 0.5
+RESERVE_BYTES: Final = 4 << 20
 
 
 def default_home(environment: Mapping[str, str]) -> Path:
@@ -49,6 +51,7 @@ class Home:
         self.socket_file = root / "socket"
         self.log_file = root / "daemon.log"
         self.jobs = root / "jobs"
+        self._reserve = root / "reserve"
         self._lock_file = root / "daemon.lock"
 
     def create(self) -> None:
@@ -85,6 +88,26 @@ class Home:
                 return not _locked_within(file, fcntl.LOCK_SH, 0.0)
         except FileNotFoundError:
             return False
+
+    def take_reserve(self) -> None:
+        """Take room on the disk, where there is some and it was not taken yet."""
+        if self._reserve.exists():
+            return
+        partial = self._reserve.with_name("reserve.tmp")
+        try:
+            with partial.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+            partial.rename(self._reserve)
+        except OSError:
+            partial.unlink(missing_ok=True)
+
+    def give_up_reserve(self) -> bool:
+        """Return whether there was any, which is now free for others."""
+        try:
+            self._reserve.unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def job(self, uid: str) -> Path:
         """A job's directory."""

@@ -2,19 +2,24 @@
 
 Run as `python -I -S shim.py DIRECTORY`; standard library only, so that it starts in 15 ms and stays small.
 
-    DIRECTORY/spec.json     argv, environment, directory, grace_period_s ...  written by the daemon, before
+    DIRECTORY/spec.json     argv, environment, directory, grace_period_s ...  by the daemon, before
     DIRECTORY/lock          held (flock) for as long as the shim lives
-    DIRECTORY/process.json  pids and start times                              written before the worker's exec
-    DIRECTORY/log           all that the worker says
-    DIRECTORY/exit.json     exit code and time                                written atomically, last
+    DIRECTORY/process.json  pids, start times, boot id                        written before the worker's exec
+    DIRECTORY/log           the last of what the worker writes                by this process, from a pipe
+    DIRECTORY/exit.json     exit code and time                                renamed from exit.reserve, last
 
 A worker id runs at most once: a second shim finds the lock held, or process.json there, and ends. On SIGTERM the
 worker's process group gets SIGTERM, and SIGKILL when the grace period is over; on SIGUSR1 it gets SIGKILL at once.
 When the shim itself is killed, the kernel kills the worker.
+
+A full disk must not turn a success into a failure: room for exit.json is taken before the worker starts, and output
+that cannot be written is dropped. Of the log the last `log_limit` bytes are kept: older blocks are given back to the
+file system (fallocate, punch hole), so that each byte keeps its offset.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import fcntl
@@ -30,6 +35,11 @@ PR_SET_CHILD_SUBREAPER = 36
 EXIT_CANNOT_EXECUTE = 126
 EXIT_NOT_FOUND = 127
 EXIT_LOCKED = 75
+RESERVED_BYTES = 4096
+BLOCK_BYTES = 1 << 16
+LOG_SLACK = 1 << 20
+PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+DRAIN_S = 5.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,14 +50,84 @@ def start_time(pid: int) -> int:
         return int(stat.read().rpartition(")")[2].split()[19])
 
 
+def boot_id() -> str:
+    """A name of this start of the machine: ticks since boot and pids are used again after the next one."""
+    with open("/proc/sys/kernel/random/boot_id") as file:  # noqa: PTH123
+        return file.read().strip()
+
+
 def write_atomically(path: str, content: dict[str, object]) -> None:
     """The file holds either nothing or all of `content`, also after a power loss."""
     temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "w") as file:  # noqa: PTH123
-        json.dump(content, file)
+    try:
+        with open(temporary, "w") as file:  # noqa: PTH123
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)  # noqa: PTH105
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)  # noqa: PTH108
+        raise
+
+
+def reserve() -> None:
+    """Take the room for exit.json. Raises OSError where there is none."""
+    with open("exit.reserve", "wb") as file:  # noqa: PTH123
+        file.write(b" " * RESERVED_BYTES)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)  # noqa: PTH105
+
+
+def record_exit(code: int) -> None:
+    """Write exit.json, into the room that was reserved for it: a full disk does not matter."""
+    content = json.dumps({"code": code, "at": time.time()}).encode()
+    with open("exit.reserve", "r+b") as file:  # noqa: PTH123
+        file.write(content.ljust(RESERVED_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace("exit.reserve", "exit.json")  # noqa: PTH105
+
+
+class Log:
+    """Copies what the worker writes to the log, in a thread; keeps the last `limit` bytes (0: all)."""
+
+    def __init__(self, source: int, limit: int) -> None:
+        self._source, self._limit, self._punched = source, limit, 0
+        self._file = os.open("log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._size = os.fstat(self._file).st_size
+        self._done = _thread.allocate_lock()
+
+    def start(self) -> None:
+        """Begin to copy."""
+        self._done.acquire()
+        _thread.start_new_thread(self._copy, ())
+
+    def drain(self) -> None:
+        """Return when all is written; who holds the pipe open besides the worker is not waited for for long."""
+        self._done.acquire(timeout=DRAIN_S)
+
+    def _copy(self) -> None:
+        try:
+            while data := os.read(self._source, BLOCK_BYTES):
+                with contextlib.suppress(OSError):  # the disk is full: this is dropped, the worker goes on
+                    self._append(data)
+        finally:
+            self._done.release()
+
+    def _append(self, data: bytes) -> None:
+        while data:
+            written = os.write(self._file, data)
+            self._size += written
+            data = data[written:]
+        oldest = (self._size - self._limit) & -RESERVED_BYTES
+        if self._limit and oldest - self._punched >= LOG_SLACK:
+            arguments = (ctypes.c_int(PUNCH_HOLE), ctypes.c_long(self._punched), ctypes.c_long(oldest - self._punched))
+            if _libc.fallocate(self._file, *arguments) == 0:
+                self._punched = oldest
+            else:  # the file system cannot do that: begin anew
+                os.ftruncate(self._file, 0)
+                self._size = self._punched = 0
 
 
 def main(directory: str) -> int:
@@ -71,30 +151,34 @@ def supervise(spec: dict[str, object]) -> int:
     """Start the worker, pass signals on, wait for it, write how it ended."""
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    worker = start_worker(spec, signals)
+    reserve()
+    worker, log = start_worker(spec, signals)
+    log.start()
     announce(worker)
     wait(worker, signals, float(spec["grace_period_s"]))  # type: ignore[arg-type]
     code = end_group(worker)
-    write_atomically("exit.json", {"code": 128 - code if code < 0 else code, "at": time.time()})
+    log.drain()
+    record_exit(128 - code if code < 0 else code)
     return 0
 
 
-def start_worker(spec: dict[str, object], signals: set[signal.Signals]) -> int:
-    """Fork the worker and let it execute only when process.json is on disk."""
+def start_worker(spec: dict[str, object], signals: set[signal.Signals]) -> tuple[int, Log]:
+    """Fork the worker and let it execute only when process.json is on disk; returns its pid and its log."""
     go_read, go_write = os.pipe2(os.O_CLOEXEC)
-    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    output, written = os.pipe2(os.O_CLOEXEC)
+    log = Log(output, int(spec.get("log_limit", 0)))  # type: ignore[call-overload]
     parent = os.getpid()
     worker = os.fork()
     if worker == 0:
         os.close(go_write)
-        become_worker(spec, go_read, log, parent, signals)
+        become_worker(spec, go_read, written, parent, signals)
     os.close(go_read)
-    os.close(log)
+    os.close(written)
     identity = {"pid": worker, "start": start_time(worker), "shim_pid": parent, "shim_start": start_time(parent)}
-    write_atomically("process.json", {**identity, "at": time.time()})
+    write_atomically("process.json", {**identity, "boot_id": boot_id(), "at": time.time()})
     os.write(go_write, b"1")
     os.close(go_write)
-    return worker
+    return worker, log
 
 
 def become_worker(spec: dict[str, object], go: int, log: int, parent: int, signals: set[signal.Signals]) -> None:

@@ -24,7 +24,7 @@ import msgspec
 from kfp_gpuquota.cluster.local import shim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container, Iterator
 
 EXIT_SHIM_LOST: Final = 128 + signal.SIGKILL
 WORKER_ID_VARIABLE: Final = "ELASTIC_WORKER_ID"
@@ -41,6 +41,8 @@ class WorkerCommand(msgspec.Struct, frozen=True, kw_only=True):
     grace_period_s: float
     open_files: int = 0
     """The soft limit on open files; 0: as inherited."""
+    log_limit: int = 0
+    """How many bytes of the log are kept; 0: all."""
 
 
 class Found(StrEnum):
@@ -49,31 +51,46 @@ class Found(StrEnum):
     NEVER_STARTED = "never-started"
     RUNNING = "running"
     ENDED = "ended"
+    REBOOTED = "rebooted"
 
 
 class Shims:
-    """The shims of one daemon. Callbacks come from the event loop: `on_started(worker)`, `on_ended(worker, code)`."""
+    """The shims of one daemon.
 
-    def __init__(self, on_started: Callable[[str], None], on_ended: Callable[[str, int], None]) -> None:
+    Callbacks come from the event loop: `on_started(worker)`, `on_ended(worker, code)`, `on_not_started(worker, why)`.
+    With the last one the shim ended before it could start the worker, which may be tried again.
+    """
+
+    def __init__(
+        self,
+        on_started: Callable[[str], None],
+        on_ended: Callable[[str, int], None],
+        on_not_started: Callable[[str, str], None],
+    ) -> None:
         self._on_started = on_started
         self._on_ended = on_ended
+        self._on_not_started = on_not_started
         self._pidfds: dict[str, int] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._directories: dict[str, Path] = {}
         self._loop = asyncio.get_running_loop()
 
     def start(self, worker: str, directory: Path, command: WorkerCommand) -> None:
-        """Start the worker under a new shim. Raises OSError when the machine cannot."""
+        """Start the worker under a new shim. Raises OSError when the machine cannot; then nothing was started."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         shim.write_atomically(str(directory / "spec.json"), msgspec.to_builtins(command))
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SHIM), str(directory)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd=directory,
-        )
+        spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)  # becomes the pidfd: a shim is never left unwatched
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_SHIM), str(directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd=directory,
+            )
+        finally:
+            os.close(spare)
         self._children[worker] = child
         self._await_announcement(worker, child)
         self._watch(worker, directory, os.pidfd_open(child.pid))
@@ -85,6 +102,8 @@ class Shims:
         identity = _read_json(directory / "process.json")
         if identity is None:
             return Found.NEVER_STARTED
+        if _is_of_earlier_boot(identity):
+            return Found.REBOOTED
         pidfd = _open_process(int(identity["shim_pid"]), int(identity["shim_start"]))
         if pidfd is None:
             end_leftovers(worker)
@@ -141,8 +160,13 @@ class Shims:
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
         directory = self._directories.pop(worker)
-        if (child := self._children.pop(worker, None)) and child.wait() == shim.EXIT_LOCKED:
+        child = self._children.pop(worker, None)
+        code = child.wait() if child else 0
+        if code == shim.EXIT_LOCKED:
             self._follow_other(worker, directory)
+            return
+        if child and not any((directory / name).exists() for name in ("process.json", "exit.json")):
+            self._on_not_started(worker, f"the process above it ended with {code}; is the disk or the machine full?")
             return
         if not (directory / "exit.json").exists():
             end_leftovers(worker)
@@ -196,6 +220,20 @@ def prevent(directory: Path) -> bool:
         os.close(lock)
 
 
+def without_record(jobs: Path, known: Container[str]) -> Iterator[str]:
+    """Workers that run and that the state does not have: it was restored from a copy, or a record was set aside."""
+    for directory in jobs.glob("*/workers/*"):
+        if directory.name in known or (directory / "exit.json").exists():
+            continue
+        identity = _read_json(directory / "process.json")
+        if identity is None or _is_of_earlier_boot(identity):
+            continue
+        pidfd = _open_process(int(identity["shim_pid"]), int(identity["shim_start"]))
+        if pidfd is not None:
+            os.close(pidfd)
+            yield directory.name
+
+
 def end_leftovers(worker: str) -> None:
     """Kill what a worker left when its shim was killed; found by the worker id in the environment, never by number."""
     marker = f"{WORKER_ID_VARIABLE}={worker}".encode()
@@ -209,6 +247,11 @@ def end_leftovers(worker: str) -> None:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             finally:
                 os.close(pidfd)
+
+
+def _is_of_earlier_boot(identity: dict[str, Any]) -> bool:
+    """Whether the process was started before the machine was: its number may be another's now."""
+    return bool(identity.get("boot_id", shim.boot_id()) != shim.boot_id())
 
 
 def _open_process(pid: int, start: int) -> int | None:

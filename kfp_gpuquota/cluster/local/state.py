@@ -1,48 +1,67 @@
 """The cluster's state in memory: a copy of what SQLite holds, with the scheduler's indexed view beside it.
 
-A `Change` gathers what one decision alters. `commit` writes all of it in one transaction, and only then alters memory,
-so that a full disk or a kill at any moment leaves both as they were. Processes are started and signalled after the
-commit, from what was committed: a daemon that died in between finds it there and does it then.
+A `Change` gathers what one decision alters. `commit` writes all of it in one transaction, which ends only when the
+scheduler has accepted the change: so a full disk, a kill at any moment, or a change that the scheduler refuses leave
+file and memory as they were, and nothing is stored that could not be loaded again. Processes are started and signalled
+after the commit, from what was committed: a daemon that died in between finds it there and does it then.
+
+What cannot be loaded all the same is set aside (`Store.quarantine`), and the rest is served.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.api.project import check_parents
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import JobList, NodeView, ProjectView
 from kfp_gpuquota.cluster.job_book import Change, JobBook
 from kfp_gpuquota.cluster.local.store import KEPT_EVENTS
 from kfp_gpuquota.cluster.records import JobRecord, view, with_status
 from kfp_gpuquota.cluster.usage import recalled
-from kfp_gpuquota.errors import NotFoundError
+from kfp_gpuquota.errors import ConflictError, NotFoundError, StateFileError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kfp_gpuquota.api import Job, Node, Project, Reason, Worker
     from kfp_gpuquota.cluster.local.store import Store
+    from kfp_gpuquota.cluster.records import WorkerRecord
+
+log = logging.getLogger(__name__)
 
 
 class ClusterState(JobBook):
-    """Projects, nodes, jobs and workers, each by its key, and the scheduler's state."""
+    """Projects, nodes, jobs and workers, each by its key, and the scheduler's state.
 
-    def __init__(self, store: Store, nodes: Iterable[Node], usage_half_life_s: float | None = None) -> None:
+    `make_room()` frees some of a full disk, and returns whether it could: for changes that end something.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        nodes: Iterable[Node],
+        usage_half_life_s: float | None = None,
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__({node.name: node for node in nodes})
-        self._store = store
+        self._store, self._make_room = store, make_room
         self.projects: dict[str, Project] = {}
+        self._usage_half_life_s = usage_half_life_s
         self.scheduler = scheduler.State(usage_half_life_s=usage_half_life_s)
         self._uids: dict[tuple[str, str], str] = {}
         self._by_request: dict[str, str] = {}
         self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
         self._waiters: set[asyncio.Future[None]] = set()
         self._load()
-        if usage_half_life_s is not None:
-            self._recall_usage(usage_half_life_s)
+        self._recall_usage()
 
     # Reading
 
@@ -141,19 +160,37 @@ class ClusterState(JobBook):
     # Changing
 
     @contextlib.contextmanager
-    def change(self) -> Iterator[Change]:
+    def change(self, *, durable: bool = True) -> Iterator[Change]:
         """Gather a change; it is committed when the block ends without an error."""
         gathered = Change()
         yield gathered
-        self.commit(gathered)
+        self.commit(gathered, durable=durable)
 
-    def commit(self, change: Change) -> None:
-        """Write it, then remember it. Raises StateFileError, and nothing has changed then."""
-        self._write(change)
-        told = list(self.news(change))
+    def commit(self, change: Change, *, durable: bool = True) -> None:
+        """Write it, and remember it. Raises StateFileError or ConflictError, and nothing has changed then."""
+        try:
+            self._commit(change, durable=durable)
+        except StateFileError:
+            if not (_ends_something(change) and self._make_room()):
+                raise
+            self._commit(change, durable=durable)
+
+    def _commit(self, change: Change, *, durable: bool) -> None:
+        applied = False
+        try:
+            with self._store.transaction(durable=durable):
+                self._write(change)
+                applied = True
+                for event in list(self.news(change)):
+                    self.scheduler.apply(event)
+        except BaseException as error:
+            if applied:
+                self._rebuild_scheduler()
+            if not isinstance(error, Exception) or isinstance(error, StateFileError):
+                raise
+            log.exception("a change was refused, and is not stored")
+            raise ConflictError(f"the cluster cannot take this change ({error}); nothing was changed") from error
         self.remember(change)
-        for event in told:
-            self.scheduler.apply(event)
         self.wake()
 
     def note_waiting(self, uid: str, reason: Reason) -> None:
@@ -180,22 +217,21 @@ class ClusterState(JobBook):
         yield from super().news(change)
 
     def _write(self, change: Change) -> None:
-        with self._store.transaction():
-            for name, project in change.projects.items():
-                if project is None:
-                    self._store.delete_project(name)
-                else:
-                    self._store.save_project(project)
-            for uid, job in change.jobs.items():
-                if job is None:
-                    self._store.delete_job(uid)
-                else:
-                    self._store.save_job(job)
-            for worker in change.workers.values():
-                if change.jobs.get(worker.worker.job_uid, worker) is not None:
-                    self._store.save_worker(worker)
-            for event in change.events:
-                self._store.append_event(event)
+        for name, project in change.projects.items():
+            if project is None:
+                self._store.delete_project(name)
+            else:
+                self._store.save_project(project)
+        for uid, job in change.jobs.items():
+            if job is None:
+                self._store.delete_job(uid)
+            else:
+                self._store.save_job(job)
+        for worker in change.workers.values():
+            if change.jobs.get(worker.worker.job_uid, worker) is not None:
+                self._store.save_worker(worker)
+        for event in change.events:
+            self._store.append_event(event)
 
     def remember(self, change: Change) -> None:
         """It is so from now on."""
@@ -220,19 +256,73 @@ class ClusterState(JobBook):
         return super().forget_job(uid)
 
     def _load(self) -> None:
-        """Everything that is stored, as if it happened just now."""
+        """Everything that is stored and can be used, as if it happened just now."""
+        projects = self._usable_projects()
+        workers: dict[str, list[WorkerRecord]] = {}
+        for record in self._store.load_workers():
+            workers.setdefault(record.worker.job_uid, []).append(record)
+        self._apply_nodes()
+        self._take(Change(projects={project.name: project for project in projects}))
+        for job in self._store.load_jobs():
+            self._load_job(job, workers.pop(job.uid, []))
+        for record in [record for left in workers.values() for record in left]:
+            self._store.quarantine("workers", record.worker.id, f"there is no job {record.worker.job_uid}")
+
+    def _load_job(self, job: JobRecord, workers: list[WorkerRecord]) -> None:
+        try:
+            self._take(Change(jobs={job.uid: job}, workers={record.worker.id: record for record in workers}))
+        except Exception as error:
+            log.exception("job %s cannot be used", job.uid)
+            self._store.quarantine("jobs", job.uid, f"the scheduler refuses it: {error}")
+            for record in workers:
+                self._store.quarantine("workers", record.worker.id, f"there is no job {job.uid}")
+            self._rebuild_scheduler()
+
+    def _usable_projects(self) -> list[Project]:
+        """All projects; one whose parents cannot be is taken without a parent."""
+        projects = {project.name: project for project in self._store.load_projects()}
+        for name, project in list(projects.items()):
+            try:
+                check_parents(projects, project)
+            except UsageError as error:
+                self._store.quarantine("projects", name, error.message, keep=True)
+                projects[name] = msgspec.structs.replace(project, parent=None)
+                with self._store.transaction():
+                    self._store.save_project(projects[name])
+        return list(projects.values())
+
+    def _take(self, change: Change) -> None:
+        for event in list(self.news(change)):
+            self.scheduler.apply(event)
+        self.remember(change)
+
+    def _apply_nodes(self) -> None:
         for node in self.nodes.values():
             self.scheduler.apply(scheduler.NodeChanged(node))
-        stored = Change(
-            projects={project.name: project for project in self._store.load_projects()},
-            jobs={job.uid: job for job in self._store.load_jobs()},
-            workers={record.worker.id: record for record in self._store.load_workers()},
-        )
-        for event in list(self.news(stored)):
-            self.scheduler.apply(event)
-        self.remember(stored)
 
-    def _recall_usage(self, half_life_s: float) -> None:
-        """What projects borrowed before this daemon."""
+    def _rebuild_scheduler(self) -> None:
+        """Make the scheduler's state anew from what is remembered: it has taken half of something."""
+        remembered = Change(projects=dict(self.projects), jobs=dict(self.jobs), workers=dict(self.workers))
+        self.scheduler = scheduler.State(usage_half_life_s=self._usage_half_life_s)
+        self._apply_nodes()
+        before, self.jobs, self.workers = (self.jobs, self.workers), {}, {}
+        try:
+            for event in list(self.news(remembered)):
+                self.scheduler.apply(event)
+        finally:
+            self.jobs, self.workers = before
+        self._recall_usage()
+
+    def _recall_usage(self) -> None:
+        """What projects borrowed before this daemon, where that counts."""
+        half_life_s = self._usage_half_life_s
+        if half_life_s is None:
+            return
         for event in recalled(self._store.load_events(0, KEPT_EVENTS), self.projects, time.time(), half_life_s):
             self.scheduler.apply(event)
+
+
+def _ends_something(change: Change) -> bool:
+    """Whether it only stops, ends or deletes, after which there is more room."""
+    jobs = all(job is None or job.ending or job.status.phase.final for job in change.jobs.values())
+    return jobs and all(project is None for project in change.projects.values())

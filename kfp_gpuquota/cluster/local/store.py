@@ -1,20 +1,26 @@
 """SQLite: the only truth of an embedded cluster.
 
-One writer, the daemon. WAL with synchronous=NORMAL: a commit survives kill -9 at any moment; a power loss may take the
-last commits, never the file. Rows hold the structs as JSON, beside the columns that are searched by.
+One writer, the daemon. WAL with synchronous=FULL: what was acknowledged survives a power loss. Facts that are learnt
+again from processes (progress, that a worker runs) are committed with NORMAL: they reach the disk with the next
+decision. Rows hold the structs as JSON, beside the columns that are searched by.
+
+A row that cannot be read is moved to the table `quarantine` with the reason: the rest is served without it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sqlite3
-from typing import TYPE_CHECKING, Final
+import time
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
 from kfp_gpuquota.api import Project
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import Event
+from kfp_gpuquota.cluster.local.database import open_database
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.records import JobRecord, WorkerRecord
 from kfp_gpuquota.errors import StateFileError
@@ -23,21 +29,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-SCHEMA_VERSION: Final = 1
-BUSY_TIMEOUT_S: Final = 5.0
-KEPT_EVENTS: Final = 100_000
+Record = TypeVar("Record", Project, JobRecord, WorkerRecord)
 
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-CREATE TABLE projects (name TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
-CREATE TABLE jobs (
-    uid TEXT PRIMARY KEY, project TEXT NOT NULL, name TEXT NOT NULL, request_id TEXT NOT NULL UNIQUE,
-    body TEXT NOT NULL, UNIQUE (project, name)
-) STRICT;
-CREATE TABLE workers (id TEXT PRIMARY KEY, job_uid TEXT NOT NULL, body TEXT NOT NULL) STRICT;
-CREATE INDEX workers_by_job ON workers (job_uid);
-CREATE TABLE events (revision INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL) STRICT;
-"""
+KEPT_EVENTS: Final = 100_000
+_KEYS: Final = {"projects": "name", "jobs": "uid", "workers": "id"}
+
+log = logging.getLogger(__name__)
+
+
+class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that was set aside; `kind` is its table."""
+
+    kind: str
+    key: str
+    why: str
+    at: float
+    body: str = ""
 
 
 class Store:
@@ -45,23 +52,25 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._durable = True
         with self._errors():
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=BUSY_TIMEOUT_S)
-            found = self._known_version()
-            path.chmod(0o600)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            if found < SCHEMA_VERSION:
-                self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            self._db = open_database(path)
+            self._db.execute("PRAGMA synchronous=FULL")
 
     def close(self) -> None:
         """Fold the write-ahead log into the file and let go of it."""
         self._db.close()
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All of it or nothing. Raises StateFileError, and has changed nothing then."""
+    def transaction(self, *, durable: bool = True) -> Iterator[None]:
+        """All of it or nothing. Raises StateFileError, and has changed nothing then.
+
+        `durable`: on disk when this returns; else when the next durable one does, or the system writes it.
+        """
         with self._errors():
+            if durable != self._durable:
+                self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+                self._durable = durable
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -79,16 +88,16 @@ class Store:
         return msgspec.json.decode(row[0], type=ClusterConfig) if row else ClusterConfig()
 
     def load_projects(self) -> list[Project]:
-        """All projects, by name."""
-        return [msgspec.json.decode(body, type=Project) for (body,) in self._rows("projects", "name")]
+        """All projects that can be read, by name."""
+        return self._decoded("projects", "name", Project)
 
     def load_jobs(self) -> list[JobRecord]:
-        """All jobs, in the order of their submission."""
-        return [msgspec.json.decode(body, type=JobRecord) for (body,) in self._rows("jobs", "rowid")]
+        """All jobs that can be read, in the order of their submission."""
+        return self._decoded("jobs", "rowid", JobRecord)
 
     def load_workers(self) -> list[WorkerRecord]:
-        """All workers, in the order of their start."""
-        return [msgspec.json.decode(body, type=WorkerRecord) for (body,) in self._rows("workers", "rowid")]
+        """All workers that can be read, in the order of their start."""
+        return self._decoded("workers", "rowid", WorkerRecord)
 
     def load_events(self, after: int, limit: int = 10_000) -> list[Event]:
         """The history after a revision, oldest first."""
@@ -158,19 +167,37 @@ class Store:
             self._db.execute("DELETE FROM events WHERE revision <= ?", (revision - KEPT_EVENTS,))
         return revision
 
+    # Rows that cannot be used
+
+    def quarantine(self, kind: str, key: str, why: str, *, keep: bool = False) -> None:
+        """Set a row aside, in a transaction of its own; with `keep` as a copy: a corrected one takes its place."""
+        log.error("%s %r is set aside: %s; see: gpuquota cluster repair", kind.removesuffix("s"), key, why)
+        column = _KEYS[kind]
+        with self.transaction():
+            self._db.execute(
+                f"INSERT INTO quarantine SELECT ?, {column}, body, ?, ? FROM {kind} WHERE {column} = ?",  # noqa: S608
+                (kind, why, time.time(), key),
+            )
+            if not keep:
+                self._db.execute(f"DELETE FROM {kind} WHERE {column} = ?", (key,))  # noqa: S608
+
+    def discard_quarantined(self) -> int:
+        """Delete for good what was set aside; returns how many rows."""
+        with self.transaction():
+            return self._db.execute("DELETE FROM quarantine").rowcount
+
     # Inside
 
-    def _rows(self, table: str, order: str) -> list[tuple[str]]:
-        return self._db.execute(f"SELECT body FROM {table} ORDER BY {order}").fetchall()  # noqa: S608
-
-    def _known_version(self) -> int:
-        """The format of what is there, before anything is written to it. Raises StateFileError for a newer one."""
-        found = int(self._db.execute("PRAGMA user_version").fetchone()[0])
-        if found > SCHEMA_VERSION:
-            raise StateFileError(
-                f"{self._path} was written by a newer version (format {found}, this one knows {SCHEMA_VERSION}); "
-                "upgrade kfp-gpuquota, or choose another directory with GPUQUOTA_HOME"
-            )
+    def _decoded(self, table: str, order: str, kind: type[Record]) -> list[Record]:
+        found, damaged = [], []
+        query = f"SELECT {_KEYS[table]}, body FROM {table} ORDER BY {order}"  # noqa: S608
+        for key, body in self._db.execute(query).fetchall():
+            try:
+                found.append(msgspec.json.decode(body, type=kind))
+            except Exception as error:  # noqa: BLE001  (whatever is wrong with one row, the others are served)
+                damaged.append((key, str(error)))
+        for key, why in damaged:
+            self.quarantine(table, key, f"it cannot be read: {why}")
         return found
 
     @contextlib.contextmanager

@@ -1,0 +1,62 @@
+"""Text for a terminal: what others have written is shown, and commands nothing.
+
+A job's name, command, reason or log may hold what a terminal obeys: move the cursor over other lines, set the title, or
+write to the clipboard (OSC 52). Such characters are shown as escapes, `\\x1b]52;...`. Line ends and tabs stay, and so
+do colors in a log; a log that does not go to a terminal is passed on byte for byte.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Control characters of ASCII and of Latin-1, and those that change the direction of text; not tab and newline."""
+_COLOR = re.compile("\x1b\\[[0-9;]{0,40}m")
+
+
+def visible(text: str) -> str:
+    """Return the text with every character that a terminal obeys as an escape."""
+    return _OBEYED.sub(_escape, text)
+
+
+def visible_log(text: str) -> str:
+    """Return a log's text likewise; colors, and the carriage returns of progress bars, stay."""
+    parts = _COLOR.split(text)
+    colors = [*_COLOR.findall(text), ""]
+    return "".join(
+        "\r".join(visible(line) for line in part.split("\r")) + color for part, color in zip(parts, colors, strict=True)
+    )
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print text, made visible, and a line's end."""
+    typer.echo(visible(text), err=err)
+
+
+def say_data(text: str) -> None:
+    """Print JSON or YAML: made visible on a terminal, else as it is."""
+    typer.echo(visible(text) if sys.stdout.isatty() else text)
+
+
+def write_log(chunks: Iterable[bytes]) -> None:
+    """Write a log to stdout: made visible on a terminal, else byte for byte."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for chunk in chunks:
+        if sys.stdout.isatty():
+            sys.stdout.write(visible_log(decoder.decode(chunk)))
+        else:
+            sys.stdout.buffer.write(chunk)
+        sys.stdout.flush()
+
+
+def _escape(found: re.Match[str]) -> str:
+    number = ord(found[0])
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
