@@ -14,7 +14,7 @@ import pytest
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.quota_policy import PATH
 from tests.kubernetes.controlled import Controlled
-from tests.kubernetes.installation import ACCOUNT, CONTROLLER, NAMESPACE, PROFILES, QUOTAS
+from tests.kubernetes.installation import ACCOUNT, CONTROLLER, KEYS, NAMESPACE, PROFILES, QUOTAS
 from tests.kubernetes.test_crds import job
 from tests.kubernetes.test_rbac import denied, profile, user
 from tests.kubernetes.test_webhook import MANAGED, pod
@@ -253,7 +253,8 @@ def test_a_namespace_without_a_quota_gets_no_gpus_where_the_policy_denies_them(h
 
 def test_a_namespace_without_a_quota_is_given_the_default_one(hostile_cluster: DevCluster, tmp_path: Path) -> None:
     kubeconfig = hostile_cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
-    world = Controlled(hostile_cluster, tmp_path, kubeconfig=kubeconfig)
+    arguments = [f"--keys-namespace={KEYS}"]
+    world = Controlled(hostile_cluster, tmp_path, arguments=arguments, kubeconfig=kubeconfig)
     name = hostile_cluster.make_namespace(f"nobodys-{uuid.uuid4().hex[:6]}")
     tenant, path = user(hostile_cluster, "edit", name), f"/api/v1/namespaces/{name}/pods"
     try:
