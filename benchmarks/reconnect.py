@@ -177,7 +177,7 @@ async def reconnect(options: argparse.Namespace, folder: Path) -> dict[str, Any]
                 ids = [f"{uid}-{index}" for index in range(options.job_size)]
                 membership.open(
                     uid, "", min_workers=options.job_size, first_generation=1, running=ids, limits=LIMITS, trained=(),
-                    attempt=1, stored=1_000_000,
+                    worker_prefix=f"{uid}-", attempt=1, stored=1_000_000,
                 )  # fmt: skip
             async with asyncio.timeout(60):
                 while membership.connected < len(shards):
