@@ -159,7 +159,8 @@ def _source(transport: asyncio.BaseTransport) -> str | None:
     """The other end; None for another user's process."""
     connected = transport.get_extra_info("socket")
     if connected.family != socket.AF_UNIX:
-        return f"address {transport.get_extra_info('peername')[0]}"
+        peername = transport.get_extra_info("peername")  # None where the other end is gone already
+        return f"address {peername[0] if peername else 'unknown'}"
     pid, uid = peer(connected)
     if uid != os.geteuid():
         log.warning("a connection of user %d (process %d) is refused", uid, pid)

@@ -12,11 +12,13 @@ import aiohttp
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import token_of
+from kfp_gpuquota.cluster.kubernetes.shards import server
 from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
 from kfp_gpuquota.cluster.kubernetes.shards.messages import CONTROL_PATH, control_token, shard_of
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
 from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
 from kfp_gpuquota.membership import Limits
+from kfp_gpuquota.server import connections
 from kfp_gpuquota.server.membership import NotStoredYetError
 
 if TYPE_CHECKING:
@@ -359,3 +361,17 @@ def test_who_does_not_have_the_key_is_no_leader() -> None:
 @pytest.mark.parametrize(("uid", "shard"), [("job-1", 3), ("job-2", 1), ("0d1f2c9a-5b7e-4a1c-9f7d-3f1f6c1e8a55", 1)])
 def test_a_jobs_shard_is_the_same_in_each_process(uid: str, shard: int) -> None:
     assert shard_of(uid, 4) == shard
+
+
+def test_whoever_sends_half_a_request_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        jobs = ShardJobs(KEY, LIMITS)
+        async with serving(jobs, ControlEndpoint(jobs), 0, None) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /v1/membership/job/workers/a HTTP/1.1\r\nHost: x\r\n")
+            async with asyncio.timeout(20):
+                assert await reader.read() == b""
+            writer.close()
+
+    monkeypatch.setattr(server, "LIMITS", connections.Limits(head_s=0.05))
+    asyncio.run(scenario())

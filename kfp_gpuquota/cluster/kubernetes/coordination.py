@@ -19,6 +19,7 @@ from aiohttp import web
 from kfp_gpuquota.cluster.kubernetes.connection import ApiError
 from kfp_gpuquota.cluster.kubernetes.listening import listen
 from kfp_gpuquota.errors import RunError
+from kfp_gpuquota.server.connections import LimitedRunner, Limits, raise_descriptor_limit
 
 if TYPE_CHECKING:
     import ssl
@@ -76,7 +77,9 @@ async def serving(service: MembershipService, port: int, tls: ssl.SSLContext | N
     app = web.Application()
     app.add_routes(service.routes())
     app.cleanup_ctx.append(service.lifespan)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+    raise_descriptor_limit()
+    limits = Limits(per_source=4096, total=32_768)  # workers of one node may share one address
+    runner = LimitedRunner(app, limits, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listen(port), ssl_context=tls).start()

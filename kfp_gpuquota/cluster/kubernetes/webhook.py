@@ -24,6 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.certificates import KeyPair, Material, chec
 from kfp_gpuquota.cluster.kubernetes.connection import JSON_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.quota_policy import DEFAULT_RULES
 from kfp_gpuquota.errors import RunError
+from kfp_gpuquota.server.connections import LimitedRunner, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -180,7 +181,7 @@ async def serve(
 
     The first certificate must be there: call `refresh` before.
     """
-    runner = web.AppRunner(build_app(controller, observe, policies, rules), access_log=None)
+    runner = LimitedRunner(build_app(controller, observe, policies, rules), Limits(per_source=512), access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, port=port, ssl_context=certificates.context).start()

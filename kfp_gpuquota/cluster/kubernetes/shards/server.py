@@ -24,6 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.shards.messages import (
 )
 from kfp_gpuquota.cluster.kubernetes.shards.tls_memory import bound_tls_memory
 from kfp_gpuquota.errors import RunError
+from kfp_gpuquota.server.connections import LimitedRunner, Limits, raise_descriptor_limit
 
 if TYPE_CHECKING:
     import ssl
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 SHUTDOWN_S: Final = 1.0
 BACKLOG: Final = 8192
 """Connections that wait to be accepted: all workers of a shard may come at once."""
+LIMITS: Final = Limits(per_source=4096, total=32_768)
+"""Of connections. Workers of one node may share one address, so a source may have many; whoever has no token and sends
+half a request loses the connection after 10 s.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -130,8 +135,9 @@ async def serving(
     bound_tls_memory()
     if tls is not None:
         tls.num_tickets = 0  # workers resume no session; making tickets costs a fifth of a handshake
-    runner = web.AppRunner(
-        build_app(jobs, control), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+    raise_descriptor_limit()
+    runner = LimitedRunner(
+        build_app(jobs, control), LIMITS, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
     )
     await runner.setup()
     try:
