@@ -79,5 +79,5 @@ def _submitted(place: Place, step: Step, name: str, staging: Staging, lease: Lea
         return None
     except UsageError as error:  # no attempt of this step can run; after any other failure one may
         staging.discard()
-        error.args = (f"step {step.labels['pipeline-task']!r}: {error.message}",)
+        error.args = (f"step {step.name!r}: {error.message}",)
         raise

@@ -36,7 +36,7 @@ def test_a_name_given_by_the_author_begins_the_jobs_name() -> None:
 def test_a_tasks_name_may_hold_anything() -> None:
     assert _step({}, task="run-1/for-loop/1/train").labels == {
         "pipeline-run": "run-1",
-        "pipeline-task": "for-loop/1/train",
+        "pipeline-task": "for-loop-1-train",  # a label's value
     }
 
 

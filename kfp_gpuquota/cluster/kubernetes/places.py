@@ -45,12 +45,13 @@ class Place(msgspec.Struct, frozen=True, gc=False):
         return Place(self.selector, within(self.terms, terms), self.tolerations)
 
 
+_OPERATORS = frozenset(Operator)
 _KNOWN: dict[Place, Place] = {}
 _MOST_KNOWN = 4096
 
 
 def place_of(spec: objects.PodSpec) -> Place:
-    """The pod's constraints; pods of one template share one object."""
+    """The pod's constraints; pods of one template share one object. Raises InvalidFieldError."""
     terms: tuple[NodeTerm, ...] = ()
     affinity = spec.affinity.node_affinity if spec.affinity else None
     if affinity is not None and affinity.required is not None:
@@ -63,7 +64,7 @@ def place_of(spec: objects.PodSpec) -> Place:
 
 
 def terms_of(selector: objects.NodeSelector | None) -> tuple[NodeTerm, ...]:
-    """The selector's alternatives; () where there is none."""
+    """The selector's alternatives; () where there is none. Raises InvalidFieldError."""
     return () if selector is None else tuple(map(_term, selector.node_selector_terms))
 
 
@@ -87,8 +88,13 @@ def taints_of(taints: Iterable[objects.Taint]) -> tuple[Taint, ...]:
 
 
 def _term(term: objects.NodeSelectorTerm) -> NodeTerm:
-    matches = (*term.match_expressions, *term.match_fields)
-    return NodeTerm(tuple(Requirement(m.key, Operator(m.operator), m.values) for m in matches))
+    return NodeTerm(tuple(map(_requirement, (*term.match_expressions, *term.match_fields))))
+
+
+def _requirement(match: objects.NodeMatch) -> Requirement:
+    if match.operator not in _OPERATORS:
+        raise InvalidFieldError("operator", match.operator, f"it must be one of {', '.join(sorted(_OPERATORS))}")
+    return Requirement(match.key, Operator(match.operator), match.values)
 
 
 def _toleration(given: objects.Toleration) -> Toleration | None:

@@ -14,6 +14,7 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.places import terms_of, within
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
+from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,7 +56,11 @@ class Volumes:
         """A volume is as given."""
         name, affinity = volume.metadata.name, volume.spec.node_affinity
         self._volume_names[volume.metadata.uid] = name
-        terms = terms_of(affinity.required) if affinity is not None else ()
+        try:
+            terms = terms_of(affinity.required) if affinity is not None else ()
+        except InvalidFieldError as error:
+            log.warning("where the volume %s can be mounted is left to kube-scheduler: %s", name, error.message)
+            terms = ()
         if terms == self._terms.get(name, ()):
             return
         self._terms[name] = terms
