@@ -34,7 +34,7 @@ SILENCE_S: Final = 150.0  # the server sends a bookmark each minute
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 10.0
 PATIENCE_S: Final = 60.0
-CONNECTIONS: Final = 72  # more than the writer has slots: lists and leases need one, too
+CONNECTIONS: Final = 88  # more than the writer has slots: lists and leases need one, too
 USER_AGENT: Final = "gpuquota-controller"
 
 JSON: Final = "application/json"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.writes import Write
 
-SLOTS: Final = {Lane.ADMIT: 20, Lane.RELEASE: 12, Lane.CREATE: 16, Lane.STATUS: 6, Lane.EVENT: 2, Lane.OTHER: 6}
+SLOTS: Final = {Lane.ADMIT: 24, Lane.RELEASE: 24, Lane.CREATE: 16, Lane.STATUS: 6, Lane.EVENT: 2, Lane.OTHER: 6}
 RESERVED: Final = 2
 
 log = logging.getLogger(__name__)
