@@ -72,7 +72,6 @@ def worker_template(own_pod: Json, image: str, secret: str, argv: list[str]) -> 
         **{field: own[field] for field in _KEPT_OF_CONTAINER if own.get(field)},
     }
     return {
-        "metadata": {"labels": {"gpuquota.dev/step": "true"}},
         "spec": {
             **{field: spec[field] for field in _KEPT_OF_POD if spec.get(field)},
             "containers": [container],

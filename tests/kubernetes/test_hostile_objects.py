@@ -372,6 +372,9 @@ def test_an_object_that_can_no_longer_be_read_is_not_taken_for_gone() -> None:
         assert seen is not None
         reflector._drop_missing({seen.metadata.uid}, 1000)
         assert "team" in test.controller.snapshot.projects
+        test.team("team", guaranteed=2)
+        assert test.controller.snapshot.projects["team"].guaranteed == 2
+        assert not test.controller.quarantine.counts()
 
     run(scenario)
 

@@ -240,6 +240,11 @@ class Controller:
         ]
 
     def _reflector(self, path: str, kind: Any, changed: Any, gone: Any, **more: Any) -> Reflector[Any]:
+        def handled(found: Any) -> None:
+            changed(found)
+            if kind is not objects.Pod:  # a pod is handled, and quarantined all the same, where it cannot be planned
+                self.quarantine.release(found.metadata.uid)
+
         def released(uid: str) -> None:
             self.quarantine.release(uid)
             gone(uid)
@@ -250,10 +255,9 @@ class Controller:
             subject = Subject(name, metadata.name, metadata.namespace, metadata.uid, version)
             self.quarantine.put(subject, problem)
 
-        return Reflector(self._connection, path, kind, changed=changed, gone=released, quarantined=quarantined, **more)
+        return Reflector(self._connection, path, kind, changed=handled, gone=released, quarantined=quarantined, **more)
 
     def _pod_gone(self, uid: str) -> None:
-        self.quarantine.release(uid)
         self.gangs.drop(uid)
         self.snapshot.drop_pod(uid)
         self.reservations.drop(uid)

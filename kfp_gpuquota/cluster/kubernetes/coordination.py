@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 SECRET: Final = "gpuquota-membership"  # noqa: S105 - its name
 SHUTDOWN_S: Final = 1.0
+LIMITS: Final = Limits(per_source=4096, total=32_768)
+"""Of workers' connections. Workers of one node may share one address, so a source may have many; a client without a
+token that sends half a request loses the connection after 10 s.
+"""
 KEEP_EVERY_S: Final = 60.0
 
 log = logging.getLogger(__name__)
@@ -78,8 +82,7 @@ async def serving(service: MembershipService, port: int, tls: ssl.SSLContext | N
     app.add_routes(service.routes())
     app.cleanup_ctx.append(service.lifespan)
     raise_descriptor_limit()
-    limits = Limits(per_source=4096, total=32_768)  # workers of one node may share one address
-    runner = LimitedRunner(app, limits, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+    runner = LimitedRunner(app, LIMITS, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listen(port), ssl_context=tls).start()

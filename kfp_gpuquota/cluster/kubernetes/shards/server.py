@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from aiohttp import web
 
+from kfp_gpuquota.cluster.kubernetes.coordination import LIMITS
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import token_of
 from kfp_gpuquota.cluster.kubernetes.listening import listen
 from kfp_gpuquota.cluster.kubernetes.shards.messages import (
@@ -24,7 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.shards.messages import (
 )
 from kfp_gpuquota.cluster.kubernetes.shards.tls_memory import bound_tls_memory
 from kfp_gpuquota.errors import RunError
-from kfp_gpuquota.server.connections import LimitedRunner, Limits, raise_descriptor_limit
+from kfp_gpuquota.server.connections import LimitedRunner, raise_descriptor_limit
 
 if TYPE_CHECKING:
     import ssl
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 SHUTDOWN_S: Final = 1.0
 BACKLOG: Final = 8192
 """Connections that wait to be accepted: all workers of a shard may come at once."""
-LIMITS: Final = Limits(per_source=4096, total=32_768)
-"""Of connections. Workers of one node may share one address, so a source may have many; whoever has no token and sends
-half a request loses the connection after 10 s.
-"""
 
 log = logging.getLogger(__name__)
 
