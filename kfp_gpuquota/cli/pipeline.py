@@ -151,7 +151,7 @@ def _checked(loaded: Package, project: str, cluster: Cluster | None) -> Pipeline
     from kfp_gpuquota.dsl.check import check_pipeline  # noqa: PLC0415
 
     configured = os.environ.get(PROJECT_VARIABLE) or load_settings().project
-    return check_pipeline(loaded.spec, project or None, configured=configured, cluster=cluster)
+    return check_pipeline(loaded.spec, project or None, configured=configured, cluster=cluster, platform=loaded.more)
 
 
 def _cluster() -> Cluster | None:
