@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CASES ?=
 SEEDS ?= 0:200
-KFP := kfp kfp-pipeline-spec kfp-server-api
-KFP_TESTS := compile caching local check pipeline_file
+KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
+KFP_TESTS := compile caching local check pipeline_file worker_settings
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test newest soak lint types layers check docs clean
