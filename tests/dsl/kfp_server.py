@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, cast
@@ -84,3 +85,15 @@ def kfp_server(*, several_users: bool = False) -> Iterator[tuple[str, list[dict[
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def main() -> None:
+    """Serve several users at the address and port that the arguments name."""
+    host, port = sys.argv[1:]
+    server: Any = ThreadingHTTPServer((host, int(port)), _Handler)
+    server.runs, server.several_users = [], True
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
