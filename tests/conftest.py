@@ -18,7 +18,8 @@ from kfp_gpuquota.api import Job, JobSpec, Project
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.cluster.local.start import await_stop, start_with
+from kfp_gpuquota.cluster.local.start import READY, await_stop
+from tests import forked, programs
 from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+forked.preload("tests.programs", "kfp_gpuquota.cluster.local.daemon")
+
+# A shell that starts tests in the background lets them ignore SIGINT, and they pass that on to what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass
@@ -109,15 +115,38 @@ def processes_of(folder: Path) -> Iterator[tuple[int, str]]:
 def running_cluster(root: Path, config: ClusterConfig | None = None) -> Iterator[EmbeddedCluster]:
     """A cluster that is stopped at the end, with all its jobs; fails when a process is left."""
     home = Home(root)
-    start_with(home, config or ClusterConfig(gpus_per_node=2))
+    daemon = start_daemon(home, config or ClusterConfig(gpus_per_node=2))
     cluster = EmbeddedCluster(home, connect({"GPUQUOTA_HOME": str(root)}))
     try:
         yield cluster
     finally:
         try:
             _shut_down(cluster)
+            daemon.wait(PATIENCE_S)
         finally:
+            daemon.kill()
             cluster.kill_everything()
+
+
+def start_daemon(home: Home, config: ClusterConfig) -> forked.Program:
+    """Start the daemon as `start_with` does, but forked; returns when it serves."""
+    home.create()
+    read, write = os.pipe()
+    with os.fdopen(read) as answer, home.log_file.open("ab") as log:
+        try:
+            daemon = forked.Program(
+                programs.daemon,
+                *(str(home.root), msgspec.json.encode(config).decode()),
+                stdout=log.fileno(),
+                stderr=log.fileno(),
+                cwd="/",
+                new_session=True,
+                inherited=write,
+            )
+        finally:
+            os.close(write)
+        assert answer.readline().strip() == READY, home.log_file.read_text()
+    return daemon
 
 
 def _shut_down(cluster: EmbeddedCluster) -> None:

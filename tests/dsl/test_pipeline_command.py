@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import Phase
+from tests import forked, programs
 from tests.cli.conftest import PROGRAM, Cli
 from tests.dsl.kfp_server import kfp_server
 
@@ -60,9 +61,7 @@ def file(tmp_path: Path) -> Path:
 
 def _offline(*words: str | Path, **environment: str) -> tuple[int, str, str]:
     """A command where no cluster runs."""
-    ended = subprocess.run(
-        [PROGRAM, "pipeline", *map(str, words)], env=environment, capture_output=True, text=True, check=False
-    )
+    ended = forked.run(programs.gpuquota, "pipeline", *map(str, words), environment=environment)
     assert "Traceback" not in ended.stderr
     return ended.returncode, ended.stdout, ended.stderr
 
