@@ -20,6 +20,7 @@ from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import READY, await_stop
 from tests import forked, programs
+from tests.distribution import Distribution
 from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 
 # How long an example takes says how busy the machine is, and nothing of the code.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The examples are the same in each run, so that a failure is a change's; `--hypothesis-profile=random` draws others.
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("random", UNTIMED)
+settings.register_profile("untimed", UNTIMED, derandomize=True)
 settings.load_profile("untimed")
 
 forked.preload("tests.programs", "kfp_gpuquota.cluster.local.daemon")
@@ -169,6 +173,10 @@ def embedded_cluster(tmp_path: Path) -> Iterator[EmbeddedCluster]:
     """One node with 2 slots, no projects."""
     with running_cluster(tmp_path / "home") as cluster:
         yield cluster
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Distribution())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 import elastic_runtime
 from elastic_runtime.errors import BatchPlanError, SettingsError, StateError
-from tests.elastic_runtime.harness import Cluster, context
+from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, Points, train
+from tests.forked import context
 
 if TYPE_CHECKING:
     from pathlib import Path

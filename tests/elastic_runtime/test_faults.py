@@ -28,8 +28,9 @@ from elastic_runtime.generations import Generation, Generations
 from elastic_runtime.orders import Order
 from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
 from tests.cluster.test_faults import CLOCK
-from tests.elastic_runtime.harness import JOB, Cluster, context
+from tests.elastic_runtime.harness import JOB, Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, build, train, trained_alone, worker_main
+from tests.forked import context
 from tests.membership.test_service import Recorder
 from tests.patience import PATIENCE_S, until
 

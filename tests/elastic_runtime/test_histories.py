@@ -21,10 +21,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.elastic_runtime.harness import Cluster, context
+from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.histories import History, Word, histories
 from tests.elastic_runtime.play import Play
 from tests.elastic_runtime.training import train
+from tests.forked import context
 
 if TYPE_CHECKING:
     from collections.abc import Callable

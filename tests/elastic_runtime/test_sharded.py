@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_runtime.sharded import files
-from tests.elastic_runtime.harness import Cluster, context
+from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_training import (
     IN_THE_MIDDLE,
     rewrap_while_a_loss_is_held,
@@ -22,6 +22,7 @@ from tests.elastic_runtime.sharded_training import (
     train_with_a_part_left_out,
 )
 from tests.elastic_runtime.training import Gate, Plan, trained_alone, worker_main
+from tests.forked import context
 from tests.patience import until
 
 if TYPE_CHECKING:
