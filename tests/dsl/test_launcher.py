@@ -281,6 +281,7 @@ def test_a_preempted_step_does_not_end(cluster: EmbeddedCluster, tmp_path: Path)
     assert "[0] through" in log
 
 
+@pytest.mark.slow
 def test_a_daemon_that_is_killed_and_started_again_does_not_disturb_the_step(
     cluster: EmbeddedCluster, tmp_path: Path
 ) -> None:

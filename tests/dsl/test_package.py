@@ -32,6 +32,7 @@ def test_whoever_is_no_pipeline_author_never_imports_kfp(module: str) -> None:
     assert _python(f"import sys, {module}; print('kfp' in sys.modules)") == "False\n"
 
 
+@pytest.mark.slow
 def test_importing_the_decorators_costs_under_50_ms_more_than_kfp() -> None:
     """Of the processor's time, and the best of five: what else the machine does must not matter."""
     program = (

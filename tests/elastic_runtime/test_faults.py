@@ -203,6 +203,7 @@ def checkpoints_of(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_wall_clock_that_jumps_by_hours_disturbs_neither_training_nor_checkpoints(
     tmp_path: Path, clock: dict[str, str]
 ) -> None:
@@ -408,6 +409,7 @@ def test_a_worker_that_waits_for_a_generation_does_not_enter_an_older_one(genera
     assert found.number == 8
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_coordinator_answers_seconds_late_and_the_resize_comes_in_the_end(
     tmp_path: Path,
 ) -> None:

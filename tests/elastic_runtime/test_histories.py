@@ -86,6 +86,7 @@ def play(history: History, directory: Path, reference: dict[str, Any]) -> None:
             assert digests == {reference["sha256"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drawn", "seed"), asked())
 def test_any_history_ends_with_the_undisturbed_model(
     tmp_path_factory: pytest.TempPathFactory, reference: Reference, drawn: st.SearchStrategy[History], seed: int
