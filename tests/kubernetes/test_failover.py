@@ -274,6 +274,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1])
 def test_no_worker_ends_and_no_quota_is_exceeded_whatever_happens_to_our_processes(

@@ -147,6 +147,7 @@ def _uids(controlled: Controlled) -> set[str]:
     return {one["metadata"]["uid"] for one in reservations(controlled).values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_controller_that_is_killed_at_any_moment_leaves_no_second_and_no_orphaned_reservation(
     controlled: Controlled, seed: int
