@@ -8,6 +8,9 @@ SEEDS ?= 0:200
 KFP := kfp kfp-pipeline-spec kfp-server-api
 KFP_TESTS := compile caching local check pipeline_file
 
+# Hundreds of processes import the same modules: they are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-slow test-all newest soak lint types layers check docs clean
 

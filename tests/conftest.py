@@ -18,7 +18,7 @@ from kfp_gpuquota.api import Job, JobSpec, Project
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.cluster.local.start import READY, await_stop
+from kfp_gpuquota.cluster.local.start import READY, await_stop, start_with
 from tests import forked, programs
 from tests.distribution import Distribution
 from tests.patience import PATIENCE_S
@@ -116,19 +116,28 @@ def processes_of(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 @contextlib.contextmanager
-def running_cluster(root: Path, config: ClusterConfig | None = None) -> Iterator[EmbeddedCluster]:
-    """A cluster that is stopped at the end, with all its jobs; fails when a process is left."""
-    home = Home(root)
-    daemon = start_daemon(home, config or ClusterConfig(gpus_per_node=2))
+def running_cluster(
+    root: Path, config: ClusterConfig | None = None, *, new_interpreter: bool = False
+) -> Iterator[EmbeddedCluster]:
+    """A cluster that is stopped at the end, with all its jobs; fails when a process is left.
+
+    `new_interpreter`: the environment says something to the interpreter or the loader of its daemon.
+    """
+    home, config = Home(root), config or ClusterConfig(gpus_per_node=2)
+    if new_interpreter:
+        start_with(home, config)
+    daemon = None if new_interpreter else start_daemon(home, config)
     cluster = EmbeddedCluster(home, connect({"GPUQUOTA_HOME": str(root)}))
     try:
         yield cluster
     finally:
         try:
             _shut_down(cluster)
-            daemon.wait(PATIENCE_S)
+            if daemon is not None:
+                daemon.wait(PATIENCE_S)
         finally:
-            daemon.kill()
+            if daemon is not None:
+                daemon.kill()
             cluster.kill_everything()
 
 
