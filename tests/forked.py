@@ -19,6 +19,8 @@ from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.patience import PATIENCE_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -109,7 +111,7 @@ def run(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     cwd: Path | str | None = None,
-    timeout: float = 60.0,
+    timeout: float = PATIENCE_S,
 ) -> Completed:
     """Run a program to its end, and return what it printed; one that takes longer is killed."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
