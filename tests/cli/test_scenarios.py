@@ -107,6 +107,7 @@ def workers_now(cli: Cli, names: dict[str, str]) -> dict[str, str]:
     return {name: cli.job(name, "a")["status"]["workers"][-1]["id"] for name in names}
 
 
+@pytest.mark.slow
 def test_4b_a_scattered_job_is_moved_when_that_lets_the_waiting_job_start(wide_cli: Cli) -> None:
     cli = wide_cli
     two_departments(cli)

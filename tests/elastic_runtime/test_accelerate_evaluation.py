@@ -128,6 +128,7 @@ def check_evaluations(directory: Path, alone: list[dict[str, Any]], *indices: in
             assert ours["right"][1] == pytest.approx(HELD_OUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(("place", "step"), [("before", 26), ("after", 26), ("before", 18), ("first", 17)])
 def test_nothing_is_lost_with_a_worker(

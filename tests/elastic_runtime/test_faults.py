@@ -320,6 +320,7 @@ class Doorman:
         self._thread.join(PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_attempts_to_reconnect_become_rarer_up_to_a_limit_and_begin_anew_after_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -175,6 +175,7 @@ def test_the_death_of_a_joiner_costs_nothing(tmp_path: Path, reference: dict[str
         assert all(commit.lost_steps == 0 for commit in cluster.commits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REQUIRED = "GPUQUOTA_REQUIRE_KUBERNETES"
 HERE = Path(__file__).parent
 GROUPS = {"kubelet_cluster": "kubelet", "kubeflow_cluster": "kubeflow", "standalone": "kubeflow"}
-SLOW = {"kubelet_cluster"}  # containers start, run and end
+SLOW = {"kubelet_cluster", "standalone"}  # containers that start, run and end; a control plane more
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
