@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import Phase
+from tests import forked, programs
 from tests.cli.conftest import PROGRAM, Cli
 from tests.dsl.kfp_server import COOKIE, TOKEN, kfp_server
 
@@ -62,9 +63,7 @@ def file(tmp_path: Path) -> Path:
 
 def _offline(*words: str | Path, **environment: str) -> tuple[int, str, str]:
     """A command where no cluster runs."""
-    ended = subprocess.run(
-        [PROGRAM, "pipeline", *map(str, words)], env=environment, capture_output=True, text=True, check=False
-    )
+    ended = forked.run(programs.gpuquota, "pipeline", *map(str, words), environment=environment)
     assert "Traceback" not in ended.stderr
     return ended.returncode, ended.stdout, ended.stderr
 
@@ -113,6 +112,7 @@ def test_a_check_says_which_cluster_did_not_answer(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_check_shows_quotas_and_ends_with_2_when_something_is_wrong(cli: Cli) -> None:
     cli("project set team-a --limit 1")
     answer = cli.run("pipeline", "check", str(GOLDEN / "sizes.yaml"))
@@ -136,6 +136,7 @@ def test_a_pipeline_runs_here_and_its_outputs_are_shown(cli: Cli, file: Path, tm
     assert (tmp_path / "root").is_dir()
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_somebody_compiled_runs_here(cli: Cli, file: Path, tmp_path: Path) -> None:
     compiled = tmp_path / "compiled.yaml"
     cli("pipeline", "route", str(file), "-o", str(compiled))
@@ -189,6 +190,7 @@ def test_a_run_is_submitted_to_a_kfp_server(cli: Cli, file: Path) -> None:
     assert {"name": "GPUQUOTA_PROJECT", "value": "team-b"} in container["env"]
 
 
+@pytest.mark.slow
 def test_a_kfp_server_that_refuses_or_is_not_there_gets_a_sentence(cli: Cli) -> None:
     pipeline = str(GOLDEN / "lightweight.yaml")
     with kfp_server() as (url, _):

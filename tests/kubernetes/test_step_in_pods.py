@@ -191,6 +191,7 @@ def test_the_launcher_runs_from_its_own_image_and_the_worker_in_one_that_has_pyt
     assert worker["spec"]["containers"][0]["image"] == image
 
 
+@pytest.mark.slow
 def test_a_step_that_is_made_anew_takes_its_running_job_over(controlled: Controlled) -> None:
     steps = Steps(controlled, shout("import time", "time.sleep(12)"))
     controlled.start()
@@ -203,6 +204,7 @@ def test_a_step_that_is_made_anew_takes_its_running_job_over(controlled: Control
     assert job["status"]["attempt"] == 1
 
 
+@pytest.mark.slow
 def test_a_step_goes_on_through_an_api_server_that_is_away(controlled: Controlled) -> None:
     steps = Steps(controlled, shout("import time", "for i in range(25): print('line', i); time.sleep(1)"))
     controlled.start()
