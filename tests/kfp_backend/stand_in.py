@@ -2,8 +2,9 @@
 
 The standard library only: it is handed to whatever Python the step's image has. It does what a step can see of KFP's
 launcher. The inputs lie where the executor input says (their content comes in GPUQUOTA_TEST_INPUTS, as JSON by path),
-`{{$}}` is filled in, and no placeholder of the run or the task is. A failure ends it with 1 whatever the step's code. On
-SIGTERM it passes the signal on and is gone half a second later (0.4 to 1.7 s were recorded, whatever the grace period).
+`{{$}}` is filled in, and no placeholder of the run or the task is. A failure ends it with 1 whatever the step's code.
+On SIGTERM it passes the signal on and is gone half a second later (0.4 to 1.7 s were recorded, whatever the grace
+period).
 What a real one uploads it prints, each output under its path.
 """
 

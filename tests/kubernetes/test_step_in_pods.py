@@ -53,12 +53,15 @@ def controlled(kubelet_system: DevCluster, tmp_path: Path) -> Iterator[Controlle
     running.close()
 
 
-def compiled_step(argv: list[str], image: str, launcher: str) -> dict[str, Any]:
+def compiled_step(argv: list[str], image: str, launcher: str, cpu: str = "") -> dict[str, Any]:
     """The container of a step that asks for a GPU, as routing leaves it for a KFP backend."""
     container = {
         "image": image,
         "command": argv,
-        "resources": {"accelerator": {"type": "nvidia.com/gpu", "count": "1"}},
+        "resources": {
+            "accelerator": {"type": "nvidia.com/gpu", "count": "1"},
+            **({"resourceCpuRequest": cpu} if cpu else {}),
+        },
     }
     spec = {"deploymentSpec": {"executors": {"exec-shout": {"container": container}}}}
     routed = route_pipeline(spec, launcher_image=launcher)
@@ -90,11 +93,17 @@ class Steps:
     """
 
     def __init__(
-        self, controlled: Controlled, argv: list[str], image: str = IMAGE, launcher: str = IMAGE, guaranteed: int = 1
+        self,
+        controlled: Controlled,
+        argv: list[str],
+        image: str = IMAGE,
+        launcher: str = IMAGE,
+        guaranteed: int = 1,
+        cpu: str = "",
     ) -> None:
         self.controlled, self.api = controlled, controlled.cluster.api
         self.team = controlled.team(guaranteed=guaranteed)
-        self.container = compiled_step(argv, image, launcher)
+        self.container = compiled_step(argv, image, launcher, cpu)
         self.api.create(f"/api/v1/namespaces/{self.team}/serviceaccounts", {"metadata": {"name": RUNNER}})
         binding = {
             "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -171,6 +180,22 @@ def test_a_steps_worker_runs_in_a_pod_of_its_own_and_its_artifacts_are_relayed(c
     (job,) = steps.jobs().values()
     worker = controlled.pods(steps.team)[job["status"]["resultWorker"]]
     assert worker["spec"]["containers"][0]["image"] == IMAGE
+
+
+def test_a_step_that_needs_more_than_half_a_node_runs(controlled: Controlled) -> None:
+    (node,) = controlled.cluster.api.items("/api/v1/nodes")
+    most = f"{int(node['status']['allocatable']['cpu']) * 750}m"
+    steps = Steps(controlled, shout(), cpu=most)
+    controlled.start()
+    run = steps.run()
+    phase, log = steps.until_ended(run)
+    assert phase == "Succeeded", log
+    (job,) = steps.jobs().values()
+    worker = controlled.pods(steps.team)[job["status"]["resultWorker"]]
+    assert worker["spec"]["containers"][0]["resources"]["requests"]["cpu"] == most
+    launcher = steps.api.get(steps.backend.pod_path(run, "shout"))
+    main = next(one for one in launcher["spec"]["containers"] if one["name"] == "main")
+    assert main["resources"]["requests"] == {"cpu": "50m", "memory": "64Mi"}
 
 
 def test_the_launcher_runs_from_its_own_image_and_the_worker_in_one_that_has_python_only(
