@@ -32,13 +32,22 @@ _FIELDS: Final = {
 _PLACEHOLDER: Final = "{{"
 
 
-def take_over(container: Json) -> None:
-    """Move the requests of a routed container (PipelineSpec JSON) to its workers. A second call changes nothing."""
-    if _is_moved(container):
-        return
+def take_over(container: Json, *, on_backend: bool) -> None:
+    """Move the requests of a routed container (PipelineSpec JSON) to its workers. A second call changes nothing.
+
+    A step that asks for nothing gets the launcher's requests only when it is meant for a KFP backend: kfp.local warns
+    of each request that it ignores.
+    """
     resources: Json = container.get("resources", {})
+    if _is_moved(container):
+        if on_backend and not resources:
+            container["resources"] = _launchers({})
+        return
     asked = _kubernetes_resources(resources)
-    container["resources"] = _launchers(resources)
+    if asked or on_backend:
+        container["resources"] = _launchers(resources)
+    else:
+        container.pop("resources", None)
     text = json.dumps(asked, sort_keys=True)
     if _PLACEHOLDER in text:
         container["args"].insert(0, ARGUMENT + text)

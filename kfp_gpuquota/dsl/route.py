@@ -89,25 +89,25 @@ def route_pipeline(
     for label, executor in executors.items():
         if "container" in executor:
             step, container = label.removeprefix("exec-"), executor["container"]
-            _route_container(step, container, project)
+            _route_container(step, container, project, launcher_image)
             if is_routed(container.get("command")):
                 check_config(step, configs.get(label, {}))
                 _swap_image(step, container, launcher_image)
     return routed
 
 
-def _route_container(step: str, container: Json, project: str | None) -> None:
+def _route_container(step: str, container: Json, project: str | None, launcher_image: str | None) -> None:
     accelerator = _accelerator(step, container)
     if is_routed(container.get("command")):
         _check_agreement(step, container, accelerator)
-        container.setdefault("resources", {}).pop("accelerator", None)
+        container.get("resources", {}).pop("accelerator", None)
     elif accelerator is None:
         return
     else:
         _wrap(step, container, str(accelerator["count"]))
         del container["resources"]["accelerator"]
     check_environment(step, container["env"])
-    pod_resources.take_over(container)
+    pod_resources.take_over(container, on_backend=bool(launcher_image))
     if project and all(entry["name"] != PROJECT for entry in container["env"]):
         container["env"].append({"name": PROJECT, "value": project})
 

@@ -113,7 +113,7 @@ def test_the_decorator_and_the_task_agree() -> None:
         pipelines.elastic_train(epochs=1).set_accelerator_type("nvidia.com/gpu").set_accelerator_limit(1)
 
     executors = _in_a_pipeline(body)().pipeline_spec.deployment_spec["executors"]
-    assert "accelerator" not in executors["exec-train"]["container"]["resources"]
+    assert "resources" not in executors["exec-train"]["container"]
 
 
 def test_sizes_of_a_task_that_contradict_each_other() -> None:

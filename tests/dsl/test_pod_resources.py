@@ -78,7 +78,15 @@ def test_an_amount_that_only_the_run_knows_travels_as_an_argument() -> None:
 
 
 def test_a_step_that_asks_for_nothing_gives_its_workers_nothing_of_the_launchers() -> None:
-    assert step(routed()).worker_resources == {}
+    container = routed()
+    assert "resources" not in container
+    assert step(container).worker_resources == {}
+    spec = route_pipeline(
+        {"deploymentSpec": {"executors": {"exec-train": {"container": container}}}}, None, "launcher:1"
+    )
+    backends = spec["deploymentSpec"]["executors"]["exec-train"]["container"]
+    assert backends["resources"]["resourceMemoryRequest"] == "64Mi"
+    assert step(backends).worker_resources == {}
 
 
 def test_a_step_compiled_without_routing_leaves_its_workers_what_its_pod_has() -> None:
