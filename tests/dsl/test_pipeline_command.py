@@ -355,9 +355,11 @@ def test_a_file_finds_what_lies_beside_it_and_may_have_the_name_of_a_library(tmp
 def test_without_kfp_the_error_says_how_to_install_it(tmp_path: Path) -> None:
     """The interpreter is told that there is no kfp; everything else is as it is."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['kfp'] = None\n")
-    code, said, error = _offline("check", GOLDEN / "sizes.yaml", HOME=str(tmp_path), PYTHONPATH=str(tmp_path))
-    assert (code, said) == (2, "")
-    assert error == (
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    command = [PROGRAM, "pipeline", "check", str(GOLDEN / "sizes.yaml")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
         "Error: this needs kfp, which is not installed here; install it with: pip install 'kfp-gpuquota[kfp]'\n"
     )
 
