@@ -193,8 +193,8 @@ def test_what_was_decided_before_the_controller_was_killed_is_carried_out(contro
     controlled.cluster.api.patch(f"{job}/status", {"status": {"requeueState": {**state, "message": "no image"}}})
     controlled.start()
     controlled.until_phase(controlled.job(team, "other"), "Running")
-    status = controlled.cluster.api.get(job)["status"]
-    assert (status["phase"], status["requeueState"]["count"], status["message"]) == ("Pending", 3, "no image")
+    status = controlled.until_phase(job, "Pending")["status"]
+    assert (status["requeueState"]["count"], status["message"]) == (3, "no image")
 
 
 def test_a_job_that_comes_up_at_last_forgets_what_went_wrong(controlled: Controlled) -> None:
