@@ -104,7 +104,7 @@ class LocalCluster:
         with self._state.change() as change:
             change.projects[project.name] = project
             change.events.append(
-                Event(revision=0, at=time.time(), kind=EventKind.PROJECT_CHANGED, project=project.name)
+                Event(revision=0, at=self._state.clock(), kind=EventKind.PROJECT_CHANGED, project=project.name)
             )
         self._driver.wake()
         return self.get_project(project.name)
@@ -121,7 +121,9 @@ class LocalCluster:
             raise ConflictError(f"project {name!r} is the parent of {', '.join(children)}; delete or move these first")
         with self._state.change() as change:
             change.projects[name] = None
-            change.events.append(Event(revision=0, at=time.time(), kind=EventKind.PROJECT_DELETED, project=name))
+            change.events.append(
+                Event(revision=0, at=self._state.clock(), kind=EventKind.PROJECT_DELETED, project=name)
+            )
 
     # Policies
 
@@ -241,7 +243,7 @@ class LocalCluster:
 
     def what_if(self, supposed: Supposition) -> Outlook:
         """What the next plan would do. Raises NotFoundError for a job or a node that is not there."""
-        return suppose(self._state.scheduler, supposed, time.time())
+        return suppose(self._state.scheduler, supposed, self._state.clock())
 
     # History and logs
 
@@ -286,7 +288,7 @@ class LocalCluster:
         return JobRecord(
             uid=uuid.uuid4().hex,
             spec=request.spec,
-            status=JobStatus(submitted_at=time.time(), set_by=set_by),
+            status=JobStatus(submitted_at=self._state.clock(), set_by=set_by),
             request_id=request.request_id,
             lease_holder=request.lease.holder if request.lease else "",
             lease_s=request.lease.duration_s if request.lease else 0.0,
@@ -331,7 +333,7 @@ class LocalCluster:
         """Delete the jobs that ended too long ago, and look again after a while."""
         asyncio.get_running_loop().call_later(retention.INTERVAL_S, self._delete_outdated)
         keep = (self._config.keep_ended_s, self._config.keep_ended_jobs)
-        for job in retention.outdated(self._state.jobs.values(), time.time(), *keep):
+        for job in retention.outdated(self._state.jobs.values(), self._state.clock(), *keep):
             log.info("job %s of project %s ended long ago, and is deleted", job.spec.name, job.spec.project)
             try:
                 self._stop(job, Intent.DELETE, Reason(code=ReasonCode.USER, message="it ended long ago"))

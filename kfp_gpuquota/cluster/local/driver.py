@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import secrets
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -116,7 +115,7 @@ class Driver:
     def decide(self) -> Iterator[Transcript]:
         """Write a decision, commit it when the block ends, then carry it out. Raises StateFileError."""
         with self._state.change() as change:
-            transcript = Transcript(self._state, change, time.time())
+            transcript = Transcript(self._state, change, self._state.clock())
             yield transcript
         self._start_all(transcript.started)
         self._stop_all(transcript.stopped)
@@ -148,7 +147,7 @@ class Driver:
 
     def _plan_once(self) -> None:
         self._planning = None
-        now = time.time()
+        now = self._state.clock()
         plan = scheduler.plan(self._state.scheduler, now)
         self._plan_again(None if plan.again_at is None else plan.again_at - now)
         for uid, reason in plan.waiting.items():
@@ -317,7 +316,7 @@ class Driver:
         worker = record.worker
         try:
             with self._state.change() as change:
-                transcript = Transcript(self._state, change, time.time())
+                transcript = Transcript(self._state, change, self._state.clock())
                 transcript.record(after_reboot(self._state.jobs[worker.job_uid]))
         except StateFileError as error:
             log.error("the restart of the machine is recorded in %s s: %s", RETRY_S, error)
@@ -469,6 +468,6 @@ class Driver:
         """For facts that are learnt again: a full disk delays them, and must not stop the daemon."""
         try:
             with self._state.change(durable=durable) as change:
-                yield Transcript(self._state, change, time.time())
+                yield Transcript(self._state, change, self._state.clock())
         except StateFileError as error:
             log.error("%s: %s", what, error)

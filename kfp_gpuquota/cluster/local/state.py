@@ -23,6 +23,7 @@ from kfp_gpuquota.api.project import check_parents
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import JobList, NodeView, ProjectView
 from kfp_gpuquota.cluster.job_book import Change, JobBook
+from kfp_gpuquota.cluster.local.steady_clock import SteadyClock
 from kfp_gpuquota.cluster.local.store import KEPT_EVENTS
 from kfp_gpuquota.cluster.records import JobRecord, view, with_status
 from kfp_gpuquota.cluster.usage import recalled
@@ -61,6 +62,7 @@ class ClusterState(JobBook):
         self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
         self._waiters: set[asyncio.Future[None]] = set()
         self._load()
+        self.clock = SteadyClock(self._newest_record())
         self._recall_usage()
 
     # Reading
@@ -313,12 +315,17 @@ class ClusterState(JobBook):
             self.jobs, self.workers = before
         self._recall_usage()
 
+    def _newest_record(self) -> float:
+        """When the newest thing that is remembered happened, in seconds since the epoch."""
+        statuses = (job.status for job in self.jobs.values())
+        return max((at for s in statuses for at in (s.submitted_at, s.started_at, s.finished_at) if at), default=0.0)
+
     def _recall_usage(self) -> None:
         """What projects borrowed before this daemon, where that counts."""
         half_life_s = self._usage_half_life_s
         if half_life_s is None:
             return
-        for event in recalled(self._store.load_events(0, KEPT_EVENTS), self.projects, time.time(), half_life_s):
+        for event in recalled(self._store.load_events(0, KEPT_EVENTS), self.projects, self.clock(), half_life_s):
             self.scheduler.apply(event)
 
 
