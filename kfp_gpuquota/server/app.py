@@ -13,6 +13,7 @@ from aiohttp import web
 from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, UnauthorizedError
 from kfp_gpuquota.server import openapi
+from kfp_gpuquota.server.audit import audited
 from kfp_gpuquota.server.connections import BODY_TIMEOUT_S
 from kfp_gpuquota.server.routes import ROUTES, Request, Route, decode_body
 
@@ -35,13 +36,15 @@ def build_app(
     health: Health,
     extra_routes: Iterable[web.RouteDef] = (),
     on_shutdown: Callable[[], None],
+    audit: Callable[[str], None] = lambda _line: None,
 ) -> web.Application:
     """The application for one cluster.
 
     `token` opens everything under /v1 but `extra_routes`, which check their own (membership, with a token per job).
-    `on_shutdown` is called when a client asks the daemon to stop.
+    `on_shutdown` is called when a client asks the daemon to stop, `audit` with a line for each change that a client
+    asks for.
     """
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[audited(audit), _errors])
     checked = _checker(token)
 
     async def healthy(_request: web.Request) -> web.Response:

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from kfp_gpuquota.api.wire import Health
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
-from kfp_gpuquota.cluster.local.daemon_log import write_log_to
+from kfp_gpuquota.cluster.local.daemon_log import audit_log, write_log_to
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
 from kfp_gpuquota.cluster.local.driver import Driver, Settings
 from kfp_gpuquota.cluster.local.home import Home
@@ -80,6 +80,7 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
             health=Health(version=__version__, pid=os.getpid(), home=str(home.root), started_at=time.time()),
             extra_routes=driver.membership.routes(),
             on_shutdown=stop.set,
+            audit=audit_log(home.audit_file),
         )
         app.cleanup_ctx.append(driver.membership.lifespan)
         runner = LimitedRunner(

@@ -50,6 +50,7 @@ class Home:
         self.token_file = root / "token"
         self.socket_file = root / "socket"
         self.log_file = root / "daemon.log"
+        self.audit_file = root / "audit.log"
         self.jobs = root / "jobs"
         self._reserve = root / "reserve"
         self._lock_file = root / "daemon.lock"

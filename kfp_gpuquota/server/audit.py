@@ -1,0 +1,159 @@
+"""The audit log: who asked for which change, when, from where, and what the answer was. One JSON object a line.
+
+| field     | holds                                                                              |
+|-----------|------------------------------------------------------------------------------------|
+| `at`      | when the answer was sent, UTC, ISO 8601                                            |
+| `uid`, `user` | of the process that asked, by the kernel (SO_PEERCRED)                         |
+| `pid`, `program` | that process                                                                |
+| `request` | method and path                                                                    |
+| `target`  | project and name that the body names, where the path does not                      |
+| `status`  | of the answer; 401 is a wrong token, 499: the caller went before the answer        |
+| `error`   | the sentence of a refusal                                                          |
+
+Requests that read are left out, and so are workers' (each job's own, by its token).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import pwd
+import socket
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from aiohttp import web
+
+from kfp_gpuquota.server.unix_sockets import peer
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Callable
+
+    from aiohttp.typedefs import Handler, Middleware
+
+MAX_BYTES: Final = 10 << 20
+KEPT_FILES: Final = 5
+_READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+GONE: Final = 499
+_WORKERS: Final = "/v1/membership/"
+
+
+class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the log."""
+
+    at: str
+    uid: int
+    user: str
+    pid: int
+    program: str
+    request: str
+    status: int
+    target: str = ""
+    error: str = ""
+
+
+class _Named(msgspec.Struct):
+    name: str = ""
+    project: str = ""
+
+
+class _Body(_Named):
+    spec: _Named = msgspec.field(default_factory=_Named)
+
+
+class _Refusal(msgspec.Struct):
+    message: str = ""
+
+
+class _Answer(msgspec.Struct):
+    error: _Refusal = msgspec.field(default_factory=_Refusal)
+
+
+def audit_file(path: Path) -> logging.Handler:
+    """A handler for `path`, mode 0600; older entries are in path.1 to path.5, 10 MiB each."""
+    return _PrivateFile(path, maxBytes=MAX_BYTES, backupCount=KEPT_FILES, encoding="utf-8")
+
+
+def audited(write: Callable[[str], None]) -> Middleware:
+    """A middleware that writes a line for each change that is asked for; it goes around the one that makes errors."""
+
+    @web.middleware
+    async def audit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method in _READS or request.path.startswith(_WORKERS):
+            return await handler(request)
+        try:
+            answer = await handler(request)
+        except asyncio.CancelledError:
+            write(_line(request, GONE))
+            raise
+        write(_line(request, answer.status, await _target(request), _error(answer)))
+        return answer
+
+    return audit
+
+
+def _line(request: web.Request, status: int, target: str = "", error: str = "") -> str:
+    pid, uid = _peer(request)
+    entry = AuditEntry(
+        at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        uid=uid,
+        user=_user(uid),
+        pid=pid,
+        program=_program(pid),
+        request=f"{request.method} {request.path}",
+        status=status,
+        target=target,
+        error=error,
+    )
+    return msgspec.json.encode(entry).decode()
+
+
+def _peer(request: web.Request) -> tuple[int, int]:
+    """(process id, user id), or (0, -1) where the other end has gone."""
+    connected = request.transport.get_extra_info("socket") if request.transport else None
+    if connected is None or connected.family != socket.AF_UNIX:
+        return 0, -1
+    return peer(connected)
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return ""
+
+
+def _program(pid: int) -> str:
+    try:
+        return os.fsdecode(Path(f"/proc/{pid}/comm").read_bytes().strip())
+    except OSError:
+        return ""
+
+
+async def _target(request: web.Request) -> str:
+    try:
+        body = msgspec.json.decode(await request.read(), type=_Body)
+    except (msgspec.DecodeError, web.HTTPException):
+        return ""
+    named = body.spec if body.spec.name else body
+    return "/".join(filter(None, (named.project, named.name)))
+
+
+def _error(answer: web.StreamResponse) -> str:
+    if answer.status < web.HTTPBadRequest.status_code or not isinstance(answer, web.Response):
+        return ""
+    try:
+        return msgspec.json.decode(answer.body or b"{}", type=_Answer).error.message  # type: ignore[arg-type]
+    except msgspec.DecodeError:
+        return ""
+
+
+class _PrivateFile(RotatingFileHandler):
+    def _open(self):  # type: ignore[no-untyped-def]  # noqa: ANN202, RUF100
+        stream = super()._open()
+        os.fchmod(stream.fileno(), 0o600)
+        return stream
