@@ -39,3 +39,10 @@ def test_importing_the_decorators_costs_under_50_ms_more_than_kfp() -> None:
         "g.component, g.pipeline, g.set_gpus; print(time.process_time() - began)"
     )
     assert min(float(_python(program)) for _ in range(5)) < 0.050
+
+
+def test_a_launcher_imports_neither_kfp_nor_what_only_servers_and_the_scheduler_need() -> None:
+    modules = "kfp_gpuquota.dsl.launcher, kfp_gpuquota.dsl.in_pods, kfp_gpuquota.cluster.kubernetes.client"
+    heavy = ("kfp", "kubernetes", "aiohttp", "asyncio", "numpy", "kfp_gpuquota.scheduler", "kfp_gpuquota.membership")
+    program = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
+    assert _python(program).strip() == "[]"
