@@ -63,7 +63,9 @@ class InPods:
         """Queue the step's job under this name; its workers wait for the relay, which `serve` opens."""
         del staging
         untouched = [worker.revealed(element, step.executor_input) for element in step.argv]
-        template = worker_template(self._own, step.image, secret_name(name), untouched)
+        template = worker_template(
+            self._own, step.image, secret_name(name), untouched, resources=step.worker_resources, environment=os.environ
+        )
         spec = step.options.job_spec(name=name, project=step.project, command=("step",), labels=step.labels)
         metadata: Json = {"annotations": {labels.STEP: step.task}}
         owner = own_pod.owner(self._own)

@@ -30,6 +30,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained_alone(train_adversaries, PLAN, tmp_path_factory.mktemp("reference"))
 
 
+@pytest.mark.slow
 def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     runpy.run_path("examples/train_gan.py", run_name="__main__")
@@ -107,6 +108,7 @@ def refused(error: type[Exception], says: str, compute: Callable[[Any, torch.Ten
         for _epoch in job.epochs(1):
             for x, _y, _indices in loader:
                 compute(job, model(x).mean())
+                model.zero_grad()
 
     with pytest.raises(error, match=says):
         train()

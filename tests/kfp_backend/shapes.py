@@ -166,7 +166,6 @@ def _main(made_by: Json, identifier: str, step: Step) -> Json:
         *("--publish_logs", "true"),
         "--",
     ]
-    own = {name: step.container[name] for name in ("resources",) if name in step.container}
     return {
         "name": "main",
         "image": step.container["image"],
@@ -180,7 +179,7 @@ def _main(made_by: Json, identifier: str, step: Step) -> Json:
             *_argo_environment(identifier),
         ],
         "envFrom": [{"configMapRef": {"name": "metadata-grpc-configmap", "optional": True}}],
-        "resources": own.get("resources", {}),
+        "resources": kubernetes_resources(step.container.get("resources", {})),
         "securityContext": dict(_UNPRIVILEGED),
         "volumeMounts": [
             {"name": "kfp-launcher", "mountPath": "/kfp-launcher"},
@@ -188,6 +187,16 @@ def _main(made_by: Json, identifier: str, step: Step) -> Json:
             {"name": "var-run-argo", "mountPath": "/var/run/argo"},
         ],
     }
+
+
+def kubernetes_resources(given: Json) -> Json:
+    """A container's resources, of a compiled container's fields as KFP's driver reads them, or of a pod's."""
+    found: Json = {part: given[part] for part in ("limits", "requests") if part in given}
+    for name in ("cpu", "memory"):
+        for part in ("limit", "request"):
+            if amount := given.get(f"resource{name.title()}{part.title()}"):
+                found.setdefault(f"{part}s", {})[name] = amount
+    return found
 
 
 def _wait(identifier: str) -> Json:

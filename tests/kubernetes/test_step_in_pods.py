@@ -55,12 +55,15 @@ def controlled(kubelet_system: DevCluster, tmp_path: Path) -> Iterator[Controlle
     running.close()
 
 
-def compiled_step(argv: list[str], image: str, launcher: str, **settings: str) -> dict[str, Any]:
+def compiled_step(argv: list[str], image: str, launcher: str, cpu: str = "", **settings: str) -> dict[str, Any]:
     """The container of a step that asks for a GPU, as routing leaves it for a KFP backend, with more settings."""
     container = {
         "image": image,
         "command": argv,
-        "resources": {"accelerator": {"type": "nvidia.com/gpu", "count": "1"}},
+        "resources": {
+            "accelerator": {"type": "nvidia.com/gpu", "count": "1"},
+            **({"resourceCpuRequest": cpu} if cpu else {}),
+        },
     }
     spec = {"deploymentSpec": {"executors": {"exec-shout": {"container": container}}}}
     routed = route_pipeline(spec, launcher_image=launcher)
@@ -101,11 +104,12 @@ class Steps:
         launcher: str = IMAGE,
         *,
         guaranteed: int = 1,
+        cpu: str = "",
         **settings: str,
     ) -> None:
         self.controlled, self.api = controlled, controlled.cluster.api
         self.team = controlled.team(guaranteed=guaranteed)
-        self.container = compiled_step(argv, image, launcher, **settings)
+        self.container = compiled_step(argv, image, launcher, cpu, **settings)
         self.gate = controlled.folder / "gate"
         self.gate.mkdir(exist_ok=True)
         self.api.create(f"/api/v1/namespaces/{self.team}/serviceaccounts", {"metadata": {"name": RUNNER}})
@@ -195,6 +199,22 @@ def test_a_steps_worker_runs_in_a_pod_of_its_own_and_its_artifacts_are_relayed(c
     assert worker["spec"]["containers"][0]["image"] == IMAGE
 
 
+def test_a_step_that_needs_more_than_half_a_node_runs(controlled: Controlled) -> None:
+    (node,) = controlled.cluster.api.items("/api/v1/nodes")
+    most = f"{int(node['status']['allocatable']['cpu']) * 750}m"
+    steps = Steps(controlled, shout(), cpu=most)
+    controlled.start()
+    run = steps.run()
+    phase, log = steps.until_ended(run)
+    assert phase == "Succeeded", log
+    (job,) = steps.jobs().values()
+    worker = controlled.pods(steps.team)[job["status"]["resultWorker"]]
+    assert worker["spec"]["containers"][0]["resources"]["requests"]["cpu"] == most
+    launcher = steps.api.get(steps.backend.pod_path(run, "shout"))
+    main = next(one for one in launcher["spec"]["containers"] if one["name"] == "main")
+    assert main["resources"]["requests"] == {"cpu": "50m", "memory": "64Mi"}
+
+
 def test_the_launcher_runs_from_its_own_image_and_the_worker_in_one_that_has_python_only(
     controlled: Controlled,
 ) -> None:
@@ -231,6 +251,7 @@ def test_a_step_whose_pod_is_drained_goes_on_in_another_one_whenever_argo_looks(
     assert job["status"]["attempt"] == 1
 
 
+@pytest.mark.slow
 def test_a_job_outlives_its_lease_while_its_run_waits_for_the_step_and_grows_after_the_take_over(
     controlled: Controlled,
 ) -> None:
@@ -260,6 +281,7 @@ def workers_of(steps: Steps) -> list[str]:
     return [name for name, pod in pods.items() if labels.JOB in pod["metadata"]["labels"]]
 
 
+@pytest.mark.slow
 def test_a_step_goes_on_through_an_api_server_that_is_away(controlled: Controlled) -> None:
     steps = Steps(controlled, shout("import time", "for i in range(25): print('line', i); time.sleep(1)"))
     controlled.start()
