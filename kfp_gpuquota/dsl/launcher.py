@@ -7,20 +7,22 @@ home and ends as the job ended. It never imports kfp, and never ends because a w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api import Phase, ReasonCode
 from kfp_gpuquota.api.wire import Lease
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.dsl.lease import AFTER_STOP_S, RENEWALS, LeaseKeeper
 from kfp_gpuquota.dsl.logs import LogFollower, tail
-from kfp_gpuquota.dsl.narration import Narrator, conclusion
+from kfp_gpuquota.dsl.narration import Narrator, conclusion, progress_of, succeeded
 from kfp_gpuquota.dsl.place import place_of
 from kfp_gpuquota.dsl.step import Step, step_from
 from kfp_gpuquota.dsl.submission import claim
@@ -32,12 +34,16 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import JobList
+    from kfp_gpuquota.dsl.place import Place
+    from kfp_gpuquota.dsl.staging import Staging
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 LONG_POLL_S: Final = 20.0
 # A cluster that is restarted or upgraded is back by then; the job goes on meanwhile.
 PATIENCE_S: Final = 600.0
 _LOG_ENDS_WITHIN_S: Final = 60.0
+TERMINATION_LOG: Final = Path("/dev/termination-log")
+_MESSAGE_LENGTH: Final = 1000  # of the 4,096 bytes that the kubelet reads
 # Neither the job's success, for its outputs are not ours to bring home, nor its failure.
 EXIT_TAKEN_OVER: Final = os.EX_TEMPFAIL
 _output = threading.Lock()
@@ -55,6 +61,39 @@ class _TakenOverError(Exception):
     """Another attempt of this step holds the job now."""
 
 
+class _Held:
+    """The lease of the job that the step has now, which ends with the pipeline's run."""
+
+    def __init__(self) -> None:
+        self._keeper: LeaseKeeper | None = None
+        self._run_has_ended = False
+        self._lock = threading.Lock()
+
+    def keep(self, keeper: LeaseKeeper) -> LeaseKeeper:
+        """Renew this one's lease from now on."""
+        with self._lock:
+            self._keeper = keeper
+            ended = self._run_has_ended
+        keeper.start()
+        if ended:
+            keeper.leave(0.0)
+        return keeper
+
+    def end(self) -> None:
+        """The run was terminated: the job's workers are stopped at once."""
+        with self._lock:
+            self._run_has_ended = True
+        say("the pipeline's run was terminated: the job is cancelled")
+        self.leave(0.0)
+
+    def leave(self, after_s: float) -> None:
+        """Let the job live only `after_s` longer, unless another attempt takes it over."""
+        with self._lock:
+            keeper = self._keeper
+        if keeper is not None:
+            keeper.leave(after_s)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the step.
 
@@ -66,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(step_from(_parsed(arguments), os.environ))
     except GpuQuotaError as error:
-        say(f"error: {error.message}")
+        _say_why(f"error: {error.message}")
         return error.exit_code
     except _TakenOverError:
         _say_last("another attempt of this step has taken the job over, and goes on with it; this one ends")
@@ -85,31 +124,52 @@ def _run(step: Step) -> int:
     lease = Lease(holder=os.environ.get("KFP_POD_UID") or uuid.uuid4().hex, duration_s=step.lease_s)
     place = place_of(client)
     step = place.identified(step)
-    job, staging = claim(client, place, step, lease, say)
-    keeper = LeaseKeeper(connect, lease, job.spec, say)
-    keeper.start()
+    held = _Held()
+    place.watch_run(held.end)
     try:
-        job = _followed(client, job, step, keeper)
+        while (job := _job_of(client, place, step, lease, held)) is None:
+            say("the job was lost before this launcher had it: a new one starts")
     except _StoppedError as stopped:
-        # Ctrl-C is a person who wants it to end. A pod that is told to stop may come back, and take the job over.
-        keeper.leave(0.0 if stopped.number == signal.SIGINT else AFTER_STOP_S)
-        if place.run_was_ended():
-            keeper.leave(0.0)
+        # Ctrl-C is a person who wants it to end. A pod that is stopped may come back, and take the job over.
+        follows = stopped.number != signal.SIGINT and place.make_way()
+        held.leave(AFTER_STOP_S if follows else 0.0)
         raise
+    place.close()
+    code = _exit_code(job)
+    (_say_why if code else say)(conclusion(job))
+    return code
+
+
+def _job_of(client: ClusterClient, place: Place, step: Step, lease: Lease, held: _Held) -> Job | None:
+    """The step's job in its final state, its outputs brought home; None where another one must be started for it."""
+    job, staging = claim(client, place, step, lease, say)
+    keeper = held.keep(LeaseKeeper(connect, lease, job.spec, say))
+    try:
+        job = _followed(client, place, job, step, keeper)
     except JobFailedError:
         staging.discard()
         raise
     keeper.stop()
-    place.close()
+    if _is_lost(place, job, staging):
+        return None
     if job.status.result_worker:
         staging.bring_home(job.status.result_worker)
     else:
         staging.discard()
-    say(conclusion(job))
-    return _exit_code(job)
+    return job
 
 
-def _followed(client: ClusterClient, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
+def _is_lost(place: Place, job: Job, staging: Staging) -> bool:
+    """Whether the job's end is not the step's: it was being stopped already when it was taken over, or its outputs went
+    to the pod of an earlier attempt.
+    """
+    reason = job.status.reason
+    if job.status.phase is Phase.CANCELLED:
+        return reason is not None and reason.code is ReasonCode.LEASE_ENDED
+    return job.status.phase is Phase.SUCCEEDED and not place.has_outputs(job, staging)
+
+
+def _followed(client: ClusterClient, place: Place, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
     """The job in its final state; its log and its changes are told on the way. Raises _TakenOverError."""
     max_runtime_s = step.options.max_runtime_s
     narrator = Narrator()
@@ -122,6 +182,10 @@ def _followed(client: ClusterClient, job: Job, step: Step, keeper: LeaseKeeper) 
             say(line)
         follower.see(state)
         job = state
+        if not job.status.phase.final and (result := place.result_of(job)):
+            follower.await_end_of(result, _LOG_ENDS_WITHIN_S)
+            return succeeded(job, result, time.time())
+        place.show(narrator.state, progress_of(job))
         if _time_left(job, max_runtime_s, time.time()) <= 0:
             say(f"stopping: it has run for its max_runtime of {max_runtime_s:g} s")
             client.cancel_job(job.spec.project, job.spec.name)
@@ -199,6 +263,17 @@ def _write(line: str) -> None:
     with _output:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+def _say_why(text: str) -> None:
+    """Why the step fails: a line in its log, and its container's termination message.
+
+    KFP's own launcher ends with 1 for every failure. Argo shows this message beside that code, on the step's node.
+    """
+    say(text)
+    with contextlib.suppress(OSError):
+        if TERMINATION_LOG.exists():
+            TERMINATION_LOG.write_text(f"gpuquota: {text}"[:_MESSAGE_LENGTH], encoding="utf-8")
 
 
 def _say_last(text: str) -> None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 DURATION_S: Final = 30.0
 DURATION_VARIABLE: Final = "GPUQUOTA_LEASE_S"
-# How long a job outlives a launcher that was stopped: the next attempt's pod must be up by then. Argo looks at a
-# deleted pod again after up to 10 s (its default requeue), makes the next one after a pause, and the kubelet may pull
-# an image. A run that was terminated does not wait for this: the launcher sees it in the Workflow, and cancels at once.
+# How long a job outlives a launcher that was stopped, where the cluster cannot ask the pipeline's run whether another
+# attempt will come (no Workflow owns the job, or the controller may not read it). With a Workflow the job lives for as
+# long as that waits for the step, be it minutes.
 AFTER_STOP_S: Final = 90.0
 RENEWALS: Final = 3
 _LAST_CALL_WAITS_S: Final = 0.2

@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import WorkerPhase
+from kfp_gpuquota.dsl.remote import ENDED
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
@@ -36,12 +37,13 @@ class LogFollower(threading.Thread):
         self._changed = threading.Condition()
         self._job = job
         self.followed: list[str] = []
+        self._read: set[str] = set()
 
     def see(self, job: Job) -> None:
         """The job's newest state."""
         with self._changed:
             self._job = job
-            self._changed.notify()
+            self._changed.notify_all()
 
     def run(self) -> None:
         """Until the job has ended and what its followed worker said is written."""
@@ -54,9 +56,21 @@ class LogFollower(threading.Thread):
             rank = shown_rank(job, worker)
             try:
                 for line in lines_of(_chunks(client, job, worker.id, skip=skip, another_leads=self._another_leads)):
-                    self._write(f"[{rank}] {line}")
+                    text, ended, _ = line.partition(ENDED)
+                    if text or not ended:
+                        self._write(f"[{rank}] {text}")
+                    if ended:  # the stream itself ends when the kubelet has seen the container end
+                        break
             except GpuQuotaError as error:
                 self._write(f"gpuquota: the log of worker {rank} cannot be read: {error.message}")
+            with self._changed:
+                self._read.add(worker.id)
+                self._changed.notify_all()
+
+    def await_end_of(self, worker: str, timeout_s: float) -> None:
+        """Return when all of the worker's log is written, or after `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: worker in self._read, timeout_s)
 
     def _another_leads(self) -> bool | None:
         """Whether the step's log is that of another worker than the one followed; None where that is open.
@@ -130,7 +144,8 @@ def shown_rank(job: Job, worker: Worker) -> int:
 def tail(client: ClusterClient, job: Job, worker: Worker, lines: int = TAIL_LINES) -> list[str]:
     """The end of a worker's log."""
     rank = shown_rank(job, worker)
-    written = list(lines_of(_chunks(client, job, worker.id, skip=False, another_leads=lambda: False)))
+    chunks = _chunks(client, job, worker.id, skip=False, another_leads=lambda: False)
+    written = [line for line in lines_of(chunks) if not line.startswith(ENDED)]
     return [f"[{rank}] {line}" for line in written[-lines:]]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from kfp_gpuquota.api import Kind, Phase, ReasonCode, WorkerPhase
 
 if TYPE_CHECKING:
@@ -12,8 +14,9 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Progress, Resize
 
 PROGRESS_EVERY_S: Final = 5.0
-# A step that is elastic calls elastic_runtime early; reading its data and importing torch may come before.
-JOINS_WITHIN_S: Final = 60.0
+# A step that is elastic calls elastic_runtime early, but reading its data and importing torch come before: from a cold
+# disk the import alone has taken more than a minute.
+JOINS_WITHIN_S: Final = 300.0
 _SHOWN_METRICS: Final = 3
 
 
@@ -26,10 +29,14 @@ class Narrator:
         self._progress_at = float("-inf")
         self._apart_since: float | None = None
         self._joining_is_settled = False
+        self.state = ""
+        """What the job does now, in one line without the name of its step."""
 
     def lines(self, job: Job, now: float) -> list[str]:
         """What is new since the state before."""
-        told = [*self._phase(job), *self._restarts(job), *self._resizes(job), *self._progress(job, now)]
+        states = [*self._phase(job), *self._restarts(job), *self._resizes(job)]
+        self.state = states[-1] if states else self.state
+        told = [*states, *self._progress(job, now)]
         told += self._joining(job, now)
         self._before = job
         return told
@@ -90,6 +97,20 @@ def _held_up(job: Job) -> bool:
     return given and reason is not None and reason.code is ReasonCode.PODS_NOT_READY
 
 
+def progress_of(job: Job) -> tuple[int, int] | None:
+    """(steps done, of so many), where the training says both."""
+    found = job.status.progress
+    if found is None or not found.total_steps:
+        return None
+    return min(found.step, found.total_steps), found.total_steps
+
+
+def succeeded(job: Job, worker: str, now: float) -> Job:
+    """The job as it will be when the cluster has seen the end of its only worker, which has succeeded."""
+    status = msgspec.structs.replace(job.status, phase=Phase.SUCCEEDED, finished_at=now, result_worker=worker)
+    return msgspec.structs.replace(job, status=status)
+
+
 def conclusion(job: Job) -> str:
     """The last line: how the job ended."""
     status = job.status
@@ -128,6 +149,8 @@ def _unjoined(job: Job, when: str) -> str:
     then = "each of them does the whole work, and the result of one is kept"
     if workers == 1:
         then = "it does the whole work, and so does every worker that is added"
+    if when:
+        then = f"until it does, {then}"
     given = {"min_gpus": job.spec.min_gpus, "max_gpus": job.spec.max_gpus, "gpus_per_worker": job.spec.gpus_per_worker}
     sizes = ", ".join(name for name, value in given.items() if value is not None)
     return f"warning: {when}{who} called elastic_runtime.init(): {then}; call it in the step, or leave out {sizes}"

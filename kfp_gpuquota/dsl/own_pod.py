@@ -7,19 +7,19 @@ KFP's placeholders for the run and the task are filled in where they are a task'
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from typing import Any, Final
+
+from kfp_gpuquota.cluster.kubernetes import workflows
 
 Json = dict[str, Any]
 
 RUN_LABEL: Final = "pipeline/runid"
 WORKFLOW_LABEL: Final = "workflows.argoproj.io/workflow"
 NODE_ANNOTATION: Final = "workflows.argoproj.io/node-name"
-# With the retryStrategy that KFP ships for Argo (templateDefaults) every level of a node's name carries an attempt:
-# run(0).root(0).train(0).executor(0). An iteration has two numbers: iteration-iterations(0:0)(0).
-_ATTEMPTS: Final = re.compile(r"\(\d+\)(?=\.|$)")
+# An iteration has two numbers: iteration-iterations(0:0).
+_CLOCKS_DIFFER_S: Final = 1.0  # the API server's moments are whole seconds
 _ITERATION: Final = re.compile(r"\(\d+:[^)]*\)$")
-_EXECUTOR: Final = "executor"
-"""The last part of a node's name: every task of a pipeline is a template with a task of this name."""
 
 
 def run_id(pod: Json) -> str:
@@ -38,12 +38,31 @@ def task(pod: Json) -> str:
     """
     metadata = pod.get("metadata", {})
     node = metadata.get("annotations", {}).get(NODE_ANNOTATION) or metadata.get("name", "")
-    return _ATTEMPTS.sub("", node).removesuffix(f".{_EXECUTOR}")
+    return workflows.place_of(node)
 
 
 def name(task: str) -> str:
     """The step's name: the last part of its place."""
     return _ITERATION.sub("", task.rpartition(".")[2])
+
+
+def owner(pod: Json) -> Json | None:
+    """A reference to the Workflow that made the pod, for what is to be deleted with the run; None where none did.
+
+    Not to the pod: a pod that is made anew has another UID, and what the one before owns would be deleted.
+    """
+    for one in pod.get("metadata", {}).get("ownerReferences", []):
+        if one.get("kind") == workflows.KIND and one.get("apiVersion", "").startswith(f"{workflows.GROUP}/"):
+            return {field: one[field] for field in ("apiVersion", "kind", "name", "uid")}
+    return None
+
+
+def timed_out(pod: Json, now: float) -> bool:
+    """Whether the pod has run for its `activeDeadlineSeconds` (KFP's set_timeout), so that the kubelet ends it."""
+    deadline_s, started = pod.get("spec", {}).get("activeDeadlineSeconds"), pod.get("status", {}).get("startTime")
+    if not deadline_s or not started:
+        return False
+    return now >= datetime.fromisoformat(started).timestamp() + float(deadline_s) - _CLOCKS_DIFFER_S
 
 
 def _labels(pod: Json) -> Json:

@@ -11,6 +11,10 @@ job's own staging directories. Nothing else of the pod can be reached.
 | `GET /list?path=P`         | JSON: [[relative path, size, mode], ...] of an input, a file or a directory |
 | `GET /file?path=P`         | a file of an input                                                  |
 | `PUT /file?path=P&mode=M`  | writes a file of a staged output                                    |
+| `PUT /complete?worker=W`   | 201 where all files of the body's list ([[path, size], ...]) are here, 409 where not |
+
+A worker whose command has succeeded asks for the last one when it has sent everything. The launcher may be another one
+by then, in a pod that has nothing of it: the worker sends it all again.
 """
 
 from __future__ import annotations
@@ -31,9 +35,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import parse_qs, urlsplit
 
 from kfp_gpuquota.dsl import remote, worker
+from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kfp_gpuquota.dsl.staging import Staging
 
@@ -41,16 +46,28 @@ Json = dict[str, Any]
 
 PIECE: Final = 1 << 20
 SILENCE_S: Final = 120.0
+MAX_LIST: Final = 16 << 20
 
 
 class Relay:
-    """Serves one job's files on `address` until `close`. Raises OSError where it cannot listen there."""
+    """Serves one job's files on `address` until `close`. Raises OSError where it cannot listen there.
 
-    def __init__(self, executor_input: Json, staging: Staging, address: str, token: str = "") -> None:
+    `completed(worker)` is called when a worker's outputs are all here; where it raises, the worker tries again.
+    """
+
+    def __init__(
+        self,
+        executor_input: Json,
+        staging: Staging,
+        address: str,
+        token: str = "",
+        completed: Callable[[str], None] = lambda _worker: None,
+    ) -> None:
         self.token = token or secrets.token_urlsafe(32)
         self.inputs = [Path(path) for path in input_paths(executor_input)]
         self.outputs = [Path(directory) for directory in staging.directories()]
         self.step_file = staging.step_file
+        self.completed = completed
         self._server = _Server((address, 0), _Handler, self)
         self._thread = threading.Thread(target=self._server.serve_forever, name="relay", daemon=True)
         self._thread.start()
@@ -144,11 +161,31 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not self._allowed():
             return
         length = self.headers.get("Content-Length", "")
+        if urlsplit(self.path).path == "/complete":
+            self._complete(int(length) if length.isdecimal() else MAX_LIST + 1)
+            return
         place = cast(_Server, self.server).relay.writable(self._path())
         if place is None or not length.isdecimal():
             self._refuse(HTTPStatus.FORBIDDEN if place is None else HTTPStatus.LENGTH_REQUIRED)
             return
         self._receive(place, int(length), int(self._query("mode") or "600", 8) & 0o777)
+        self._send(b"", HTTPStatus.CREATED)
+
+    def _complete(self, length: int) -> None:
+        """Note that a worker's outputs are here, or have them sent again."""
+        if length > MAX_LIST:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            return
+        relay = cast(_Server, self.server).relay
+        found = [(relay.writable(path), size) for path, size in json.loads(self.rfile.read(length))]
+        if not all(place and place.is_file() and place.stat().st_size == size for place, size in found):
+            self._send(b"", HTTPStatus.CONFLICT)
+            return
+        try:
+            relay.completed(self._query("worker"))
+        except GpuQuotaError:
+            self._send(b"", HTTPStatus.SERVICE_UNAVAILABLE)
+            return
         self._send(b"", HTTPStatus.CREATED)
 
     def log_message(self, *_: object) -> None:

@@ -23,13 +23,24 @@ from . import worker
 Json = dict[str, Any]
 
 PIECE = 1 << 20
+CONFLICT, UNAVAILABLE = 409, 503
 SILENCE_S = 120.0
 PATIENCE_S = 900.0  # a launcher is made anew within this time, or its job is cancelled anyway
 LONGEST_PAUSE_S = 10.0
 
 
+CONNECTS_WITHIN_S = 10.0
+SENDS = 5
+ENDED = "gpuquota: the step's command has ended with exit code "
+"""The last line of a worker's log, with the code: whoever follows the log need not wait for its pod's end."""
+
+
 class RelayError(Exception):
-    """The relay refused a request: no use in repeating it."""
+    """The relay refused a request, with its HTTP status: no use in repeating it."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RelayClient:
@@ -51,6 +62,17 @@ class RelayClient:
         """A file of an output."""
         self._patiently(lambda: self._upload(source, place))
 
+    def complete(self, worker_name: str, files: list[tuple[str, int]]) -> bool:
+        """Whether the launcher that answers now has all of these files; a launcher that was made anew has not."""
+        body = json.dumps(files).encode()
+        try:
+            self._patiently(lambda: self._ask("PUT", f"/complete?worker={quote(worker_name)}", body, len(body)))
+        except RelayError as error:
+            if error.status != CONFLICT:
+                raise
+            return False
+        return True
+
     def _patiently(self, attempt: Any) -> Any:
         give_up_at, pause_s = time.monotonic() + self._patience_s, 0.2
         while True:
@@ -64,17 +86,23 @@ class RelayClient:
 
     def _ask(self, method: str, path: str, body: Any = None, size: int = 0) -> http.client.HTTPResponse:
         address = urlsplit(self._said("url"))
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=SILENCE_S)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=CONNECTS_WITHIN_S)
+        connection.connect()  # nothing answers at the address of a launcher that is gone, until the new one's is known
+        connection.sock.settimeout(SILENCE_S)
         headers = {"Authorization": f"Bearer {self._said('token')}"}
         if body is not None:
             headers["Content-Length"] = str(size)
         connection.request(method, path, headers=headers)
-        if body is not None:
-            assert connection.sock is not None
-            connection.sock.sendfile(body, 0, size) if size else None
+        if isinstance(body, bytes):
+            connection.sock.sendall(body)
+        elif size:
+            connection.sock.sendfile(body, 0, size)
         response = connection.getresponse()
+        if response.status == UNAVAILABLE:
+            raise ConnectionError("the launcher cannot take it now")
         if response.status >= 300:
-            raise RelayError(f"{method} {path}: {response.status} {response.read(200).decode(errors='replace')}")
+            said = response.read(200).decode(errors="replace")
+            raise RelayError(f"{method} {path}: {response.status} {said}", response.status)
         return response
 
     def _said(self, name: str) -> str:
@@ -114,6 +142,7 @@ def main(directory: str) -> int:
     except RelayError as error:
         sys.stderr.write(f"gpuquota: {error}\n")
         return 1
+    sys.stdout.write(f"{ENDED}{code}\n")
     return code
 
 
@@ -150,10 +179,19 @@ def run(step: Json, mine: Json) -> int:
 
 
 def send_outputs(relay: RelayClient, mine: Json) -> None:
-    """All that the command has written into this worker's own places."""
+    """All that the command has written into this worker's own places. Raises RelayError."""
     places = [worker.local_path(place[key]) for place, key in worker.output_locations(mine)]
-    for directory in dict.fromkeys(os.path.dirname(place) for place in places):  # noqa: PTH120
-        for path, _, names in os.walk(directory):
-            for name in names:
-                file = os.path.join(path, name)  # noqa: PTH118
-                relay.upload(file, file)
+    directories = dict.fromkeys(os.path.dirname(place) for place in places)  # noqa: PTH120
+    for _ in range(SENDS):
+        files = [
+            os.path.join(path, name)  # noqa: PTH118
+            for directory in directories
+            for path, _, names in os.walk(directory)
+            for name in names
+        ]
+        for file in files:
+            relay.upload(file, file)
+        sizes = [(file, os.path.getsize(file)) for file in files]  # noqa: PTH202
+        if relay.complete(os.environ[worker.POD_NAME], sizes):
+            return
+    raise RelayError(f"the step's launcher was replaced {SENDS} times while the outputs were sent")

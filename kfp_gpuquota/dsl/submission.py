@@ -39,7 +39,7 @@ def claim(
             or _submitted(place, step, name, staging, lease)
             or _existing(client, step.project, name)
         )
-        if job is not None and _usable(job, staging) and _taken_over(client, job, lease):
+        if job is not None and _usable(place, job, staging) and _taken_over(client, job, lease):
             say(f"job {name} in project {step.project}")
             if not job.status.phase.final:
                 place.serve(step, job, staging)
@@ -47,9 +47,9 @@ def claim(
     raise AssertionError
 
 
-def _usable(job: Job, staging: Staging) -> bool:
+def _usable(place: Place, job: Job, staging: Staging) -> bool:
     if job.status.phase is Phase.SUCCEEDED:
-        return staging.exists()
+        return staging.exists() and place.has_outputs(job, staging)
     return not job.status.phase.final
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Worker, WorkerPhase
-from kfp_gpuquota.dsl.logs import leader_unheard, lines_of, ran_beside, shown_rank, to_follow
+from kfp_gpuquota.api.wire import LogChunk
+from kfp_gpuquota.dsl.logs import LogFollower, leader_unheard, lines_of, ran_beside, shown_rank, to_follow
+from kfp_gpuquota.dsl.remote import ENDED
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.server.cluster_client import ClusterClient
 
 RUNNING, GONE = WorkerPhase.RUNNING, WorkerPhase.GONE
 
@@ -97,3 +104,27 @@ def test_of_a_progress_bar_the_last_state_is_left() -> None:
 
 def test_bytes_that_are_no_text_do_not_stop_the_log() -> None:
     assert list(lines_of([b"\xff\xfe\n", b"ok"])) == ["\ufffd\ufffd", "ok"]
+
+
+class Cluster:
+    """One worker's log, in pieces, which never ends: its pod's end is not seen yet."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = list(pieces)
+
+    def read_log(self, project: str, name: str, *, worker: str, offset: int, timeout_s: float) -> LogChunk:
+        text = self._pieces.pop(0)
+        return LogChunk(text=text, next_offset=offset + len(text), more=True)
+
+
+@pytest.mark.parametrize("pieces", [(b"a\nlast", b"%s0\n"), (b"a\nlast\n", b"%s0\n"), (b"a\nlast%s0\n",)])
+def test_a_workers_log_is_whole_as_soon_as_its_command_has_ended(pieces: tuple[bytes, ...]) -> None:
+    job, written = _job(_worker(0)), list[str]()
+    cluster = Cluster(*(piece.replace(b"%s", ENDED.encode()) for piece in pieces))
+    follower = LogFollower(lambda: cast("ClusterClient", cluster), job, written.append)
+    follower.start()
+    follower.await_end_of(job.status.workers[0].id, 60.0)
+    assert written == ["[0] a", "[0] last"]
+    follower.see(msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, phase=Phase.SUCCEEDED)))
+    follower.join(60.0)
+    assert written == ["[0] a", "[0] last"]

@@ -68,3 +68,28 @@ def test_the_run_is_the_labels_and_else_its_workflow() -> None:
     assert own_pod.run_id(pod("", **{"pipeline/runid": "8c", "workflows.argoproj.io/workflow": "d-x7"})) == "8c"
     assert own_pod.run_id(pod("", **{"workflows.argoproj.io/workflow": "d-x7"})) == "d-x7"
     assert own_pod.workflow(pod("")) == own_pod.run_id(pod("")) == ""
+
+
+def test_what_a_step_makes_is_owned_by_its_workflow_and_by_nothing_else() -> None:
+    workflow = {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "name": "d-x7",
+        "uid": "u",
+        "controller": True,
+    }
+    made = pod("d-x7.root.train.executor")
+    assert own_pod.owner(made) is None
+    made["metadata"]["ownerReferences"] = [{**workflow, "blockOwnerDeletion": True}]
+    assert own_pod.owner(made) == {field: workflow[field] for field in ("apiVersion", "kind", "name", "uid")}
+    made["metadata"]["ownerReferences"] = [{**workflow, "apiVersion": "batch/v1", "kind": "Job"}]
+    assert own_pod.owner(made) is None
+
+
+def test_a_step_with_set_timeout_has_timed_out_once_its_pod_has_run_for_so_long() -> None:
+    made = {"spec": {"activeDeadlineSeconds": 120}, "status": {"startTime": "2026-11-22T12:40:00Z"}}
+    began = 1795351200.0
+    assert not own_pod.timed_out(made, began + 100)
+    assert own_pod.timed_out(made, began + 120)
+    assert not own_pod.timed_out({"spec": {}, "status": made["status"]}, began + 1e6)
+    assert not own_pod.timed_out({"spec": made["spec"], "status": {}}, began + 1e6)

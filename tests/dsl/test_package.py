@@ -30,3 +30,10 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("module", ["kfp_gpuquota", "kfp_gpuquota.cluster.connect", "kfp_gpuquota.cli"])
 def test_whoever_is_no_pipeline_author_never_imports_kfp(module: str) -> None:
     assert _python(f"import sys, {module}; print('kfp' in sys.modules)") == "False\n"
+
+
+def test_a_launcher_imports_neither_kfp_nor_what_only_servers_and_the_scheduler_need() -> None:
+    modules = "kfp_gpuquota.dsl.launcher, kfp_gpuquota.dsl.in_pods, kfp_gpuquota.cluster.kubernetes.client"
+    heavy = ("kfp", "kubernetes", "aiohttp", "asyncio", "numpy", "kfp_gpuquota.scheduler", "kfp_gpuquota.membership")
+    program = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
+    assert _python(program).strip() == "[]"

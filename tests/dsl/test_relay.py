@@ -9,11 +9,13 @@ import resource
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kfp_gpuquota.dsl import remote
+from kfp_gpuquota.dsl import worker as worker_module
 from kfp_gpuquota.dsl.pod_template import BOOTSTRAP
 from kfp_gpuquota.dsl.relay import Relay
 from kfp_gpuquota.dsl.remote import RelayClient, RelayError
@@ -21,8 +23,7 @@ from kfp_gpuquota.dsl.staging import Staging
 from tests.patience import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 
 class Step:
@@ -46,6 +47,7 @@ class Step:
         self.environment: dict[str, str] = {}
         self.relay: Relay | None = None
         self.mount = root / "mount"
+        self.completed: Callable[[str], None] = lambda _worker: None
 
     def serve(self, *argv: str) -> Relay:
         self.staging.create(list(argv), self.environment)
@@ -57,7 +59,7 @@ class Step:
         if self.relay:
             token = self.relay.token
             self.relay.close()
-        self.relay = Relay(self.executor_input, self.staging, "127.0.0.1", token)
+        self.relay = Relay(self.executor_input, self.staging, "127.0.0.1", token, self.completed)
         self.mount.mkdir(exist_ok=True)
         (self.mount / "url").write_text(self.relay.url)
         (self.mount / "token").write_text(self.relay.token)
@@ -104,6 +106,53 @@ def test_a_worker_runs_the_command_and_its_outputs_come_home(step: Step) -> None
     assert done.returncode == 0, done.stderr
     step.staging.bring_home("w0")
     assert (model / "weights").read_text() == "hello"
+
+
+def test_a_launcher_learns_that_a_worker_has_sent_everything(step: Step) -> None:
+    completed: list[str] = []
+    step.completed = completed.append
+    step.serve(sys.executable, "-c", "print('hello')")
+    done = worker(step)
+    assert completed == ["w0"]
+    assert done.stdout.splitlines()[-1] == f"{remote.ENDED}0"
+
+
+def test_outputs_are_sent_again_to_a_launcher_that_was_made_anew_in_the_meantime(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step.serve("true")
+    monkeypatch.setenv("GPUQUOTA_POD_NAME", "w0")
+    mine = worker_module.redirected(step.executor_input, f"{step.staging.tag}/w0")
+    weights = Path(mine["outputs"]["artifacts"]["model"]["artifacts"][0]["uri"])
+    weights.parent.mkdir(parents=True)
+    weights.write_text("w")
+    client, sent, complete = RelayClient(str(step.mount)), [], RelayClient.complete
+
+    def counted(self: RelayClient, name: str, files: list[tuple[str, int]]) -> bool:
+        """The first launcher is gone before it could confirm, and its pod's files with it."""
+        sent.append(files)
+        lost = [(f"{path}-of-another-pod", size) for path, size in files]
+        return complete(self, name, lost if len(sent) == 1 else files)
+
+    monkeypatch.setattr(RelayClient, "complete", counted)
+    remote.send_outputs(client, mine)
+    assert sent == [[(str(weights), 1)], [(str(weights), 1)]]
+
+
+def test_an_output_that_came_in_pieces_is_not_complete(step: Step) -> None:
+    step.serve("true")
+    assert RelayClient(str(step.mount)).complete("w0", [(str(step.staging.root / "w0" / "gone"), 3)]) is False
+
+
+def test_a_launcher_that_is_gone_is_noticed_soon_and_the_next_one_is_found(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "CONNECTS_WITHIN_S", 0.2)
+    step.serve("true")
+    url = (step.mount / "url").read_text()
+    (step.mount / "url").write_text("http://192.0.2.1:9")  # nothing answers there, and nothing refuses
+    threading.Timer(0.5, lambda: (step.mount / "url").write_text(url)).start()
+    assert json.loads(RelayClient(str(step.mount)).read("/step"))["argv"] == ["true"]
 
 
 def test_an_input_arrives_whole_with_its_modes(step: Step) -> None:
@@ -206,3 +255,12 @@ def test_a_large_file_is_never_whole_in_memory(step: Step) -> None:
     assert place.stat().st_size == 600 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
     assert remote.PIECE < 100 << 20
+
+
+def test_an_imported_artifact_that_kfp_does_not_download_is_none_of_the_relays(step: Step) -> None:
+    imported = {"name": "weights", "uri": "https://example.com/weights.bin"}  # KFP's launcher leaves it where it is
+    step.executor_input["inputs"]["artifacts"]["weights"] = {"artifacts": [imported]}
+    step.serve(sys.executable, "-c", "print('ran')")
+    done = worker(step)
+    assert done.returncode == 0, done.stderr
+    assert "ran" in done.stdout

@@ -15,7 +15,7 @@ from tests.kfp_backend.argo import FINAL, Nodes, Wanted
 from tools.devcluster.client import Api, ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tools.devcluster import DevCluster
 
@@ -94,6 +94,12 @@ class Backend:
     def delete(self, run: Run) -> None:
         """The run and its Workflow, with all that it owns."""
         self._cluster.api.delete(self.path(run), propagationPolicy="Background")
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Without Argo's controller for a while: KFP still takes requests."""
+        with self._lock:
+            yield
 
     # What a test sees
 

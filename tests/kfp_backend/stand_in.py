@@ -4,12 +4,12 @@ The standard library only: it is handed to whatever Python the step's image has.
 launcher. The inputs lie where the executor input says (their content comes in GPUQUOTA_TEST_INPUTS, as JSON by path),
 `{{$}}` is filled in, and no placeholder of the run or the task is. A failure ends it with 1 whatever the step's code.
 On SIGTERM it passes the signal on and is gone half a second later (0.4 to 1.7 s were recorded, whatever the grace
-period).
-What a real one uploads it prints, each output under its path.
+period). What a real one uploads it prints, each output under its path.
 """
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -38,7 +38,8 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, lambda *_: os._exit(143))
     code = child.wait()
-    print(f"kfp-launcher: the step ended at {time.time():.3f} with {code}", flush=True)
+    ended, peak_mib = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+    print(f"kfp-launcher: the step ended at {ended:.3f} with {code}, at most {peak_mib} MiB", flush=True)
     if code:
         if signal.getitimer(signal.ITIMER_REAL)[0]:
             signal.pause()

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.cluster.kubernetes import admission, labels, writes
-from kfp_gpuquota.cluster.kubernetes.autoscaled import AutoscaledPool, pool_of, stand_in_name
+from kfp_gpuquota.cluster.kubernetes.autoscaled import AutoscaledPool
 from kfp_gpuquota.cluster.kubernetes.quota_policy import PATH, ClusterRules
+from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of, stand_in_name
 from kfp_gpuquota.cluster.kubernetes.translate import Stage
 from tests.kubernetes.autoscaler import AutoscalerDouble
 from tests.kubernetes.controlled import Controlled, holds

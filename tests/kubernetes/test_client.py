@@ -150,6 +150,39 @@ def test_a_job_that_is_being_cancelled_cannot_be_taken_over(client: KubernetesCl
         client.renew_lease(quota, "train", Lease(holder="second", duration_s=30, take_over=True))
 
 
+@pytest.mark.parametrize("intent", ["cancel", "fail", "delete"])
+def test_a_job_that_is_being_stopped_cannot_be_taken_over(
+    client: KubernetesClient, crds_cluster: DevCluster, quota: str, intent: str
+) -> None:
+    client.submit(spec(quota), lease=Lease(holder="first", duration_s=30))
+    status = {"phase": "Stopping", "intent": intent}
+    crds_cluster.api.patch(f"{jobs_of(quota)}/train/status", {"status": status})
+    with pytest.raises(ConflictError, match="is being stopped"):
+        client.renew_lease(quota, "train", Lease(holder="second", duration_s=30, take_over=True))
+
+
+def test_a_job_that_is_requeued_can_be_taken_over(
+    client: KubernetesClient, crds_cluster: DevCluster, quota: str
+) -> None:
+    client.submit(spec(quota), lease=Lease(holder="first", duration_s=30))
+    crds_cluster.api.patch(f"{jobs_of(quota)}/train/status", {"status": {"phase": "Stopping", "intent": "requeue"}})
+    client.renew_lease(quota, "train", Lease(holder="second", duration_s=30, take_over=True))
+    assert crds_cluster.api.get(f"{jobs_of(quota)}/train")["spec"]["lease"]["holder"] == "second"
+
+
+def test_a_job_is_submitted_with_its_owner_and_the_time_after_which_it_is_deleted(
+    client: KubernetesClient, crds_cluster: DevCluster, quota: str
+) -> None:
+    owner = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "digits-x", "uid": "u"}
+    client.submit(
+        spec(quota), ttl_s=60.0, metadata={"ownerReferences": [owner], "annotations": {"gpuquota.dev/step": "s"}}
+    )
+    made = crds_cluster.api.get(f"{jobs_of(quota)}/train")
+    assert made["metadata"]["ownerReferences"] == [owner]
+    assert made["metadata"]["annotations"]["gpuquota.dev/step"] == "s"
+    assert made["spec"]["ttlSecondsAfterFinished"] == 60
+
+
 def test_a_list_waits_for_the_next_change(client: KubernetesClient, crds_cluster: DevCluster, quota: str) -> None:
     before = client.list_jobs(quota)
     assert before.jobs == ()

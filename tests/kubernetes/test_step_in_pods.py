@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[2]
 ROLE = REPOSITORY / "manifests" / "base" / "launcher-role.yaml"
 IMAGE = "localhost/base:1"
+GATE = "/gate"
+WAIT = f"import time\nwhile not pathlib.Path('{GATE}/open').exists(): time.sleep(0.1)"
 DATA, MODEL = "/minio/mlpipeline/v2/data", "/minio/mlpipeline/v2/model"
 SCRIPT = """
 import os, sys, pathlib
@@ -53,8 +55,8 @@ def controlled(kubelet_system: DevCluster, tmp_path: Path) -> Iterator[Controlle
     running.close()
 
 
-def compiled_step(argv: list[str], image: str, launcher: str, cpu: str = "") -> dict[str, Any]:
-    """The container of a step that asks for a GPU, as routing leaves it for a KFP backend."""
+def compiled_step(argv: list[str], image: str, launcher: str, cpu: str = "", **settings: str) -> dict[str, Any]:
+    """The container of a step that asks for a GPU, as routing leaves it for a KFP backend, with more settings."""
     container = {
         "image": image,
         "command": argv,
@@ -65,7 +67,9 @@ def compiled_step(argv: list[str], image: str, launcher: str, cpu: str = "") -> 
     }
     spec = {"deploymentSpec": {"executors": {"exec-shout": {"container": container}}}}
     routed = route_pipeline(spec, launcher_image=launcher)
-    return dict(routed["deploymentSpec"]["executors"]["exec-shout"]["container"])
+    made = dict(routed["deploymentSpec"]["executors"]["exec-shout"]["container"])
+    made["env"] += [{"name": f"GPUQUOTA_{name.upper()}", "value": value} for name, value in settings.items()]
+    return made
 
 
 def executor_input(attempt: int = 0) -> dict[str, Any]:
@@ -98,12 +102,16 @@ class Steps:
         argv: list[str],
         image: str = IMAGE,
         launcher: str = IMAGE,
+        *,
         guaranteed: int = 1,
         cpu: str = "",
+        **settings: str,
     ) -> None:
         self.controlled, self.api = controlled, controlled.cluster.api
         self.team = controlled.team(guaranteed=guaranteed)
-        self.container = compiled_step(argv, image, launcher, cpu)
+        self.container = compiled_step(argv, image, launcher, cpu, **settings)
+        self.gate = controlled.folder / "gate"
+        self.gate.mkdir(exist_ok=True)
         self.api.create(f"/api/v1/namespaces/{self.team}/serviceaccounts", {"metadata": {"name": RUNNER}})
         binding = {
             "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -133,10 +141,19 @@ class Steps:
             "GPUQUOTA_TEST_INPUTS": json.dumps({DATA: "hello"}),
         }
         main["env"] += [{"name": name, "value": value} for name, value in found.items()]
-        main["volumeMounts"] += mounts
+        main["volumeMounts"] += [*mounts, {"name": "gate", "mountPath": GATE}]
         main["imagePullPolicy"] = "Never"
-        pod["spec"]["volumes"] += volumes
+        pod["spec"]["volumes"] += [*volumes, {"name": "gate", "hostPath": {"path": str(self.gate)}}]
         return pod
+
+    def open_gate(self) -> None:
+        """Let the workers that wait for it go on."""
+        (self.gate / "open").touch()
+
+    def node(self, run: Run, attempt: int = 0) -> dict[str, Any]:
+        """What the Workflow says of an attempt of the step."""
+        found = self.api.get(self.backend.path(run))["status"]["nodes"].values()
+        return next(node for node in found if node["name"] == self.backend.node(run, "shout", attempt))
 
     def until_working(self, run: Run, attempt: int = 0) -> str:
         """The path of the step's pod, once its log says what its worker prints."""
@@ -216,17 +233,52 @@ def test_the_launcher_runs_from_its_own_image_and_the_worker_in_one_that_has_pyt
     assert worker["spec"]["containers"][0]["image"] == image
 
 
-@pytest.mark.slow
-def test_a_step_that_is_made_anew_takes_its_running_job_over(controlled: Controlled) -> None:
-    steps = Steps(controlled, shout("import time", "time.sleep(12)"))
+def test_a_step_whose_pod_is_drained_goes_on_in_another_one_whenever_argo_looks(controlled: Controlled) -> None:
+    steps = Steps(controlled, shout(WAIT))
     controlled.start()
     run = steps.run()
-    steps.api.delete(steps.until_working(run))
+    path = steps.until_working(run)
+    steps.backend.requeue_s = 0.02  # a pod that was Failed for a moment would be seen, and the run would fail
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": path.rpartition("/")[2]}}
+    steps.api.create(f"{path}/eviction", eviction)
+    steps.until_said(run, "gpuquota: job", attempt=1)
+    steps.open_gate()
     phase, log = steps.until_ended(run, attempt=1)
     assert phase == "Succeeded", log
+    assert steps.node(run)["message"] == "pod deleted"
     assert f"{MODEL}: HELLO" in log, log
     (job,) = steps.jobs().values()
     assert job["status"]["attempt"] == 1
+
+
+@pytest.mark.slow
+def test_a_job_outlives_its_lease_while_its_run_waits_for_the_step_and_grows_after_the_take_over(
+    controlled: Controlled,
+) -> None:
+    elastic = {"gpus": "2", "min_gpus": "1", "max_gpus": "2", "gpus_per_worker": "1", "lease_s": "1"}
+    steps = Steps(controlled, shout(WAIT), guaranteed=2, **elastic)
+    session = hold_gpus(controlled, 1)
+    run = steps.run()
+    path = steps.until_working(run)
+    with steps.backend.away():
+        steps.api.delete(path, grace_s=0)  # its launcher can say nothing
+        time.sleep(4)  # four times the lease: how long nobody renews it is what is tested
+    steps.until_said(run, "gpuquota: job", attempt=1)
+    (job,) = steps.jobs().values()
+    assert job["status"]["phase"] == "Running"
+    controlled.cluster.api.delete(session, grace_s=1)
+    controlled.wait(lambda: len(controlled.bound(steps.team) & set(workers_of(steps))) == 2, controlled.log)
+    steps.open_gate()
+    phase, log = steps.until_ended(run, attempt=1)
+    assert phase == "Succeeded", log
+    assert f"{MODEL}: HELLO" in log, log
+    assert len(steps.jobs()) == 1
+
+
+def workers_of(steps: Steps) -> list[str]:
+    """Names of the pods of all jobs."""
+    pods = steps.controlled.pods(steps.team)
+    return [name for name, pod in pods.items() if labels.JOB in pod["metadata"]["labels"]]
 
 
 @pytest.mark.slow
@@ -244,44 +296,78 @@ def test_a_step_goes_on_through_an_api_server_that_is_away(controlled: Controlle
     assert f"{MODEL}: HELLO" in log
 
 
-def test_a_steps_failure_is_told_with_its_workers_exit_code(controlled: Controlled) -> None:
-    steps = Steps(controlled, shout("sys.exit(7)"))
+def test_a_failure_shows_its_exit_code_in_the_run_and_a_retry_of_the_run_starts_a_new_job(
+    controlled: Controlled,
+) -> None:
+    again = f"pathlib.Path('{GATE}/open').exists() or sys.exit(7)"
+    steps = Steps(controlled, shout(again))
     controlled.start()
-    phase, log = steps.until_ended(steps.run())
+    run = steps.run()
+    phase, log = steps.until_ended(run)
     assert phase == "Failed", log
     assert "gpuquota: failed with exit code 7" in log
+    assert steps.node(run)["message"].startswith("main: Error (exit code 1): gpuquota: failed with exit code 7")
+    steps.open_gate()
+    steps.backend.retry(run)
+    phase, log = steps.until_ended(run)
+    assert phase == "Succeeded", log
+    assert f"{MODEL}: HELLO" in log, log
+    first, second = sorted(steps.jobs())
+    assert second == f"{first}-2"
 
 
-def test_workers_that_start_after_a_take_over_find_the_steps_file(controlled: Controlled) -> None:
-    holder = controlled.team(guaranteed=2)
-    controlled.start()
-    session = controlled.pod(holder, "session", 2, labels_={labels.KIND: "build"}, containers=[session_container()])
-    controlled.until_bound(session)
+def test_workers_that_start_after_a_take_over_find_the_steps_file_and_all_goes_with_the_workflow(
+    controlled: Controlled,
+) -> None:
     steps = Steps(controlled, shout())
+    session = hold_gpus(controlled, 2)
     run = steps.run()
     controlled.wait(steps.jobs, controlled.log, seconds=90)
-    steps.api.delete(steps.backend.pod_path(run, "shout"))
+    path = steps.backend.pod_path(run, "shout")
+    waiting = steps.api.until(path, lambda pod: "kfp.gpuquota.dev/state" in pod["metadata"]["annotations"])
+    assert waiting["metadata"]["annotations"]["kfp.gpuquota.dev/state"].startswith("waiting: ")
+    assert waiting["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
+    steps.api.delete(path)
     steps.until_said(run, "gpuquota: job", attempt=1)
-    steps.api.delete(session, grace_s=1)
+    controlled.cluster.api.delete(session, grace_s=1)
     phase, log = steps.until_ended(run, attempt=1)
     assert phase == "Succeeded", log
     assert f"{MODEL}: HELLO" in log, log
-    assert len(steps.jobs()) == 1
+    ((name, job),) = steps.jobs().items()
+    assert job["spec"]["ttlSecondsAfterFinished"] > 0
+    steps.backend.delete(run)
+    controlled.cluster.api.until_gone(f"{jobs_of(steps.team)}/{name}")
+    controlled.cluster.api.until_gone(f"/api/v1/namespaces/{steps.team}/secrets/{name}-relay")
+    controlled.wait(lambda: not workers_of(steps), lambda: workers_of(steps))
 
 
-def session_container() -> dict[str, Any]:
-    """Holds both GPUs until it is deleted."""
-    gpus = {"limits": {labels.GPU_RESOURCE: "2"}}
+def hold_gpus(controlled: Controlled, count: int) -> str:
+    """Start the controller; a session holds so many of the two GPUs until it is deleted. Its path."""
+    holder = controlled.team(guaranteed=2)
+    controlled.start()
+    container = session_container(count)
+    session = controlled.pod(holder, "session", count, labels_={labels.KIND: "build"}, containers=[container])
+    controlled.until_bound(session)
+    return session
+
+
+def session_container(gpus: int) -> dict[str, Any]:
+    """It ends when it is asked to."""
     command = ["sh", "-c", "trap 'exit 0' TERM; sleep 600 & wait"]
-    return {"name": "main", "image": IMAGE, "imagePullPolicy": "Never", "command": command, "resources": gpus}
+    resources = {"limits": {labels.GPU_RESOURCE: str(gpus)}}
+    return {"name": "main", "image": IMAGE, "imagePullPolicy": "Never", "command": command, "resources": resources}
 
 
-def test_a_run_that_is_terminated_cancels_its_job_at_once(controlled: Controlled) -> None:
-    steps = Steps(controlled, shout("import time", "time.sleep(300)"))
+def test_a_run_that_is_terminated_cancels_its_job_before_argo_has_looked_at_it(controlled: Controlled) -> None:
+    steps = Steps(controlled, shout(WAIT))
     controlled.start()
     run = steps.run()
-    steps.until_working(run)
-    steps.backend.terminate(run)
+    path = steps.until_working(run)
     (name,) = steps.jobs()
-    cancelled = controlled.until_phase(f"{jobs_of(steps.team)}/{name}", "Cancelled")
-    assert "for 0 s" in cancelled["status"]["message"]  # where another attempt might come the job lives on for 15
+    with steps.backend.away():
+        steps.backend.terminate(run)
+        cancelled = controlled.until_phase(f"{jobs_of(steps.team)}/{name}", "Cancelled")
+        ended = steps.api.until(path, lambda pod: pod["status"]["phase"] == "Failed")
+    assert cancelled["status"]["reason"] == "user"
+    (status,) = ended["status"]["containerStatuses"]
+    assert "cancelled" in status["state"]["terminated"]["message"]

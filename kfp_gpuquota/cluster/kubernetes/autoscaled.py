@@ -18,7 +18,7 @@ pods are about to fill), a ProvisioningRequest (Cluster Autoscaler only).
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,13 +27,12 @@ from kfp_gpuquota.api import Node as ApiNode
 from kfp_gpuquota.api.validation import MAX_COUNT, check_count, check_name
 from kfp_gpuquota.cluster.kubernetes import labels
 from kfp_gpuquota.cluster.kubernetes.nodes import device
+from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of, stand_in_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kfp_gpuquota.cluster.kubernetes.seats import Seats
-
-PREFIX: Final = "autoscaled."
 
 
 class AutoscaledPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,19 +66,6 @@ class AutoscaledPool(msgspec.Struct, frozen=True, kw_only=True):
             labels={**dict(self.labels), labels.POOL: self.name, "kubernetes.io/hostname": name},
             pool=self.name,
         )
-
-
-def stand_in_name(pool: str, number: int) -> str:
-    """Return the name of a stand-in, which no real node has: its last part is a number, and it has a prefix."""
-    return f"{PREFIX}{pool}.{number}"
-
-
-def pool_of(node: str) -> str:
-    """Return the pool that the node is a stand-in of; "" for a real node."""
-    if not node.startswith(PREFIX):
-        return ""
-    pool, dot, number = node.removeprefix(PREFIX).rpartition(".")
-    return pool if dot and number.isdecimal() and len(number) < 8 else ""
 
 
 def number_of(node: str) -> int:

@@ -67,9 +67,9 @@ class Calls:
         """Change an object: by operations (a list), or by a merge."""
         return self._json("PATCH", path, {}, body, JSON_PATCH if isinstance(body, list) else MERGE_PATCH)
 
-    def delete(self, path: str) -> None:
-        """Remove an object, and what it owns."""
-        self._json("DELETE", path, {}, {"propagationPolicy": "Background"})
+    def delete(self, path: str, **options: object) -> None:
+        """Remove an object, and what it owns; `options` are those of Kubernetes' DeleteOptions."""
+        self._json("DELETE", path, {}, {"propagationPolicy": "Background", **options})
 
     def open(self, path: str, timeout_s: float, **query: object) -> http.client.HTTPResponse:
         """A stream of its own connection: a watch, or a log that is followed. Its reader closes it."""
@@ -164,6 +164,8 @@ def _refusal(status: int, raw: bytes) -> GpuQuotaError:
         return AlreadyExistsError(message)
     if kind := _KINDS.get(status):
         return kind(message)
+    if status in _LATER:  # still, after all that it was repeated
+        return ClusterUnavailableError(f"the API server answers {status}: {message}")
     return UsageError(message) if status in {400, 422} else RunError(message)
 
 

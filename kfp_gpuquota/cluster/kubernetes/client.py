@@ -19,9 +19,10 @@ import msgspec
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
-from kfp_gpuquota.cluster.kubernetes import kinds, labels, ledger, objects, policy_objects, views
+from kfp_gpuquota.cluster.kubernetes import kinds, labels, objects, policy_objects, views
 from kfp_gpuquota.cluster.kubernetes.calls import Calls
 from kfp_gpuquota.cluster.kubernetes.pod_log import POLL_S, PodLog
+from kfp_gpuquota.cluster.records import Intent
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -47,6 +48,8 @@ RETRY_FOR_S: Final = 30.0
 _GROUP: Final = f"/apis/{labels.API_VERSION}"
 QUOTAS: Final = f"{_GROUP}/gpuquotas"
 _CANCELLED: Final = "gpuquota-cancel"
+_FOR_GOOD: Final = frozenset({Intent.CANCEL, Intent.FAIL, Intent.DELETE})
+_TAKE_OVERS: Final = 10
 
 
 class _Namespace(objects.Struct, frozen=True):
@@ -168,6 +171,8 @@ class KubernetesClient:
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes with GPUs, and which pods hold their devices."""
+        from kfp_gpuquota.cluster.kubernetes import ledger  # noqa: PLC0415 (it imports aiohttp, which a launcher lacks)
+
         nodes = self._items("/api/v1/nodes", objects.Node)
         pods = self._items("/api/v1/pods", objects.Pod, fieldSelector="spec.nodeName!=")
         shown = (views.node_view(node, pods, ledger.views_of(node.metadata.name, pods)) for node in nodes)
@@ -183,8 +188,12 @@ class KubernetesClient:
         request_id: str = "",
         template: Json | None = None,
         checkpoint: str = "",
+        ttl_s: float | None = None,
+        metadata: Json | None = None,
     ) -> Job:
         """Create an ElasticJob. Safe to repeat: the object carries the request's id. `checkpoint` names a volume claim.
+
+        It is deleted `ttl_s` after its end; `metadata` are annotations and owner references of it.
 
         Raises UsageError where neither a pod template nor an image is given, NotFoundError for the namespace,
         AlreadyExistsError for a name in use.
@@ -201,6 +210,11 @@ class KubernetesClient:
         )
         if checkpoint:
             wanted["spec"]["checkpoint"] = {"claimName": checkpoint}
+        if ttl_s is not None:
+            wanted["spec"]["ttlSecondsAfterFinished"] = ttl_s
+        given = metadata or {}
+        wanted["metadata"]["annotations"] |= given.get("annotations", {})
+        wanted["metadata"]["ownerReferences"] = given.get("ownerReferences", [])
         try:
             made = self.calls.create(_jobs(spec.project), wanted)
         except AlreadyExistsError:
@@ -269,14 +283,10 @@ class KubernetesClient:
 
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
         """Keep the job alive, in one call; ConflictError when another holder took it over, or it is being stopped."""
-        renewed = views.job_lease(lease, time.time())
         if lease.take_over:
-            stored = _decode(self._found(project, name), kinds.ElasticJob)
-            held = stored.spec.lease
-            if Phase(stored.status.phase).final or (held is not None and held.holder == _CANCELLED):
-                raise ConflictError(f"job {name!r} is being stopped, and cannot be taken over; submit it again instead")
-            self.calls.patch(_job(project, name), {"spec": {"lease": renewed}})
+            self._take_over(project, name, lease)
             return
+        renewed = views.job_lease(lease, time.time())
         try:
             self.calls.patch(
                 _job(project, name),
@@ -289,6 +299,23 @@ class KubernetesClient:
             if isinstance(error, NotFoundError):
                 raise
             raise ConflictError(f"job {name!r} is held by somebody else than {lease.holder!r}: {error}") from None
+
+    def _take_over(self, project: str, name: str, lease: Lease) -> None:
+        """Become the holder of the lease that was read, or of none: two that take over at once do not both succeed."""
+        for _ in range(_TAKE_OVERS):
+            stored = _decode(self._found(project, name), kinds.ElasticJob)
+            if _is_stopping(stored):
+                raise ConflictError(f"job {name!r} is being stopped, and cannot be taken over; submit it again instead")
+            version = {"op": "test", "path": "/metadata/resourceVersion", "value": stored.metadata.resource_version}
+            change = {"op": "add", "path": "/spec/lease", "value": views.job_lease(lease, time.time())}
+            try:
+                self.calls.patch(_job(project, name), [version, change])
+            except NotFoundError:
+                raise
+            except (ConflictError, UsageError):  # it has changed since it was read
+                continue
+            return
+        raise ConflictError(f"job {name!r} changes all the time, and could not be taken over")
 
     def watch_jobs(self, project: str = "") -> Iterator[JobList]:
         """The list now, and again after each change, for ever."""
@@ -376,6 +403,14 @@ class KubernetesClient:
             stream = self.calls.open(_jobs(project), timeout_s + 5, **query)
             with stream:
                 stream.readline()
+
+
+def _is_stopping(stored: kinds.ElasticJob) -> bool:
+    """Whether the job has ended, or is being stopped for good: nobody can take it over."""
+    held = stored.spec.lease
+    cancelled = held is not None and (held.holder == _CANCELLED or held.duration_seconds == 0)
+    ending = Phase(stored.status.phase).final or stored.status.intent in _FOR_GOOD
+    return cancelled or ending or stored.metadata.deletion_timestamp is not None
 
 
 def _named(name: str) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""What time does to ElasticJobs: leases end, runs last too long, finished ones are forgotten."""
+"""What time does to ElasticJobs: leases expire, runs last too long, finished jobs are deleted."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes import labels, workflows
+from kfp_gpuquota.cluster.kubernetes.connection import ApiError
 from kfp_gpuquota.cluster.kubernetes.deadlines import Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
 from kfp_gpuquota.cluster.kubernetes.writes import Write
@@ -20,9 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
+    from kfp_gpuquota.cluster.kubernetes.objects import OwnerReference
     from kfp_gpuquota.cluster.kubernetes.writer import Writer
 
+log = logging.getLogger(__name__)
+
 AGAIN_S: Final = 5.0
+_CANCELLED: Final = "cancelled by a user, or with its pipeline's run"
+_NO_ANSWER: Final = frozenset({403, 404})
 PROMPT_S: Final = 5.0  # an API server that takes longer to answer was away
 
 
@@ -83,12 +90,53 @@ class JobClock:
             self._lend_a_lease(uid)
         elif found.spec.lease != facts.object.spec.lease:
             self._found(found)
+        elif found.spec.lease is not None and found.spec.lease.duration_seconds and (run := _run_of(found)):
+            self._ask_run(uid, run, found)
         else:
-            held = found.spec.lease.duration_seconds if found.spec.lease else 0
-            why = f"nobody has waited for it any more for {held:g} s: its launcher has ended"
-            self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=why))
+            self._abandon(uid)
+
+    def _ask_run(self, uid: str, run: OwnerReference, job: ElasticJob) -> None:
+        """A pipeline's step may be made again: while its run waits for it, its lease goes on.
+
+        Not so where the controller may not read the run (an installation without that right): the lease says it alone.
+        """
+        meta = job.metadata
+        place = (meta.annotations or {}).get(labels.STEP, "")
+
+        def answered(answer: bytes) -> None:
+            try:
+                waits = workflows.awaits(msgspec.json.decode(answer, type=workflows.Workflow), run.uid, place)
+            except msgspec.ValidationError as error:
+                log.warning("Workflow %s/%s cannot be read: %s", meta.namespace, run.name, error)
+                waits = False
+            (self._lend_a_lease if waits else self._abandon)(uid)
+
+        def failed(error: Exception) -> None:
+            if isinstance(error, ApiError) and error.status in _NO_ANSWER:
+                self._abandon(uid)
+            else:
+                self._lend_a_lease(uid)
+
+        path = f"{workflows.COLLECTION.format(namespace=meta.namespace)}/{run.name}"
+        self._writer.submit(Write(verb="GET", path=path, about=f"{meta.namespace}/{run.name}"), answered, failed)
+
+    def _abandon(self, uid: str) -> None:
+        """Cancel the job: its lease has ended, and no attempt of its step will come."""
+        facts, job = self._book.facts.get(uid), self._book.jobs.get(uid)
+        if facts is None or job is None or job.status.phase.final or job.ending:
+            return
+        lease = facts.object.spec.lease
+        if lease is None or lease.duration_seconds == 0:
+            self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=_CANCELLED))
+            return
+        why = f"its lease of {lease.duration_seconds:g} s has expired: its launcher has ended, and no other one came"
+        self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=why))
 
     def _lend_a_lease(self, uid: str) -> None:
         if (facts := self._book.facts.get(uid)) and uid in self._book.jobs:
             facts.lease_seen_at = time.time()
             self.set(uid)
+
+
+def _run_of(job: ElasticJob) -> OwnerReference | None:
+    return workflows.owner_of(job.metadata.owner_references)

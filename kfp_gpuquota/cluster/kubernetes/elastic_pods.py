@@ -18,8 +18,8 @@ import msgspec
 
 from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
 from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.autoscaled import pool_of
 from kfp_gpuquota.cluster.kubernetes.device_visibility import hidden_in_template
+from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.writes import REQUIRED, node_term
 
 if TYPE_CHECKING:

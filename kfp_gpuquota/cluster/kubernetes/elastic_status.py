@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.api import Eviction, JobStatus, Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api import Eviction, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes import translate
 from kfp_gpuquota.cluster.kubernetes.elastic_pods import pod_name
 from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJobStatus, LastEviction, TrainingProgress
 from kfp_gpuquota.cluster.kubernetes.needs import bounded_number
 from kfp_gpuquota.cluster.kubernetes.retries import NOTHING_GIVEN_BACK, RetryFields
-from kfp_gpuquota.cluster.kubernetes.size_changes import resizes_of, size_changes
+from kfp_gpuquota.cluster.kubernetes.size_changes import progress_of, resizes_of, size_changes
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
 from kfp_gpuquota.cluster.lifecycle import resized
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
@@ -223,11 +223,6 @@ def status_of(
         resizes=size_changes(status.resizes),
         **retries,
     )
-
-
-def progress_of(said: TrainingProgress | None) -> Progress | None:
-    """What an object's status tells of its training."""
-    return None if said is None else msgspec.convert(said, Progress, from_attributes=True)
 
 
 def with_condition(known: Sequence[Condition], wanted: Condition, now: float) -> tuple[Condition, ...]:

@@ -27,6 +27,7 @@ JOB: Final = f"{GROUP}/job"
 WORKER: Final = f"{GROUP}/worker"
 ATTEMPT: Final = f"{GROUP}/attempt"
 SOURCE: Final = f"{GROUP}/source"
+STEP: Final = f"{GROUP}/step"  # of an ElasticJob: the place of the pipeline's step in its run
 LEADER: Final = f"{GROUP}/leader"
 POOL: Final = f"{GROUP}/pool"
 

@@ -256,3 +256,9 @@ _READERS: Final[dict[tuple[str, str], Callable[[msgspec.Raw], Together]]] = {
     ("apps", "ReplicaSet"): _replicas,
     ("apps", "StatefulSet"): _replicas,
 }
+
+
+def owner_kind(api_version: str, kind: str) -> str:
+    """Return an owner as the cluster's policy names it, for example apps/ReplicaSet; the version is not part of it."""
+    group, slash, _ = api_version.rpartition("/")
+    return f"{group if slash else 'core'}/{kind}"

@@ -154,12 +154,6 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None
 
 
-def owner_kind(api_version: str, kind: str) -> str:
-    """Return an owner as the policy names it, for example apps/ReplicaSet; the version is not part of it."""
-    group, slash, _ = api_version.rpartition("/")
-    return f"{group if slash else 'core'}/{kind}"
-
-
 def _pools(given: Mapping[str, PolicyPool]) -> tuple[AutoscaledPool, ...]:
     return tuple(
         AutoscaledPool(

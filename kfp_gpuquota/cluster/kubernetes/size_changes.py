@@ -1,4 +1,4 @@
-"""Changes of a job's size, as its status tells them: pure.
+"""A job's progress and the changes of its size, as its status has them: pure.
 
 The last few are kept. Every change is one more write of the whole status, so a job that breathes for weeks must not
 drag all of its history along.
@@ -9,11 +9,15 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import Reason, ReasonCode, Resize
+import msgspec
+
+from kfp_gpuquota.api import Progress, Reason, ReasonCode, Resize
 from kfp_gpuquota.cluster.kubernetes.kinds import SizeChange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kfp_gpuquota.cluster.kubernetes.kinds import TrainingProgress
 
 KEPT: Final = 20
 
@@ -59,3 +63,8 @@ def _resize(told: SizeChange) -> Resize:
         pause_ms=told.pause_ms,
         lost_steps=told.lost_steps,
     )
+
+
+def progress_of(said: TrainingProgress | None) -> Progress | None:
+    """Return the training's progress that an object's status has."""
+    return None if said is None else msgspec.convert(said, Progress, from_attributes=True)

@@ -21,12 +21,13 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes import labels, nodes, quotas
-from kfp_gpuquota.cluster.kubernetes.autoscaled import StandIns, fewest, pool_of
+from kfp_gpuquota.cluster.kubernetes.autoscaled import StandIns, fewest
 from kfp_gpuquota.cluster.kubernetes.bystanders import Bystanders
 from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
 from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.seats import Seats
 from kfp_gpuquota.cluster.kubernetes.share_notes import note_of
+from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage, pod_job
 from kfp_gpuquota.cluster.kubernetes.turns import Turns
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError

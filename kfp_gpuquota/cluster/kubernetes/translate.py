@@ -21,13 +21,12 @@ from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.validation import MAX_PRIORITY
 from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.autoscaled import pool_of
 from kfp_gpuquota.cluster.kubernetes.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.needs import MAX_DEVICES, Needs, bounded_number, gpus_of, needs_of
 from kfp_gpuquota.cluster.kubernetes.objects import Container, Metadata, Pod, PodSpec, PodStatus, Resources
-from kfp_gpuquota.cluster.kubernetes.owners import Owner, owner_of
+from kfp_gpuquota.cluster.kubernetes.owners import Owner, owner_kind, owner_of
 from kfp_gpuquota.cluster.kubernetes.places import Place, place_of
-from kfp_gpuquota.cluster.kubernetes.quota_policy import owner_kind
+from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 
 if TYPE_CHECKING:

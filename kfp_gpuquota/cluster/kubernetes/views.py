@@ -16,11 +16,10 @@ from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DE
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.queue import Queued
 from kfp_gpuquota.api.wire import NodeView, ProjectView
-from kfp_gpuquota.cluster.kubernetes import labels, nodes, quotas, reservation_pods, translate
-from kfp_gpuquota.cluster.kubernetes.elastic_status import progress_of
+from kfp_gpuquota.cluster.kubernetes import labels, nodes, quotas, translate
 from kfp_gpuquota.cluster.kubernetes.needs import gpus_of
 from kfp_gpuquota.cluster.kubernetes.policy_objects import set_by
-from kfp_gpuquota.cluster.kubernetes.size_changes import reason_of, resizes_of
+from kfp_gpuquota.cluster.kubernetes.size_changes import progress_of, reason_of, resizes_of
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -274,6 +273,8 @@ def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ())
 
 def _devices(pod: Pod) -> tuple[int, ...]:
     """Those that a plan gave it, or that it reserves for several."""
+    from kfp_gpuquota.cluster.kubernetes import reservation_pods  # noqa: PLC0415 (it imports aiohttp)
+
     reserved = reservation_pods.view_of(pod)
     return worker_of(pod, "").devices if reserved is None else (reserved.device,)
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.autoscaled import pool_of
 from kfp_gpuquota.cluster.kubernetes.connection import JSON, JSON_PATCH, MERGE_PATCH
+from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.translate import GateShape, PodView

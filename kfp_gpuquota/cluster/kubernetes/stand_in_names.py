@@ -1,0 +1,20 @@
+"""The names of nodes that stand in for those that an autoscaler may add (`autoscaled`). Pure, and quick to import."""
+
+from __future__ import annotations
+
+from typing import Final
+
+PREFIX: Final = "autoscaled."
+
+
+def stand_in_name(pool: str, number: int) -> str:
+    """Return the name of a stand-in, which no real node has: its last part is a number, and it has a prefix."""
+    return f"{PREFIX}{pool}.{number}"
+
+
+def pool_of(node: str) -> str:
+    """Return the pool that the node is a stand-in of; "" for a real node."""
+    if not node.startswith(PREFIX):
+        return ""
+    pool, dot, number = node.removeprefix(PREFIX).rpartition(".")
+    return pool if dot and number.isdecimal() and len(number) < 8 else ""
