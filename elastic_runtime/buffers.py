@@ -184,5 +184,5 @@ def _value(section: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         value = high << 2 * _BITS | middle << _BITS | low
         value = value.view(torch.float64) if kind == torch.float64 else value
     if like.dtype in _COMPLEX:
-        return torch.view_as_complex(value.to(kind).view(*like.shape, 2))
+        return torch.complex(*value.to(kind).view(*like.shape, 2).unbind(-1))
     return value.view(like.shape)

@@ -10,6 +10,7 @@ The hooks are torch's global ones: a module's own would be copied and pickled wi
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,14 +31,15 @@ LOOKS_AT = 6
 class CarriedState:
     """Looks at what the modules of `models` get and give, until `LOOKS_AT` iterations are over.
 
-    Not where one of them is compiled: global hooks would break its graph.
+    Only where they have recurrent layers of torch's, and are not compiled: global hooks would break a graph.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module] = ()) -> None:
         models = list(models)
         modules = {part for model in models for part in model.modules()}
         compiled = any(part._compiled_call_impl is not None for part in modules)  # noqa: SLF001
-        self._modules = set() if compiled else modules
+        recurrent = any(isinstance(part, torch.nn.RNNBase | torch.nn.RNNCellBase) for part in modules)
+        self._modules = modules if recurrent and not compiled else set()
         self._left = LOOKS_AT if self._modules else 0
         self._size = self._found = 0
         self._carries = False  # in this iteration
@@ -51,8 +53,7 @@ class CarriedState:
             self.end()
             return
         if not self._handles:
-            before = register_module_forward_pre_hook(self._look_at_inputs)
-            self._handles = [before, register_module_forward_hook(self._note_outputs)]
+            self._hook()
         self._left -= 1
         self._found = self._found + 1 if self._carries else 0
         self._size, self._before, self._given, self._carries = samples, self._given, {}, False
@@ -63,7 +64,24 @@ class CarriedState:
             handle.remove()
         self._left, self._handles, self._before, self._given = 0, [], {}, {}
 
-    def _look_at_inputs(self, module: torch.nn.Module, inputs: Any) -> None:
+    def _hook(self) -> None:
+        """The hooks do not keep this object, and so the models, from being given up with their session."""
+        watched = weakref.ref(self)
+
+        def before(module: torch.nn.Module, inputs: Any) -> None:
+            if not torch.compiler.is_compiling() and (watch := watched()) is not None:
+                watch.look_at_inputs(module, inputs)
+
+        def after(module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
+            if not torch.compiler.is_compiling() and (watch := watched()) is not None:
+                watch.note_outputs(module, outputs)
+
+        self._handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove)
+
+    def look_at_inputs(self, module: torch.nn.Module, inputs: Any) -> None:
+        """A module is called. LoopError where it gets state of the iteration before, for the second time in a row."""
         if module not in self._modules or not self._before or not module.training or self._size < 2:
             return
         for tensor in _tensors(inputs):
@@ -84,7 +102,8 @@ class CarriedState:
             "by sample in the dataset"
         )
 
-    def _note_outputs(self, module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
+    def note_outputs(self, module: torch.nn.Module, outputs: Any) -> None:
+        """A module gives these."""
         if module not in self._modules:
             return
         for tensor in _tensors(outputs):

@@ -67,6 +67,7 @@ class Job:
             keep_checkpoints=options.keep_checkpoints,
             progress=options.progress,
         )
+        self._on_leader: list[Callable[[], None]] = []
         self._session: Session | None = None
         self._state: TrainingState | None = None
 
@@ -82,8 +83,8 @@ class Job:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this worker is rank 0: the one to print and to save."""
-        return self.rank == 0
+        """Whether this worker is rank 0: the one to print and to save. False before the loop, where it is not known."""
+        return self._member.placed and self.rank == 0
 
     @property
     def step(self) -> int:
@@ -350,6 +351,20 @@ class Job:
         """
         return self._prepared.rounds.all_gather(value)
 
+    def mean(self, value: torch.Tensor | float, *, weight: float = 1.0) -> float:
+        """The mean over all workers of one number of each, the same on every worker; weighted by each one's `weight`.
+
+        At a place that all workers reach, as for `job.repeat`: after an epoch's loop, or in an iteration after
+        `optimizer.step()` where `job.applied`; LoopError elsewhere.
+        """
+
+        def work() -> float:
+            total = torch.tensor([float(value) * weight, weight], dtype=torch.float64)
+            summed, weights = self.all_reduce(total).tolist()
+            return float(summed / weights)
+
+        return self.repeat(work)
+
     def report(self, **metrics: float) -> None:
         """Figures of the script's own (loss, accuracy): to the report file, and with the next progress."""
         self._member.reporter.metrics(self.step, {name: float(value) for name, value in metrics.items()})
@@ -357,6 +372,21 @@ class Job:
     def on_resize(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
         """Call it in the loop after each change of the membership; the report file's line for it is its argument."""
         return self._member.reporter.listen("resize", callback)
+
+    def on_leader(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call it once, in the loop, where this worker is rank 0: when the loop begins, or when it becomes rank 0."""
+        self._on_leader.append(callback)
+        self._member.reporter.listen("resize", lambda _line: self._call_leader())
+        if self._session is not None and self._session.started:
+            self._call_leader()
+        return callback
+
+    def _call_leader(self) -> None:
+        if not self.is_leader:
+            return
+        callbacks, self._on_leader = self._on_leader, []
+        for callback in callbacks:
+            callback()
 
     def on_preempt(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
         """Call it in the loop when this worker is told to go, before it ends."""
@@ -377,6 +407,7 @@ class Job:
         if not self._prepared.started:
             self._take_schedulers()
         self._prepared.start(total_steps=total_steps, last_step=last_step)
+        self._call_leader()
 
     def _take_schedulers(self) -> None:
         """Carry schedulers along that `prepare` was not given; UsageError for several of one optimizer."""

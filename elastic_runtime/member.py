@@ -104,6 +104,11 @@ class Member:
         return self._generations.adopted.group if self._generations.adopted else None
 
     @property
+    def placed(self) -> bool:
+        """Whether its rank is known: with a coordinator, once the loop has begun."""
+        return self._coordinator is None or self._generations.adopted is not None
+
+    @property
     def place(self) -> tuple[int, int]:
         """(rank, world size). LoopError while they are not known."""
         if self._environment.static:

@@ -54,6 +54,9 @@ class StreamedLoader(ElasticLoader):
         mark = Mark(state["epoch"], state["offset"], state["state"])
         self._marks, self._length = (mark, mark), state["length"]
 
+    def _refresh_processes(self) -> None:
+        """They go on reading where they are; the dataset's own `set_epoch` is called in them."""
+
     def has_more(self, position: Position) -> bool:
         """Whether the epoch has another step; True where nobody has read so far yet."""
         self._enter(position)

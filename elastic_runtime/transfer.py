@@ -137,9 +137,13 @@ def _room(skeleton: bytes, shapes: Shapes, own: object, *, trusted: bool) -> lis
 
 
 def _messages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What is sent, in order: halves of large tensors, then the small ones of each dtype, joined, as bytes."""
+    """What is sent, in order: halves of large tensors, then the small ones of each dtype, joined.
+
+    All as bytes: gloo refuses to send booleans and complex numbers.
+    """
     large = [half for t in tensors if t.numel() > SMALL_NUMEL for half in t.contiguous().view(-1).chunk(2)]
-    return large + [torch.cat([t.reshape(-1) for t in small]) for small in _small(tensors)]
+    joined = [torch.cat([t.reshape(-1) for t in small]) for small in _small(tensors)]
+    return [message.view(torch.uint8) for message in large + joined]
 
 
 def _small(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -153,6 +157,6 @@ def _small(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _scatter(tensors: list[torch.Tensor], messages: list[torch.Tensor]) -> None:
     joined = messages[2 * sum(t.numel() > SMALL_NUMEL for t in tensors) :]
     for small, flat in zip(_small(tensors), joined, strict=True):
-        parts = torch.split(flat, [t.numel() for t in small])
+        parts = torch.split(flat.view(small[0].dtype), [t.numel() for t in small])
         for tensor, part in zip(small, parts, strict=True):
             tensor.view(-1).copy_(part)

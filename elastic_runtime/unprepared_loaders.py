@@ -6,6 +6,7 @@ trains. One that is read without gradients, or in `eval()`, is an evaluation's.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from elastic_runtime.errors import LoopError
 from elastic_runtime.inner import Batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 LOOKS_AT = 6
 _IN_A_ROW = 3
@@ -27,7 +28,6 @@ class LoaderWatch:
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._models, self._left, self._iteration = list(models), LOOKS_AT, 0
         self._runs: dict[int, tuple[object, int, int]] = {}  # by iterator: (it, its last iteration, how many in a row)
-        self._original: Callable[[Any], Any] | None = None
 
     def begin(self, samples: int) -> None:  # noqa: ARG002
         """Another iteration begins."""
@@ -36,27 +36,16 @@ class LoaderWatch:
             self.end()
             return
         self._left -= 1
-        if self._original is None:
-            self._install()
+        _watching.add(self)
+        _install()
 
     def end(self) -> None:
         """Look no more."""
-        if self._original is not None:
-            _BaseDataLoaderIter.__next__ = self._original  # type: ignore[method-assign, assignment]
-        self._original, self._left, self._runs = None, 0, {}
+        self._left, self._runs = 0, {}
+        _watching.discard(self)
 
-    def _install(self) -> None:
-        original = self._original = _BaseDataLoaderIter.__next__
-
-        def watched(iterator: Any) -> Any:
-            self._note(iterator)
-            return original(iterator)
-
-        _BaseDataLoaderIter.__next__ = watched  # type: ignore[method-assign, assignment]
-
-    def _note(self, iterator: Any) -> None:
-        if isinstance(iterator._index_sampler, Batches) or not torch.is_grad_enabled():  # noqa: SLF001
-            return
+    def note(self, iterator: Any) -> None:
+        """A DataLoader's iterator is asked for a batch. LoopError in the third iteration of a training in a row."""
         if not any(model.training for model in self._models):
             return
         _, last, run = self._runs.get(id(iterator), (iterator, -1, 0))
@@ -70,3 +59,20 @@ class LoaderWatch:
                 "would train the same samples of it; give prepare all loaders of the loop, the first one's batches "
                 "making the steps: model, optimizer, [first, second] = job.prepare(model, optimizer, [first, second])"
             )
+
+
+_watching: weakref.WeakSet[LoaderWatch] = weakref.WeakSet()
+_next: Any = _BaseDataLoaderIter.__next__
+
+
+def _install() -> None:
+    """Once, and for the process: what replaces it in turn for each training could not be taken back in any order."""
+    if _BaseDataLoaderIter.__next__ is _next:
+        _BaseDataLoaderIter.__next__ = _watched  # type: ignore[method-assign, assignment]
+
+
+def _watched(iterator: Any) -> Any:
+    if _watching and not isinstance(iterator._index_sampler, Batches) and torch.is_grad_enabled():  # noqa: SLF001
+        for watch in list(_watching):
+            watch.note(iterator)
+    return _next(iterator)

@@ -139,6 +139,33 @@ def test_backward_is_called_exactly_once_in_an_iteration() -> None:
         next(batches)
 
 
+def test_rank_0_is_told_once_the_loop_begins_and_a_mean_over_workers_is_a_number() -> None:
+    job, model, optimizer, loader = prepared()
+    told: list[int] = []
+    job.on_leader(lambda: told.append(job.rank))
+    assert job.is_leader
+    for _epoch in job.epochs(2):
+        for x, _y, _i in loader:
+            job.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert job.mean(torch.tensor(3.0), weight=2.0) == 3.0
+    assert told == [0]
+
+
+def test_keywords_of_backward_are_torchs_own() -> None:
+    job, model, optimizer, loader = prepared()
+    weight, bias, *_others = model.parameters()
+    for _epoch in job.epochs(1):
+        for x, _y, _i in loader:
+            loss = model(x).mean()
+            job.backward(loss, retain_graph=True, inputs=[weight])
+            assert (weight.grad is None, bias.grad is None) == (False, True)
+            assert len(torch.autograd.grad(loss, [weight])) == 1
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_the_loader_belongs_inside_the_epochs() -> None:
     _, _, _, loader = prepared()
     with pytest.raises(LoopError, match=r"job\.epochs"):

@@ -141,6 +141,7 @@ def test_an_iteration_that_does_not_fit_into_what_it_left_itself_is_repeated_who
             with job.retrying():
                 device.take(900 if job.step == large else 400)
                 job.backward(model(x).mean())
+                model.zero_grad()
     finally:
         ended.set()
         thread.join()

@@ -184,6 +184,7 @@ def by_hand(directory: Path) -> tuple[nn.Module, list[float]]:
                 optimizer.zero_grad()
                 scheduler.step()
             job.backward(elsewhere(x).mean())
+            elsewhere.zero_grad()
     return model, list(map(float, scheduler.get_last_lr()))
 
 

@@ -32,6 +32,20 @@ def both() -> list[Group]:
         return list(pool.map(lambda rank: connected(rank, store), (0, 1)))
 
 
+def test_tensors_of_kinds_that_gloo_does_not_send_travel_as_bytes() -> None:
+    state = {
+        "small": torch.tensor([True, False]),
+        "wave": torch.tensor(1 + 2j),
+        "large": torch.rand(SMALL_NUMEL * 2) > 0.5,
+    }
+    groups = both()
+    with ThreadPoolExecutor(2) as pool:
+        received = pool.submit(receive_state, groups[1], 0)
+        pool.submit(send_state, groups[0], 1, state).result()
+        for name, value in received.result().items():
+            assert torch.equal(value, state[name])
+
+
 class Codes(torch.Tensor):
     """Made of 8-bit codes and a scale, as 8-bit optimizers keep their moments."""
 

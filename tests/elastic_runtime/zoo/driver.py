@@ -103,13 +103,14 @@ def changed(script: Script, reduction: str, directory: Path) -> dict[str, Any]:
     """What is trained through 1 -> 2 -> 1 -> 2 workers, of which the first one is then killed."""
     directory.mkdir()
     with Cluster(directory, plan_of(script, reduction)) as cluster:
-        cluster.start(0, step=2)
-        cluster.resize(0, 1, up_to=5)
-        cluster.wait_until_at(5, 0, 1)
-        cluster.resize(0, up_to=8)
-        cluster.wait_until_at(8, 0)
-        cluster.resize(0, 2, up_to=12)
-        cluster.wait_until_at(12, 0, 2)
+        first = script.first_step
+        cluster.start(0, step=first + 2)
+        cluster.resize(0, 1, up_to=first + 5)
+        cluster.wait_until_at(first + 5, 0, 1)
+        cluster.resize(0, up_to=first + 8)
+        cluster.wait_until_at(first + 8, 0)
+        cluster.resize(0, 2, up_to=first + 12)
+        cluster.wait_until_at(first + 12, 0, 2)
         cluster.kill("w0")
         cluster.let_go()
         cluster.wait_for_end(2)

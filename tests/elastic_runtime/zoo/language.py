@@ -15,7 +15,7 @@ from tests.elastic_runtime.zoo.parts import EPOCHS, script, texts
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
         self.register_buffer("mask", torch.ones(16, 16).tril().bool())
 
     def forward(self, x: torch.Tensor) -> Any:

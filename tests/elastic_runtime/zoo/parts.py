@@ -22,24 +22,29 @@ fetched: list[int] = []
 
 @dataclass(frozen=True)
 class Script:
-    """`refused`: a pattern of the message with which it ends alone; "": it trains. `modes`: reductions that it has."""
+    """`refused`: a pattern of the message with which it ends alone; "": it trains. `modes`: reductions that it has.
+    `first_step`: where it begins.
+    """
 
     name: str
     body: Callable[..., Any]
     refused: str = ""
     modes: tuple[str, ...] = ("fast", "exact")
+    first_step: int = 0
 
 
 SCRIPTS: dict[str, Script] = {}
 
 
-def script(*, refused: str = "", modes: tuple[str, ...] = ("fast", "exact")) -> Callable[[Any], Any]:
+def script(
+    *, refused: str = "", modes: tuple[str, ...] = ("fast", "exact"), first_step: int = 0
+) -> Callable[[Any], Any]:
     """Enter a function into SCRIPTS under its name."""
 
     def enter(body: Any) -> Any:
         name = body.__name__
         assert name not in SCRIPTS
-        SCRIPTS[name] = Script(name, body, refused, modes)
+        SCRIPTS[name] = Script(name, body, refused, modes, first_step)
         return body
 
     return enter
