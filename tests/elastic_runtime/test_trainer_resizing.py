@@ -19,6 +19,9 @@ from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.test_torchrun import free_port
 from tests.elastic_runtime.test_trainer import DATA, Small, arguments
 from tests.elastic_runtime.training import Gate, Plan, trained_alone
+from tests.forked import preload
+
+preload("elastic_runtime.integrations.transformers")
 
 SCRIPT = """
 import os, pathlib, sys
