@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 CASES ?=
 PARALLEL ?= -n auto --dist loadgroup
 SEEDS ?= 0:200
-KFP := kfp kfp-pipeline-spec kfp-server-api
-KFP_TESTS := compile caching local check pipeline_file
+KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
+KFP_TESTS := compile caching local check pipeline_file worker_settings
 
 # Hundreds of processes import the same modules: they are compiled once.
 unexport PYTHONDONTWRITEBYTECODE

@@ -2,18 +2,25 @@
 
 Every worker normalises with its own batch statistics and would drift away from the others; DistributedDataParallel
 broadcasts the buffers of rank 0 before each forward pass. Here rank 0 adds its values to the tail of the last bucket
-and everybody else adds zeros: the sum is rank 0's, and no collective is added. Whole numbers (num_batches_tracked) and
-double precision travel as three floats of 22 bits each, which is exact.
+and everybody else adds zeros: the sum is rank 0's, and no collective is added. Values that a float32 does not hold
+(whole numbers of 32 and 64 bits, double precision) travel as three floats of 22 bits each, which is exact.
+
+Buffers are looked up by module and name at each use, because a module may assign a new tensor (`self.mean = ...`). They
+are written by `data`: autograd refuses a backward pass through a tensor that was written to in place after the forward
+pass, and normalisation layers keep their buffers for it without reading them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_runtime.errors import UsageError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 MAX_NUMEL = 1 << 20
 """Larger models of buffers (tables, caches) are constants in practice: only normalisation layers' buffers follow."""
@@ -21,42 +28,82 @@ _BITS = 22
 _LOW = (1 << _BITS) - 1
 _PARTS = ((2 * _BITS, -1), (_BITS, _LOW), (0, _LOW))
 """(shift, mask) of each part of a 64-bit number; the first has its sign."""
+_NARROW = {torch.float16, torch.bfloat16, torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16}
+_WIDE = {torch.int32, torch.int64, torch.float64}
+_COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a buffer is registered: `module`'s buffer `name`; `path` is its full name in the model."""
+
+    module: torch.nn.Module
+    name: str
+    path: str
+    persistent: bool
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that is registered there now."""
+        found: torch.Tensor | None = self.module._buffers[self.name]  # noqa: SLF001  (a property costs ten times this)
+        if found is None:
+            raise UsageError(f"buffer {self.path!r} became None during the training; assign a tensor of zeros instead")
+        return found
+
+    def write(self, value: torch.Tensor) -> None:
+        """Set the values; a tensor of another shape is replaced."""
+        found = self.tensor
+        if found.shape == value.shape and found.dtype == value.dtype:
+            found.data.copy_(value)
+        else:
+            self.module._buffers[self.name] = value.clone()  # noqa: SLF001
 
 
 class FollowedBuffers:
     """The buffers of `modules` that follow rank 0, and the values of all of them at a step's beginning."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        modules = list(modules)
-        every = [b for module in modules for b in module.buffers() if b.numel()]
-        if sum(b.numel() for b in every) > MAX_NUMEL:
-            every = [
-                b
-                for module in modules
-                for part in module.modules()
-                if isinstance(part, torch.nn.modules.batchnorm._NormBase)  # noqa: SLF001
-                for b in part.buffers(recurse=False)
-            ]
-        self._floats = [b for b in every if b.dtype in {torch.float16, torch.bfloat16, torch.float32}]
-        self._wide = [b for b in every if b.dtype in {torch.int32, torch.int64, torch.float64}]
+        places = [place for module in modules for place in _places(module)]
+        if sum(place.tensor.numel() for place in places) > MAX_NUMEL:
+            places = [p for p in places if isinstance(p.module, torch.nn.modules.batchnorm._NormBase)]  # noqa: SLF001
+        self._places = [p for p in places if _kind(p.tensor.dtype) in _NARROW | _WIDE]
         self._kept: list[torch.Tensor] = []
-        self._saved = [b.detach().clone() for b in self._floats + self._wide]
-        self.size = sum(b.numel() for b in self._floats) + 3 * sum(b.numel() for b in self._wide)
+        self._saved = [p.tensor.detach().clone() for p in self._places]
+        self._shapes = [(p.tensor.dtype, p.tensor.shape) for p in self._places]
+        self.size = sum(_width(dtype) * shape.numel() for dtype, shape in self._shapes)
+
+    def transient(self) -> dict[str, torch.Tensor]:
+        """The values of those that `state_dict()` leaves out (`persistent=False`), by name."""
+        return {p.path: p.tensor.detach() for p in self._places if not p.persistent}
+
+    def load_transient(self, values: dict[str, torch.Tensor]) -> None:
+        """Take over values that `transient` returned, here or in another process."""
+        for place in self._places:
+            if place.path in values:
+                place.write(values[place.path].to(place.tensor.device))
 
     def save(self) -> None:
-        """Remember the values: a step begins."""
-        for saved, buffer in zip(self._saved, self._floats + self._wide, strict=True):
-            saved.copy_(buffer.detach())
+        """Remember the values: a step begins. UsageError where one has another shape or type than at the beginning."""
+        for index, (place, shape, saved) in enumerate(zip(self._places, self._shapes, self._saved, strict=True)):
+            value = place.tensor.detach()
+            if (value.dtype, value.shape) != shape:
+                raise UsageError(
+                    f"buffer {place.path!r} was {shape[0]} of shape {tuple(shape[1])} before the training and is "
+                    f"{value.dtype} of shape {tuple(value.shape)} now; buffers follow rank 0 in a fixed layout: "
+                    "register it with its final shape and type"
+                )
+            if saved.device == value.device:
+                saved.copy_(value)
+            else:
+                self._saved[index] = value.clone()
 
     def restore(self) -> None:
         """Go back to the values remembered: the step is repeated."""
-        for saved, buffer in zip(self._saved, self._floats + self._wide, strict=True):
-            buffer.detach().copy_(saved)
+        self._write(self._saved)
 
     def rewound(self, model: dict[str, Any]) -> dict[str, Any]:
         """A model's `state_dict`, with the values that its buffers had at the step's beginning."""
-        pairs = zip(self._floats + self._wide, self._saved, strict=True)
-        saved = {buffer.data_ptr(): value for buffer, value in pairs}
+        saved = {p.tensor.data_ptr(): value for p, value in zip(self._places, self._saved, strict=True)}
         return {
             name: saved.get(value.data_ptr(), value) if isinstance(value, torch.Tensor) else value
             for name, value in model.items()
@@ -64,12 +111,16 @@ class FollowedBuffers:
 
     def keep(self) -> None:
         """Remember the values apart from those of the step's beginning."""
-        self._kept = [b.detach().clone() for b in self._floats + self._wide]
+        self._kept = [p.tensor.detach().clone() for p in self._places]
 
     def restore_kept(self) -> None:
         """Go back to the values of `keep`."""
-        for kept, buffer in zip(self._kept, self._floats + self._wide, strict=True):
-            buffer.detach().copy_(kept)
+        if self._kept:
+            self._write(self._kept)
+
+    def _write(self, values: list[torch.Tensor]) -> None:
+        for place, value in zip(self._places, values, strict=True):
+            place.write(value)
 
     def fill(self, section: torch.Tensor, *, leader: bool) -> None:
         """Put the leader's values, or zeros, into `section`, of shape (size,)."""
@@ -78,27 +129,60 @@ class FollowedBuffers:
         if not leader:
             section.fill_(-0.0)  # which changes no number it is added to
             return
-        parts = [b.detach().reshape(-1).to(section.dtype) for b in self._floats]
-        for b in self._wide:
-            bits = _bits(b).reshape(-1)
-            parts += [(bits >> shift & mask).to(section.dtype) for shift, mask in _PARTS]
-        torch.cat(parts, out=section)
+        torch.cat([part for p in self._places for part in _parts(p.tensor, section.dtype)], out=section)
 
     def take(self, section: torch.Tensor) -> None:
         """Take over the values in `section`."""
         at = 0
-        for b in self._floats:
-            b.detach().copy_(section[at : at + b.numel()].view_as(b))
-            at += b.numel()
-        for b in self._wide:
-            high, middle, low = section[at : at + 3 * b.numel()].view(3, -1).to(torch.int64)
-            bits = high << 2 * _BITS | middle << _BITS | low
-            value = bits.view(torch.float64) if b.dtype == torch.float64 else bits
-            b.detach().copy_(value.view_as(b))
-            at += 3 * b.numel()
+        for place in self._places:
+            tensor = place.tensor
+            count = _width(tensor.dtype) * tensor.numel()
+            tensor.data.copy_(_value(section[at : at + count], tensor))
+            at += count
 
 
-def _bits(buffer: torch.Tensor) -> torch.Tensor:
-    """As 64-bit whole numbers."""
-    value = buffer.detach()
-    return value.view(torch.int64) if value.dtype == torch.float64 else value.to(torch.int64)
+def _places(model: torch.nn.Module) -> Iterator[Place]:
+    """Each buffer once, though modules may share it."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, tensor in module._buffers.items():  # noqa: SLF001
+            if tensor is None or not tensor.numel() or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            persistent = name not in module._non_persistent_buffers_set  # noqa: SLF001
+            yield Place(module, name, f"{prefix}.{name}".lstrip("."), persistent)
+
+
+def _kind(dtype: torch.dtype) -> torch.dtype:
+    """The type of the numbers that a value is made of."""
+    return _COMPLEX.get(dtype, dtype)
+
+
+def _width(dtype: torch.dtype) -> int:
+    """How many floats an element travels as."""
+    return (3 if _kind(dtype) in _WIDE else 1) * (2 if dtype in _COMPLEX else 1)
+
+
+def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The value of a buffer, as flat tensors of `dtype`."""
+    value = tensor.detach()
+    value = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).reshape(-1)
+    if value.dtype in _NARROW:
+        yield value.to(dtype)
+        return
+    bits = value.view(torch.int64) if value.dtype == torch.float64 else value.to(torch.int64)
+    for shift, mask in _PARTS:
+        yield (bits >> shift & mask).to(dtype)
+
+
+def _value(section: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What `_parts` made of a buffer like this, as that buffer's value."""
+    kind = _kind(like.dtype)
+    value = section
+    if kind in _WIDE:
+        high, middle, low = section.view(3, -1).to(torch.int64)
+        value = high << 2 * _BITS | middle << _BITS | low
+        value = value.view(torch.float64) if kind == torch.float64 else value
+    if like.dtype in _COMPLEX:
+        return torch.view_as_complex(value.to(kind).view(*like.shape, 2))
+    return value.view(like.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from elastic_runtime.errors import UsageError
 
@@ -19,6 +20,11 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
         raise UsageError("prepare takes (model, optimizer, loader[, scheduler]), in this order")
     for part in (part for model in models for part in model.modules()):
         _check_plain(part)
+    if any(isinstance(each, UninitializedParameter) for model in models for each in model.parameters()):
+        raise UsageError(
+            "the model has layers whose shapes are not known yet (LazyLinear and the like), of which no gradient could "
+            "be summed and no optimizer made; compute one batch with it before prepare"
+        )
     if any(isinstance(part, torch.nn.SyncBatchNorm) for model in models for part in model.modules()):
         raise UsageError(
             "the model has SyncBatchNorm layers, which talk to the other workers in each forward pass: workers differ "

@@ -6,12 +6,14 @@ nothing), a loss (who has applied a step that others have not is one step ahead 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_runtime.errors import CollectiveError, ModelMismatchError
-from elastic_runtime.transfer import receive_state, send_state
+from elastic_runtime.state import Totals
+from elastic_runtime.transfer import gather_values, receive_state, send_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,12 +33,16 @@ def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state:
     """
     step = state.position.step if holds_state else -1
     mine = [step, state.fingerprint(), state.agreement_fingerprint(), state.rounds, state.in_round]
+    mine += [state.sample_stamp, *dataclasses.astuple(state.totals)]
     with phases("meet"):
-        rows = group.all_gather(torch.tensor(mine, dtype=torch.int64)).T.tolist()
-    steps, models, agreements, rounds, in_rounds = rows
+        rows = group.all_gather(torch.tensor(mine, dtype=torch.int64))
+    steps, models, agreements, rounds, in_rounds, samples = rows[:, :6].T.tolist()
     source = steps.index(max(steps))
     check_same(group, source, models, OTHER_MODEL)
-    check_same(group, source, agreements, f"{_OTHERWISE} (it has {state.agreement()})", what="way of training")
+    _check_agreement(group, source, agreements, state)
+    _check_totals(group, source, [Totals(*row[6:]) for row in rows.tolist()])
+    if all(samples):
+        check_same(group, source, samples, OTHER_SAMPLES, what="data")
     state.rounds = max(rounds)
     behind = [rank for rank, known in enumerate(steps) if rank != source and (known < steps[source] or known < 0)]
     with phases("state"):
@@ -81,6 +87,29 @@ def _received(group: Group, source: int, state: TrainingState, *, holds_state: b
     return received
 
 
+def _check_agreement(group: Group, source: int, agreements: list[int], state: TrainingState) -> None:
+    """See check_same; the message has both workers' values, which are gathered where they differ."""
+    if len(set(agreements)) == 1:
+        return
+    texts = gather_values(group, state.agreement())
+    remedy = f"{texts[group.rank]} here, {texts[source]} there; {_OTHERWISE}"
+    check_same(group, source, agreements, remedy, what="way of training")
+
+
+def _check_totals(group: Group, source: int, totals: list[Totals]) -> None:
+    """See check_same."""
+    numbers = [totals.index(each) for each in totals]
+    remedy = (
+        f"{totals[group.rank]} here, {totals[source]} there; a script that loads a checkpoint of its own asks for all "
+        "epochs and says where it begins, job.epochs(total, start=...), for a later worker may find a later checkpoint"
+    )
+    check_same(group, source, numbers, remedy, what="length of the training")
+
+
+OTHER_SAMPLES = (
+    "the same few indices of the dataset give other samples; list files in sorted order, and split or shuffle them by "
+    "a fixed seed, so that an index means the same sample on every worker"
+)
 OTHER_MODEL = (
     "parameters must have the same names, shapes and types, and optimizers the same number, on every worker; do not "
     "build them from the rank"

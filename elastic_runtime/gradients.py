@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from elastic_runtime.errors import CollectiveError
+from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.layout import Bucket, Layout, Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.groups import Group, Pending
@@ -33,6 +33,15 @@ class GradientReducer(Protocol):
     @property
     def passive(self) -> bool:
         """Whether nothing is done to this step's gradients: `factor` is 1 then."""
+
+    scale: float
+    """What the gradients of a backward pass are multiplied by where they are gathered."""
+
+    expects: bool
+    """Whether a backward pass of the job's is under way. Gradients that come at another time are strays."""
+
+    on_stray: Callable[[str], None]
+    """Called with the parameter's name where a stray gradient arrives, which stays where it is."""
 
     def attach(self) -> None:
         """Take part in backward passes."""
@@ -70,14 +79,17 @@ class BucketReducer:
     """
 
     _layout: Layout
+    scale = 1.0
+    expects = True
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
         self._parameters, self._tail_size = list(parameters), tail_size
+        self.on_stray: Callable[[str], None] = ignore
         self._lay_out()
 
     def attach(self) -> None:
         """See GradientReducer."""
-        self._layout.hook(self._on_gradient)
+        self._layout.hook(self._receive)
 
     def release(self) -> None:
         """See GradientReducer."""
@@ -97,8 +109,24 @@ class BucketReducer:
         self._layout = Layout(self._parameters, self._tail_size)
         self.attach()
 
+    def _receive(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """LoopError for two gradients of one parameter in an iteration. Its own `grad` is None afterwards."""
+        if not self.expects:
+            self.on_stray(slot.name)
+            return
+        if slot.fired == self._layout.iteration:
+            raise LoopError(
+                f"parameter {slot.name!r} got two gradients in one iteration; call job.backward once per iteration, "
+                "and use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self._on_gradient(slot, gradient.detach())  # with create_graph=True it has a graph
+
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
         raise NotImplementedError
+
+
+def ignore(_name: str) -> None:
+    """Do nothing about a stray gradient."""
 
 
 class FastReducer(BucketReducer):
@@ -189,8 +217,10 @@ class FastReducer(BucketReducer):
             torch._foreach_zero_([view for view, _ in fresh])
         elif fresh:
             torch._foreach_copy_([view for view, _ in fresh], [gradient for _, gradient in fresh])
+            if self.scale != 1.0:
+                torch._foreach_mul_([view for view, _ in fresh], self.scale)
         if more:
-            torch._foreach_add_([view for view, _ in more], [gradient for _, gradient in more])
+            torch._foreach_add_([view for view, _ in more], [gradient for _, gradient in more], alpha=self.scale)
         for slot in bucket.arrived:
             slot.touched = step
             slot.parameter.grad = None

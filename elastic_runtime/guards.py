@@ -6,15 +6,23 @@ The objects stay the user's own; what holds a reference to them (schedulers to o
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import sys
 import types
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from elastic_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
+    from types import FrameType
+
+GUARDED = "_elastic_guarded"
+"""An attribute of the classes that `guard_class` makes."""
 
 
 def guard_method(
@@ -35,6 +43,7 @@ def guard_method(
                 f"{method} was given a closure, which computes gradients several times in a step; call job.backward, "
                 f"and then {method}() without one"
             )
+        _check_scaler(sys._getframe(1))  # noqa: SLF001  (what calls it says more than any argument)
         if not may_act():
             return None
         if around is None:
@@ -45,11 +54,39 @@ def guard_method(
     setattr(target, method, types.MethodType(guarded, target))
 
 
+def _check_scaler(caller: FrameType) -> None:
+    """UsageError where a GradScaler calls `optimizer.step` that was not given to `prepare`."""
+    if caller.f_code.co_name != "_maybe_opt_step":
+        return
+    scaler = caller.f_locals.get("self")
+    if isinstance(scaler, torch.amp.GradScaler) and not hasattr(type(scaler), GUARDED):
+        raise UsageError(
+            f"{type(scaler).__name__} was not given to prepare: its scale would reach no joiner and no checkpoint; use "
+            "prepare(model, optimizer, loader, scaler=scaler) and job.backward(loss), which scales the loss by itself"
+        )
+
+
 def guard_class(target: object, methods: tuple[str, ...], may_act: Callable[[], bool]) -> None:
     """The same for objects whose `state_dict()` is their `__dict__`, as a scheduler's is: by a class of their own."""
     kind = type(target)
-    namespace = {name: _guarded(getattr(kind, name), may_act) for name in methods if hasattr(kind, name)}
-    target.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **namespace})
+    namespace: dict[str, Any] = {
+        name: _guarded(getattr(kind, name), may_act) for name in methods if hasattr(kind, name)
+    }
+    namespace |= {
+        GUARDED: True,
+        "__module__": kind.__module__,
+        "__reduce_ex__": functools.partialmethod(_reduce_plain, kind),
+    }
+    target.__class__ = type(kind.__name__, (kind,), namespace)
+
+
+def _reduce_plain(self: object, kind: Any, protocol: Any) -> Any:
+    """What pickle and copy make of a guarded object: one of its own class, without the guard."""
+    make, arguments, *rest = kind.__reduce_ex__(self, protocol)
+    guarded = type(self)
+    if make is copyreg.__newobj__ and arguments == (guarded,):  # type: ignore[attr-defined]
+        make, arguments = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]  # noqa: SLF001
+    return (make, tuple(kind if argument is guarded else argument for argument in arguments), *rest)
 
 
 def _guarded(original: Callable[..., Any], may_act: Callable[[], bool]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
+from elastic_runtime.carried import CarriedState
 from elastic_runtime.checks import check_gradients, check_kinds, check_parameters, plain
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.guards import guard_class, guard_method
@@ -21,9 +22,13 @@ from elastic_runtime.loader import check
 from elastic_runtime.making import Workshop
 from elastic_runtime.member import Member
 from elastic_runtime.modes import Clipping
+from elastic_runtime.position import Position
 from elastic_runtime.sources import Source
-from elastic_runtime.state import Stateful, TrainingState
+from elastic_runtime.state import Stateful, Totals, TrainingState
+from elastic_runtime.step import PLAIN, BackwardOptions
 from elastic_runtime.strangers import watch_for_strangers
+from elastic_runtime.unprepared import find_schedulers
+from elastic_runtime.unprepared_loaders import LoaderWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +38,6 @@ if TYPE_CHECKING:
 
     from elastic_runtime.environment import Environment
     from elastic_runtime.options import Options
-    from elastic_runtime.position import Position
     from elastic_runtime.session import Session
     from elastic_runtime.sharded.wrap import ShardFunction
     from elastic_runtime.sizes import GlobalBatch
@@ -119,7 +123,7 @@ class Job:
         self,
         model: torch.nn.Module | Sequence[torch.nn.Module],
         optimizer: Optimizers,
-        loader: DataLoader[Any],
+        loader: DataLoader[Any] | Sequence[DataLoader[Any]],
         scheduler: Schedulers = None,
         *,
         scaler: torch.amp.GradScaler | None = None,
@@ -129,7 +133,8 @@ class Job:
 
         Model, optimizers and schedulers are returned as they are, the optimizers' and schedulers' methods guarded; the
         loader is a new one over the same dataset. There may be several models, optimizers and schedulers, as lists. A
-        `scaler` is given the loss by `backward` itself. UsageError where one of them cannot be used.
+        `scaler` is given the loss by `backward` itself. Of several loaders the first one makes the steps, the others
+        give a batch in each of its iterations. UsageError where one of them cannot be used.
 
         `shard(model, mesh)` wraps the model by `fully_shard` (FSDP2) for a mesh of all workers; it is called again at
         each change of size. The model given is the plain one, and the optimizers are made of its parameters.
@@ -139,8 +144,10 @@ class Job:
         optimizers, schedulers = _several(optimizer), _several(scheduler)
         models = _several(model)
         check_kinds(models, optimizers)
-        check(loader)
-        batch = self._batch(loader)
+        loaders = _several(loader)
+        for each in loaders:
+            check(each)
+        batch = self._batch(loaders[0])
         parts = [*_named("optimizer", optimizers), *_named("scheduler", schedulers)]
         parts += [("scaler", scaler)] if scaler is not None else []
         whole = plain(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(plain, models))
@@ -153,16 +160,22 @@ class Job:
             session, plan = workshop.sharded(state, models, shard, scaler)
         else:
             session, plan = workshop.session(state, scaler)
-        session.loader = workshop.loader(loader, session, batch, plan, state)
+        session.loader = workshop.loader(loaders, session, batch, plan, state)
         for each in optimizers:
             guard_method(each, "step", session.may_step, partial(self._at_lr, each, batch) if batch.bounds else None)
-        for part in (*schedulers, scaler):
-            if part is not None:
-                guard_class(part, ("step", "update", "unscale_"), session.may_act)
+        for part in schedulers:
+            guard_class(part, ("step",), session.may_act)
+        if scaler is not None:
+            guard_class(scaler, ("update", "unscale_"), session.may_act)
+            guard_class(scaler, ("step",), session.may_scale)
         watch_for_strangers(session, optimizers)
+        session.watches.append(LoaderWatch(models))
+        if shard is None and all(each is plain(each) for each in models):
+            session.watches.append(CarriedState(models))
         self._session, self._state = session, state
         _sessions.add(session)
-        found = (model, optimizer, session.loader)
+        several = isinstance(loader, list | tuple)
+        found = (model, optimizer, [session.loader, *session.loader.seconds] if several else session.loader)
         return found if scheduler is None else (*found, scheduler)
 
     def track(self, **objects: Stateful) -> None:
@@ -191,13 +204,20 @@ class Job:
         check(loader)
         return Source(loader, self._options.seed).steps(self._batch(loader).samples)
 
-    def epochs(self, count: int) -> Iterator[int]:
+    def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
         """The epochs from where the training stands up to `count`; a joiner begins in the middle of one.
+
+        `start`: where a training begins whose script has loaded a checkpoint of its own, saved after so many epochs. A
+        checkpoint of the job's, or a worker that trains already, counts more. `count` is the same on every worker.
 
         Left by `break`, at the same place on every worker, the training has finished when the process ends well.
         """
         session = self._prepared
         steps = session.loader.steps
+        if start and not session.started:
+            self.begin_at(Position(start, 0, start * (steps or 0)))
+        assert self._state is not None
+        self._state.totals = Totals(count, -1, -1 if steps is None else steps)
         self._start(total_steps=None if steps is None else count * steps)
         if session.position.epoch >= count:
             _log.warning("%d epochs are trained already: nothing to do (a new job begins anew)", count)
@@ -211,6 +231,8 @@ class Job:
     def steps(self, count: int) -> Iterator[Any]:
         """The loader's batches, epoch after epoch, until `count` global steps are applied: in place of both loops."""
         session = self._prepared
+        assert self._state is not None
+        self._state.totals = Totals(-1, count)
         self._start(total_steps=count, last_step=count)
         if session.position.step >= count:
             _log.warning("%d steps are trained already: nothing to do (a new job begins anew)", count)
@@ -223,7 +245,15 @@ class Job:
             session.finish()
 
     def backward(
-        self, loss: torch.Tensor, *, weight: float | None = None, reduction: str = "mean", more: bool = False
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | None = None,
+        reduction: str = "mean",
+        more: bool = False,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Backpropagate this micro-batch's share of the global batch, in place of `loss.backward()`.
 
@@ -238,8 +268,14 @@ class Job:
         (a GAN's critic, then its generator). The step ends with the call without it; where a worker is lost before
         that, the whole iteration is repeated from the state of its beginning, of which a copy is kept. It needs a
         step's whole share in one iteration, so no smaller max_batch_per_gpu, and reduction="fast" without shard=.
+
+        `retain_graph`, `create_graph` and `inputs` are those of `torch.Tensor.backward`. What is summed over all
+        workers has no graph: a gradient that is differentiated once more (a penalty) is one of `torch.autograd.grad`.
         """
-        self._prepared.backward(loss, weight, reduction, more=more)
+        options = PLAIN
+        if retain_graph is not None or create_graph or inputs is not None:
+            options = BackwardOptions(retain_graph, create_graph, inputs)
+        self._prepared.backward(loss, weight, reduction, options, more=more)
 
     def skip(self) -> None:
         """This micro-batch counts for nothing, in place of `backward` (a loss that is not finite, a broken sample).
@@ -338,7 +374,19 @@ class Job:
 
     def _start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
         atexit.register(_finish_early, self._prepared)
+        if not self._prepared.started:
+            self._take_schedulers()
         self._prepared.start(total_steps=total_steps, last_step=last_step)
+
+    def _take_schedulers(self) -> None:
+        """Carry schedulers along that `prepare` was not given; UsageError for several of one optimizer."""
+        assert self._state is not None
+        session, parts = self._prepared, self._state.parts
+        optimizers = [part for _, part in parts if isinstance(part, torch.optim.Optimizer)]
+        for index, scheduler in find_schedulers(optimizers, [part for _, part in parts]):
+            parts.append((f"scheduler of optimizer{index + 1}", scheduler))
+            guard_class(scheduler, ("step",), session.may_act)
+            _log.info("%s was not given to prepare, and is carried along", type(scheduler).__name__)
 
     def _batch(self, loader: DataLoader[Any]) -> GlobalBatch:
         per_worker = getattr(loader, "batch_size", None) or 1

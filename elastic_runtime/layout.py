@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_runtime.errors import LoopError, UsageError
+from elastic_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -113,29 +113,15 @@ class Layout:
         return whole[size - self._tail_size : size]
 
     def hook(self, on_gradient: Callable[[Slot, torch.Tensor], None]) -> None:
-        """Call `on_gradient` with each gradient as it is complete. LoopError for two of one parameter in an iteration.
-
-        The parameter's own `grad` is None afterwards.
-        """
+        """Call `on_gradient` with each gradient as it is complete."""
         self.unhook()
-        self._handles = [_register(slot.parameter, partial(self._fire, slot, on_gradient)) for slot in self.slots]
+        self._handles = [_register(slot.parameter, partial(_fire, slot, on_gradient)) for slot in self.slots]
 
     def unhook(self) -> None:
         """Leave the parameters alone."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    def _fire(self, slot: Slot, on_gradient: Callable[[Slot, torch.Tensor], None], parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        if slot.fired == self.iteration:
-            raise LoopError(
-                f"parameter {slot.name!r} got two gradients in one iteration; call job.backward once per iteration, "
-                "and use torch.utils.checkpoint with use_reentrant=False"
-            )
-        on_gradient(slot, gradient)
 
     def begin(self, *, first: bool) -> None:
         """The next iteration, which may be the `first` of its step."""
@@ -169,14 +155,27 @@ class Layout:
             slot.parameter.grad = None
 
 
+def _fire(slot: Slot, on_gradient: Callable[[Slot, torch.Tensor], None], parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is not None:
+        on_gradient(slot, gradient)
+
+
 def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what gradients of `dtype` are summed: half precision is too coarse to add up in."""
-    return torch.float32 if dtype in {torch.float16, torch.bfloat16} else dtype
+    """In what gradients of `dtype` are summed: half precision is too coarse to add up in, complex ones are pairs."""
+    if dtype in {torch.float16, torch.bfloat16}:
+        return torch.float32
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _numbers(parameter: torch.Tensor) -> int:
+    """How many real numbers a parameter has."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def _lay_out(slots: list[Slot], tail_size: int) -> list[Bucket]:
@@ -189,9 +188,10 @@ def _lay_out(slots: list[Slot], tail_size: int) -> list[Bucket]:
         if bucket is None or bucket.size * kind[0].itemsize >= BUCKET_BYTES:
             bucket = open_buckets[kind] = Bucket(*kind)
             buckets.append(bucket)
+        bucket.size += bucket.size % 2 if slot.parameter.is_complex() else 0  # pairs begin at even places
         slot.start = bucket.size
         bucket.slots.append(slot)
-        bucket.size += slot.parameter.numel()
+        bucket.size += _numbers(slot.parameter)
     for index, bucket in enumerate(buckets):
         for slot in bucket.slots:
             slot.bucket = index
@@ -202,7 +202,9 @@ def _lay_out(slots: list[Slot], tail_size: int) -> list[Bucket]:
 def view_of(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     """The slot's elements in the parameter's own memory layout, so that optimizers take their fast paths."""
     parameter = slot.parameter
-    part = flat[slot.start : slot.start + parameter.numel()]
+    part = flat[slot.start : slot.start + _numbers(parameter)]
+    if parameter.is_complex():
+        return torch.view_as_complex(part.view(*parameter.shape, 2))
     if parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
         return part.as_strided(parameter.size(), parameter.stride())
     return part.view(parameter.shape)

@@ -7,32 +7,26 @@ resizes; what they had fetched ahead for the old generation is dropped. `streame
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic_runtime.errors import UsageError
+from elastic_runtime.inner import Batches, like, restart_processes
 from elastic_runtime.order import mix_seed, order_stamp
+from elastic_runtime.sample_stamps import sample_stamp
 from elastic_runtime.sources import SeededDataset, SeededIndices, Source, has_own_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from multiprocessing.process import BaseProcess
+    from collections.abc import Iterator, Sequence
 
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.position import Position
+    from elastic_runtime.seconds import SecondLoader
     from elastic_runtime.sizes import GlobalBatch
-
-
-T = TypeVar("T")
 
 
 class Loop(Protocol):
@@ -45,6 +39,10 @@ class Loop(Protocol):
     @property
     def place(self) -> tuple[int, int]:
         """(rank, world size)."""
+
+    @property
+    def finished(self) -> bool:
+        """The training is over."""
 
     @property
     def last_step(self) -> int | None:
@@ -92,7 +90,9 @@ class ElasticLoader:
         self, loader: DataLoader[Any], loop: Loop, seed: int, batch: GlobalBatch, plan: Plan, *, seeded: bool = False
     ) -> None:
         self.dataset = loader.dataset
-        self.batch = batch
+        self.seconds: list[SecondLoader] = []
+        self.batch, self._given = batch, loader
+        self._begun_with: object = None  # what the dataset was when the loader's processes began
         self._loop, self._seed, self._split, self._seeded = loop, seed, plan, seeded
         self._batches: Batches[Any] = Batches()
         self._generator = torch.Generator()
@@ -103,13 +103,26 @@ class ElasticLoader:
             raise TypeError("the loader reads an IterableDataset, whose length is known when an epoch ends")
         return self.steps
 
+    def __getattr__(self, name: str) -> Any:
+        """What else scripts ask of a loader (`batch_size`, `sampler`, `num_workers`) is what they gave it."""
+        if name.startswith("_"):  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._given, name)
+
     def __iter__(self) -> Iterator[Any]:
+        """This worker's micro-batches; once the training has finished, all batches of the loader that was given."""
+        return iter(self._given) if self._loop.finished else self._epoch_of_loop()
+
+    def _epoch_of_loop(self) -> Iterator[Any]:
         loop = self._loop
         loop.enter_epoch()
+        self._refresh_processes()
         epoch = loop.position.epoch
         while loop.position.epoch == epoch and self.has_more(loop.position):
             for micro_batch, batch in self._span():
                 loop.begin(micro_batch)
+                for second in self.seconds:
+                    second.advance()
                 try:
                     yield batch
                 except GeneratorExit:
@@ -124,10 +137,23 @@ class ElasticLoader:
             self._generator.manual_seed(mix_seed(self._seed))
             self._batches.of_span = iter(())
             list(self._inner)
+            self._begun_with = stamp(self.dataset)
+
+    def _refresh_processes(self) -> None:
+        """Without `persistent_workers` an epoch's processes see what the script has changed in the dataset since."""
+        if not self._inner.num_workers or self._given.persistent_workers:
+            return
+        if self._begun_with is None or self._begun_with != stamp(self.dataset):
+            restart_processes(self._inner)
+        self._begun_with = None
 
     def sample(self) -> Any:
         """A batch as an iteration of two workers gets it, out of turn; None where the dataset cannot give one."""
         return None
+
+    def sample_stamp(self) -> int:
+        """A number that differs where the dataset has other samples; 0 where that cannot be known."""
+        return 0
 
     def has_more(self, position: Position) -> bool:
         """Whether the epoch has another step, as far as is known."""
@@ -167,6 +193,18 @@ class IndexedLoader(ElasticLoader):
         self._batches.of_span = iter([list(self._source.epoch(0)[: micro.size])])
         return next(iter(self._inner))
 
+    def sample_stamp(self) -> int:
+        """See ElasticLoader. Read as the loop reads: in a loader process where there are some."""
+
+        def read(indices: list[int]) -> Any:
+            self._generator.manual_seed(seed)
+            self._batches.of_span = iter([SeededIndices(indices, seed) if self._seeded else indices])
+            return next(iter(self._inner))
+
+        seed = mix_seed(self._seed, 2)
+        order = self._source.epoch(0)
+        return sample_stamp(lambda places: read([order[place] for place in places]), len(order), seed)
+
     def has_more(self, position: Position) -> bool:
         """Whether the epoch has another step."""
         if position.epoch != self._epoch:
@@ -195,6 +233,9 @@ class IndexedLoader(ElasticLoader):
                     yield step, micro
 
         self._batches.of_span = (self._indices(order, step, micro) for step, micro in micros())
+        before = position.epoch * self.length
+        for second in self.seconds:
+            second.follow(((before + step.start, micro) for step, micro in micros()), position.step)
         yield from zip((micro for _, micro in micros()), self._inner, strict=False)
 
     def _indices(self, order: Sequence[int], step: Step, micro: MicroBatch) -> Sequence[int]:
@@ -206,57 +247,6 @@ class IndexedLoader(ElasticLoader):
             return found
         part = micro.shard if micro.step_shards > 1 else micro.start
         return SeededIndices(found, mix_seed(self._seed, step.number, part, 1))
-
-
-class Batches(Generic[T]):
-    """The batch sampler of the inner DataLoader: whatever the plan of the current span is."""
-
-    def __init__(self) -> None:
-        self.of_span: Iterator[T] = iter(())
-
-    def __iter__(self) -> Iterator[T]:
-        return self.of_span
-
-
-def like(
-    loader: DataLoader[Any], dataset: Dataset[Any], batches: Batches[Any], collate: Any, generator: torch.Generator
-) -> DataLoader[Any]:
-    """The user's loader, over other batches. Its own generator: theirs is not to be drawn from by us."""
-    options: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "collate_fn": collate,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-    }
-    if loader.num_workers:
-        context = loader.multiprocessing_context or multiprocessing
-        served = context.get_start_method() == "forkserver"
-        options["worker_init_fn"] = partial(begin_loader_process, loader.worker_init_fn, served=served)
-        options["persistent_workers"] = True
-        options["prefetch_factor"] = loader.prefetch_factor
-        options["multiprocessing_context"] = loader.multiprocessing_context
-    return DataLoader(dataset, batch_sampler=batches, generator=generator, **options)
-
-
-def begin_loader_process(init: Callable[[int], None] | None, number: int, *, served: bool) -> None:
-    """Do what the script does first in a loader process; but end where its worker is killed.
-
-    torch's loader processes look whether their parent is still the one that they began with. So they live for ever
-    where that had changed already, and where a fork server made them (`served`), which is their parent.
-    """
-    worker = multiprocessing.parent_process()
-    if worker is not None and served:
-        threading.Thread(target=_end_with, args=(worker,), name="elastic-end-with-worker", daemon=True).start()
-    elif worker is not None and worker.pid != os.getppid():
-        os._exit(1)
-    if init is not None:
-        init(number)
-
-
-def _end_with(worker: BaseProcess) -> None:
-    wait([worker.sentinel])
-    os._exit(1)
 
 
 def check(loader: DataLoader[Any]) -> None:
@@ -279,3 +269,10 @@ def check(loader: DataLoader[Any]) -> None:
         len(loader.batch_sampler if has_own_batches(loader) else loader.sampler)  # type: ignore[arg-type]
     except TypeError as error:
         raise UsageError(f"the loader has no length ({error}); a sampler needs __len__") from error
+
+
+def stamp(dataset: Any) -> object:
+    """What is compared to see whether a script has changed a dataset: the values and identities of its attributes."""
+    attributes = getattr(dataset, "__dict__", {})
+    plain = (int, float, str, bool, type(None))
+    return {name: value if isinstance(value, plain) else id(value) for name, value in attributes.items()}

@@ -14,6 +14,7 @@ from elastic_runtime.checks import plain
 from elastic_runtime.loader import ElasticLoader, IndexedLoader
 from elastic_runtime.memory import MemoryFollower
 from elastic_runtime.modes import ExactMode, FastMode, Mode, numerics
+from elastic_runtime.seconds import SecondLoader, check_seconds
 from elastic_runtime.session import Session
 from elastic_runtime.sizes import GlobalBatch, MicroBatchLimit
 from elastic_runtime.sources import chosen
@@ -39,7 +40,7 @@ class Workshop:
     def session(self, state: TrainingState, scaler: torch.amp.GradScaler | None) -> tuple[Session, Plan]:
         """Of replicated models: (the loop, how a step is split)."""
         options, streams = self._options, self._member.streams
-        buffers = FollowedBuffers([state.model])
+        buffers = state.transient = FollowedBuffers([state.model])
         directory = self._memory_dir
         if options.exact:
             state.numerics = numerics()
@@ -82,14 +83,22 @@ class Workshop:
         return Session(state, self._member, mode, memory, step)
 
     def loader(
-        self, loader: DataLoader[Any], session: Session, batch: GlobalBatch, plan: Plan, state: TrainingState
+        self, loaders: list[DataLoader[Any]], session: Session, batch: GlobalBatch, plan: Plan, state: TrainingState
     ) -> ElasticLoader:
-        """The user's loader, dealt out; the state knows what its order depends on."""
+        """The user's loader, dealt out; the state knows what its order depends on. Further loaders follow it."""
         seed, exact = self._options.seed, self._options.exact
+        loader, *others = loaders
         state.split = f"global_batch_size={batch.samples}, scale_batch={batch.bounds}"
+        if others:
+            check_seconds(loader, batch)
         if not isinstance(loader.dataset, IterableDataset):
             indexed = IndexedLoader(loader, session, seed, batch, plan, seeded=exact)
             state.data = f"{indexed.length} samples{chosen(loader.dataset)} in the order of seed={seed}"
+            per_loader = loader.batch_size or batch.samples
+            for number, other in enumerate(others, 1):
+                of_step = max(1, (other.batch_size or 1) * batch.samples // per_loader)
+                indexed.seconds.append(SecondLoader(other, number, seed, (of_step, batch.samples)))
+                state.data += f", beside {len(other.dataset)} samples{chosen(other.dataset)}"  # type: ignore[arg-type]
             return indexed
         state.data = f"a stream, seed={seed}"
         streamed = StreamedLoader(loader, session, seed, batch, plan, seeded=exact)

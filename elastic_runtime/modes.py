@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_runtime.agreement import Agreement
 from elastic_runtime.errors import SettingsError
 from elastic_runtime.exact import ExactReducer
 from elastic_runtime.gradients import FastReducer
@@ -52,11 +53,15 @@ class Mode:
     """All workers have to iterate equally often in a step, so that none can cut its share by itself."""
 
     def __init__(
-        self, buffers: FollowedBuffers, streams: RandomStreams, make_reducer: Callable[[int], GradientReducer]
+        self,
+        buffers: FollowedBuffers,
+        streams: RandomStreams,
+        make_reducer: Callable[[int], GradientReducer],
+        agreement: Agreement | None = None,
     ) -> None:
         """`make_reducer` gets the number of values in the tail."""
         self._buffers, self._streams = buffers, streams
-        self.tail = Tail(buffers)
+        self.tail = Tail(buffers, agreement)
         self.reducer = make_reducer(self.tail.size)
 
     def remember(self) -> None:
@@ -105,7 +110,7 @@ class FastMode(Mode):
     name = "fast"
 
     def __init__(self, state: TrainingState, buffers: FollowedBuffers, streams: RandomStreams) -> None:
-        super().__init__(buffers, streams, partial(FastReducer, state.parameters()))
+        super().__init__(buffers, streams, partial(FastReducer, state.parameters()), agreement_of(state))
 
 
 class ExactMode(Mode):
@@ -114,7 +119,7 @@ class ExactMode(Mode):
     name = "exact"
 
     def __init__(self, state: TrainingState, buffers: FollowedBuffers, streams: RandomStreams, seed: int) -> None:
-        super().__init__(buffers, streams, partial(ExactReducer, state.parameters()))
+        super().__init__(buffers, streams, partial(ExactReducer, state.parameters()), agreement_of(state))
         self._seed = seed
         use_deterministic_algorithms()
 
@@ -151,6 +156,14 @@ class ExactMode(Mode):
     def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
         """See Mode. A step begins with streams of its own."""
         return {**captured, "model": self._buffers.rewound(captured["model"])}
+
+
+def agreement_of(state: TrainingState) -> Agreement:
+    """What the workers of a replicated training compare in each step."""
+    parts = [part for _, part in state.parts]
+    optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+    scaler = next((part for part in parts if isinstance(part, torch.amp.GradScaler)), None)
+    return Agreement(list(state.parameters()), optimizers, scaler)
 
 
 def use_deterministic_algorithms() -> None:

@@ -11,6 +11,25 @@ from typing import Any
 
 import torch
 
+from elastic_runtime.errors import StateError
+
+
+def add_missing_groups(
+    optimizer: torch.optim.Optimizer, groups: list[list[str]], parameters: dict[str, torch.nn.Parameter]
+) -> None:
+    """Add the groups that the saved optimizer got in training, by `add_param_group`, and this one has not got yet.
+
+    `groups`: the names of each saved group's parameters. StateError where the model has no such parameter.
+    """
+    for number, names in enumerate(groups[len(optimizer.param_groups) :], len(optimizer.param_groups)):
+        missing = [name for name in names if name not in parameters]
+        if missing:
+            raise StateError(
+                f"{type(optimizer).__name__} got parameter group {number} in the training, with {missing}, which the "
+                "model of this worker does not have; build all modules before prepare, and add them to it"
+            )
+        optimizer.add_param_group({"params": [parameters[name] for name in names]})
+
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """`optimizer.load_state_dict(saved)`; what that changed of the state is put right, unless it is the optimizer's own

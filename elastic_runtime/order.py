@@ -15,6 +15,7 @@ import torch
 
 _MASK = (1 << 64) - 1
 _LOOKED_AT = 1000
+_PART = 4096
 
 
 def mix_seed(*parts: int) -> int:
@@ -46,6 +47,41 @@ class Permutation(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         found = self._order[index]
         return found.tolist() if isinstance(index, slice) else int(found)
+
+
+class Drawn(Sequence[int]):
+    """What a RandomSampler of very many samples draws, part by part as it is needed: a function of the seed alone.
+
+    With `replacement` each index is drawn for itself; else every `data` indices are a permutation of them all.
+    """
+
+    def __init__(self, seed: int, data: int, length: int, *, replacement: bool) -> None:
+        self._seed, self._data, self._length, self._replacement = seed, data, length, replacement
+        self._part = _PART if replacement else data
+        self._kept: tuple[int, torch.Tensor] = (-1, torch.empty(0))
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self._length))]
+        part, place = divmod(index, self._part)
+        if self._kept[0] != part:
+            generator = torch.Generator().manual_seed(mix_seed(self._seed, part))
+            drawn = (
+                torch.randint(0, self._data, (self._part,), generator=generator)
+                if self._replacement
+                else torch.randperm(self._data, generator=generator)
+            )
+            self._kept = (part, drawn)
+        return int(self._kept[1][place])
 
 
 def epoch_order(seed: int, epoch: int, length: int, *, shuffle: bool) -> Sequence[int]:

@@ -7,7 +7,7 @@ loss is noticed. Everything else in a loop is the script's own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from elastic_runtime.modes import Clipping, Mode
     from elastic_runtime.position import Position
     from elastic_runtime.state import TrainingState
-    from elastic_runtime.step import GlobalStep
+    from elastic_runtime.step import BackwardOptions, GlobalStep
+
+
+class Watch(Protocol):
+    """Looks at a loop's first iterations for what would be wrong on several workers."""
+
+    def begin(self, samples: int) -> None:
+        """Another iteration begins, over so many samples. What is found raises LoopError where it happens."""
+
+    def end(self) -> None:
+        """Look no more."""
 
 
 class Session:
@@ -43,6 +53,7 @@ class Session:
         self._released = False
         self._catching_up = False  # another's state is ahead of this worker's place in the loop
         self._counted = self._moved = False  # in this iteration: its step, early; the membership
+        self.watches: list[Watch] = []
         self.rounds = Rounds(state, member, self._recover_between_steps)
 
     @property
@@ -100,6 +111,15 @@ class Session:
         may = self.may_act()
         if may:
             self._step.note_acting()
+        else:
+            self._step.note_asked()
+        return may
+
+    def may_scale(self) -> bool:
+        """Whether a GradScaler acts now; it may leave the optimizer's step out, which is its business."""
+        may = self.may_act()
+        if may:
+            self._step.note_skipping()
         return may
 
     # Epochs
@@ -117,6 +137,7 @@ class Session:
         self._total_steps, self.last_step = total_steps, last_step
         if self._member.coordinated and not self.started:
             self.loader.start_processes()
+            self._state.sample_stamp = self.loader.sample_stamp()
             self._warm_up()
         self.started = True
         self._member.join(self._state, self._mode)
@@ -174,6 +195,8 @@ class Session:
     def release(self) -> None:
         """Leave model, optimizers and schedulers to the script, or to another job."""
         self._released = True
+        for watch in self.watches:
+            watch.end()
         self._mode.reducer.release()
 
     def owns(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
@@ -191,13 +214,17 @@ class Session:
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """The loop gets this micro-batch next."""
+        for watch in self.watches:
+            watch.begin(micro_batch.size)
         self._step.begin(micro_batch, self.loader.stamp)
         self._counted = self._catching_up = False
 
-    def backward(self, loss: torch.Tensor, weight: float | None, reduction: str, *, more: bool) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool
+    ) -> None:
         """See `Job.backward`."""
         try:
-            self._step.backward(loss, weight, reduction, more=more)
+            self._step.backward(loss, weight, reduction, options, more=more)
         except CollectiveError as error:
             self._repeat_step(error)
 
@@ -232,6 +259,7 @@ class Session:
         changed, self._moved = self._moved, False
         if step.repeat:
             step.repeat, step.first = False, True
+            step.clear()
             return False
         step.check_ended()
         if not counted:
@@ -286,6 +314,8 @@ class Session:
             self._count(micro)
         elif step.begun:
             step.forget()
+        if step.repeat:
+            step.clear()
             step.repeat = False
 
     def _count(self, micro: MicroBatch) -> None:
@@ -302,6 +332,8 @@ class Session:
         if self._state.awaited:
             self._step.take_over()
             self._counted = self._moved = self._catching_up = True
+        else:
+            self._step.show_zeros()
         self._remember()
 
     def _recover(self, error: CollectiveError | None) -> None:

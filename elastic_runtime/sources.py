@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
 
-from elastic_runtime.order import epoch_order, mix_seed, order_stamp, steps_in_epoch
+from elastic_runtime.errors import UsageError
+from elastic_runtime.order import Drawn, epoch_order, mix_seed, order_stamp, steps_in_epoch
 from elastic_runtime.streams import RandomStreams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+
+LARGE = 10_000_000
+"""Samples of a RandomSampler from which on they are drawn as they are needed."""
+LARGEST = 1 << 31
 
 
 class Source:
@@ -36,6 +42,14 @@ class Source:
         """The dataset's indices in the order of this epoch; what a sampler draws depends on (seed, epoch) alone."""
         if self._own_batches is None and (self._shuffle or type(self._sampler) is SequentialSampler):
             return epoch_order(self._seed, epoch, self.length, shuffle=self._shuffle)
+        if type(self._sampler) is RandomSampler and self.length > LARGE and self._own_batches is None:
+            data = len(self._sampler.data_source)
+            return Drawn(mix_seed(self._seed, epoch), data, self.length, replacement=self._sampler.replacement)
+        if self.length > LARGEST:
+            raise UsageError(
+                f"{type(self._sampler).__name__} gives {self.length} samples an epoch, which are read at once; give it "
+                "fewer, and train for more epochs or by job.steps(n)"
+            )
         streams = RandomStreams()
         streams.save()
         streams.reseed(mix_seed(self._seed, epoch))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from elastic_runtime.errors import StateError
-from elastic_runtime.optimizers import load_optimizer
+from elastic_runtime.optimizers import add_missing_groups, load_optimizer
 from elastic_runtime.order import mix_seed
 from elastic_runtime.position import Position
 
@@ -28,6 +28,29 @@ class Stateful(Protocol):
         """Go on from there."""
 
 
+class Transient(Protocol):
+    """Buffers of a model that its `state_dict` leaves out."""
+
+    def transient(self) -> dict[str, torch.Tensor]:
+        """Their values by name."""
+
+    def load_transient(self, values: dict[str, torch.Tensor]) -> None:
+        """Take these over."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """How long the training is, as the script has asked for it; -1: not by this number."""
+
+    epochs: int = -1
+    steps: int = -1
+    steps_per_epoch: int = -1
+
+    def __str__(self) -> str:
+        length = "" if self.steps_per_epoch < 0 else f", of {self.steps_per_epoch} steps each"
+        return f"job.steps({self.steps})" if self.steps >= 0 else f"job.epochs({self.epochs}){length}"
+
+
 @dataclass
 class TrainingState:
     """What `prepare` was given, and the position. All workers hold the same values between two steps."""
@@ -39,6 +62,9 @@ class TrainingState:
     numerics: str = ""  # what all workers must have in common for results that are the same to the bit
     data: str = ""  # what the order of the samples depends on
     split: str = ""  # how a step is split
+    totals: Totals = field(default_factory=Totals)
+    sample_stamp: int = 0  # of a few samples; 0: not known, or not the same each time they are read
+    transient: Transient | None = None  # of the buffers that a state_dict leaves out
     rounds: int = 0  # of work done together beside the training, since the workers started
     in_round: bool = False  # this worker is in one
     awaited: bool = False  # who sent the state is in one that this worker has not begun
@@ -59,6 +85,8 @@ class TrainingState:
             "position": dataclasses.astuple(self.position),
             "model": dict(self.model.state_dict()) if model is None else model,
             "parts": {name: part.state_dict() for name, part in self.parts},
+            "groups": self._groups(),
+            "transient": self.transient.transient() if self.transient else {},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -78,7 +106,12 @@ class TrainingState:
 
     def load_parts(self, state: dict[str, Any]) -> None:
         """Take over all but the model."""
+        if self.transient:
+            self.transient.load_transient(state.get("transient", {}))
+        named = dict(self.parameters())
         for name, part in self.parts:
+            if isinstance(part, torch.optim.Optimizer):
+                add_missing_groups(part, state.get("groups", {}).get(name, []), named)
             if isinstance(part, torch.optim.Optimizer):
                 load_optimizer(part, state["parts"][name])
             else:
@@ -113,6 +146,15 @@ class TrainingState:
         for optimizer in self._optimizers():
             if type(optimizer).__module__.startswith("torch.optim") and not optimizer.state:
                 self._rehearse(optimizer)
+
+    def _groups(self) -> dict[str, list[list[str]]]:
+        """The names of the parameters in each optimizer's groups."""
+        names = {id(parameter): name for name, parameter in self.parameters()}
+        return {
+            part_name: [[names.get(id(p), "") for p in group["params"]] for group in part.param_groups]
+            for part_name, part in self.parts
+            if isinstance(part, torch.optim.Optimizer)
+        }
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [part for _, part in self.parts if isinstance(part, torch.optim.Optimizer)]

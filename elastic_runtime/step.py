@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +14,8 @@ from elastic_runtime.passes import Passes
 from elastic_runtime.tail import STAMPS, Share
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.generations import Generation
     from elastic_runtime.member import Member
@@ -21,8 +24,26 @@ if TYPE_CHECKING:
     from elastic_runtime.sizes import MicroBatchLimit
     from elastic_runtime.state import TrainingState
 
+_LEFT_OUT = 2
+"""Steps in a row whose gradients may stay where they are."""
 _STAMP_OF_PASS = (11, 7)
 """By whether it is its iteration's last: workers that are in different passes of a step do not add up to one stamp."""
+
+
+@dataclass(frozen=True)
+class BackwardOptions:
+    """What `loss.backward` is given besides: see `torch.Tensor.backward`."""
+
+    retain_graph: bool | None = None
+    create_graph: bool = False
+    inputs: Sequence[torch.Tensor] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Its keywords; none in the usual case."""
+        return {key: value for key, value in vars(self).items() if value}
+
+
+PLAIN = BackwardOptions()
 
 
 class GlobalStep:
@@ -55,8 +76,12 @@ class GlobalStep:
         self._losses = StepLosses(whole=mode.name == "exact")
         self._passes = Passes(state)
         self._skipped = self._void = False  # this iteration counts for nothing; nobody's does
-        self._acted, self._acts = True, False  # an optimizer did, in this step; in any
+        self._acted, self._asked = True, False  # an optimizer acted in this step; the script has called one's step()
         self._unapplied: int | None = None  # the step before, where none did
+        self._left_out = 0  # steps in a row without one, gradients not cleared
+        self._scales_late = mode.name == "fast" and _half(state, scaler)
+        mode.reducer.expects = False
+        mode.reducer.on_stray = self._check_stray
 
     @property
     def acts(self) -> bool:
@@ -75,7 +100,16 @@ class GlobalStep:
 
     def note_acting(self) -> None:
         """An optimizer acts on it."""
-        self._acted = self._acts = True
+        self._acted = self._asked = True
+
+    def note_asked(self) -> None:
+        """The script called `optimizer.step()` where it does not act."""
+        self._asked = True
+
+    def note_skipping(self) -> None:
+        """A GradScaler decides whether an optimizer acts on it."""
+        if self.complete:
+            self._acted = True
 
     def begin(self, micro_batch: MicroBatch, order_stamp: int) -> None:
         """The loop gets this micro-batch next. `order_stamp`: equal for workers with the same order of samples."""
@@ -88,7 +122,9 @@ class GlobalStep:
         self.micro, self._stamp = micro_batch, order_stamp
         self.computed = self.complete = self._skipped = self._void = False
 
-    def backward(self, loss: torch.Tensor, weight: float | None, reduction: str, *, more: bool) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool
+    ) -> None:
         """See `Job.backward`."""
         micro = self._current("job.backward")
         if self.repeat:
@@ -98,10 +134,12 @@ class GlobalStep:
         self._losses.check(weight, reduction)
         self._begin_pass(micro, last=not more)
         factor = self._losses.factor(micro, weight, reduction, passive=self._mode.reducer.passive)
+        if self._scales_late:
+            self._mode.reducer.scale, factor = factor, 1.0
         try:
             if self._scaler:
                 loss = self._scaler.scale(loss)
-            self._backpropagate(loss, factor)
+            self._backpropagate(loss, factor, options)
             self._end_pass(micro)
         except CollectiveError:
             raise
@@ -109,12 +147,22 @@ class GlobalStep:
             if not self.out_of_memory(error):
                 raise
 
-    def _backpropagate(self, loss: torch.Tensor, factor: float) -> None:
-        self.backpropagating = True
+    def _backpropagate(self, loss: torch.Tensor, factor: float, options: BackwardOptions) -> None:
+        self.backpropagating = self._mode.reducer.expects = True
         try:
-            loss.backward(self._losses.seed(loss, factor))  # type: ignore[no-untyped-call]
+            loss.backward(self._losses.seed(loss, factor), **options.given())  # type: ignore[no-untyped-call]
         finally:
-            self.backpropagating = False
+            self.backpropagating = self._mode.reducer.expects = False
+
+    def _check_stray(self, name: str) -> None:
+        """LoopError for a gradient of the script's own within an iteration; outside of one it is the script's."""
+        if self.micro is None or self.repeat:
+            return
+        raise LoopError(
+            f"parameter {name!r} got a gradient by loss.backward() beside job.backward, which no other worker would "
+            "know; add the losses up and call job.backward(loss) once, or, for gradients of an input, use "
+            "torch.autograd.grad(loss, x)"
+        )
 
     def skip(self) -> None:
         """See `Job.skip`."""
@@ -162,12 +210,21 @@ class GlobalStep:
         self.repeat, self.complete = True, False
         free_cache()  # it may not have fitted
 
+    def clear(self) -> None:
+        """What `show_zeros` put there is gone before the iteration is repeated."""
+        for _, parameter in self._state.parameters():
+            parameter.grad = None
+
+    def show_zeros(self) -> None:
+        """Give every trained parameter a gradient of zeros: the rest of an iteration may read it, to no effect."""
+        for _, parameter in self._state.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+
     def take_over(self) -> None:
         """Others have applied it, and this worker has their state: the rest of the iteration is as if it had, with
         gradients for what the script does to them where `job.applied`, though nothing comes of it.
         """
-        for _, parameter in self._state.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        self.show_zeros()
         self.repeat, self.complete, self.computed, self.first = False, True, True, True
         self._acted = True
         self._mode.completed(self._state.position.step - 1)
@@ -226,11 +283,18 @@ class GlobalStep:
         self.first = False
 
     def _check_applied(self) -> None:
-        """Loops that add gradients up by themselves would add up those of all workers, again and again."""
-        step, self._unapplied = self._unapplied, None
-        if step is None or not self._acts:
+        """LoopError for a loop that accumulates by itself: it would apply some steps' gradients only, or none.
+
+        At once where the script has called `optimizer.step()` before, in the third step where it never has.
+        """
+        if not self.first or self._passes.done:
             return
-        if any(p.grad is not None and bool(p.grad.any()) for _, p in self._state.parameters()):
+        step, self._unapplied = self._unapplied, None
+        if step is None or all(p.grad is None or not bool(p.grad.any()) for _, p in self._state.parameters()):
+            self._left_out = 0
+            return
+        self._left_out += 1
+        if self._asked or self._left_out == _LEFT_OUT:
             raise LoopError(
                 f"the gradients of step {step} were neither applied nor cleared; job.backward adds micro-batches up by "
                 "itself, so call optimizer.step() and optimizer.zero_grad() in every iteration (they act where a step "
@@ -252,7 +316,8 @@ class GlobalStep:
         member.check()
         mode.reducer.reduce()
         member.at_rest.end()
-        agreed = mode.take_tail(micro, leader=rank == 0, workers=workers)
+        keeps = rank == 0 or not self.computed  # between two passes a graph may still need the buffers as they are
+        agreed = mode.take_tail(micro, leader=keeps, workers=workers)
         factor = self._losses.final(micro.step_samples, mode.tail.weight)
         if not self.computed:
             self._passes.complete_one()
@@ -272,4 +337,14 @@ class GlobalStep:
         distance = vote.number - self._member.generation if vote else 0
         stamp = self._state.position.step + self._stamp + _STAMP_OF_PASS[self.computed] * (self._passes.done + 1)
         busy_s = self._member.reporter.clock.ready() if self.computed else 0.0
-        return Share(self._samples, distance, self._losses.weight, busy_s, stamp % STAMPS)
+        step = self._state.position.step if self._member.place[1] > 1 else -1
+        return Share(self._samples, distance, self._losses.weight, busy_s, stamp % STAMPS, step)
+
+
+def _half(state: TrainingState, scaler: torch.amp.GradScaler | None) -> bool:
+    """Whether gradients are computed in float16, where a loss that was scaled down by a worker's share underflows.
+
+    They are scaled in the buckets then, which are float32.
+    """
+    scaled = scaler is not None and scaler.is_enabled()
+    return scaled or any(parameter.dtype == torch.float16 for _, parameter in state.parameters())

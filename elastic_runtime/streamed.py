@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.loader import ElasticLoader, Step, like
+from elastic_runtime.inner import like
+from elastic_runtime.loader import ElasticLoader, Step
 from elastic_runtime.order import mix_seed
 from elastic_runtime.reader import Mark, Read, Request, StreamedDataset, check_stateful
 from elastic_runtime.streams import RandomStreams

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from elastic_runtime.agreement import Agreement
 from elastic_runtime.errors import LoopError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Share:
 
     `vote`: how far the prepared generation's number is above the one in force, 0 for none. `weight`: of its losses,
     beside their samples; whole ones stay exact up to 2**44. `busy_s`: seconds it took. `stamp`: below `STAMPS`, equal
-    for workers that are at the same step of the same order.
+    for workers that are at the same step of the same order. `step`: how many steps were applied before.
     """
 
     samples: int
@@ -34,18 +35,20 @@ class Share:
     weight: float = 0.0
     busy_s: float = 0.0
     stamp: int = 0
+    step: int = 0
 
 
 class Tail:
-    """The workers' shares, and rank 0's buffers. All are summed over the workers.
+    """The workers' shares, rank 0's values that all must have, and rank 0's buffers. All are summed over the workers.
 
     With a vote v its square travels. Sums W * v and W * v**2 mean that all W workers voted v: by Cauchy-Schwarz no
     other votes have both. The same tells whether all are at one step.
     """
 
-    def __init__(self, buffers: FollowedBuffers) -> None:
-        self._buffers = buffers
-        self.size = _HEAD + buffers.size
+    def __init__(self, buffers: FollowedBuffers, agreement: Agreement | None = None) -> None:
+        self._buffers, self._agreement = buffers, agreement or Agreement()
+        self._before_buffers = _HEAD + self._agreement.size
+        self.size = self._before_buffers + buffers.size
         self._share = Share(0)
         self._numbers = array("d", [0.0] * _HEAD)
         self._values = torch.frombuffer(self._numbers, dtype=torch.float64)  # the same memory
@@ -59,13 +62,16 @@ class Tail:
         numbers = [share.samples, vote, vote**2, stamp, stamp**2, share.busy_s, *divmod(share.weight, _BASE)]
         self._numbers[:] = array("d", numbers)
         section[:_HEAD].copy_(self._values)
+        if self._agreement.size:
+            self._agreement.fill(section[_HEAD : self._before_buffers], share.step, leader=leader)
         if self._buffers.size:
-            self._buffers.fill(section[_HEAD:], leader=leader)
+            self._buffers.fill(section[self._before_buffers :], leader=leader)
 
     def take(self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int) -> bool:
         """Everybody's sums; whether all voted as this worker did, for a generation. `keeps`: the buffers are its own.
 
-        LoopError where the workers are not at the same step, or their samples do not add up to it.
+        LoopError where the workers are not at the same step, or their samples do not add up to it; ModelMismatchError
+        where learning rates or parameters differ.
         """
         counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, high, low = section[:_HEAD].tolist()
         self.weight = high * _BASE + low
@@ -80,8 +86,10 @@ class Tail:
                 f"the workers counted {round(counted)} samples in a step of {samples}; every worker must run the same "
                 "loop over a dataset of the same length"
             )
+        if self._agreement.size and workers > 1:
+            self._agreement.check(section[_HEAD : self._before_buffers], self._share.step)
         if not keeps and self._buffers.size:
-            self._buffers.take(section[_HEAD:])
+            self._buffers.take(section[self._before_buffers :])
         vote = self._share.vote
         return vote > 0 and _unanimous(vote, votes, vote_squares, workers)
 

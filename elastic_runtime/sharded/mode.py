@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
+from elastic_runtime.gradients import ignore
 from elastic_runtime.modes import Mode
 from elastic_runtime.sharded.clipping import clip_shards_
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elastic_runtime.batches import MicroBatch
     from elastic_runtime.buffers import FollowedBuffers
     from elastic_runtime.groups import Group
@@ -28,10 +31,14 @@ _OWN = 2
 
 
 class ShardedReducer:
-    """See GradientReducer."""
+    """See GradientReducer. FSDP's own hooks receive the gradients: nothing is scaled, and strays are not seen."""
+
+    scale = 1.0
+    expects = True
 
     def __init__(self, sharding: Sharding, tail_size: int) -> None:
         self._sharding = sharding
+        self.on_stray: Callable[[str], None] = ignore
         self._whole_tail = torch.zeros(tail_size + _OWN, device=sharding.device)
         self.own = self._whole_tail[-_OWN:]
 

@@ -5,6 +5,7 @@
 | was told to go                               | goes on; its intent decides once none is left                   |
 | ended with 0                                 | takes no more workers; succeeds once none is left               |
 | failed, the job is not managed               | fails with its exit code, the others are stopped                |
+| failed by itself, soon after the job grew    | goes on without it, and does not grow again in this run         |
 | failed, managed, others are left             | goes on without it, up to `max_restarts` times, then fails      |
 | killed by a signal, managed, the last one    | returns to the queue, up to `max_restarts` times, then fails    |
 | failed by itself, managed, the last one      | fails with its exit code                                        |
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 KILLED_ABOVE = 128
 INCIDENT_S = 10.0
+GROWTH_S = 60.0
+"""A worker that fails by itself so soon after a growth fails because of it: the job trained well before."""
 WINDOW_S = 6 * 3600.0
 _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
@@ -52,6 +55,8 @@ def _after_own_end(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerR
     others = any(worker.alive or _finished(worker) for worker in workers)
     if job.completing and others and not _failed_by_itself(job, gone):
         return job  # the training is over, and another worker holds or brings its result
+    if _is_failed_growth(job, gone, workers, now):
+        return _without_growth(job, gone, code)
     job = _forgiven(job, now)
     counted = _is_new_incident(job, now)
     may_restart = not counted or job.status.restarts < job.spec.max_restarts
@@ -63,6 +68,30 @@ def _after_own_end(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerR
     if not recoverable:
         return msgspec.structs.replace(job, intent=Intent.FAIL)
     return job if others else msgspec.structs.replace(job, intent=Intent.REQUEUE)
+
+
+def _is_failed_growth(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> bool:
+    """Whether a worker failed by itself that had come to a training, or in its first steps at the new size."""
+    code = gone.worker.exit_code or 0
+    if not job.managed or not job.size or code > KILLED_ABOVE or not any(worker.alive for worker in workers):
+        return False
+    if gone.worker.rank is None:
+        return True
+    last = job.status.resizes[-1] if job.status.resizes else None
+    return last is not None and last.to_gpus > last.from_gpus and 0 <= now - last.at <= GROWTH_S
+
+
+def _without_growth(job: JobRecord, gone: WorkerRecord, code: int) -> JobRecord:
+    reason = Reason(
+        code=ReasonCode.WORKER_FAILED,
+        message=(
+            f"worker {gone.worker.index} ended with exit code {code} when the job grew; the others train on, and it "
+            f"does not grow again in this run: see gpuquota logs {job.spec.name} --worker {gone.worker.index}"
+        ),
+        details={"exit_code": code, "worker": gone.worker.id},
+    )
+    job = msgspec.structs.replace(job, resize_reason=reason, growth_failed=reason)
+    return with_status(job, reason=reason)
 
 
 def _is_new_incident(job: JobRecord, now: float) -> bool:
@@ -154,7 +183,7 @@ def _completed(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> J
 
 
 def _requeued(job: JobRecord) -> JobRecord:
-    job = msgspec.structs.replace(job, intent=Intent.RUN, completing=False, managed=False, size=0)
+    job = msgspec.structs.replace(job, intent=Intent.RUN, completing=False, managed=False, size=0, growth_failed=None)
     return with_status(job, phase=Phase.PENDING, started_at=None)
 
 

@@ -32,7 +32,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     it loses and gains workers without a restart. `completing`: a worker has finished, so it takes no more.
     `generation_high` is the highest generation number ever given out, `size` the GPUs it last ran with,
     `resize_reason` why its size is changing. `incident_at` is when its last restart was counted, in seconds since the
-    epoch.
+    epoch. `growth_failed` is why it does not grow again in this run.
     """
 
     uid: str
@@ -50,6 +50,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease_holder: str = ""
     lease_s: float = 0.0
     incident_at: float | None = None
+    growth_failed: Reason | None = None
 
     @property
     def ending(self) -> bool:

@@ -11,6 +11,9 @@ from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+NOT_AGAIN = 1e12
+"""In seconds since the epoch: later than any run lasts."""
+
 
 def job_announced(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
     """A job that was not there before; to be told before anything about its workers.
@@ -33,7 +36,17 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
         yield scheduler.JobSuspended(after.uid) if _suspended(after) else scheduler.JobResumed(after.uid)
     if after.completing and not (before is not None and before.completing):
         yield scheduler.JobCompleting(after.uid)
+    yield from _growth(before, after)
     yield from _progress(before, after)
+
+
+def _growth(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Event]:
+    """A job that a growth failed for is not grown again until it has returned to the queue."""
+    failed, failed_before = after.growth_failed, before.growth_failed if before else None
+    if failed is not None and failed != failed_before:
+        yield scheduler.JobDeferred(after.uid, NOT_AGAIN, failed)
+    elif failed is None and failed_before is not None:
+        yield scheduler.JobDeferred(after.uid, 0.0, failed_before)
 
 
 def worker_changed(before: WorkerRecord | None, after: WorkerRecord) -> Iterator[scheduler.Event]:

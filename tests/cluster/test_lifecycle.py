@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
-from kfp_gpuquota.cluster.lifecycle import after_worker_gone, resized
-from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord
+from kfp_gpuquota.cluster.lifecycle import GROWTH_S, after_worker_gone, resized
+from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.cluster.scheduling import NOT_AGAIN, job_changed
 
 NOW = 100.0
 KILLED = 137
@@ -74,6 +76,37 @@ def test_a_managed_job_goes_on_without_a_worker_that_was_killed() -> None:
     assert (going_on.intent, going_on.status.phase, going_on.status.restarts) == (Intent.RUN, Phase.RUNNING, 1)
     assert going_on.status.reason is not None
     assert going_on.status.reason.message == "worker 0 was killed by signal 9; restart 1 of at most 2"
+
+
+def grown(*, ago_s: float, **fields: object) -> JobRecord:
+    """A job that trains with two workers since so long ago."""
+    record = resized(job(managed=True, size=1, **fields), 2, NOW - ago_s)
+    return msgspec.structs.replace(record, managed=True)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_growth_that_fails_stops_the_growing_and_costs_the_job_nothing(rank: int | None, restarts: int) -> None:
+    record = with_status(grown(ago_s=5), restarts=restarts)
+    going_on = after(record, worker(1, 2, rank=rank), worker(0, rank=0))
+    assert (going_on.intent, going_on.status.phase, going_on.status.restarts) == (Intent.RUN, Phase.RUNNING, restarts)
+    assert going_on.growth_failed is not None
+    assert "ended with exit code 2 when the job grew" in going_on.growth_failed.message
+    deferred = [e for e in job_changed(record, going_on) if isinstance(e, scheduler.JobDeferred)]
+    assert [(e.reason, e.until) for e in deferred] == [(going_on.growth_failed, NOT_AGAIN)]
+
+
+def test_a_job_that_returned_to_the_queue_may_grow_again() -> None:
+    failed = after(grown(ago_s=5), worker(1, 2, rank=1), worker(0, rank=0))
+    waiting = after(failed, worker(0, KILLED, rank=0))
+    assert (waiting.status.phase, waiting.growth_failed) == (Phase.PENDING, None)
+    deferred = [e for e in job_changed(failed, waiting) if isinstance(e, scheduler.JobDeferred)]
+    assert [e.until for e in deferred] == [0.0]
+
+
+def test_a_worker_that_fails_long_after_a_growth_is_counted() -> None:
+    going_on = after(grown(ago_s=GROWTH_S + 1), worker(1, 2, rank=1), worker(0, rank=0))
+    assert (going_on.growth_failed, going_on.status.restarts) == (None, 1)
 
 
 def test_a_managed_job_fails_when_it_loses_more_workers_than_it_may() -> None:

@@ -77,6 +77,7 @@ def test_the_global_batch_is_the_loaders_batch_where_none_is_given() -> None:
         for x, _y, _i in loader:
             sizes.append(len(x))
             job.backward(model(x).sum())
+            model.zero_grad()
     assert sizes == [8] * 6 + [2]
 
 

@@ -135,6 +135,7 @@ def test_a_state_of_another_reduction_is_refused(tmp_path: Path, monkeypatch: py
         for _epoch in job.epochs(2):
             for x, _y, _i in loader:
                 job.backward(model(x).sum())
+                model.zero_grad()
 
     steps()
     try:

@@ -41,7 +41,7 @@ finally:
 
 ORPHANED = """
 import multiprocessing, os, signal, sys, time
-from elastic_runtime.loader import begin_loader_process
+from elastic_runtime.inner import begin_loader_process
 
 def load(worker):
     while os.getppid() == worker:

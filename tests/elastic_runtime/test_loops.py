@@ -92,6 +92,7 @@ def test_each_batch_of_a_batch_sampler_is_a_step() -> None:
         for x, _y, indices in loader:
             steps.setdefault(job.step, []).extend(indices.tolist())
             job.backward(model(x).mean())
+            model.zero_grad()
     assert len(loader) == 25
     assert sorted(map(len, steps.values())) == [1] * 14 + [2] * 36
     assert [steps[k] for k in range(25)] != [steps[k] for k in range(25, 50)]
@@ -230,6 +231,7 @@ def test_a_memory_limit_is_followed_between_two_steps_with_the_same_global_batch
         if job.step == 7:
             tell(800)
         job.backward(model(x).mean())
+        model.zero_grad()
     assert [sizes[k] for k in (3, 4, 7, 8)] == [[5, 5], [1] * 10, [1] * 10, [5, 5]]
     assert {sum(step) for step in sizes.values()} == {10}
     assert [held[k] for k in (3, 4, 7, 8)] == [800, 250, 250, 800]
@@ -250,6 +252,7 @@ def test_an_exact_training_says_that_it_cannot_yield(
         for x, _y, _i in job.steps(3):
             (tmp_path / "limit.json").write_text('{"limit_mib": 250}')
             job.backward(model(x).mean())
+            model.zero_grad()
             assert len(x) == 5
     finally:
         torch.use_deterministic_algorithms(mode=False)

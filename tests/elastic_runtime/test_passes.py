@@ -108,6 +108,7 @@ def refused(error: type[Exception], says: str, compute: Callable[[Any, torch.Ten
         for _epoch in job.epochs(1):
             for x, _y, _indices in loader:
                 compute(job, model(x).mean())
+                model.zero_grad()
 
     with pytest.raises(error, match=says):
         train()

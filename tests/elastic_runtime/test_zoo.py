@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,9 @@ import elastic_runtime
 from elastic_runtime.errors import UsageError
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, Points, trained_alone
-from tests.elastic_runtime.zoo import train_zoo
+from tests.elastic_runtime.zoo import driver
+from tests.elastic_runtime.zoo.mixture import train_zoo
+from tests.elastic_runtime.zoo.parts import SCRIPTS, Script
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,3 +65,35 @@ def test_synchronised_normalisation_is_refused_with_a_remedy() -> None:
     loader = DataLoader(Points(50), batch_size=8)
     with pytest.raises(UsageError, match="SyncBatchNorm layers"):
         elastic_runtime.init().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+
+REFUSED = [(script, mode) for script in SCRIPTS.values() if script.refused for mode in script.modes]
+
+
+@pytest.mark.parametrize(("script", "mode"), REFUSED, ids=[f"{script.name}-{mode}" for script, mode in REFUSED])
+def test_what_cannot_be_right_on_several_workers_is_refused_alone(script: Script, mode: str, tmp_path: Path) -> None:
+    assert re.search(script.refused, driver.refusal(script, mode, tmp_path / "alone"))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("buffers_that_are_assigned_anew", "exact"),
+        ("generator_with_batch_norm", "fast"),
+        ("second_loader_of_unlabelled_samples", "fast"),
+    ],
+)
+def test_a_script_trains_the_same_through_changes_of_size_and_a_loss(name: str, mode: str, tmp_path: Path) -> None:
+    """A sample: benchmarks/zoo.py runs them all."""
+    script = SCRIPTS[name]
+    expected = driver.alone(script, mode, tmp_path / "alone")
+    driver.compare(driver.changed(script, mode, tmp_path / "changed"), expected, exact=mode == "exact")
+
+
+DEFECTS = [script for script in SCRIPTS.values() if script.body.__module__.endswith("defects") and not script.refused]
+
+
+@pytest.mark.parametrize("script", DEFECTS, ids=[script.name for script in DEFECTS])
+def test_a_script_that_went_wrong_once_trains_alone(script: Script, tmp_path: Path) -> None:
+    for mode in script.modes[:1]:
+        assert driver.alone(script, mode, tmp_path / mode)["step"] == 20 + 8 * (script.name == "checkpoint_of_its_own")

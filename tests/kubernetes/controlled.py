@@ -46,6 +46,7 @@ class Controlled:
     nodes: list[str] = field(default_factory=list)
     processes: list[forked.Program] = field(default_factory=list)
     port: int = field(default_factory=free_port)  # the same for each, as behind a Service
+    on_close: list[Callable[[], None]] = field(default_factory=list)
 
     # The controller
 
@@ -183,6 +184,8 @@ class Controlled:
 
     def close(self) -> None:
         """End the controllers, and take away what was made."""
+        for end in self.on_close:
+            end()
         try:
             self.check()
         finally:

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic_runtime.errors import LoopError, UsageError
-from elastic_runtime.loader import like
+from elastic_runtime.inner import like
 from elastic_runtime.sources import Source, has_own_batches
 
 if TYPE_CHECKING:

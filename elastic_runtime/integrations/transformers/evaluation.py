@@ -20,8 +20,8 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 
+from elastic_runtime.inner import like
 from elastic_runtime.integrations.transformers.loaders import undealt
-from elastic_runtime.loader import like
 from elastic_runtime.sources import Source
 
 if TYPE_CHECKING:

@@ -1,0 +1,328 @@
+"""What all workers must have in common: a difference is named at joining, or within a number of steps."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import elastic_runtime
+from elastic_runtime.agreement import FULL_TURN, Agreement
+from elastic_runtime.batches import MicroBatch
+from elastic_runtime.buffers import FollowedBuffers
+from elastic_runtime.errors import CollectiveError, ModelMismatchError, UsageError
+from elastic_runtime.exchange import exchange
+from elastic_runtime.gradients import FastReducer
+from elastic_runtime.position import Position
+from elastic_runtime.sample_stamps import sample_stamp
+from elastic_runtime.sources import Source
+from elastic_runtime.state import Totals, TrainingState
+from elastic_runtime.tail import Share, Tail
+from elastic_runtime.timing import Phases
+from tests.elastic_runtime.test_transfer import both
+from tests.elastic_runtime.training import Points
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+
+
+def worker(model: nn.Module, rate: float = 0.1) -> Tail:
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    return Tail(FollowedBuffers([]), Agreement(list(model.named_parameters()), [optimizer]))
+
+
+def meet(tails: list[Tail], step: int) -> None:
+    """One step's sum, as each worker reads it."""
+    sections = [torch.zeros(tail.size) for tail in tails]
+    for rank, (tail, section) in enumerate(zip(tails, sections, strict=True)):
+        tail.fill(section, Share(1, step=step), leader=rank == 0)
+    total = torch.stack(sections).sum(0)
+    for rank, tail in enumerate(tails):
+        tail.take(total, keeps=rank == 0, samples=len(tails), workers=len(tails))
+
+
+def first_difference(tails: list[Tail]) -> tuple[int, str]:
+    """(the step in which the workers notice that they differ, the message); -1 where they do not."""
+    for step in range(2 * FULL_TURN):
+        try:
+            meet(tails, step)
+        except ModelMismatchError as error:
+            return step, str(error)
+    return -1, ""
+
+
+def test_workers_with_the_same_parameters_and_rates_agree() -> None:
+    assert first_difference([worker(network()) for _ in range(3)])[0] == -1
+
+
+def test_another_learning_rate_is_named_in_its_first_step_with_both_values() -> None:
+    step, message = first_difference([worker(network()), worker(network(), rate=0.05)])
+    assert step == 0
+    assert "[0.05]" in message
+    assert "rank 0's 0.1" in message
+
+
+@pytest.mark.parametrize("name", ["0.weight", "5.bias", "9.weight"])
+def test_a_parameter_that_differs_is_named_within_a_full_turn(name: str) -> None:
+    """As an initialisation from the first batch leaves it, which differs from worker to worker."""
+    other = network()
+    with torch.no_grad():
+        other.get_parameter(name).mul_(1.1)
+    step, message = first_difference([worker(network()), worker(other)])
+    assert 0 <= step < FULL_TURN
+    assert repr(name) in message
+
+
+def test_what_two_kinds_of_devices_round_differently_is_no_difference() -> None:
+    other = network()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + 1e-6)
+    assert first_difference([worker(network()), worker(other)])[0] == -1
+
+
+def test_the_gradients_of_a_share_are_scaled_where_they_are_summed() -> None:
+    """A loss that was scaled down before the backward pass gave gradients below what float16 holds."""
+    model = nn.Linear(4, 1, bias=False).half()
+    reducer = FastReducer(model.named_parameters(), 1)
+    reducer.scale = 1 / 64
+    reducer.begin(None, MicroBatch(0, 1, 64, last=False), first=True)
+    model(torch.full((1, 4), 1e-7).half()).float().sum().backward()
+    reducer.end()
+    reducer.begin(None, MicroBatch(1, 2, 64, last=True), first=False)
+    model(torch.full((1, 4), 1e-7).half()).float().sum().backward()
+    reducer.end()
+    summed = reducer._layout.slots[0].view
+    assert summed.flatten().tolist() == pytest.approx([2 * 1.19e-7 / 64] * 4, rel=0.01)
+
+
+# At joining
+
+
+def joining(change: Callable[[TrainingState, int], None]) -> list[BaseException | None]:
+    """Two workers meet, of which rank 0 holds the state; what each of them raised."""
+    groups = both()
+
+    def enter(rank: int) -> BaseException | None:
+        state = TrainingState(nn.Linear(2, 1), position=Position(step=5) if rank == 0 else Position())
+        change(state, rank)
+        try:
+            exchange(groups[rank], state, Phases(), holds_state=rank == 0)
+        except (CollectiveError, UsageError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(enter, (0, 1)))
+
+
+def test_another_number_of_epochs_is_refused_with_both_values() -> None:
+    """A script that counts from a checkpoint of its own asks for fewer the later it is started."""
+
+    def change(state: TrainingState, rank: int) -> None:
+        state.totals = Totals(208 - 104 * rank, -1, 4)
+
+    first, second = joining(change)
+    assert isinstance(first, CollectiveError)
+    assert isinstance(second, ModelMismatchError)
+    assert "job.epochs(104), of 4 steps each here, job.epochs(208), of 4 steps each there" in str(second)
+    assert "start=" in str(second)
+
+
+def test_another_option_is_refused_with_both_values() -> None:
+    def change(state: TrainingState, rank: int) -> None:
+        state.split = f"global_batch_size={8 + rank}"
+
+    second = joining(change)[1]
+    assert isinstance(second, ModelMismatchError)
+    assert "global_batch_size=9 here, " in str(second)
+    assert "global_batch_size=8 there" in str(second)
+
+
+def test_other_samples_at_the_same_indices_are_refused() -> None:
+    def change(state: TrainingState, rank: int) -> None:
+        state.sample_stamp = 7 + rank
+
+    second = joining(change)[1]
+    assert isinstance(second, ModelMismatchError)
+    assert "list files in sorted order" in str(second)
+
+
+def test_samples_that_are_not_known_are_not_compared() -> None:
+    def change(state: TrainingState, rank: int) -> None:
+        state.sample_stamp = 7 * rank
+
+    assert joining(change) == [None, None]
+
+
+def stamp_of(items: list[Any]) -> int:
+    return sample_stamp(lambda indices: [items[i] for i in indices], len(items), 3)
+
+
+def test_a_few_samples_say_whether_files_are_in_another_order() -> None:
+    items = [(torch.full((4,), float(i)), i) for i in range(9)]
+    assert stamp_of(items) == stamp_of(list(items)) > 0
+    assert stamp_of(items) != stamp_of(items[::-1])
+
+
+def test_samples_that_are_rounded_differently_are_the_same() -> None:
+    items = [(torch.full((4,), i + 0.123456), i) for i in range(9)]
+    assert stamp_of(items) == stamp_of([(x + 1e-6, i) for x, i in items])
+
+
+def test_samples_drawn_from_the_random_streams_are_compared_and_others_are_not() -> None:
+    before = torch.get_rng_state()
+    assert sample_stamp(lambda _: torch.rand(3), 9, 3) > 0
+    assert torch.equal(torch.get_rng_state(), before)
+    drawn = iter(range(9))
+    assert sample_stamp(lambda _: next(drawn), 9, 3) == 0
+
+
+def test_a_loader_is_compared_by_its_samples() -> None:
+    class Listing(Dataset[int]):
+        def __init__(self, files: list[int]) -> None:
+            self.files = files
+
+        def __len__(self) -> int:
+            return len(self.files)
+
+        def __getitem__(self, index: int) -> int:
+            return self.files[index]
+
+    def stamp(files: list[int]) -> int:
+        job = elastic_runtime.init(global_batch_size=4)
+        model = nn.Linear(1, 1)
+        loader: Any = DataLoader(Listing(files), batch_size=4, shuffle=True)
+        _, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        return int(loader.sample_stamp())
+
+    assert stamp(list(range(20))) == stamp(list(range(20))) > 0
+    assert stamp(list(range(20))) != stamp(list(range(20))[::-1])
+
+
+# A joiner takes over
+
+
+def taken_over(source: TrainingState, other: TrainingState) -> None:
+    groups = both()
+
+    def enter(rank: int) -> None:
+        exchange(groups[rank], (source, other)[rank], Phases(), holds_state=rank == 0)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(enter, (0, 1)))
+
+
+def test_groups_that_an_optimizer_got_in_training_reach_a_joiner() -> None:
+    def state(*, later: bool) -> tuple[TrainingState, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.Adam(model[1].parameters(), lr=0.5)
+        if later:
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.25})
+        return TrainingState(model, [("optimizer", optimizer)]), optimizer
+
+    source, _ = state(later=True)
+    joiner, optimizer = state(later=False)
+    taken_over(source, joiner)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    first = list(joiner.model.parameters())[:2]
+    assert [id(p) for p in optimizer.param_groups[1]["params"]] == list(map(id, first))
+
+
+def test_buffers_that_a_state_dict_leaves_out_reach_a_joiner() -> None:
+    def state(value: float) -> TrainingState:
+        model = nn.Linear(2, 1)
+        model.register_buffer("mean", torch.full((3,), value), persistent=False)
+        return TrainingState(model, transient=FollowedBuffers([model]))
+
+    joiner = state(0.0)
+    taken_over(state(7.0), joiner)
+    assert joiner.model.get_buffer("mean").tolist() == [7.0] * 3
+
+
+# Buffers
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.complex64, torch.complex128]
+)
+def test_buffers_of_every_kind_follow_rank_0_and_are_rewound_when_they_are_assigned_anew(dtype: torch.dtype) -> None:
+    class Counter(nn.Module):
+        def __init__(self, value: Any) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.tensor([value, value]).to(dtype))
+
+    leader, other = Counter(1), Counter(0)
+    leads, follows = FollowedBuffers([leader]), FollowedBuffers([other])
+    leader.count = torch.tensor([0, 1]).to(dtype)
+    sections = [torch.zeros(leads.size) for _ in range(2)]
+    leads.fill(sections[0], leader=True)
+    follows.fill(sections[1], leader=False)
+    follows.take(sections[0] + sections[1])
+    assert torch.equal(other.get_buffer("count"), leader.get_buffer("count"))
+    leads.restore()
+    assert leader.get_buffer("count").tolist() == [1, 1]
+
+
+def test_a_buffer_of_another_shape_is_named() -> None:
+    model = nn.Module()
+    model.register_buffer("cache", torch.zeros(2))
+    buffers = FollowedBuffers([model])
+    model.cache = torch.zeros(3)
+    with pytest.raises(UsageError, match=r"buffer 'cache' was torch.float32 of shape \(2,\)"):
+        buffers.save()
+
+
+# Orders
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_samples_of_a_sampler_without_an_end_are_drawn_as_they_are_needed(replacement: bool) -> None:
+    sampler = torch.utils.data.RandomSampler(Points(50), replacement=replacement, num_samples=10**10)
+    order = Source(DataLoader(Points(50), batch_size=8, sampler=sampler), 7).epoch(0)
+    assert len(order) == 10**10
+    far = order[5 * 10**9 : 5 * 10**9 + 50]
+    assert far == order[5 * 10**9 : 5 * 10**9 + 50]
+    assert (sorted(far) == list(range(50))) is not replacement
+
+
+# Loader processes
+
+
+class Changing(Points):
+    offset = 0.0
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.offset = 0.0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        x, y, _ = super().__getitem__(index)
+        return torch.full_like(x, self.offset), y, index
+
+
+def test_a_dataset_that_is_changed_between_epochs_is_changed_in_the_loader_processes() -> None:
+    data = Changing(16)
+    job, model = elastic_runtime.init(global_batch_size=8), nn.Linear(12, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(data, batch_size=8, num_workers=1, multiprocessing_context="fork")
+    _, _, loader = job.prepare(model, optimizer, loader)
+    seen: list[set[float]] = []
+    for epoch in job.epochs(2):
+        data.offset = float(epoch + 1)
+        seen.append(set())
+        for x, _y, _i in loader:
+            seen[-1].add(float(x.max()))
+            job.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [{1.0}, {2.0}]

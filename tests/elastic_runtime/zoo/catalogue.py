@@ -1,0 +1,7 @@
+"""All scripts: importing this fills `parts.SCRIPTS`."""
+
+from __future__ import annotations
+
+from tests.elastic_runtime.zoo import adversarial, classic, defects, language
+
+__all__ = ["adversarial", "classic", "defects", "language"]
