@@ -76,7 +76,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained_alone(train, Plan(), tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.slow
 def test_it_stops_early_at_the_same_step_on_all_whoever_came_and_was_lost(
     tmp_path: Path, alone: dict[str, Any]
 ) -> None:
