@@ -36,7 +36,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained_alone(training.train, Plan(), directory)
 
 
-@pytest.mark.slow
 def test_an_accelerate_training_grows_and_loses_its_leader(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path, PLAN) as cluster:
         cluster.start(0, 1)
@@ -62,7 +61,6 @@ def test_an_accelerate_training_shrinks_to_one_and_grows_again(tmp_path: Path, r
         cluster.check_result(reference)
 
 
-@pytest.mark.slow
 def test_mixed_precision_and_uneven_shares_change_nothing_but_rounding(tmp_path: Path) -> None:
     plan = replace(PLAN, global_batch=17, epochs=1, options={"mixed_precision": "bf16"})
     alone = tmp_path / "alone"

@@ -169,7 +169,6 @@ def test_who_leaves_by_a_switch_that_is_agreed_on_while_the_coordinator_restarts
         assert cluster.kills == []
 
 
-@pytest.mark.slow
 def test_sigterm_lets_a_worker_go_by_agreement(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
         cluster.start(0, 1)

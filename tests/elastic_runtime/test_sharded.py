@@ -103,7 +103,6 @@ def test_a_lost_shard_without_a_checkpoint_ends_the_job_with_the_remedy(tmp_path
         assert "there is no checkpoint; set ELASTIC_CHECKPOINT_DIR" in cluster.logs()
 
 
-@pytest.mark.slow
 def test_an_evicted_sharded_job_saves_and_goes_on_at_another_size_and_unsharded(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
@@ -138,7 +137,6 @@ def end_in_the_middle_of_a_step(cluster: Cluster, *indices: int) -> None:
         cluster.kill(f"w{index}")
 
 
-@pytest.mark.slow
 def test_a_job_that_is_told_to_go_in_a_step_that_never_ends_saves_the_steps_beginning(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:

@@ -19,6 +19,9 @@ from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.test_torchrun import free_port
 from tests.elastic_runtime.test_trainer import DATA, Small, arguments
 from tests.elastic_runtime.training import Gate, Plan, trained_alone
+from tests.forked import preload
+
+preload("elastic_runtime.integrations.transformers")
 
 SCRIPT = """
 import os, pathlib, sys
@@ -73,7 +76,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained_alone(train, Plan(), tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.slow
 def test_it_stops_early_at_the_same_step_on_all_whoever_came_and_was_lost(
     tmp_path: Path, alone: dict[str, Any]
 ) -> None:

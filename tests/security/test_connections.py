@@ -77,7 +77,7 @@ def test_a_half_request_after_a_whole_one_is_closed_as_well(run: Callable[..., N
             assert b"answered" in await reader.read()
             writer.close()
 
-    run(scenario, head_s=0.05)
+    run(scenario, head_s=0.05, idle_s=0.1)  # of what came with a whole request, the time between requests decides
 
 
 def test_a_request_that_takes_longer_than_a_head_may_is_answered(run: Callable[..., None]) -> None:
