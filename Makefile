@@ -3,33 +3,44 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CASES ?=
+PARALLEL ?= -n auto --dist loadgroup
 SEEDS ?= 0:200
-KFP := kfp kfp-pipeline-spec kfp-server-api
-KFP_TESTS := compile caching local check pipeline_file
+KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
+KFP_TESTS := compile caching local check pipeline_file worker_settings
+
+# Hundreds of processes import the same modules: they are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test newest soak lint types layers check docs clean
+.PHONY: help quickstart test test-slow test-all newest soak lint types layers check docs clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 quickstart: $(VENV)/.quickstart  ## Set up, then run the example pipeline on a cluster of its own
 	$(BIN)/python examples/quickstart.py
 
-test: $(VENV)/.dev  ## Set up, then run all tests
+test: $(VENV)/.dev  ## Set up, then run the tests, all but the slow ones
 	$(BIN)/python -m tools.devcluster build
-	$(BIN)/python -m pytest -n auto --dist loadgroup $(CASES)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(CASES)
+
+test-slow: $(VENV)/.dev  ## The slow tests: whole trainings and examples, real nodes, random histories
+	$(BIN)/python -m tools.devcluster build
+	$(BIN)/python -m pytest $(PARALLEL) -m slow $(CASES)
+
+test-all: test test-slow  ## Both
 
 newest: $(VENV)/.dev  ## The tests that use kfp, with the newest kfp 2 instead of the pinned, oldest one
 	rm -rf out/kfp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/kfp $(KFP:%='%>=2.17,<3')
 	PYTHONPATH=out/kfp $(BIN)/python -c 'import kfp; print("kfp", kfp.__version__)'
-	PYTHONPATH=$(CURDIR)/out/kfp $(BIN)/python -m pytest -n auto --dist loadgroup $(KFP_TESTS:%=tests/dsl/test_%.py)
+	PYTHONPATH=$(CURDIR)/out/kfp $(BIN)/python -m pytest $(PARALLEL) $(KFP_TESTS:%=tests/dsl/test_%.py)
 
 soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELASTIC_HISTORY='...'), the controller's kills and failovers
 	$(BIN)/python -m tools.devcluster build
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_faults.py --plans 200 --away 120 --timeout 3600
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_failover.py --workers 200
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m 'not slow' tests/api tests/membership tests/scheduler
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
 
 check: lint types layers  ## Style, types and import layers

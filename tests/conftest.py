@@ -18,7 +18,9 @@ from kfp_gpuquota.api import Job, JobSpec, Project
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.cluster.local.start import await_stop, start_with
+from kfp_gpuquota.cluster.local.start import READY, await_stop, start_with
+from tests import forked, programs
+from tests.distribution import Distribution
 from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -28,8 +30,16 @@ if TYPE_CHECKING:
 
 
 # How long an example takes says how busy the machine is, and nothing of the code.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The examples are the same in each run, so that a failure is a change's; `--hypothesis-profile=random` draws others.
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("random", UNTIMED)
+settings.register_profile("untimed", UNTIMED, derandomize=True)
 settings.load_profile("untimed")
+
+forked.preload("tests.programs", "kfp_gpuquota.cluster.local.daemon")
+
+# A shell that starts tests in the background lets them ignore SIGINT, and they pass that on to what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass
@@ -106,18 +116,50 @@ def processes_of(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 @contextlib.contextmanager
-def running_cluster(root: Path, config: ClusterConfig | None = None) -> Iterator[EmbeddedCluster]:
-    """A cluster that is stopped at the end, with all its jobs; fails when a process is left."""
-    home = Home(root)
-    start_with(home, config or ClusterConfig(gpus_per_node=2))
+def running_cluster(
+    root: Path, config: ClusterConfig | None = None, *, new_interpreter: bool = False
+) -> Iterator[EmbeddedCluster]:
+    """A cluster that is stopped at the end, with all its jobs; fails when a process is left.
+
+    `new_interpreter`: the environment says something to the interpreter or the loader of its daemon.
+    """
+    home, config = Home(root), config or ClusterConfig(gpus_per_node=2)
+    if new_interpreter:
+        start_with(home, config)
+    daemon = None if new_interpreter else start_daemon(home, config)
     cluster = EmbeddedCluster(home, connect({"GPUQUOTA_HOME": str(root)}))
     try:
         yield cluster
     finally:
         try:
             _shut_down(cluster)
+            if daemon is not None:
+                daemon.wait(PATIENCE_S)
         finally:
+            if daemon is not None:
+                daemon.kill()
             cluster.kill_everything()
+
+
+def start_daemon(home: Home, config: ClusterConfig) -> forked.Program:
+    """Start the daemon as `start_with` does, but forked; returns when it serves."""
+    home.create()
+    read, write = os.pipe()
+    with os.fdopen(read) as answer, home.log_file.open("ab") as log:
+        try:
+            daemon = forked.Program(
+                programs.daemon,
+                *(str(home.root), msgspec.json.encode(config).decode()),
+                stdout=log.fileno(),
+                stderr=log.fileno(),
+                cwd="/",
+                new_session=True,
+                inherited=write,
+            )
+        finally:
+            os.close(write)
+        assert answer.readline().strip() == READY, home.log_file.read_text()
+    return daemon
 
 
 def _shut_down(cluster: EmbeddedCluster) -> None:
@@ -140,6 +182,10 @@ def embedded_cluster(tmp_path: Path) -> Iterator[EmbeddedCluster]:
     """One node with 2 slots, no projects."""
     with running_cluster(tmp_path / "home") as cluster:
         yield cluster
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Distribution())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,16 +10,14 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """Long, for CI's machines are shared: what works is soon there, and what does not may take its time to fail."""
 
 
 def until(condition: Callable[[], Found | None], what: object = "", patience_s: float = PATIENCE_S) -> Found:
     """What `condition` returns, as soon as it counts as true.
 
-    `what` is said, or called and its answer said, where that takes too long. That is a TimeoutError and not an
-    AssertionError: CI tries a test once more that waited in vain on a busy machine, but never one that saw a wrong
-    result.
+    Raises TimeoutError with `what`, or with what it returns when called.
     """
     end = time.monotonic() + patience_s
     while not (found := condition()):

@@ -78,12 +78,13 @@ def keep_examples(commands: typer.Typer) -> None:
 
 
 keep_examples(app)
+command = typer.main.get_command(app)
 
 
 def main() -> None:
     """Run a command: errors are one sentence on stderr, and the exit code is 1 (it failed) or 2 (a mistake)."""
     try:
-        app()
+        command()
     except GpuQuotaError as error:
         say(f"Error: {error.message}", err=True)
         sys.exit(error.exit_code)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -12,10 +14,13 @@ import typer
 from kfp_gpuquota.cli.options import OutputOption  # noqa: TC001  # typer reads annotations at run time
 from kfp_gpuquota.cli.output import Format, show, table
 from kfp_gpuquota.cli.terminal import say
-from kfp_gpuquota.errors import ClusterUnavailableError, DefinitionError, UsageError
+from kfp_gpuquota.errors import ClusterUnavailableError, DefinitionError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kfp_gpuquota.dsl.check import Cluster, PipelineCheck, StepCheck
+    from kfp_gpuquota.dsl.kfp_server import KfpServer
     from kfp_gpuquota.dsl.package import Package
 
 app = typer.Typer(help="Kubeflow pipelines under the quota.", no_args_is_help=True)
@@ -29,6 +34,12 @@ ProjectOption = Annotated[
 NameOption = Annotated[
     str, typer.Option("--pipeline", metavar="NAME", help="Which one, where a Python file defines several.")
 ]
+LauncherImageOption = Annotated[
+    str,
+    typer.Option(
+        "--launcher-image", envvar="GPUQUOTA_LAUNCHER_IMAGE", help="For a KFP backend: the image with this package."
+    ),
+]
 _UNKNOWN: Final = "at run"
 
 
@@ -40,12 +51,7 @@ def route(
     out: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; else it is printed.")
     ] = None,
-    launcher_image: Annotated[
-        str,
-        typer.Option(
-            "--launcher-image", envvar="GPUQUOTA_LAUNCHER_IMAGE", help="For a KFP backend: the image with this package."
-        ),
-    ] = "",
+    launcher_image: LauncherImageOption = "",
 ) -> None:
     """Write the pipeline with every step that asks for GPUs routed through the quota; all else stays as it is.
 
@@ -82,10 +88,11 @@ def check(
     Examples:
       gpuquota pipeline check pipeline.py
       gpuquota pipeline check pipeline.yaml --project team-a -o json
+      gpuquota --context prod pipeline check pipeline.yaml
     """
-    loaded, cluster = _loaded(file, pipeline), _cluster()
+    loaded, (cluster, unchecked) = _loaded(file, pipeline), _cluster()
     found = _checked(loaded, project, cluster)
-    show(found, output, _report(found, checked_quota=cluster is not None))
+    show(found, output, _report(found, unchecked))
     if found.problems:
         raise typer.Exit(DefinitionError.exit_code)
 
@@ -101,12 +108,37 @@ def run(
     *,
     local: Annotated[bool, typer.Option("--local", help="On this machine, with kfp.local; the default.")] = False,
     host: Annotated[str, typer.Option("--host", metavar="URL", help="On the KFP server at this address.")] = "",
+    kubeflow: Annotated[
+        bool, typer.Option("--kubeflow", help="On the KFP of the kubeconfig's context, by kubectl port-forward.")
+    ] = False,
     namespace: Annotated[
-        str, typer.Option("--namespace", "-n", metavar="NAME", help="With --host: the Profile in which it runs.")
+        str, typer.Option("--namespace", "-n", metavar="NAME", help="The Profile in which it runs; else the project.")
     ] = "",
     root: Annotated[
         str, typer.Option("--root", metavar="DIR|URI", help="Where its artifacts go; else where KFP puts them.")
     ] = "",
+    launcher_image: LauncherImageOption = "",
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", metavar="FILE", help="Holds the token that says who you are.")
+    ] = None,
+    existing_token: Annotated[
+        str, typer.Option("--existing-token", envvar="KFP_TOKEN", metavar="TOKEN", help="The token itself.")
+    ] = "",
+    cookie: Annotated[
+        str, typer.Option("--cookie", metavar="NAME=VALUE", help="The session's cookie, as the dashboard set it.")
+    ] = "",
+    header: Annotated[
+        list[str] | None, typer.Option("--header", metavar="NAME=VALUE", help="A header; may be repeated.")
+    ] = None,
+    ca_cert: Annotated[
+        str, typer.Option("--ca-cert", metavar="FILE", help="The authority that vouches for the server.")
+    ] = "",
+    kubeflow_namespace: Annotated[
+        str, typer.Option("--kubeflow-namespace", metavar="NAME", help="With --kubeflow: where KFP is installed.")
+    ] = "kubeflow",
+    service_account: Annotated[
+        str, typer.Option("--service-account", metavar="NAME", help="With --kubeflow: as whom, of the Profile.")
+    ] = "default-editor",
 ) -> None:
     """Run a pipeline with its GPU steps under the quota, and show its outputs.
 
@@ -116,22 +148,64 @@ def run(
     Examples:
       gpuquota pipeline run pipeline.py --project team-a --arg epochs=3
       gpuquota pipeline run pipeline.yaml --host http://localhost:8080 -a 'layers=[64, 10]'
+      gpuquota pipeline run pipeline.py -p team-a --host https://kubeflow.lab/pipeline --token-file token
+      gpuquota --context prod pipeline run pipeline.py -p team-a --kubeflow
     """
-    if local and host:
-        raise UsageError("--local and --host are two places to run at; give one of them")
-    loaded = _loaded(file, pipeline).routed(project or None)
-    from kfp_gpuquota.dsl import run as runs  # noqa: PLC0415
+    if local + bool(host) + kubeflow > 1:
+        raise UsageError("--local, --host and --kubeflow are places to run at; give one of them")
+    loaded = _loaded(file, pipeline).routed(project or None, launcher_image or None)
     from kfp_gpuquota.dsl.arguments import arguments_from  # noqa: PLC0415
 
     values = arguments_from(loaded.spec, arguments or [])
-    if host:
-        say(f"run {runs.submit(loaded, values, host, root, namespace)} submitted to {host}")
+    if host or kubeflow:
+        from kfp_gpuquota.dsl.kfp_server import KfpServer  # noqa: PLC0415
+
+        token = _token(token_file, existing_token)
+        server = KfpServer(host, token=token, cookie=cookie, headers=_headers(header or []), ca_cert=ca_cert)
+        with _reached(server, kubeflow_namespace if kubeflow else "", namespace or project, service_account) as found:
+            run_id = found.submit(loaded, values, root=root, namespace=namespace)
+        say(f"run {run_id} submitted to {host or f'the Kubeflow in namespace {kubeflow_namespace}'}")
         return
-    if problems := _checked(loaded, project, _cluster()).problems:
+    from kfp_gpuquota.dsl import run as runs  # noqa: PLC0415
+
+    if problems := _checked(loaded, project, _cluster()[0]).problems:
         more = f" (and {len(problems) - 1} more; see: gpuquota pipeline check {file})" if len(problems) > 1 else ""
         raise DefinitionError(problems[0] + more)
     for name, value in runs.run_locally(loaded, values, root).items():
         say(f"{name}: {value}")
+
+
+@contextlib.contextmanager
+def _reached(server: KfpServer, kubeflow: str, profile: str, service_account: str) -> Iterator[KfpServer]:
+    """The server; with `kubeflow`, the namespace of KFP, that of the kubeconfig's context, as the Profile's account."""
+    if not kubeflow:
+        yield server
+        return
+    from kfp_gpuquota.cluster.connect import kube_calls, kube_context  # noqa: PLC0415
+    from kfp_gpuquota.dsl.port_forward import forwarded, profile_token  # noqa: PLC0415
+
+    with forwarded(kube_context() or "", kubeflow) as host:
+        found = replace(server, host=host)
+        if not (found.token or found.cookie or found.headers) and profile and found.has_several_users():
+            found = replace(found, token=profile_token(kube_calls(), profile, service_account))
+        yield found
+
+
+def _token(file: Path | None, given: str) -> str:
+    if file is None:
+        return given
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UsageError(f"cannot read --token-file {str(file)!r}: {error.strerror}") from error
+
+
+def _headers(given: list[str]) -> tuple[tuple[str, str], ...]:
+    pairs = [text.partition("=") for text in given]
+    for (name, equals, _), text in zip(pairs, given, strict=True):
+        if not (name and equals):
+            raise UsageError(f"--header is {text!r}, but it must be NAME=VALUE")
+    return tuple((name, value) for name, _, value in pairs)
 
 
 def _loaded(file: Path, name: str) -> Package:
@@ -151,41 +225,36 @@ def _checked(loaded: Package, project: str, cluster: Cluster | None) -> Pipeline
     from kfp_gpuquota.dsl.check import check_pipeline  # noqa: PLC0415
 
     configured = os.environ.get(PROJECT_VARIABLE) or load_settings().project
-    return check_pipeline(loaded.spec, project or None, configured=configured, cluster=cluster)
+    return check_pipeline(loaded.spec, project or None, configured=configured, cluster=cluster, platform=loaded.more)
 
 
-def _cluster() -> Cluster | None:
-    """The cluster's limits; None where none runs. Checking a file is no reason to start one."""
-    from kfp_gpuquota.cluster.connect import URL_VARIABLE, connect, embedded_home  # noqa: PLC0415
+def _cluster() -> tuple[Cluster | None, str]:
+    """(its limits, ""), or (None, why they are not known). Checking a file is no reason to start a cluster."""
+    from kfp_gpuquota.cluster.connect import URL_VARIABLE, connect, embedded_home, kube_context  # noqa: PLC0415
     from kfp_gpuquota.dsl.check import Cluster  # noqa: PLC0415
 
-    if not os.environ.get(URL_VARIABLE) and not embedded_home().is_locked():
-        return None
+    if kube_context() is None and not os.environ.get(URL_VARIABLE) and not embedded_home().is_locked():
+        return None, "no cluster runs here; start it with: gpuquota cluster start"
     try:
         reached = connect(retry_for_s=2.0)
         projects = {view.project.name: view.project for view in reached.list_projects()}
-        return Cluster(projects=projects, nodes=tuple(view.node for view in reached.list_nodes()))
-    except ClusterUnavailableError:
-        return None
+        return Cluster(projects=projects, nodes=tuple(view.node for view in reached.list_nodes())), ""
+    except ClusterUnavailableError as error:
+        url = os.environ.get(URL_VARIABLE)
+        return None, f"the cluster at {url} does not answer" if url else error.message
+    except UnauthorizedError as error:
+        return None, error.message
 
 
-def _report(found: PipelineCheck, *, checked_quota: bool) -> str:
-    columns = ["STEP", "PROJECT", "GPUS", "MIN", "MAX", "KIND"] + ["GUARANTEED", "LIMIT"] * checked_quota
+def _report(found: PipelineCheck, unchecked: str) -> str:
+    columns = ["STEP", "PROJECT", "GPUS", "MIN", "MAX", "KIND"] + ["GUARANTEED", "LIMIT"] * (not unchecked)
     parts = [table(columns, (_row(step)[: len(columns)] for step in found.routed))] if found.routed else []
     if found.unrouted:
         parts.append(f"{_steps(len(found.unrouted))} without GPUs, not routed: {', '.join(found.unrouted)}")
-    if not checked_quota:
-        parts.append(f"quotas were not checked: {_why_no_cluster()}")
+    if unchecked:
+        parts.append(f"quotas were not checked: {unchecked}")
     parts += [f"problem: {problem}" for problem in found.problems] or [f"no problems in pipeline {found.pipeline}"]
     return "\n".join(parts)
-
-
-def _why_no_cluster() -> str:
-    from kfp_gpuquota.cluster.connect import URL_VARIABLE  # noqa: PLC0415
-
-    if url := os.environ.get(URL_VARIABLE):
-        return f"the cluster at {url} does not answer"
-    return "no cluster runs here; start it with: gpuquota cluster start"
 
 
 def _row(step: StepCheck) -> list[object]:

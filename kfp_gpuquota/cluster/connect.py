@@ -26,6 +26,7 @@ from kfp_gpuquota.server.unix_sockets import socket_path
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kfp_gpuquota.cluster.kubernetes.calls import Calls
     from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
@@ -72,6 +73,13 @@ def connect(
         return home.socket_file, home.token_file.read_text().strip()
 
     return Client(locate, retry_for_s=retry_for_s)
+
+
+def kube_calls(retry_for_s: float = RETRY_FOR_S) -> Calls:
+    """Plain calls to the API server of the chosen context, or the kubeconfig's current one."""
+    from kfp_gpuquota.cluster.kubernetes.calls import Calls  # noqa: PLC0415 (the embedded cluster needs it not)
+
+    return Calls(_credentials(kube_context() or "", os.environ), retry_for_s=retry_for_s)
 
 
 def kube_context(environment: Mapping[str, str] | None = None) -> str | None:

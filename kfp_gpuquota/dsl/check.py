@@ -13,7 +13,7 @@ from kfp_gpuquota.dsl.route import GPUS_ARGUMENT, is_routed, route_pipeline
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 Json = dict[str, Any]
 
@@ -47,11 +47,17 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_pipeline(
-    spec: Json, project: str | None = None, *, configured: str = "", cluster: Cluster | None = None
+    spec: Json,
+    project: str | None = None,
+    *,
+    configured: str = "",
+    cluster: Cluster | None = None,
+    platform: Sequence[Json] = (),
 ) -> PipelineCheck:
     """Check a compiled pipeline (KFP's PipelineSpec as JSON) as `route_pipeline(spec, project)` would route it.
 
-    `configured` is the project of where it will run, for steps that name none. Without `cluster` no quota is checked.
+    `configured` is the project of where it will run, for steps that name none. `platform` are the documents behind the
+    PipelineSpec, which say what kfp-kubernetes has set. Without `cluster` no quota is checked.
     Raises DefinitionError for a `project` that cannot be one.
     """
     route_pipeline({}, project)
@@ -59,7 +65,7 @@ def check_pipeline(
     routed, unrouted, problems = [], [], []
     for step, label in sorted(steps_of(spec)):
         try:
-            container = _routed(executors, label, project)
+            container = _routed(executors, label, project, platform)
             found = _step_check(step, container, configured, cluster) if container else None
         except (DefinitionError, InvalidFieldError) as error:
             problems.append(_of_step(step, error.message))
@@ -90,9 +96,9 @@ def _steps_of(components: Json, dag: Json, prefix: str) -> Iterator[tuple[str, s
             yield name, component["executorLabel"]
 
 
-def _routed(executors: Json, label: str, project: str | None) -> Json | None:
+def _routed(executors: Json, label: str, project: str | None, platform: Sequence[Json]) -> Json | None:
     """The step's container after routing; None for a step that stays as it is."""
-    spec = route_pipeline({"deploymentSpec": {"executors": {label: executors[label]}}}, project)
+    spec = route_pipeline({"deploymentSpec": {"executors": {label: executors[label]}}}, project, platform=platform)
     container: Json | None = spec["deploymentSpec"]["executors"][label].get("container")
     return container if container and is_routed(container.get("command")) else None
 

@@ -62,6 +62,7 @@ def component(
     priority: int | None = None,
     max_runtime: str | float | None = None,
     checkpoint: str | None = None,
+    extended_resources: dict[str, int] | None = None,
     name: str | None = None,
     **kfp_keywords: Any,
 ) -> Callable[[Callable[..., Any] | Component], Component]: ...
@@ -85,6 +86,7 @@ def component(
     priority: int | None = None,
     max_runtime: str | float | None = None,
     checkpoint: str | None = None,
+    extended_resources: dict[str, int] | None = None,
     name: str | None = None,
     **kfp_keywords: Any,
 ) -> Component | Callable[[Callable[..., Any] | Component], Component]:
@@ -97,8 +99,9 @@ def component(
     for a share of each of `devices` (default 1): `fraction`, up to `fraction_limit` while nobody else needs it, or
     `memory` ('4Gi') up to `memory_limit`. `gpu_type` is a product as nodes are labelled with it. `interactive` stays
     inside the guaranteed quota and is never preempted. `max_runtime` is in seconds or such as '2h', and counts from the
-    last start. `checkpoint` names a PersistentVolumeClaim for checkpoints on Kubernetes. `name` begins the job's name
-    (the step's, if not given).
+    last start. `checkpoint` names a PersistentVolumeClaim for checkpoints on Kubernetes. `extended_resources` are
+    requested by each worker's pod, beside its GPUs: {"rdma/hca": 1}. `name` begins the job's name (the step's, if not
+    given).
 
     Raises DefinitionError, which names the component and the argument.
     """
@@ -118,6 +121,7 @@ def component(
         "priority": priority,
         "max_runtime": max_runtime,
         "checkpoint": checkpoint,
+        "extended_resources": extended_resources,
         "name": name,
     }
 

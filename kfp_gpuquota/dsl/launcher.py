@@ -188,6 +188,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--task", required=True, help="RUN/NAME; on a KFP backend the step's pod says it")
     parser.add_argument("--gpus", help="the GPUs asked for, where only the run knows them")
     parser.add_argument("--image", default="", help="the step's own image, where the launcher runs in another")
+    parser.add_argument("--pod-resources", help="CPU and memory of a worker, where only the run knows them")
     parser.add_argument("--executor-input", required=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
     separator = given.index("--")  # by hand: argparse's own handling of -- changes with Python's version

@@ -31,6 +31,8 @@ _WORDS: Final = {
     "gpu_devices": "devices",
     "kind is 'build'": "interactive is True",
 }
+_EXTENDED: Final = "extended_resources"
+MAX_EXTENDED: Final = 4096
 MAX_RUNTIME_S: Final = 365 * 86_400.0
 
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -43,7 +45,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `fraction`, or `memory_mib`, is a share of each of `devices` GPUs of one node, with the limit up to which it may use
     what is idle. `gpu_type` is the product's name on the node's label. `max_runtime_s` counts from the last start, not
     from when the job began to wait. `checkpoint` names a PersistentVolumeClaim (the embedded cluster keeps checkpoints
-    anyway). `name` is the beginning of the job's name ("": the step's own).
+    anyway). `extended_resources` are what else each worker's pod requests, such as {"rdma/hca": 1}. `name` is the
+    beginning of the job's name ("": the step's own).
     """
 
     gpus: int = 1
@@ -61,9 +64,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int | None = None
     max_runtime_s: float | None = None
     checkpoint: str = ""
+    extended_resources: dict[str, int] = {}
     name: str = ""
 
     def __post_init__(self) -> None:
+        _check_extended(self.extended_resources)
         if self.name:
             check_name("name", self.name)
         if self.max_runtime_s is not None:
@@ -128,14 +133,16 @@ def to_environment(options: Options) -> dict[str, str]:
 
 def from_environment(environment: Mapping[str, str]) -> Options:
     """The opposite of `to_environment`. Raises InvalidFieldError."""
-    found = {
+    found: dict[str, Any] = {
         field: environment[PREFIX + field.upper()]
         for field in Options.__struct_fields__
         if environment.get(PREFIX + field.upper())
     }
     try:
+        if _EXTENDED in found:
+            found[_EXTENDED] = msgspec.json.decode(found[_EXTENDED])
         return msgspec.convert(found, Options, strict=False)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
         raise InvalidFieldError("environment", found, f"the step's GPUQUOTA_* variables do not fit: {error}") from error
 
 
@@ -164,5 +171,18 @@ def _mebibytes(argument: str, value: object) -> int:
     return parse_mib(argument, value)
 
 
+def _check_extended(resources: Mapping[str, object]) -> None:
+    for name, count in resources.items():
+        if "/" not in name or name.endswith("/gpu"):
+            raise InvalidFieldError(
+                _EXTENDED, name, "it must be an extended resource such as 'rdma/hca'; for GPUs write gpus=..."
+            )
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_EXTENDED:
+            why = f"the count must be a whole number from 1 to {MAX_EXTENDED}"
+            raise InvalidFieldError(_EXTENDED, {name: count}, why)
+
+
 def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return msgspec.json.encode(value, order="sorted").decode()
     return str(value).lower() if isinstance(value, bool) else str(value)

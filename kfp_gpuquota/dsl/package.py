@@ -30,7 +30,7 @@ class Package:
 
     def routed(self, project: str | None, launcher_image: str | None = None) -> Package:
         """See `route_pipeline`."""
-        return replace(self, spec=route_pipeline(self.spec, project, launcher_image))
+        return replace(self, spec=route_pipeline(self.spec, project, launcher_image, platform=self.more))
 
     def text(self) -> str:
         """As KFP's compiler writes it, byte for byte: so a diff shows what routing did, and nothing else."""

@@ -16,6 +16,7 @@ from kfp_gpuquota.errors import DefinitionError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+Json = dict[str, Any]
 Pipeline: TypeAlias = base_component.BaseComponent
 
 
@@ -52,19 +53,20 @@ def pipeline(
         routed = copy.deepcopy(target)
         routed.__class__ = type(type(target).__name__, (type(target),), {"pipeline_spec": property(_pipeline_spec)})
         graph = routed.component_spec.implementation.graph
-        graph.deployment_spec.CopyFrom(_routed(graph, project, launcher_image).deployment_spec)
+        platform = json_format.MessageToDict(target.platform_spec)
+        graph.deployment_spec.CopyFrom(_routed(graph, project, launcher_image, platform).deployment_spec)
         return routed
 
     return decorate if target is None else decorate(target)
 
 
 def _routed(
-    graph: pipeline_spec_pb2.PipelineSpec, project: str | None, launcher_image: str | None
+    graph: pipeline_spec_pb2.PipelineSpec, project: str | None, launcher_image: str | None, platform: Json
 ) -> pipeline_spec_pb2.PipelineSpec:
     """Only the deployment part makes the way through JSON: of a large pipeline it is what changes."""
     deployment = json_format.MessageToDict(graph.deployment_spec)
     launcher_image = launcher_image or os.environ.get(LAUNCHER_IMAGE)
-    edited = route_pipeline({"deploymentSpec": deployment}, project, launcher_image)
+    edited = route_pipeline({"deploymentSpec": deployment}, project, launcher_image, platform=[platform])
     return json_format.ParseDict({"deploymentSpec": edited["deploymentSpec"]}, pipeline_spec_pb2.PipelineSpec())
 
 

@@ -102,7 +102,9 @@ class InPods:
         """Queue the step's job under this name."""
         staging.create(step.argv, {})  # what its workers find in their environment stands in their template
         untouched = [worker.revealed(element, step.executor_input) for element in step.argv]
-        template = worker_template(self._own, step.image, secret_name(name), untouched)
+        template = worker_template(
+            self._own, step.image, secret_name(name), untouched, resources=step.worker_resources, environment=os.environ
+        )
         spec = step.options.job_spec(name=name, project=step.project, command=("step",), labels=step.labels)
         return self._client.submit(spec, lease=lease, template=template, checkpoint=step.options.checkpoint)
 

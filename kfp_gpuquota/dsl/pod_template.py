@@ -1,30 +1,55 @@
 """The pods of a step's workers: what the step's own pod is, with another command. Pure.
 
-KFP puts on the step's pod what its author asked for (`set_memory_limit`, and by kfp-kubernetes volumes, secrets,
-tolerations, node selectors, pull secrets). The workers do the step's work, so they get all of that; what KFP and Argo
-added for themselves they do not.
+KFP puts on the step's pod what its author asked for (environment, and by kfp-kubernetes volumes, secrets, tolerations,
+node selectors, labels, pull secrets), and admission what the namespace's admin asked for. The workers do the step's
+work, so they get all of it. Left out is exactly what KFP, Argo and the API server add for the launcher itself, by name:
+a rule by prefix would also match names that users choose (KFP names the volume of a PVC after its claim: `kfp-data`).
+The lists below are those of the pods that KFP 2.17 and Argo 4.0 create (docs/pipelines.md says how they were checked).
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from kfp_gpuquota.cluster.kubernetes.device_visibility import NO_DEVICES
 from kfp_gpuquota.dsl.worker import POD_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Json = dict[str, Any]
 
 MAIN: Final = "main"
 MOUNT: Final = "/var/run/gpuquota/relay"
 VOLUME: Final = "gpuquota-relay"
-_KEPT_OF_POD: Final = (
-    "nodeSelector", "tolerations", "affinity", "imagePullSecrets", "serviceAccountName", "runtimeClassName",
-    "securityContext", "priorityClassName", "hostAliases", "dnsConfig", "dnsPolicy", "schedulerName",
-)  # fmt: skip
-_KEPT_OF_CONTAINER: Final = ("resources", "securityContext", "workingDir", "imagePullPolicy", "envFrom")
-_NOT_PASSED_ON: Final = ("GPUQUOTA_", "KFP_", "ARGO_", "ELASTIC_")
-_NOT_KEPT_VOLUMES: Final = ("argo", "kfp-", "var-run-argo", "tmp-dir-argo", "input-artifacts", "kube-api-access")
-_SCRATCH: Final = "-scratch"
-_NODE_LOCAL: Final = ("emptyDir", "projected", "downwardAPI")
+LAUNCHER_PREFIX: Final = "GPUQUOTA_"
+# Labels and annotations by which Argo and KFP find the pods that they have made: on a worker's pod they would take it
+# for one of the Workflow's.
+LAUNCHER_DOMAINS: Final = frozenset({"workflows.argoproj.io", "pipelines.kubeflow.org", "pipeline"})
+
+# Fields of a pod's spec that the API server, the scheduler or KFP fill in for this one pod. A worker's node, grace
+# period and restart policy are the controller's to choose; its time limit is the job's (`max_runtime`).
+_LAUNCHERS_SPEC: Final = frozenset({
+    "activeDeadlineSeconds", "containers", "ephemeralContainers", "hostname", "initContainers", "nodeName", "overhead",
+    "preemptionPolicy", "priority", "resources", "restartPolicy", "schedulingGates", "schedulingGroup",
+    "serviceAccount", "shareProcessNamespace", "subdomain", "terminationGracePeriodSeconds", "volumes", "workloadRef",
+})  # fmt: skip
+_LAUNCHERS_CONTAINER: Final = frozenset({
+    "args", "command", "env", "envFrom", "image", "livenessProbe", "name", "readinessProbe", "resources",
+    "resizePolicy", "startupProbe", "volumeMounts",
+})  # fmt: skip
+_LAUNCHERS_VARIABLES: Final = frozenset({
+    "ARGO_CONTAINER_NAME", "ARGO_DEADLINE", "ARGO_INCLUDE_SCRIPT_OUTPUT", "ARGO_NODE_ID", "ARGO_POD_NAME",
+    "ARGO_POD_UID", "ARGO_PROGRESS_FILE", "ARGO_PROGRESS_FILE_TICK_DURATION", "ARGO_PROGRESS_PATCH_TICK_DURATION",
+    "ARGO_TEMPLATE", "ARGO_WORKFLOW_NAME", "ARGO_WORKFLOW_UID", "KFP_POD_NAME", "KFP_POD_UID",
+})  # fmt: skip
+_LAUNCHERS_CONFIG_MAPS: Final = frozenset({"metadata-grpc-configmap"})
+# Empty volumes through which Argo's and KFP's executors reach the step's container. All other empty volumes are kept:
+# each worker gets its own (KFP mounts artifacts' places as such, so that images that are not root's can write there).
+_LAUNCHERS_EMPTY_VOLUMES: Final = frozenset({"kfp-launcher", "tmp-dir-argo", "var-run-argo"})
+_SERVICE_ACCOUNT_PATH: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
+# KFP's launcher sets these for its child at run time, where the backend has a CA bundle for the object store.
+_CA_VARIABLES: Final = ("AWS_CA_BUNDLE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR", "SSL_CERT_FILE")
 
 # Runs in whatever Python the image has: it fetches the rest from the launcher, which may not be up yet.
 BOOTSTRAP: Final = """\
@@ -50,30 +75,47 @@ sys.exit(remote.main(directory))
 _SHELL: Final = 'if command -v python3 >/dev/null 2>&1; then exec python3 -I -c "$0" "$1"; fi; shift; exec "$@"'
 
 
-def worker_template(own_pod: Json, image: str, secret: str, argv: list[str]) -> Json:
+def worker_template(
+    own_pod: Json,
+    image: str,
+    secret: str,
+    argv: list[str],
+    *,
+    resources: Json | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Json:
     """A pod template for workers in `image` ("": that of the step's own pod) that start from the relay in `secret`.
 
-    `argv` is what runs in an image without Python.
+    `argv` is what runs in an image without Python. `resources` are a worker's (None: those of the step's own pod),
+    `environment` is that of the launcher's process, of which CA bundles on mounted volumes are passed on.
     """
     spec = own_pod.get("spec", {})
     own = _container(spec)
-    volumes = [volume for volume in spec.get("volumes", []) if _is_kept(volume)]
+    mounts = [mount for mount in own.get("volumeMounts", []) if mount["mountPath"] != _SERVICE_ACCOUNT_PATH]
+    volumes = _volumes(spec, {mount["name"] for mount in mounts})
     names = {volume["name"] for volume in volumes}
-    mounts = [mount for mount in own.get("volumeMounts", []) if mount["name"] in names]
+    mounts = [mount for mount in mounts if mount["name"] in names]
+    resources = own.get("resources", {}) if resources is None else resources
     container = {
+        **{field: value for field, value in own.items() if field not in _LAUNCHERS_CONTAINER},
         "name": MAIN,
         "image": image or own.get("image", ""),
         "command": ["sh", "-c", _SHELL, BOOTSTRAP, MOUNT, *argv],
         "env": [
-            *(entry for entry in own.get("env", []) if not entry["name"].startswith(_NOT_PASSED_ON)),
+            *(entry for entry in own.get("env", []) if _is_authors(entry)),
+            *_ca_bundles(own, mounts, environment or {}),
             {"name": POD_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         ],
         "volumeMounts": [*mounts, {"name": VOLUME, "mountPath": MOUNT, "readOnly": True}],
-        **{field: own[field] for field in _KEPT_OF_CONTAINER if own.get(field)},
     }
+    if sources := [source for source in own.get("envFrom", []) if not _is_launchers_source(source)]:
+        container["envFrom"] = sources
+    if resources:
+        container["resources"] = resources
     return {
+        "metadata": _metadata(own_pod.get("metadata", {})),
         "spec": {
-            **{field: spec[field] for field in _KEPT_OF_POD if spec.get(field)},
+            **{field: value for field, value in spec.items() if field not in _LAUNCHERS_SPEC},
             "containers": [container],
             "restartPolicy": "Never",
             "volumes": [*volumes, {"name": VOLUME, "secret": {"secretName": secret, "defaultMode": 0o444}}],
@@ -87,12 +129,45 @@ def _container(spec: Json) -> Json:
     return next((each for each in containers if each["name"] == MAIN), containers[0] if containers else {})
 
 
-def _is_kept(volume: Json) -> bool:
-    """Whether it is the author's, and holds more than what this pod put into it.
+def _metadata(own: Json) -> Json:
+    def kept(part: str) -> Json:
+        given: Json = own.get(part) or {}
+        return {name: text for name, text in given.items() if name.partition("/")[0] not in LAUNCHER_DOMAINS}
 
-    KFP mounts an empty volume (gcs-scratch, s3-scratch, ...) where artifacts lie, so that images that are not root's
-    can write there: the workers get such volumes of their own.
-    """
-    if volume["name"].endswith(_SCRATCH):
-        return True
-    return not volume["name"].startswith(_NOT_KEPT_VOLUMES) and not any(kind in volume for kind in _NODE_LOCAL)
+    return {part: found for part in ("labels", "annotations") if (found := kept(part))}
+
+
+def _volumes(spec: Json, mounted: set[str]) -> list[Json]:
+    """Volumes that the step's container mounts, without those that Argo's and KFP's executors share with it."""
+    return [
+        volume
+        for volume in spec.get("volumes", [])
+        if volume["name"] in mounted and not ("emptyDir" in volume and volume["name"] in _LAUNCHERS_EMPTY_VOLUMES)
+    ]
+
+
+def _is_authors(entry: Json) -> bool:
+    """Whether it is neither the launcher's nor what admission adds to pods without GPUs, such as the launcher's."""
+    return (
+        entry != NO_DEVICES
+        and entry["name"] not in _LAUNCHERS_VARIABLES
+        and not entry["name"].startswith(LAUNCHER_PREFIX)
+    )
+
+
+def _is_launchers_source(source: Json) -> bool:
+    return source.get("configMapRef", {}).get("name") in _LAUNCHERS_CONFIG_MAPS
+
+
+def _ca_bundles(own: Json, mounts: list[Json], environment: Mapping[str, str]) -> list[Json]:
+    """CA bundles that the launcher's process was given at run time, where the workers have the same file."""
+    given = {entry["name"] for entry in own.get("env", [])}
+    return [
+        {"name": name, "value": environment[name]}
+        for name in _CA_VARIABLES
+        if name not in given and any(_is_below(environment.get(name, ""), mount["mountPath"]) for mount in mounts)
+    ]
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(directory.rstrip("/") + "/")

@@ -80,7 +80,7 @@ def input_paths(executor_input: Json) -> list[str]:
     """Where the step's input artifacts lie in this pod."""
     listed = executor_input.get("inputs", {}).get("artifacts", {}).values()
     artifacts = (artifact for each in listed for artifact in each.get("artifacts", []))
-    return [worker.local_path(artifact["uri"]) for artifact in artifacts if "/" in artifact.get("uri", "")]
+    return [worker.input_path(artifact) for artifact in artifacts if "/" in artifact.get("uri", "")]
 
 
 @cache

@@ -121,7 +121,7 @@ def fetch_inputs(relay: RelayClient, executor_input: Json) -> None:
     """Every input artifact to the place where the step's command looks for it."""
     listed = executor_input.get("inputs", {}).get("artifacts", {}).values()
     for artifact in (artifact for each in listed for artifact in each.get("artifacts", [])):
-        root = worker.local_path(artifact.get("uri", ""))
+        root = worker.input_path(artifact)
         if "/" not in root or os.path.exists(root):  # noqa: PTH110 (there by a volume that is shared)
             continue
         for relative, size, mode in json.loads(relay.read(f"/list?path={quote(root)}")):

@@ -8,11 +8,16 @@ in one place: steps in nested pipelines, conditions, loops and exit handlers are
 from __future__ import annotations
 
 import copy
+import re
 from typing import TYPE_CHECKING, Any, Final
 
+from kfp_gpuquota.api.environment import WORKER_VARIABLES
 from kfp_gpuquota.api.validation import check_name
+from kfp_gpuquota.dsl import pod_resources
+from kfp_gpuquota.dsl.lease import DURATION_VARIABLE
 from kfp_gpuquota.dsl.options import PREFIX, PROJECT, Options, checked, to_environment
 from kfp_gpuquota.dsl.placeholders import EXECUTOR_INPUT, disguise
+from kfp_gpuquota.dsl.platform_config import check_config, executor_configs
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 if TYPE_CHECKING:
@@ -29,8 +34,18 @@ TASK: Final = "--task={{$.pipeline_job_uuid}}/{{$.pipeline_task_name}}"
 GPUS_ARGUMENT: Final = "--gpus="
 IMAGE_ARGUMENT: Final = "--image="
 LAUNCHER_IMAGE: Final = "GPUQUOTA_LAUNCHER_IMAGE"
+# Variables by which a step's author, or this module, configures the launcher.
+LAUNCHER_VARIABLES: Final = frozenset({
+    *(PREFIX + field.upper() for field in Options.__struct_fields__),
+    PROJECT, DURATION_VARIABLE, LAUNCHER_IMAGE, pod_resources.VARIABLE,
+    "GPUQUOTA_CONTEXT", "GPUQUOTA_HOME", "GPUQUOTA_TOKEN_FILE", "GPUQUOTA_URL",
+})  # fmt: skip
+# Variables that KFP sets on the step's own pod.
+POD_VARIABLES: Final = frozenset({"KFP_POD_NAME", "KFP_POD_UID"})
 GPU_RESOURCE_SUFFIX: Final = "/gpu"
 _OUTSIDE_THE_QUOTA: Final = "tpu"
+# What an image holds is not known here; these say it by their name.
+_WITHOUT_SHELL: Final = re.compile(r"(^|/)(distroless/(?!.*debug)|chainguard/static\b|scratch$)")
 
 
 def is_routed(command: Sequence[object] | None) -> bool:
@@ -54,7 +69,9 @@ def check_command(component: str, command: Sequence[object] | None) -> None:
         )
 
 
-def route_pipeline(spec: Json, project: str | None = None, launcher_image: str | None = None) -> Json:
+def route_pipeline(
+    spec: Json, project: str | None = None, launcher_image: str | None = None, *, platform: Sequence[Json] = ()
+) -> Json:
     """A compiled pipeline (KFP's PipelineSpec as JSON, `yaml.safe_load` of its file) with its GPU steps routed.
 
     Every step that is decorated, or asks for GPUs with `set_accelerator_type` and `set_accelerator_limit`, runs
@@ -63,37 +80,51 @@ def route_pipeline(spec: Json, project: str | None = None, launcher_image: str |
 
     With `launcher_image` the launcher of every routed step runs in that image, and the step's own image is that of its
     workers: so it needs nothing of ours. Without, the launcher runs in the step's image, which must have this package.
+    `platform` are the documents behind the PipelineSpec, which say what kfp-kubernetes has set: they are checked.
     """
     _check_project(project)
     routed = copy.deepcopy(spec)
     executors: Json = routed.get("deploymentSpec", {}).get("executors", {})
+    configs = executor_configs(platform)
     for label, executor in executors.items():
         if "container" in executor:
-            _route_container(label.removeprefix("exec-"), executor["container"], project)
-            if launcher_image and is_routed(executor["container"].get("command")):
-                _swap_image(executor["container"], launcher_image)
+            step, container = label.removeprefix("exec-"), executor["container"]
+            _route_container(step, container, project, launcher_image)
+            if is_routed(container.get("command")):
+                check_config(step, configs.get(label, {}))
+                _swap_image(step, container, launcher_image)
     return routed
 
 
-def _route_container(step: str, container: Json, project: str | None) -> None:
+def _route_container(step: str, container: Json, project: str | None, launcher_image: str | None) -> None:
     accelerator = _accelerator(step, container)
     if is_routed(container.get("command")):
         _check_agreement(step, container, accelerator)
+        container.get("resources", {}).pop("accelerator", None)
     elif accelerator is None:
         return
     else:
         _wrap(step, container, str(accelerator["count"]))
-    _drop_accelerator(container)
+        del container["resources"]["accelerator"]
+    check_environment(step, container["env"])
+    pod_resources.take_over(container, on_backend=bool(launcher_image))
     if project and all(entry["name"] != PROJECT for entry in container["env"]):
         container["env"].append({"name": PROJECT, "value": project})
 
 
-def _swap_image(container: Json, launcher_image: str) -> None:
-    """As an argument the step's own image stays a part of KFP's cache key."""
+def _swap_image(step: str, container: Json, launcher_image: str | None) -> None:
+    """Run the launcher in its own image. As an argument the step's own stays a part of KFP's cache key."""
     arguments = container["args"]
-    if not any(str(argument).startswith(IMAGE_ARGUMENT) for argument in arguments[: arguments.index("--")]):
+    given = (str(argument) for argument in arguments[: arguments.index("--")])
+    own = next((text.removeprefix(IMAGE_ARGUMENT) for text in given if text.startswith(IMAGE_ARGUMENT)), "")
+    if _WITHOUT_SHELL.search(own or container["image"]):
+        raise DefinitionError(
+            f"step {step!r}: its image {own or container['image']!r} has no shell, and a worker starts by one; use the "
+            "image's variant with a shell (of distroless images, the tag 'debug')"
+        )
+    if launcher_image and not own:
         arguments.insert(0, f"{IMAGE_ARGUMENT}{container['image']}")
-    container["image"] = launcher_image
+    container["image"] = launcher_image or container["image"]
 
 
 def _wrap(step: str, container: Json, count: str) -> None:
@@ -134,12 +165,19 @@ def _check_agreement(step: str, container: Json, accelerator: Json | None) -> No
         )
 
 
-def _drop_accelerator(container: Json) -> None:
-    """The workers hold the GPUs. A launcher that asked for them too would hold as many again, and use none."""
-    resources = container.get("resources", {})
-    resources.pop("accelerator", None)
-    if not resources:
-        container.pop("resources", None)
+def check_environment(step: str, environment: Sequence[Json]) -> None:
+    """Raises DefinitionError for a variable that the author sets and that would not reach the workers."""
+    for name in (entry["name"] for entry in environment):
+        if name in WORKER_VARIABLES or name in POD_VARIABLES:
+            raise DefinitionError(
+                f"step {step!r} sets the environment variable {name}, which is set for each worker or for the step's "
+                "pod by the cluster; rename it"
+            )
+        if name.startswith(PREFIX) and name not in LAUNCHER_VARIABLES:
+            raise DefinitionError(
+                f"step {step!r} sets the environment variable {name}, but names that begin with {PREFIX} are the "
+                "launcher's, and this one means nothing to it; rename it"
+            )
 
 
 def _number(step: str, count: str) -> int:

@@ -1,26 +1,19 @@
-"""Running a compiled pipeline: on this machine under kfp.local, or on a KFP server."""
+"""Running a compiled pipeline on this machine, under kfp.local."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import signal
-import tempfile
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kfp
-import kfp_server_api  # type: ignore[import-untyped]
-import urllib3.exceptions
 from kfp import components, local
 
-from kfp_gpuquota.errors import ClusterUnavailableError, JobFailedError, UsageError
+from kfp_gpuquota.errors import JobFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import FrameType
 
     from kfp_gpuquota.dsl.package import Package
@@ -77,38 +70,3 @@ def _interrupt_children() -> None:
         with contextlib.suppress(OSError, IndexError):
             if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 os.kill(int(stat.parent.name), signal.SIGINT)
-
-
-def submit(package: Package, arguments: Json, host: str, root: str = "", namespace: str = "") -> str:
-    """Submit it to the KFP server at `host`; returns the run's id. Raises ClusterUnavailableError and UsageError.
-
-    `namespace` is for servers with several users: the Profile in which it is to run.
-    """
-    with tempfile.TemporaryDirectory() as directory, _failures_in_one_sentence(host):
-        file = Path(directory) / "pipeline.yaml"
-        file.write_text(package.text(), encoding="utf-8")
-        run = kfp.Client(host=host).create_run_from_pipeline_package(
-            str(file),
-            arguments=arguments,
-            run_name=package.name,
-            pipeline_root=root or None,
-            namespace=namespace or None,
-        )
-    return str(run.run_id)
-
-
-@contextlib.contextmanager
-def _failures_in_one_sentence(host: str) -> Iterator[None]:
-    """KFP's client logs tracebacks and warns of servers before KFP 2 on the way; neither is the user's concern."""
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    except kfp_server_api.ApiException as error:
-        raise UsageError(f"the KFP server at {host} refuses the run: {error.status} {error.reason}") from None
-    except (OSError, urllib3.exceptions.HTTPError) as error:
-        why = str(getattr(error, "reason", error)).rpartition(": ")[2]
-        raise ClusterUnavailableError(f"the KFP server at {host} does not answer: {why}") from None
-    finally:
-        logging.disable(logging.NOTSET)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api.environment import WORKER_VARIABLES
 from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.connect import current_project
+from kfp_gpuquota.dsl import pod_resources
 from kfp_gpuquota.dsl.lease import DURATION_S, DURATION_VARIABLE
 from kfp_gpuquota.dsl.naming import job_name, label_value
 from kfp_gpuquota.dsl.options import PREFIX, PROJECT, Options, from_environment
@@ -21,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Json = dict[str, Any]
-# Who a worker is and what it holds is the cluster's to say; the launcher's own constants are nobody else's business.
+# The cluster says what a worker is and what it holds; the other names are the launcher's or its shell's own.
 _NOT_PASSED_ON: Final = re.compile(
-    rf"{PREFIX}.*|ELASTIC_.*|RUNAI_.*|JOB_NAME|JOB_UUID|POD_INDEX|(CUDA|NVIDIA|HIP|ROCR)_VISIBLE_DEVICES|_|SHLVL"
+    rf"{PREFIX}.*|RUNAI_.*|{'|'.join(WORKER_VARIABLES)}|(CUDA|NVIDIA|HIP|ROCR)_VISIBLE_DEVICES|_|SHLVL"
 )
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -45,6 +47,14 @@ class Step:
     environment: dict[str, str]
     lease_s: float
     image: str = ""
+    resources: Json | None = None
+
+    @property
+    def worker_resources(self) -> Json | None:
+        """CPU, memory and extended resources of a worker in a pod; None: those of the step's own pod."""
+        if not self.options.extended_resources:
+            return self.resources
+        return pod_resources.with_extended(self.resources or {}, self.options.extended_resources)
 
     @property
     def job_name(self) -> str:
@@ -76,6 +86,7 @@ def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         environment=passed_on(environment),
         lease_s=_lease_s(environment),
         image=arguments.image,
+        resources=pod_resources.parsed(arguments.pod_resources or environment.get(pod_resources.VARIABLE)),
     )
 
 

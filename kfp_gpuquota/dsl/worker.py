@@ -22,6 +22,8 @@ STAGING = ".gpuquota"
 EXIT_NOT_FOUND = 127
 POD_NAME = "GPUQUOTA_POD_NAME"
 _MOUNTS = {"gs://": "/gcs/", "minio://": "/minio/", "s3://": "/s3/"}
+_IMAGE = "oci://"
+_WORKSPACE = "/kfp-workspace/.artifacts"
 _PLACEHOLDER = re.compile(r"\{\{gpuquota([^}]*)\}\}")
 _OUTPUT = re.compile(r"\.outputs\.(parameters|artifacts)\['([^']+)'\]\.(\w+)")
 
@@ -38,6 +40,16 @@ def local_path(uri: str) -> str:
         if uri.startswith(scheme):
             return mount + uri[len(scheme) :]
     return uri
+
+
+def input_path(artifact: Json) -> str:
+    """Where KFP lets a step read an input: a model image's content, or a file in the run's workspace, among others."""
+    uri = artifact.get("uri", "")
+    model = f"/oci/{uri[len(_IMAGE) :].replace('/', '_')}/models"
+    path = model if uri.startswith(_IMAGE) else local_path(uri)
+    if artifact.get("metadata", {}).get("_kfp_workspace") is True:
+        return f"{_WORKSPACE}/{path.lstrip('/')}"
+    return path
 
 
 def output_locations(executor_input: Json) -> list[tuple[Json, str]]:

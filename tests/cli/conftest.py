@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from tests import forked, programs
 from tests.conftest import EmbeddedCluster, running_cluster
 from tests.patience import PATIENCE_S
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PROGRAM = str(Path(sys.executable).with_name("gpuquota"))
+
+forked.preload("kfp_gpuquota.cli.main")
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,7 @@ class Cli:
 
     def run(self, *words: str, cwd: Path | None = None) -> Answer:
         arguments = words[0].split() if len(words) == 1 else list(words)
-        done = subprocess.run(
-            [PROGRAM, *arguments],
-            env=self.environment,
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = forked.run(programs.gpuquota, *arguments, environment=self.environment, cwd=cwd)
         assert "Traceback" not in done.stderr, done.stderr
         return Answer(done.returncode, done.stdout, done.stderr)
 

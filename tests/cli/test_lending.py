@@ -126,6 +126,7 @@ def test_a_plot_shows_use_against_request_and_limit_over_time(team: Cli, tmp_pat
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_training_yields_memory_between_two_steps_and_loses_none(team: Cli) -> None:
     script = Path(__file__).parents[2] / "examples" / "train_digits.py"
     command = (sys.executable, str(script), "--epochs", "100000")

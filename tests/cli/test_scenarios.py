@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.patience import until
 
 if TYPE_CHECKING:
@@ -105,6 +107,7 @@ def workers_now(cli: Cli, names: dict[str, str]) -> dict[str, str]:
     return {name: cli.job(name, "a")["status"]["workers"][-1]["id"] for name in names}
 
 
+@pytest.mark.slow
 def test_4b_a_scattered_job_is_moved_when_that_lets_the_waiting_job_start(wide_cli: Cli) -> None:
     cli = wide_cli
     two_departments(cli)
@@ -116,6 +119,7 @@ def test_4b_a_scattered_job_is_moved_when_that_lets_the_waiting_job_start(wide_c
     assert sum(before[name] != after[name] for name in before) == 1
 
 
+@pytest.mark.slow
 def test_4c_nothing_is_moved_when_the_waiting_job_starts_without_it(wide_cli: Cli) -> None:
     cli = wide_cli
     two_departments(cli)

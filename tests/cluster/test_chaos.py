@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from kfp_gpuquota.api import Job, Phase
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
@@ -22,8 +24,6 @@ from tests.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import pytest
 
     from tests.conftest import EmbeddedCluster
 
@@ -153,6 +153,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", [int(seed) for seed in metafunc.config.getoption("--seeds").split(",")])
 
 
+@pytest.mark.slow
 def test_whatever_happens_no_gpu_is_held_twice_and_every_job_ends(tmp_path: Path, seed: int) -> None:
     tally = tmp_path / "tally"
     tally.touch()

@@ -236,7 +236,7 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 
 @pytest.mark.parametrize("jump", [-86_400, 86_400])
 def test_a_clock_that_jumps_ends_no_lease_and_no_job(jumping_clock: Path, tmp_path: Path, jump: int) -> None:
-    with running_cluster(tmp_path / "home") as cluster:
+    with running_cluster(tmp_path / "home", new_interpreter=True) as cluster:
         cluster.project("team-a", 1)
         spec = cluster.submit("other", "true").spec
         leased = type(spec)(name="leased", project="team-a", command=("sleep", "infinity"), grace_period_s=1.0)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import await_stop
@@ -22,6 +24,7 @@ def commands() -> list[str]:
     return [line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")]
 
 
+@pytest.mark.slow
 def test_every_command_of_the_walk_through_succeeds(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import parse_qs, urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,18 +19,46 @@ if TYPE_CHECKING:
 EXPERIMENT = {"experiment_id": "experiment-1", "display_name": "Default"}
 
 
+TOKEN = "a-users-token"
+COOKIE = "oauth2_proxy_kubeflow=a-session"
+PROFILE = "team-a"
+
+
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._answer({"multi_user": False} if self.path.endswith("healthz") else {"experiments": [EXPERIMENT]})
+        if not self._is_known():
+            return
+        several = cast(Any, self.server).several_users
+        if several and parse_qs(urlsplit(self.path).query).get("namespace", [PROFILE]) != [PROFILE]:
+            self.send_error(403, "Forbidden")
+            return
+        self._answer({"multi_user": several} if self.path.endswith("healthz") else {"experiments": [EXPERIMENT]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server: Any = self.server
+        if not self._is_known():
+            return
         if body.get("runtime_config", {}).get("parameters", {}).get("epochs") == 0:
             self.send_error(400, "Bad Request")
             return
         server.runs.append(body)
         self._answer({**body, "run_id": f"run-{len(server.runs)}"})
+
+    def _is_known(self) -> bool:
+        """As Kubeflow's gateway: a browser's request is sent to the login, one with a wrong token is refused."""
+        given = self.headers
+        known = given["Authorization"] == f"Bearer {TOKEN}" or given["Cookie"] == COOKIE
+        if not cast(Any, self.server).several_users or known:
+            return True
+        if given["Authorization"]:
+            self.send_error(401, "Unauthorized")
+        else:
+            self.send_response(302)
+            self.send_header("Location", "/dex/auth")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        return False
 
     def _answer(self, content: dict[str, Any]) -> None:
         encoded = json.dumps(content).encode()
@@ -43,10 +73,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def kfp_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(its URL, the runs it was given)."""
+def kfp_server(*, several_users: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(its URL, the runs it was given). With several users it lets in TOKEN and COOKIE, whose Profile is PROFILE."""
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.runs = []
+    server.runs, server.several_users = [], several_users
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
@@ -55,3 +85,15 @@ def kfp_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def main() -> None:
+    """Serve several users at the address and port that the arguments name."""
+    host, port = sys.argv[1:]
+    server: Any = ThreadingHTTPServer((host, int(port)), _Handler)
+    server.runs, server.several_users = [], True
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

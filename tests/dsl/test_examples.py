@@ -65,6 +65,7 @@ def test_the_timeline_counts_what_workers_hold_and_nothing_else(timeline: Any) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["finetune_trainer.py", "finetune_accelerate.py"])
 def test_hugging_faces_libraries_fine_tune_while_the_size_changes(
     embedded_cluster: EmbeddedCluster, tmp_path: Path, example: str
@@ -91,6 +92,7 @@ def test_hugging_faces_libraries_fine_tune_while_the_size_changes(
     assert float(said[-1].removeprefix("accuracy: ")) > 0.6
 
 
+@pytest.mark.slow
 def test_the_digits_pipeline_trains_through_the_quota(embedded_cluster: EmbeddedCluster, tmp_path: Path) -> None:
     embedded_cluster.project("team-a", 2)
     command = [sys.executable, str(EXAMPLES / "digits_pipeline.py"), "--project=team-a", "--epochs=4"]
@@ -107,6 +109,7 @@ def _pipeline_run(example: str, *words: str) -> list[str]:
     return [PROGRAM, "pipeline", "run", str(EXAMPLES / example), "-p", "team-a", "--root", "root", *words]
 
 
+@pytest.mark.slow
 def test_a_training_program_in_a_container_component_is_elastic(
     embedded_cluster: EmbeddedCluster, tmp_path: Path
 ) -> None:
@@ -122,6 +125,7 @@ def test_a_training_program_in_a_container_component_is_elastic(
     assert {worker.rank for worker in job.status.workers} >= {0}
 
 
+@pytest.mark.slow
 def test_a_notebooks_session_keeps_its_gpu_and_what_was_left_in_it_is_the_steps_output(
     embedded_cluster: EmbeddedCluster, tmp_path: Path
 ) -> None:
@@ -153,6 +157,7 @@ def test_a_notebooks_session_keeps_its_gpu_and_what_was_left_in_it_is_the_steps_
     assert [path.read_text() for path in (tmp_path / "root").rglob("notes.txt")] == ["1\n"]
 
 
+@pytest.mark.slow
 def test_four_pipelines_share_the_gpus_of_two_teams(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "four_pipelines.py")]
     environment = {**os.environ, "COLUMNS": "100"}
@@ -167,6 +172,7 @@ def test_four_pipelines_share_the_gpus_of_two_teams(tmp_path: Path) -> None:
     _nothing_stays(tmp_path)
 
 
+@pytest.mark.slow
 def test_interrupted_four_pipelines_leave_no_process_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-u", str(EXAMPLES / "four_pipelines.py")],
@@ -183,6 +189,7 @@ def test_interrupted_four_pipelines_leave_no_process_behind(tmp_path: Path) -> N
     _nothing_stays(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_quickstart_keeps_its_promises(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "quickstart.py")]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -194,6 +201,7 @@ def test_the_quickstart_keeps_its_promises(tmp_path: Path) -> None:
     _nothing_stays(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_interrupted_quickstart_leaves_no_process_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-u", str(EXAMPLES / "quickstart.py")], cwd=tmp_path, stdout=subprocess.PIPE, text=True

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kfp_gpuquota.api import Phase
+from tests import forked, programs
 from tests.cli.conftest import PROGRAM, Cli
-from tests.dsl.kfp_server import kfp_server
+from tests.dsl.kfp_server import COOKIE, TOKEN, kfp_server
 
 if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
@@ -60,9 +63,7 @@ def file(tmp_path: Path) -> Path:
 
 def _offline(*words: str | Path, **environment: str) -> tuple[int, str, str]:
     """A command where no cluster runs."""
-    ended = subprocess.run(
-        [PROGRAM, "pipeline", *map(str, words)], env=environment, capture_output=True, text=True, check=False
-    )
+    ended = forked.run(programs.gpuquota, "pipeline", *map(str, words), environment=environment)
     assert "Traceback" not in ended.stderr
     return ended.returncode, ended.stdout, ended.stderr
 
@@ -71,8 +72,8 @@ def _offline(*words: str | Path, **environment: str) -> tuple[int, str, str]:
 def test_every_help_text_shows_its_examples_line_by_line(command: str) -> None:
     _, shown, _ = _offline(command, "--help", COLUMNS="80")
     examples = shown.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
-    assert len(examples) == 2
-    assert all(line.startswith(f"  gpuquota pipeline {command} ") for line in (line[2:] for line in examples))
+    assert len(examples) >= 2
+    assert all(line.startswith("    gpuquota ") and f" pipeline {command} " in line for line in examples)
 
 
 def test_routing_a_compiled_pipeline_prints_it_as_kfp_writes_it(tmp_path: Path) -> None:
@@ -111,6 +112,7 @@ def test_a_check_says_which_cluster_did_not_answer(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_check_shows_quotas_and_ends_with_2_when_something_is_wrong(cli: Cli) -> None:
     cli("project set team-a --limit 1")
     answer = cli.run("pipeline", "check", str(GOLDEN / "sizes.yaml"))
@@ -134,6 +136,7 @@ def test_a_pipeline_runs_here_and_its_outputs_are_shown(cli: Cli, file: Path, tm
     assert (tmp_path / "root").is_dir()
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_somebody_compiled_runs_here(cli: Cli, file: Path, tmp_path: Path) -> None:
     compiled = tmp_path / "compiled.yaml"
     cli("pipeline", "route", str(file), "-o", str(compiled))
@@ -187,6 +190,7 @@ def test_a_run_is_submitted_to_a_kfp_server(cli: Cli, file: Path) -> None:
     assert {"name": "GPUQUOTA_PROJECT", "value": "team-b"} in container["env"]
 
 
+@pytest.mark.slow
 def test_a_kfp_server_that_refuses_or_is_not_there_gets_a_sentence(cli: Cli) -> None:
     pipeline = str(GOLDEN / "lightweight.yaml")
     with kfp_server() as (url, _):
@@ -197,6 +201,67 @@ def test_a_kfp_server_that_refuses_or_is_not_there_gets_a_sentence(cli: Cli) -> 
         1,
         f"Error: the KFP server at {url} does not answer: [Errno 111] Connection refused\n",
     )
+
+
+def test_on_a_server_with_several_users_a_run_goes_to_its_projects_profile(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    pipeline = str(GOLDEN / "lightweight.yaml")
+    known = (["--token-file", str(tmp_path / "token")], ["--existing-token", TOKEN], ["--cookie", COOKIE])
+    with kfp_server(several_users=True) as (url, runs):
+        for who in known:
+            cli("pipeline", "run", pipeline, "--host", url, "-p", "team-a", "-a", "epochs=1", *who)
+    assert len(runs) == len(known)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("", "sends to a login page; say who you are by --token-file FILE, --existing-token TOKEN or --cookie"),
+        ("--existing-token wrong", "does not know who asks (401); say who you are by --token-file FILE"),
+        ("--header Cookie=wrong", "sends to a login page"),
+        ("--header x", "--header is 'x', but it must be NAME=VALUE"),
+        ("--token-file /no/such", "cannot read --token-file '/no/such': No such file or directory"),
+        (
+            f"--existing-token {TOKEN} -n team-b",
+            "the run goes to namespace 'team-b', but steps of it name project 'team-a'",
+        ),
+    ],
+)
+def test_whom_a_server_with_several_users_does_not_let_in_gets_a_sentence(cli: Cli, options: str, said: str) -> None:
+    pipeline = str(GOLDEN / "lightweight.yaml")
+    with kfp_server(several_users=True) as (url, _):
+        refused = cli.run("pipeline", "run", pipeline, "--host", url, "-a", "epochs=1", *options.split())
+    assert refused.code == 2
+    assert said in refused.err
+    assert "Traceback" not in refused.err
+
+
+def test_another_profile_is_refused_with_what_to_do(cli: Cli, file: Path) -> None:
+    with kfp_server(several_users=True) as (url, _):
+        command = ("pipeline", "run", str(file), "--host", url, "-p", "team-b", "-a", "x=1", "--existing-token", TOKEN)
+        refused = cli.run(*command)
+    assert (refused.code, "in namespace 'team-b' (403); a run belongs to a Profile's namespace" in refused.err) == (
+        2,
+        True,
+    )
+
+
+def test_what_is_no_kfp_server_gets_a_sentence(cli: Cli, tmp_path: Path) -> None:
+    class Page(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>the dashboard</html>")
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        refused = cli.run("pipeline", "run", str(GOLDEN / "lightweight.yaml"), "--host", url, "-a", "epochs=1")
+        server.shutdown()
+    assert (refused.code, f"what answers at {url} is not a KFP server" in refused.err) == (2, True)
 
 
 MISTAKES = [
@@ -214,7 +279,7 @@ MISTAKES = [
     ("check two.py --pipeline first -p Team_A", "project is 'Team_A', but a name is"),
     ("check text.yaml --pipeline first", "--pipeline chooses among the pipelines of a Python file"),
     ("route two.py --pipeline first -o no/such/place", "cannot write 'no/such/place': No such file or directory"),
-    ("run two.py --pipeline first --local --host http://x", "--local and --host are two places to run at"),
+    ("run two.py --pipeline first --local --host http://x", "--local, --host and --kubeflow are places to run at"),
     ("run two.py --pipeline first", "the pipeline needs x; add: --arg x=VALUE"),
     ("run two.py --pipeline first -a x=a", "--arg x is 'a', but the pipeline declares a whole number"),
     ("run two.py --pipeline first -a x=1", "step 'f': it names no project; add --project PROJECT"),
@@ -290,9 +355,11 @@ def test_a_file_finds_what_lies_beside_it_and_may_have_the_name_of_a_library(tmp
 def test_without_kfp_the_error_says_how_to_install_it(tmp_path: Path) -> None:
     """The interpreter is told that there is no kfp; everything else is as it is."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['kfp'] = None\n")
-    code, said, error = _offline("check", GOLDEN / "sizes.yaml", HOME=str(tmp_path), PYTHONPATH=str(tmp_path))
-    assert (code, said) == (2, "")
-    assert error == (
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    command = [PROGRAM, "pipeline", "check", str(GOLDEN / "sizes.yaml")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
         "Error: this needs kfp, which is not installed here; install it with: pip install 'kfp-gpuquota[kfp]'\n"
     )
 

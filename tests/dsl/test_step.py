@@ -19,7 +19,14 @@ EXECUTOR_INPUT = json.dumps({"outputs": {"outputFile": "/root/train/executor_out
 
 
 def _step(environment: dict[str, str], **changed: Any) -> Step:
-    given = {"image": "", "task": "run-1/train", "gpus": None, "executor_input": EXECUTOR_INPUT, "argv": ["true"]}
+    given = {
+        "image": "",
+        "pod_resources": None,
+        "task": "run-1/train",
+        "gpus": None,
+        "executor_input": EXECUTOR_INPUT,
+        "argv": ["true"],
+    }
     given.update(changed)
     return step_from(argparse.Namespace(**given), {"GPUQUOTA_PROJECT": "team-a", **environment})
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -25,9 +24,11 @@ from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
 from tests.elastic_runtime.leftovers import processes_at, threads_and_sockets
 from tests.elastic_runtime.relay import Relay
 from tests.elastic_runtime.training import IN_EVALUATION, Gate, Plan, worker_main
+from tests.forked import context, preload
 from tests.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
+    import multiprocessing
     from collections.abc import Iterator
 
     from kfp_gpuquota.api import Progress
@@ -37,10 +38,7 @@ JOB = "job"
 MOST_WORKERS = 24
 LIMITS = Limits(silence_s=5.0, unheard_s=15.0, isolated_s=15.0, leave_s=20.0, forming_s=5.0, failure_s=1.0)
 
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["tests.elastic_runtime.training", "elastic_runtime.job", "torch.distributed", "torch._dynamo"]
-)
+preload("tests.elastic_runtime.training", "elastic_runtime.job", "torch.distributed", "torch._dynamo")
 
 
 def _newest_rows(path: Path) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained_alone(training.train, Plan(), directory)
 
 
+@pytest.mark.slow
 def test_an_accelerate_training_grows_and_loses_its_leader(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path, PLAN) as cluster:
         cluster.start(0, 1)
@@ -61,6 +62,7 @@ def test_an_accelerate_training_shrinks_to_one_and_grows_again(tmp_path: Path, r
         cluster.check_result(reference)
 
 
+@pytest.mark.slow
 def test_mixed_precision_and_uneven_shares_change_nothing_but_rounding(tmp_path: Path) -> None:
     plan = replace(PLAN, global_batch=17, epochs=1, options={"mixed_precision": "bf16"})
     alone = tmp_path / "alone"
@@ -79,6 +81,7 @@ def test_mixed_precision_and_uneven_shares_change_nothing_but_rounding(tmp_path:
             torch.testing.assert_close(final["model"][name], value, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 def test_two_workers_go_on_with_a_state_that_three_saved(tmp_path: Path, reference: dict[str, Any]) -> None:
     three, two = tmp_path / "three", tmp_path / "two"
     for directory, workers, options in ((three, 3, {"save_at": 20}), (two, 2, {"load": str(three / "state")})):
@@ -93,6 +96,7 @@ def test_two_workers_go_on_with_a_state_that_three_saved(tmp_path: Path, referen
             torch.testing.assert_close(final["model"][name], value, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_ranks_are_the_jobs(tmp_path: Path, reference: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     script = tmp_path / "script.py"

@@ -128,6 +128,7 @@ def check_evaluations(directory: Path, alone: list[dict[str, Any]], *indices: in
             assert ours["right"][1] == pytest.approx(HELD_OUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(("place", "step"), [("before", 26), ("after", 26), ("before", 18), ("first", 17)])
 def test_nothing_is_lost_with_a_worker(
@@ -142,6 +143,7 @@ def test_nothing_is_lost_with_a_worker(
     assert [row["size"] for row in evaluated(tmp_path, others[0]) if row["step"] != 18] == [3, 2, 2]
 
 
+@pytest.mark.slow
 def test_who_comes_and_who_goes_waits_for_the_evaluations_end(
     tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, Any]]]
 ) -> None:

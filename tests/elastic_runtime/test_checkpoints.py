@@ -126,6 +126,7 @@ def test_a_full_disk_does_not_end_the_training(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_next_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     """Alone: killed in the middle of an epoch, started again, and the same to the bit."""
     undisturbed, disturbed = tmp_path / "a", tmp_path / "b"
@@ -189,6 +190,7 @@ training.train(training.Plan(normalise=True, mixed=True), 0, pathlib.Path(sys.ar
 """
 
 
+@pytest.mark.slow
 def test_sigterm_saves_though_the_loop_is_in_a_step_that_does_not_end(tmp_path: Path) -> None:
     """The state of the step's beginning, with the buffers and random streams of that time."""
     undisturbed, disturbed = tmp_path / "a", tmp_path / "b"

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 import elastic_runtime
 from elastic_runtime.errors import BatchPlanError, SettingsError, StateError
-from tests.elastic_runtime.harness import Cluster, context
+from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, Points, train
+from tests.forked import context
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,6 +73,7 @@ def test_growing_shrinking_and_losing_workers_change_no_bit(tmp_path: Path, undi
         assert finish(cluster, 4) == {undisturbed}
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_changes_no_bit(tmp_path: Path, undisturbed: str) -> None:
     with Cluster(tmp_path, PLAN) as cluster:
         cluster.start(0, 1, 2)

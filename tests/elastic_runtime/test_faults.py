@@ -28,8 +28,9 @@ from elastic_runtime.generations import Generation, Generations
 from elastic_runtime.orders import Order
 from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
 from tests.cluster.test_faults import CLOCK
-from tests.elastic_runtime.harness import JOB, Cluster, context
+from tests.elastic_runtime.harness import JOB, Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, build, train, trained_alone, worker_main
+from tests.forked import context
 from tests.membership.test_service import Recorder
 from tests.patience import PATIENCE_S, until
 
@@ -202,6 +203,7 @@ def checkpoints_of(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_wall_clock_that_jumps_by_hours_disturbs_neither_training_nor_checkpoints(
     tmp_path: Path, clock: dict[str, str]
 ) -> None:
@@ -318,6 +320,7 @@ class Doorman:
         self._thread.join(PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_attempts_to_reconnect_become_rarer_up_to_a_limit_and_begin_anew_after_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -407,6 +410,7 @@ def test_a_worker_that_waits_for_a_generation_does_not_enter_an_older_one(genera
     assert found.number == 8
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_coordinator_answers_seconds_late_and_the_resize_comes_in_the_end(
     tmp_path: Path,
 ) -> None:

@@ -21,10 +21,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.elastic_runtime.harness import Cluster, context
+from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.histories import History, Word, histories
 from tests.elastic_runtime.play import Play
 from tests.elastic_runtime.training import train
+from tests.forked import context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +86,7 @@ def play(history: History, directory: Path, reference: dict[str, Any]) -> None:
             assert digests == {reference["sha256"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drawn", "seed"), asked())
 def test_any_history_ends_with_the_undisturbed_model(
     tmp_path_factory: pytest.TempPathFactory, reference: Reference, drawn: st.SearchStrategy[History], seed: int

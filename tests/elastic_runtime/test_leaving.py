@@ -70,6 +70,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_everything_a_script_relies_on_runs_and_the_teardown_does_not() -> None:
     done = run(SCRIPT)
     assert done.stdout.splitlines() == ["finally", "registered after", "registered before"]
@@ -82,6 +83,7 @@ def test_an_error_of_the_script_while_it_leaves_is_told() -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [ORPHANED, SERVED], ids=["that-begins-after-it", "of-a-fork-server"])
 def test_a_loader_process_ends_with_its_killed_worker(tmp_path: Path, what: str) -> None:
     script = tmp_path / "script.py"

@@ -182,6 +182,7 @@ assert [r["cause"] for r in resizes] == ["join"]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "code", "finished"), [("break", 0, [20]), ("raise ValueError(1)", 1, [])])
 def test_a_loop_left_by_break_has_finished_when_the_process_ends_well(
     tmp_path: Path, end: str, code: int, finished: list[int]

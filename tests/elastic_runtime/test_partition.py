@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.elastic_runtime.harness import JOB, LIMITS, Cluster
 from tests.elastic_runtime.training import Gate, Plan, train, trained_alone
 from tests.patience import until
@@ -48,6 +50,7 @@ def break_all(cluster: Cluster, worker: str) -> None:
     cluster.kill(worker, signal.SIGUSR2)
 
 
+@pytest.mark.slow
 def test_of_two_that_lose_each_other_and_the_coordinator_the_first_to_be_back_waits_for_the_other(
     tmp_path: Path,
 ) -> None:

@@ -30,6 +30,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained_alone(train_adversaries, PLAN, tmp_path_factory.mktemp("reference"))
 
 
+@pytest.mark.slow
 def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     runpy.run_path("examples/train_gan.py", run_name="__main__")

@@ -101,11 +101,10 @@ def test_every_public_error_names_its_exit_code() -> None:
             assert issubclass(getattr(elastic_runtime, name), elastic_runtime.ElasticError)
 
 
-def test_importing_it_costs_little_beyond_torch() -> None:
+def test_importing_it_imports_no_other_package_but_torch() -> None:
     code = (
-        "import torch, time, sys; before = set(sys.modules); began = time.process_time(); import elastic_runtime;"
-        "print(time.process_time() - began); print(sorted(m for m in set(sys.modules) - before if '.' not in m))"
+        "import torch, sys; before = set(sys.modules); import elastic_runtime;"
+        "print(sorted(m for m in set(sys.modules) - before if '.' not in m))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert float(out[0]) < 0.030
-    assert out[1] == "['elastic_runtime']"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == "['elastic_runtime']\n"

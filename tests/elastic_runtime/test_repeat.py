@@ -145,6 +145,7 @@ def lose_a_sum(nth: int) -> None:
     FastReducer.reduce = reduce  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nth", [18, 13, 26, 10], ids=["within-an-epoch", "after-one", "after-two", "elsewhere"])
 def test_who_missed_the_sum_that_others_have_applied_meets_them_in_the_evaluation(
     tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, float]]], nth: int

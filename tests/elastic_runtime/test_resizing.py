@@ -74,6 +74,7 @@ def test_the_death_of_a_joiner_disturbs_nobody(tmp_path: Path, reference: dict[s
         finish(cluster, reference, 0, 1)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_killed_and_the_others_repeat_the_step(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
         cluster.start(0, 1, 2)
@@ -120,6 +121,7 @@ def left(directory: Path, *indices: int) -> bool:
     return all('"event": "left"' in (directory / f"report-{index}.jsonl").read_text() for index in indices)
 
 
+@pytest.mark.slow
 def test_an_eviction_that_is_agreed_on_while_the_coordinator_restarts_lets_all_go_and_the_next_ones_go_on(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
@@ -136,6 +138,7 @@ def test_an_eviction_that_is_agreed_on_while_the_coordinator_restarts_lets_all_g
         assert cluster.kills == []
 
 
+@pytest.mark.slow
 def test_joiners_that_wait_for_a_stopped_worker_begin_without_it_after_the_coordinator_restarts(tmp_path: Path) -> None:
     """What was under way to the stopped one never ends: gloo's destructor of that group held the joiner's loop."""
     with Cluster(tmp_path, checkpoints=True) as cluster:
@@ -166,6 +169,7 @@ def test_who_leaves_by_a_switch_that_is_agreed_on_while_the_coordinator_restarts
         assert cluster.kills == []
 
 
+@pytest.mark.slow
 def test_sigterm_lets_a_worker_go_by_agreement(tmp_path: Path, reference: dict[str, Any]) -> None:
     with Cluster(tmp_path) as cluster:
         cluster.start(0, 1)
@@ -176,6 +180,7 @@ def test_sigterm_lets_a_worker_go_by_agreement(tmp_path: Path, reference: dict[s
         assert cluster.released == ["w0"]
 
 
+@pytest.mark.slow
 def test_loader_processes_and_buffers_live_through_resizes(tmp_path: Path) -> None:
     plan = Plan(loader_workers=1, normalise=True, max_batch=None)
     with Cluster(tmp_path, plan) as cluster:

@@ -561,6 +561,7 @@ for epoch in job.epochs(3):
 """
 
 
+@pytest.mark.slow
 def test_sigterm_in_a_long_validation_saves_the_epoch_that_was_trained(tmp_path: Path) -> None:
     environment = {**os.environ, "ELASTIC_CHECKPOINT_DIR": str(tmp_path)}
     command = [sys.executable, "-c", VALIDATES]
@@ -586,6 +587,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
+@pytest.mark.slow
 def test_a_scripts_own_handler_of_sigterm_is_called_where_there_is_nothing_to_save(tmp_path: Path) -> None:
     environment = {**os.environ, "ELASTIC_CHECKPOINT_DIR": str(tmp_path)}
     ended = subprocess.run([sys.executable, "-c", HANDLES], env=environment, stdout=subprocess.PIPE, check=False)

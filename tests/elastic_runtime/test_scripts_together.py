@@ -93,6 +93,7 @@ def scripted(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["unfreezes", "own_generator", "warms_up"])
 def test_a_joiner_goes_on_where_the_script_has_changed_what_it_trains(tmp_path: Path, asked: str) -> None:
     """It has not seen the epoch in which layers were unfrozen; its sampler's generator is elsewhere; it has computed a
@@ -111,6 +112,7 @@ def test_a_joiner_goes_on_where_the_script_has_changed_what_it_trains(tmp_path: 
     assert warmed == ({f"warm-{index}": "4" for index in range(3)} if asked == "warms_up" else {})
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_does_not_cut_the_worker_off(tmp_path: Path) -> None:
     with Cluster(tmp_path, Plan(body=scripted, options={"reports_nan": 1})) as cluster:
         cluster.start(0, 1)
@@ -124,6 +126,7 @@ def test_a_loss_that_is_no_number_does_not_cut_the_worker_off(tmp_path: Path) ->
         assert {row["loss"] for row in rows if row["event"] == "metrics"} == {"nan"}
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(body=scripted, options={"slow": 1}, epochs=16)
     with Cluster(tmp_path, plan) as cluster:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_runtime.sharded import files
-from tests.elastic_runtime.harness import Cluster, context
+from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_training import (
     IN_THE_MIDDLE,
     rewrap_while_a_loss_is_held,
@@ -22,6 +22,7 @@ from tests.elastic_runtime.sharded_training import (
     train_with_a_part_left_out,
 )
 from tests.elastic_runtime.training import Gate, Plan, trained_alone, worker_main
+from tests.forked import context
 from tests.patience import until
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return undisturbed(PLAN, tmp_path_factory.mktemp("reference"))
 
 
+@pytest.mark.slow
 def test_a_sharded_job_grows_shrinks_and_is_replaced_and_holds_its_part_only(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
@@ -69,6 +71,7 @@ def report(directory: Path, index: int, event: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["event"] == event]
 
 
+@pytest.mark.slow
 def test_a_lost_shard_takes_all_back_to_the_last_checkpoint_and_says_so(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
@@ -100,6 +103,7 @@ def test_a_lost_shard_without_a_checkpoint_ends_the_job_with_the_remedy(tmp_path
         assert "there is no checkpoint; set ELASTIC_CHECKPOINT_DIR" in cluster.logs()
 
 
+@pytest.mark.slow
 def test_an_evicted_sharded_job_saves_and_goes_on_at_another_size_and_unsharded(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
@@ -134,6 +138,7 @@ def end_in_the_middle_of_a_step(cluster: Cluster, *indices: int) -> None:
         cluster.kill(f"w{index}")
 
 
+@pytest.mark.slow
 def test_a_job_that_is_told_to_go_in_a_step_that_never_ends_saves_the_steps_beginning(
     tmp_path: Path, reference: dict[str, Any]
 ) -> None:
@@ -145,6 +150,7 @@ def test_a_job_that_is_told_to_go_in_a_step_that_never_ends_saves_the_steps_begi
     assert report(tmp_path, 2, "restored")[0]["step"] == 8
 
 
+@pytest.mark.slow
 def test_what_is_saved_in_the_middle_of_a_step_has_its_buffers_and_types_of_the_beginning(tmp_path: Path) -> None:
     body = partial(train, long_step=8)
     plan = Plan(body=body, max_batch=None, normalise=True, epochs=1, options={"sharded": "mixed"})
@@ -169,6 +175,7 @@ def test_the_death_of_a_joiner_costs_nothing(tmp_path: Path, reference: dict[str
         assert all(commit.lost_steps == 0 for commit in cluster.commits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -185,6 +192,7 @@ def test_uneven_shares_count_right(tmp_path: Path, plan: Plan) -> None:
         cluster.check_result(undisturbed(plan, tmp_path / "alone"))
 
 
+@pytest.mark.slow
 def test_mixed_precision_passes_through_and_buffers_follow_rank_0(tmp_path: Path) -> None:
     plan = Plan(body=train, normalise=True, epochs=1, options={"sharded": "mixed"})
     with Cluster(tmp_path, plan) as cluster:
@@ -270,6 +278,7 @@ def under_torchrun(ranks: int) -> list[dict[str, str]]:
     return [{"RANK": str(rank), **common} for rank in range(ranks)]
 
 
+@pytest.mark.slow
 def test_under_torchrun_all_save_together_and_a_loss_goes_back(alone: Alone, reference: dict[str, Any]) -> None:
     alone.gate.limit.value = 10
     alone.start(PLAN, *under_torchrun(2))
@@ -297,6 +306,7 @@ def test_a_change_of_size_gives_the_old_shards_up_at_once(alone: Alone) -> None:
     assert alone.end() == [0], alone.log()
 
 
+@pytest.mark.slow
 def test_the_example_learns_and_saves_the_whole_model(alone: Alone) -> None:
     alone.start(replace(PLAN, body=run_the_example), {"ELASTIC_CHECKPOINT_DIR": ""})
     assert alone.end() == [0], alone.log()

@@ -43,6 +43,7 @@ def test_it_is_torchs_for_replicated_and_sharded_models_of_one_or_two_types(
         cluster.check_samples()
 
 
+@pytest.mark.slow
 def test_a_peer_that_dies_in_the_middle_of_it_takes_all_back_to_the_checkpoint_and_nobody_else_ends(
     tmp_path: Path,
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_peer_that_dies_in_the_middle_of_it_takes_all_back_to_the_checkpoint_a
         cluster.check_result(undisturbed(plan, tmp_path / "alone"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_that_dies_in_the_middle_of_it_when_a_joiner_was_agreed_on_in_that_step_costs_what_a_loss_costs(
     tmp_path: Path, who: int

@@ -39,6 +39,7 @@ def grow_shrink_and_lose_one(cluster: Cluster) -> None:
     cluster.wait_for_end(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -61,6 +62,7 @@ def test_two_models_adapters_averages_and_optimizer_states_go_through_a_grow_a_s
         cluster.check_result(undisturbed(alone, tmp_path / "alone"))
 
 
+@pytest.mark.slow
 def test_mixed_precision_goes_through_a_grow_a_shrink_and_a_loss(tmp_path: Path) -> None:
     plan = Plan(body=train_zoo, epochs=2, options={"mixed": True, "checkpoint_every_s": 1e-9})
     (tmp_path / "resized").mkdir()

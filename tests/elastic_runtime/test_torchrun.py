@@ -65,6 +65,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_training_that_torchrun_restarts_ends_as_one_that_was_not_disturbed(tmp_path: Path, nodes: int) -> None:
     torchrun(tmp_path, nodes, workers=2 // nodes)

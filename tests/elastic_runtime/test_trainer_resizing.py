@@ -73,6 +73,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained_alone(train, Plan(), tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.slow
 def test_it_stops_early_at_the_same_step_on_all_whoever_came_and_was_lost(
     tmp_path: Path, alone: dict[str, Any]
 ) -> None:
@@ -101,6 +102,7 @@ def test_it_stops_early_at_the_same_step_on_all_whoever_came_and_was_lost(
             torch.testing.assert_close(final["model"][name], value, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_patience_goes_on_from_the_jobs_checkpoint(tmp_path: Path, alone: dict[str, Any]) -> None:
     with Cluster(tmp_path, replace(Plan(), body=train), checkpoints=True) as cluster:
         cluster.start(0, 1, step=17)
@@ -115,6 +117,7 @@ def test_patience_goes_on_from_the_jobs_checkpoint(tmp_path: Path, alone: dict[s
     assert told["evaluated"] == [5, 10, 15, 20, 25, 30]
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_ranks_are_the_jobs(tmp_path: Path, alone: dict[str, Any]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]

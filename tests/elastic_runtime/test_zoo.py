@@ -35,6 +35,7 @@ def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(got["model"][name], value, rtol=2e-4, atol=2e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["", "aot_eager"])
 def test_several_models_averages_and_scalers_are_carried_through_joins_and_losses(
     tmp_path: Path, compiled: str

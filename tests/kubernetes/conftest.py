@@ -1,6 +1,7 @@
 """A real control plane, shared by the tests of this folder; each test works in a namespace of its own.
 
-The tests of one shared cluster run in one process of xdist, so that it is started once.
+Each process of xdist starts a control plane of its own; the tests of a real node, and those of an installation, run in
+one process.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ if TYPE_CHECKING:
 REQUIRED = "GPUQUOTA_REQUIRE_KUBERNETES"
 HERE = Path(__file__).parent
 GROUPS = {"kubelet_cluster": "kubelet", "kubeflow_cluster": "kubeflow", "standalone": "kubeflow"}
+SLOW = {"kubelet_cluster", "standalone"}  # containers that start, run and end; a control plane more
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(HERE) and not any(item.iter_markers("xdist_group")):
-            used = getattr(item, "fixturenames", ())
-            group = next((group for fixture, group in GROUPS.items() if fixture in used), "kubernetes")
+    for item in (item for item in items if item.path.is_relative_to(HERE)):
+        used = getattr(item, "fixturenames", ())
+        if group := next((group for fixture, group in GROUPS.items() if fixture in used), None):
             item.add_marker(pytest.mark.xdist_group(group))
+        if not SLOW.isdisjoint(used):
+            item.add_marker(pytest.mark.slow)
 
 
 def start_or_skip(directory: Path, options: Options) -> DevCluster:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import http.client
 import re
 import socket
-import subprocess
-import sys
 import uuid
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.cluster.kubernetes import labels
+from tests import forked, programs
 from tests.kubernetes.installation import QUOTAS, jobs_of
 from tests.patience import PATIENCE_S, until
 from tools.devcluster import DevCluster, fake_nodes, image
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
 Object = dict[str, Any]
+
+forked.preload(
+    "tests.programs", "kfp_gpuquota.cluster.kubernetes.__main__", "kfp_gpuquota.cluster.kubernetes.shards.__main__"
+)
 
 
 def free_port() -> int:
@@ -42,28 +44,27 @@ class Controlled:
     kubeconfig: Path | None = None
     teams: list[str] = field(default_factory=list)
     nodes: list[str] = field(default_factory=list)
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[forked.Program] = field(default_factory=list)
     port: int = field(default_factory=free_port)  # the same for each, as behind a Service
+    on_close: list[Callable[[], None]] = field(default_factory=list)
 
     # The controller
 
-    def start(self, *more: str) -> subprocess.Popen[bytes]:
+    def start(self, *more: str) -> forked.Program:
         """Start a controller; returns when it leads, or stands by."""
         log = self.folder / f"controller-{len(self.processes)}.log"
         port = self.port if all(process.poll() is not None for process in self.processes) else free_port()
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes"),
-                    f"--kubeconfig={self.kubeconfig or self.cluster.kubeconfig}",
-                    f"--membership-port={port}",
-                    f"--advertise=https://{self.address}:{port}",
-                    f"--reservation-image={image.BASE}",
-                    *self.arguments,
-                    *more,
-                ],
-                cwd=REPOSITORY,
-                stderr=output,
+            process = forked.Program(
+                programs.controller,
+                f"--kubeconfig={self.kubeconfig or self.cluster.kubeconfig}",
+                f"--membership-port={port}",
+                f"--advertise=https://{self.address}:{port}",
+                f"--reservation-image={image.BASE}",
+                *self.arguments,
+                *more,
+                stdout=output.fileno(),
+                stderr=output.fileno(),
             )
         self.processes.append(process)
         self.wait(lambda: _is_ready(process, log), log.read_text)
@@ -183,6 +184,8 @@ class Controlled:
 
     def close(self) -> None:
         """End the controllers, and take away what was made."""
+        for end in self.on_close:
+            end()
         try:
             self.check()
         finally:
@@ -256,7 +259,7 @@ def _devices(pod: Object) -> list[str]:
     return noted.split(",") if noted else []
 
 
-def _is_ready(process: subprocess.Popen[bytes], log: Path) -> bool:
+def _is_ready(process: forked.Program, log: Path) -> bool:
     text = log.read_text()
     assert process.poll() is None, text
     found = re.search(r"metrics and probes on port (\d+)", text)

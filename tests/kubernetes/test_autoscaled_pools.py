@@ -41,6 +41,7 @@ def growing(world: Controlled, most: int = 4) -> AutoscalerDouble:
     return AutoscalerDouble(world.cluster.api, f"burst-{uuid.uuid4().hex[:6]}", POOL, 2, most)
 
 
+@pytest.mark.slow
 def test_a_pool_grows_for_pods_within_quota_and_not_for_what_would_be_borrowed(autoscaled: Controlled) -> None:
     team = autoscaled.team(pools={POOL: {"guaranteed": 3}})
     autoscaled.start()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -28,6 +26,7 @@ from kfp_gpuquota.errors import (
     UnauthorizedError,
     UsageError,
 )
+from tests import forked, programs
 from tests.kubernetes.controlled import pod_body
 from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import QUOTAS, jobs_of
@@ -60,21 +59,9 @@ def spec(project: str, name: str = "train", **fields: object) -> JobSpec:
     return JobSpec(name=name, project=project, command=("python", "train.py"), **fields)  # type: ignore[arg-type]
 
 
-def run(cluster: DevCluster, namespace: str, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kfp_gpuquota.cli.main", *command],
-        env={
-            **os.environ,
-            "KUBECONFIG": str(cluster.kubeconfig),
-            "GPUQUOTA_CONTEXT": ".",
-            "GPUQUOTA_PROJECT": namespace,
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def run(cluster: DevCluster, namespace: str, *command: str, **environment: str) -> forked.Completed:
+    given = {"KUBECONFIG": str(cluster.kubeconfig), "GPUQUOTA_CONTEXT": ".", "GPUQUOTA_PROJECT": namespace}
+    return forked.run(programs.gpuquota, *command, environment={**os.environ, **given, **environment})
 
 
 def test_a_quota_is_made_changed_and_removed(client: KubernetesClient, namespace: str) -> None:
@@ -246,7 +233,7 @@ def alice(crds_cluster: DevCluster, quota: str) -> str:
 
 
 def test_a_teams_user_is_shown_what_they_may_see(crds_cluster: DevCluster, quota: str, alice: str) -> None:
-    def of_alice(*command: str) -> subprocess.CompletedProcess[str]:
+    def of_alice(*command: str) -> forked.Completed:
         return run(crds_cluster, "", *command, KUBECONFIG=alice)
 
     submitted = of_alice("submit", "e", "--elastic", "-i", "trainer:1", "--", "python", "train.py")
@@ -310,21 +297,8 @@ def test_exec_is_kubectls(crds_cluster: DevCluster, quota: str) -> None:
 
 
 def test_the_kubectl_plugin_uses_the_current_context(crds_cluster: DevCluster, quota: str) -> None:
-    listed = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from kfp_gpuquota.cli.entry import kubectl_plugin; kubectl_plugin()",
-            "list",
-            "-n",
-            quota,
-        ],
-        env={**os.environ, "KUBECONFIG": str(crds_cluster.kubeconfig)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    environment = {**os.environ, "KUBECONFIG": str(crds_cluster.kubeconfig)}
+    listed = forked.run(programs.kubectl_gpuquota, "list", "-n", quota, environment=environment)
     assert listed.returncode == 0, listed.stderr
 
 

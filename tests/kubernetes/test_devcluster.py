@@ -93,6 +93,7 @@ def test_kubectl_speaks_to_the_cluster(cluster: DevCluster, namespace: str) -> N
     assert cluster.api.get(f"/api/v1/namespaces/{namespace}/configmaps/a")["data"] == {"key": "value"}
 
 
+@pytest.mark.slow
 def test_a_program_that_is_away_comes_back_with_its_state(tmp_path: Path) -> None:
     cluster = start_or_skip(tmp_path / "one", Options())
     other = start_or_skip(tmp_path / "two", Options())  # two run side by side
@@ -112,6 +113,7 @@ def test_a_program_that_is_away_comes_back_with_its_state(tmp_path: Path) -> Non
     assert not left_over(tmp_path)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_starter_is_killed(tmp_path: Path, cluster: DevCluster) -> None:
     root = tmp_path / "cluster"
     starter = subprocess.Popen(
@@ -127,6 +129,7 @@ def test_nothing_is_left_when_the_starter_is_killed(tmp_path: Path, cluster: Dev
     assert not left_over(root)
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_takes_the_programs_with_it(tmp_path: Path) -> None:
     cluster = start_or_skip(tmp_path / "cluster", Options())
     pids = [processes.read_pid(path) for path in cluster.layout.root.glob("*.pid")]
@@ -137,6 +140,7 @@ def test_a_killed_supervisor_takes_the_programs_with_it(tmp_path: Path) -> None:
     assert not left_over(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_starts_and_ends_a_cluster(
     tmp_path: Path, cluster: DevCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +172,7 @@ def test_a_container_runs_on_the_real_node_and_its_log_is_read(kubelet_cluster: 
     kubelet_cluster.api.until_gone(f"{pods}/a")
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("kubelet")
 def test_no_container_is_left_when_a_cluster_with_a_node_ends(tmp_path: Path) -> None:
     # in a folder with a long path: a socket's may have 107 characters at most

@@ -107,6 +107,7 @@ def test_a_job_grows_with_what_is_idle_and_gives_single_workers_back(controlled:
     assert "elastic-4" in alive(controlled, team)  # an index is used once
 
 
+@pytest.mark.slow
 def test_a_worker_whose_place_was_taken_is_made_anew_elsewhere_and_the_others_stay(controlled: Controlled) -> None:
     nodes = sorted(controlled.add_nodes(3, gpus=1))
     team = controlled.team(guaranteed=3)
@@ -196,6 +197,7 @@ def test_a_job_whose_launcher_is_gone_is_cancelled(controlled: Controlled) -> No
     assert "launcher has ended" in status["message"]
 
 
+@pytest.mark.slow
 def test_a_lease_does_not_end_while_nobody_can_renew_it(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=2)
     team = controlled.team(guaranteed=2)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -18,7 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes import coordination, webhook
-from tests.kubernetes.controlled import REPOSITORY, Controlled, free_port
+from tests import forked, programs
+from tests.kubernetes.controlled import Controlled, free_port
 from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import NAMESPACE
 from tests.kubernetes.running_workers import Observer, RunningWorkers
@@ -43,7 +42,7 @@ class Shard:
 
     def __init__(self, cluster: DevCluster, log: Path) -> None:
         self.port, self._cluster, self._log = free_port(), cluster, log
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: forked.Program | None = None
 
     @property
     def url(self) -> str:
@@ -51,14 +50,12 @@ class Shard:
 
     def start(self) -> None:
         with self._log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes.shards"),
-                    f"--kubeconfig={self._cluster.kubeconfig}",
-                    f"--port={self.port}",
-                ],
-                cwd=REPOSITORY,
-                stderr=output,
+            self.process = forked.Program(
+                programs.membership_shard,
+                f"--kubeconfig={self._cluster.kubeconfig}",
+                f"--port={self.port}",
+                stdout=output.fileno(),
+                stderr=output.fileno(),
             )
 
     def kill(self) -> None:
@@ -79,7 +76,7 @@ class World:
             f"--membership-shards={','.join(shard.url for shard in self.shards)}",
         ]
         self.proxies: dict[int, FaultyProxy] = {}  # by process id
-        self.replicas: list[subprocess.Popen[bytes]] = []
+        self.replicas: list[forked.Program] = []
         self.numbers = iter(range(10_000))
         stack.callback(self._end)
         self.controlled.add_nodes(2 + workers // 8, gpus=8)
@@ -126,10 +123,10 @@ class World:
             self.proxies[process.pid] = proxy
             self.replicas.append(process)
 
-    def leader(self) -> subprocess.Popen[bytes]:
+    def leader(self) -> forked.Program:
         """The replica that leads, by the log of each."""
 
-        def found() -> subprocess.Popen[bytes] | None:
+        def found() -> forked.Program | None:
             holder = self.cluster.api.get(LEASE)["spec"]["holderIdentity"]
             for process, log in self._logs():
                 if process.poll() is None and re.search(rf"{re.escape(holder)} leads", log):
@@ -138,7 +135,7 @@ class World:
 
         return until(found, self._said, SLOW_S)
 
-    def _logs(self) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    def _logs(self) -> Iterator[tuple[forked.Program, str]]:
         for number, process in enumerate(self.controlled.processes):
             yield process, (self._folder / f"controller-{number}.log").read_text()
 
@@ -277,6 +274,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1])
 def test_no_worker_ends_and_no_quota_is_exceeded_whatever_happens_to_our_processes(

@@ -33,6 +33,7 @@ def settles(controlled: Controlled, team: str, pods: int) -> None:
     controlled.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_every_call_may_fail_and_the_cluster_comes_out_right(controlled: Controlled, tmp_path: Path, seed: int) -> None:
     controlled.add_nodes(3, gpus=4)
@@ -83,6 +84,7 @@ def test_a_conflict_that_passes_delays_a_write_and_does_not_end_it(controlled: C
         controlled.stop()
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_killed_at_any_moment_leaves_nothing_wrong_behind(
     controlled: Controlled, pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
@@ -125,6 +127,7 @@ def killed_again_and_again(controlled: Controlled, times: int, proxy: FaultyProx
     assert sum(status["workers"] for status in statuses) == len(controlled.bound(third))
 
 
+@pytest.mark.slow
 def test_an_api_server_that_is_away_delays_and_loses_nothing(
     controlled: Controlled, pytestconfig: pytest.Config
 ) -> None:
@@ -139,6 +142,7 @@ def test_an_api_server_that_is_away_delays_and_loses_nothing(
     controlled.until_bound(controlled.pod(team, "after"))
 
 
+@pytest.mark.slow
 def test_a_store_that_stands_still_delays_and_loses_nothing(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=4)
     team = controlled.team(guaranteed=4)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
+from tests import forked, programs
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled
 from tests.patience import PATIENCE_S
@@ -22,16 +21,11 @@ def test_a_jobs_log_and_exit_status_are_the_commands(kubelet_system: DevCluster,
     try:
         team = controlled.team(guaranteed=1)
         controlled.start()
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "kfp_gpuquota.cli.main", "submit", "x", "-f", "-p", team),
-                *("-i", "localhost/base:1", "--", "sh", "-c", "echo one; exit 3"),
-            ],
-            env={**os.environ, "KUBECONFIG": str(kubelet_system.kubeconfig), "GPUQUOTA_CONTEXT": "."},
-            capture_output=True,
-            text=True,
+        done = forked.run(
+            *(programs.gpuquota, "submit", "x", "-f", "-p", team),
+            *("-i", "localhost/base:1", "--", "sh", "-c", "echo one; exit 3"),
+            environment={**os.environ, "KUBECONFIG": str(kubelet_system.kubeconfig), "GPUQUOTA_CONTEXT": "."},
             timeout=2 * PATIENCE_S,
-            check=False,
         )
         assert (done.returncode, done.stdout) == (3, "one\n"), done.stderr
         assert done.stderr.splitlines()[-1].startswith("job x failed with exit code 3: worker 0 ended"), done.stderr

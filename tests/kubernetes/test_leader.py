@@ -30,6 +30,7 @@ def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlle
         system_cluster.api.delete(LEASE)
 
 
+@pytest.mark.slow
 def test_a_standby_takes_over_from_a_leader_that_was_killed(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=4)
     team = controlled.team(guaranteed=4)

@@ -83,8 +83,8 @@ def test_every_expression_of_the_policies_is_well_typed(kubeflow_cluster: DevClu
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_a_component_can_be_added_to_an_overlay(standalone: DevCluster, tmp_path: Path, component: str) -> None:
-    objects = rendered(standalone, with_component(tmp_path, component))
+def test_a_component_can_be_added_to_an_overlay(kubeflow_cluster: DevCluster, tmp_path: Path, component: str) -> None:
+    objects = rendered(kubeflow_cluster, with_component(tmp_path, component))
     if component == "fail-open":
         (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")
         assert {one["failurePolicy"] for one in configuration["webhooks"]} == {"Ignore"}
@@ -170,8 +170,8 @@ def test_without_the_kind_of_the_policy_pods_are_created_and_deleted_as_ever(sta
         standalone.api.until_served("/apis/gpuquota.dev/v1alpha1/quotapolicies")
 
 
-def test_what_refers_to_each_other_fits(standalone: DevCluster) -> None:
-    objects = rendered(standalone, MANIFESTS / "overlays" / "kubeflow")
+def test_what_refers_to_each_other_fits(kubeflow_cluster: DevCluster) -> None:
+    objects = rendered(kubeflow_cluster, MANIFESTS / "overlays" / "kubeflow")
     sets = [*of_kind(objects, "Deployment"), *of_kind(objects, "StatefulSet")]
     pods = {one["metadata"]["name"]: one["spec"]["template"] for one in sets}
     assert set(pods) == {"gpuquota-controller", "gpuquota-webhook", "gpuquota-membership"}
@@ -198,8 +198,8 @@ def test_what_refers_to_each_other_fits(standalone: DevCluster) -> None:
             assert f"{flags[port['name']]}={port['containerPort']}" in container["args"]
 
 
-def test_the_controller_names_each_shard_of_the_membership(standalone: DevCluster) -> None:
-    objects = rendered(standalone, MANIFESTS / "overlays" / "kubeflow")
+def test_the_controller_names_each_shard_of_the_membership(kubeflow_cluster: DevCluster) -> None:
+    objects = rendered(kubeflow_cluster, MANIFESTS / "overlays" / "kubeflow")
     (shards,) = of_kind(objects, "StatefulSet")
     deployment = next(one for one in of_kind(objects, "Deployment") if one["metadata"]["name"] == "gpuquota-controller")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
@@ -212,8 +212,8 @@ def test_the_controller_names_each_shard_of_the_membership(standalone: DevCluste
     assert advertised == f"--advertise=https://$(POD_NAME).{service}.$(POD_NAMESPACE).svc:{port}"
 
 
-def test_only_workers_reach_the_membership_and_only_chosen_namespaces_the_metrics(standalone: DevCluster) -> None:
-    objects = rendered(standalone, MANIFESTS / "overlays" / "standalone")
+def test_only_workers_reach_the_membership_and_only_chosen_namespaces_the_metrics(kubeflow_cluster: DevCluster) -> None:
+    objects = rendered(kubeflow_cluster, MANIFESTS / "overlays" / "standalone")
     policies = {policy["metadata"]["name"]: policy["spec"] for policy in of_kind(objects, "NetworkPolicy")}
     programs = {
         made["metadata"]["name"]: made for kind in ("Deployment", "StatefulSet") for made in of_kind(objects, kind)
@@ -234,8 +234,8 @@ def test_only_workers_reach_the_membership_and_only_chosen_namespaces_the_metric
         assert readers["namespaceSelector"]["matchLabels"] == {"gpuquota.dev/reads-metrics": "true"}
 
 
-def test_the_expressions_name_the_annotations_that_admission_reads(standalone: DevCluster) -> None:
-    objects = rendered(standalone, MANIFESTS / "overlays" / "standalone")
+def test_the_expressions_name_the_annotations_that_admission_reads(kubeflow_cluster: DevCluster) -> None:
+    objects = rendered(kubeflow_cluster, MANIFESTS / "overlays" / "standalone")
     (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")
     texts = [yaml.safe_dump(configuration)]
     texts += [
@@ -280,6 +280,7 @@ def test_the_controller_starts_with_what_its_image_has() -> None:
         assert flag in done.stdout
 
 
+@pytest.mark.slow
 def test_removal_leaves_what_runs(tmp_path: Path) -> None:
     cluster = start_or_skip(tmp_path / "cluster", Options(kwok_nodes=1))
     try:

@@ -91,6 +91,7 @@ def leader(cluster: DevCluster) -> str:
     return str(cluster.api.get(LEASE)["spec"]["holderIdentity"]).rpartition("_")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(420)  # a cluster of its own, and two replicas that start in it
 def test_the_installed_controller_gates_and_admits_and_another_replica_takes_over(tmp_path: Path) -> None:
     archive = built_or_skip("controller")

@@ -45,6 +45,7 @@ def guard(controlled: Controlled, team: str, name: str, count: int = 1) -> None:
         controlled.cluster.api.create(path, {"metadata": {"name": f"{name}-{number}"}, "spec": spec})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budgets", [1, 2])
 def test_disruption_budgets_do_not_keep_a_borrowed_gpu_beyond_the_bound(tight: Controlled, budgets: int) -> None:
     tight.add_nodes(1, gpus=1)
@@ -62,6 +63,7 @@ def test_disruption_budgets_do_not_keep_a_borrowed_gpu_beyond_the_bound(tight: C
         assert "EvictionBlocked: its team's borrowed GPUs are reclaimed, but a disruption budget forbids" in tight.log()
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_started_anew_goes_on_counting(tight: Controlled) -> None:
     tight.add_nodes(1, gpus=1)
     borrower, lender = tight.team(guaranteed=0), tight.team(guaranteed=1)
@@ -95,6 +97,7 @@ def test_a_gang_that_asks_for_a_day_of_minimum_run_time_and_of_grace_is_reclaime
     tight.wait(lambda: len(tight.bound(lender)) == 2, lambda: tight.log()[-3000:])
 
 
+@pytest.mark.slow
 def test_a_team_that_borrows_nothing_keeps_its_budgets(tight: Controlled) -> None:
     tight.add_nodes(1, gpus=1)
     team = tight.team(guaranteed=1)
@@ -135,6 +138,7 @@ def test_processes_that_ignore_sigterm_for_a_day_are_gone_within_the_bound_on_a_
         kubelet_system.api.delete(f"{PATH}/default")
 
 
+@pytest.mark.slow
 def test_a_team_that_comes_to_borrow_loses_that(tight: Controlled) -> None:
     """Its own pods would otherwise leave for ever, and others wait for what the plan counts as free soon."""
     tight.add_nodes(1, gpus=2)

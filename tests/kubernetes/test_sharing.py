@@ -111,6 +111,7 @@ def test_an_elastic_jobs_worker_shares_a_gpu_too(controlled: Controlled) -> None
     assert "nvidia.com/gpu" not in pod["spec"]["containers"][0].get("resources", {}).get("limits", {})
 
 
+@pytest.mark.slow
 def test_who_runs_on_the_gpu_of_a_reservation_that_somebody_deletes_is_made_anew_on_the_next_one(
     controlled: Controlled,
 ) -> None:
@@ -147,6 +148,7 @@ def _uids(controlled: Controlled) -> set[str]:
     return {one["metadata"]["uid"] for one in reservations(controlled).values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_controller_that_is_killed_at_any_moment_leaves_no_second_and_no_orphaned_reservation(
     controlled: Controlled, seed: int

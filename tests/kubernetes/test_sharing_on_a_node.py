@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import urllib.request
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from elastic_runtime.simulated_memory import create_device, entries
 from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods
 from kfp_gpuquota.cluster.kubernetes.client import KubernetesClient
 from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
+from tests import forked, programs
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, holds
 from tests.kubernetes.sharing import config_of, reservations, sharing_pod
@@ -45,7 +45,7 @@ class Node:
     controlled: Controlled
     folder: Path
     team: str = ""
-    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    agents: list[forked.Program] = field(default_factory=list)
 
     @property
     def api(self) -> Api:
@@ -89,20 +89,19 @@ class Node:
         said = lambda: f"{self.used()}; {self.controlled.log()[-3000:]}; {self.agent_log()}"  # noqa: E731
         self.controlled.wait(condition, said, seconds=120.0)
 
-    def start_agent(self, *options: str) -> subprocess.Popen[bytes]:
+    def start_agent(self, *options: str) -> forked.Program:
         """An agent beside the kubelet, and its pod: what tells the controller that the node has one."""
         log = self.folder.parent / f"agent-{len(self.agents)}.log"
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes.node_agent", "--node=real-0"),
-                    f"--kubeconfig={self.controlled.cluster.kubeconfig}",
-                    f"--kubelet-root={self.controlled.cluster.layout.sockets / 'kubelet'}",
-                    f"--simulated={self.folder}",
-                    *options,
-                ],
-                cwd=REPOSITORY,
-                stderr=output,
+            process = forked.Program(
+                programs.node_agent,
+                "--node=real-0",
+                f"--kubeconfig={self.controlled.cluster.kubeconfig}",
+                f"--kubelet-root={self.controlled.cluster.layout.sockets / 'kubelet'}",
+                f"--simulated={self.folder}",
+                *options,
+                stdout=output.fileno(),
+                stderr=output.fileno(),
             )
         self.agents.append(process)
         self.controlled.wait(lambda: "on node real-0 it" in self.agent_log(), self.agent_log)

@@ -142,6 +142,7 @@ def test_one_worker_more_that_does_not_come_up_is_given_back_and_the_job_goes_on
     assert alive(controlled, team) == {"elastic-0"}, "it does not grow again at once, under another controller either"
 
 
+@pytest.mark.slow
 def test_the_next_worker_goes_to_another_node_where_the_others_have_come_up(controlled: Controlled) -> None:
     nodes = controlled.add_nodes(3, gpus=1)
     team = controlled.team(guaranteed=2)
@@ -192,8 +193,8 @@ def test_what_was_decided_before_the_controller_was_killed_is_carried_out(contro
     controlled.cluster.api.patch(f"{job}/status", {"status": {"requeueState": {**state, "message": "no image"}}})
     controlled.start()
     controlled.until_phase(controlled.job(team, "other"), "Running")
-    status = controlled.cluster.api.get(job)["status"]
-    assert (status["phase"], status["requeueState"]["count"], status["message"]) == ("Pending", 3, "no image")
+    status = controlled.until_phase(job, "Pending")["status"]
+    assert (status["requeueState"]["count"], status["message"]) == (3, "no image")
 
 
 def test_a_job_that_comes_up_at_last_forgets_what_went_wrong(controlled: Controlled) -> None:

@@ -134,6 +134,10 @@ class DevCluster:
         """Have the real node know an image, which pods then name with imagePullPolicy Never."""
         node.import_image(self.layout, archive)
 
+    def signal_container(self, container: str, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal to the first process of a container on the real node; one that has ended is no error."""
+        node.signal_container(self.layout, container, number)
+
     def await_healthy(self, timeout_s: float = 60.0) -> None:
         """Return when the API server takes requests, after it was away."""
         deadline = time.monotonic() + timeout_s

@@ -98,6 +98,12 @@ def import_image(layout: Layout, archive: Path) -> None:
     _ctr(layout, "images", "import", str(archive))
 
 
+def signal_container(layout: Layout, container: str, number: signal.Signals) -> None:
+    """Send a signal to a container's first process; one that has ended is no error."""
+    base = ["ctr", "--address", str(layout.containerd_socket), "--namespace", "k8s.io"]
+    subprocess.run([*base, "tasks", "kill", "--signal", number.name, container], capture_output=True, check=False)
+
+
 def runtime_answers(layout: Layout) -> bool:
     """Whether containerd is up."""
     command = ["ctr", "--address", str(layout.containerd_socket), "version"]
