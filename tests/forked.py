@@ -15,7 +15,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from multiprocessing import reduction
-from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,13 +74,12 @@ class Program:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or the negative signal number, of a program that was seen to end."""
+        """The exit code, or the negative signal number; None while the program runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the program runs."""
-        ended = wait_for_any([self._process.sentinel], 0)
-        return self._process.exitcode if ended else None
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code; raises subprocess.TimeoutExpired."""

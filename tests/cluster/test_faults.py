@@ -247,5 +247,6 @@ def test_a_clock_that_jumps_ends_no_lease_and_no_job(jumping_clock: Path, tmp_pa
         cluster.client.cancel_job("team-a", "later")
         cluster.client.renew_lease("team-a", "leased", Lease(holder="me", duration_s=3600))
         assert cluster.job("leased").status.phase is Phase.RUNNING
-        assert abs(cluster.job("later").status.submitted_at - time.time() - jump) < 3600
+        # The cluster's time follows the machine's forward, and goes on where that is set back.
+        assert abs(cluster.job("later").status.submitted_at - time.time() - max(jump, 0)) < 3600
         jumping_clock.write_text("0")

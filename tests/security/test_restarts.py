@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from kfp_gpuquota.cluster.records import Intent
 from tests.cluster.test_lifecycle import job, worker
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.api import Job
     from tests.conftest import EmbeddedCluster
 
 
@@ -46,10 +48,11 @@ def test_after_a_restart_of_the_machine_jobs_return_to_the_queue_and_no_other_pr
 ) -> None:
     embedded_cluster.project("team-a", 2)
     embedded_cluster.submit("job", gpus=workers, gpus_per_worker=1)
-    before = embedded_cluster.wait_for_phase("job", "Running")
+    before = embedded_cluster.wait_for("job", lambda job: len(running(job)) == workers)
     embedded_cluster.client.stop_cluster()
     await_stop(embedded_cluster.home)
-    with subprocess.Popen(["sleep", "infinity"]) as other:
+    with subprocess.Popen(["sleep", "infinity"]) as other, contextlib.ExitStack() as cleanup:
+        cleanup.callback(other.kill)
         for each in before.status.workers:
             path = embedded_cluster.home.worker(before.uid, each.id) / "process.json"
             identity = json.loads(path.read_text())
@@ -59,10 +62,11 @@ def test_after_a_restart_of_the_machine_jobs_return_to_the_queue_and_no_other_pr
         again = embedded_cluster.wait_for("job", lambda job: job.status.phase is Phase.RUNNING and anew(job, before))
         assert again.status.restarts == 0
         assert other.poll() is None
-        other.kill()
 
 
-def anew(found: object, before: object) -> bool:
-    old = {worker.id for worker in before.status.workers}  # type: ignore[attr-defined]
-    running = {worker.id for worker in found.status.workers if worker.phase == "Running"}  # type: ignore[attr-defined]
-    return bool(running) and not running & old
+def anew(found: Job, before: Job) -> bool:
+    return bool(running(found)) and not running(found) & {worker.id for worker in before.status.workers}
+
+
+def running(job: Job) -> set[str]:
+    return {worker.id for worker in job.status.workers if worker.phase == "Running"}
