@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from elastic_runtime.data.dataloader import Batches, like
+from elastic_runtime.data.sources import SeededDataset, SeededIndices, Source
 from elastic_runtime.errors import LoopError, UsageError
-from elastic_runtime.inner import Batches, like
-from elastic_runtime.order import mix_seed
-from elastic_runtime.sources import SeededDataset, SeededIndices, Source
+from elastic_runtime.plan.order import mix_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch.utils.data import DataLoader
 
-    from elastic_runtime.batches import MicroBatch
-    from elastic_runtime.sizes import GlobalBatch
+    from elastic_runtime.plan.batch_sizes import GlobalBatch
+    from elastic_runtime.plan.batches import MicroBatch
 
 
 class SecondLoader:

@@ -14,19 +14,19 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from elastic_runtime.data.dataloader import Batches, like, restart_processes
+from elastic_runtime.data.sample_stamps import sample_stamp
+from elastic_runtime.data.sources import SeededDataset, SeededIndices, Source, has_own_batches
 from elastic_runtime.errors import UsageError
-from elastic_runtime.inner import Batches, like, restart_processes
-from elastic_runtime.order import mix_seed, order_stamp
-from elastic_runtime.sample_stamps import sample_stamp
-from elastic_runtime.sources import SeededDataset, SeededIndices, Source, has_own_batches
+from elastic_runtime.plan.order import mix_seed, order_stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elastic_runtime.batches import MicroBatch
-    from elastic_runtime.position import Position
-    from elastic_runtime.seconds import SecondLoader
-    from elastic_runtime.sizes import GlobalBatch
+    from elastic_runtime.data.further_loaders import SecondLoader
+    from elastic_runtime.plan.batch_sizes import GlobalBatch
+    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.plan.position import Position
 
 
 class Loop(Protocol):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.streams import RandomStreams
+from elastic_runtime.state.random_streams import RandomStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

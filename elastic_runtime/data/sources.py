@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.order import Drawn, epoch_order, mix_seed, order_stamp, steps_in_epoch
-from elastic_runtime.streams import RandomStreams
+from elastic_runtime.plan.order import Drawn, epoch_order, mix_seed, order_stamp, steps_in_epoch
+from elastic_runtime.state.random_streams import RandomStreams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

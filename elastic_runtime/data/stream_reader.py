@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from elastic_runtime.codec import UNPICKLABLE, Skeleton, decode, encode
 from elastic_runtime.errors import StateError, UsageError
-from elastic_runtime.order import mix_seed
-from elastic_runtime.streams import RandomStreams
+from elastic_runtime.plan.order import mix_seed
+from elastic_runtime.state.codec import UNPICKLABLE, Skeleton, decode, encode
+from elastic_runtime.state.random_streams import RandomStreams
 from elastic_runtime.torch_internals import no_worker_info
 
 if TYPE_CHECKING:

@@ -10,22 +10,22 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from elastic_runtime.data.dataloader import like
+from elastic_runtime.data.loader import ElasticLoader, Step
+from elastic_runtime.data.stream_reader import Mark, Read, Request, StreamedDataset, check_stateful
 from elastic_runtime.errors import UsageError
-from elastic_runtime.inner import like
-from elastic_runtime.loader import ElasticLoader, Step
-from elastic_runtime.order import mix_seed
-from elastic_runtime.reader import Mark, Read, Request, StreamedDataset, check_stateful
-from elastic_runtime.streams import RandomStreams
+from elastic_runtime.plan.order import mix_seed
+from elastic_runtime.state.random_streams import RandomStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.utils.data import DataLoader
 
-    from elastic_runtime.batches import MicroBatch
-    from elastic_runtime.loader import Loop, Plan
-    from elastic_runtime.position import Position
-    from elastic_runtime.sizes import GlobalBatch
+    from elastic_runtime.data.loader import Loop, Plan
+    from elastic_runtime.plan.batch_sizes import GlobalBatch
+    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.plan.position import Position
 
 Fetched = tuple[Any, int | None, Mark | None]
 

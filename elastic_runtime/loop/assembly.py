@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
-from elastic_runtime.batches import lockstep_batches, shard_batches
-from elastic_runtime.buffers import FollowedBuffers
-from elastic_runtime.checks import plain
-from elastic_runtime.loader import ElasticLoader, IndexedLoader
-from elastic_runtime.memory import MemoryFollower
-from elastic_runtime.modes import ExactMode, FastMode, Mode, numerics
-from elastic_runtime.seconds import SecondLoader, check_seconds
-from elastic_runtime.session import Session
-from elastic_runtime.sizes import GlobalBatch, MicroBatchLimit
-from elastic_runtime.sources import chosen
-from elastic_runtime.step import GlobalStep
-from elastic_runtime.streamed import StreamedLoader
+from elastic_runtime.data.further_loaders import SecondLoader, check_seconds
+from elastic_runtime.data.loader import ElasticLoader, IndexedLoader
+from elastic_runtime.data.sources import chosen
+from elastic_runtime.data.streamed import StreamedLoader
+from elastic_runtime.loop.session import Session
+from elastic_runtime.loop.step import GlobalStep
+from elastic_runtime.plan.batch_sizes import GlobalBatch, MicroBatchLimit
+from elastic_runtime.plan.batches import lockstep_batches, shard_batches
+from elastic_runtime.process.device_memory import MemoryFollower
+from elastic_runtime.reduction.buffers import FollowedBuffers
+from elastic_runtime.reduction.step_modes import ExactMode, FastMode, Mode, numerics
+from elastic_runtime.validation.prepare_checks import plain
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from elastic_runtime.loader import Plan
-    from elastic_runtime.member import Member
-    from elastic_runtime.options import Options
+    from elastic_runtime.data.loader import Plan
+    from elastic_runtime.loop.member import Member
+    from elastic_runtime.loop.options import Options
     from elastic_runtime.sharded.wrap import ShardFunction
-    from elastic_runtime.state import TrainingState
+    from elastic_runtime.state.training_state import TrainingState
 
 
 class Workshop:

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
-from elastic_runtime.carried import CarriedState
-from elastic_runtime.checks import check_gradients, check_kinds, check_parameters, plain
+from elastic_runtime.data.loader import check
+from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import LoopError, UsageError
-from elastic_runtime.guards import guard_class, guard_method
-from elastic_runtime.loader import check
-from elastic_runtime.making import Workshop
-from elastic_runtime.member import Member
-from elastic_runtime.modes import Clipping
-from elastic_runtime.position import Position
-from elastic_runtime.sources import Source
-from elastic_runtime.state import Stateful, Totals, TrainingState
-from elastic_runtime.step import PLAIN, BackwardOptions
-from elastic_runtime.strangers import watch_for_strangers
-from elastic_runtime.unprepared import find_schedulers
-from elastic_runtime.unprepared_loaders import LoaderWatch
+from elastic_runtime.loop.assembly import Workshop
+from elastic_runtime.loop.member import Member
+from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
+from elastic_runtime.loop.step import PLAIN, BackwardOptions
+from elastic_runtime.loop.unprepared_optimizers import watch_for_strangers
+from elastic_runtime.plan.position import Position
+from elastic_runtime.reduction.step_modes import Clipping
+from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
+from elastic_runtime.validation.carried_state import CarriedState
+from elastic_runtime.validation.prepare_checks import check_gradients, check_kinds, check_parameters, plain
+from elastic_runtime.validation.unprepared_loaders import LoaderWatch
+from elastic_runtime.validation.unprepared_schedulers import find_schedulers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from elastic_runtime.environment import Environment
-    from elastic_runtime.options import Options
-    from elastic_runtime.session import Session
+    from elastic_runtime.loop.options import Options
+    from elastic_runtime.loop.session import Session
+    from elastic_runtime.membership.environment import Environment
+    from elastic_runtime.plan.batch_sizes import GlobalBatch
     from elastic_runtime.sharded.wrap import ShardFunction
-    from elastic_runtime.sizes import GlobalBatch
 
     Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     Schedulers = Stateful | Sequence[Stateful] | None

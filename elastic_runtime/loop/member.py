@@ -15,33 +15,33 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 import torch.distributed as dist
 
-from elastic_runtime import static
-from elastic_runtime.coordinator import Coordinator
 from elastic_runtime.errors import CollectiveError, LoopError
-from elastic_runtime.exchange import exchange
-from elastic_runtime.generations import ALONE, Generation, Generations, Secret
-from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group
-from elastic_runtime.keeper import Keeper
-from elastic_runtime.leaving import leave
-from elastic_runtime.order import mix_seed
-from elastic_runtime.packing import pack
-from elastic_runtime.preemption import TERMINATED, AtRest, Preemption
-from elastic_runtime.progress import Progress
-from elastic_runtime.proof import raise_open_files
-from elastic_runtime.reporting import Reporter
-from elastic_runtime.saving import Saving
-from elastic_runtime.store import CoordinatorStore
-from elastic_runtime.streams import RandomStreams
+from elastic_runtime.loop.savers import Saving
+from elastic_runtime.membership import torchrun
+from elastic_runtime.membership.coordinator_client import Coordinator
+from elastic_runtime.membership.generations import ALONE, Generation, Generations, Secret
+from elastic_runtime.membership.outbox import Voice
+from elastic_runtime.membership.pair_authentication import raise_open_files
+from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group
+from elastic_runtime.membership.rendezvous_store import CoordinatorStore
+from elastic_runtime.plan.order import mix_seed
+from elastic_runtime.process.preemption import TERMINATED, AtRest, Preemption
+from elastic_runtime.process.process_exit import leave
+from elastic_runtime.process.progress_bar import Progress
+from elastic_runtime.process.reporting import Reporter
+from elastic_runtime.state.checkpoint_schedule import Keeper
+from elastic_runtime.state.join_exchange import exchange
+from elastic_runtime.state.packing import pack
+from elastic_runtime.state.random_streams import RandomStreams
 from elastic_runtime.torch_internals import check_torch
-from elastic_runtime.voice import Voice
 
 if TYPE_CHECKING:
-    from elastic_runtime.environment import Environment
-    from elastic_runtime.modes import Mode
-    from elastic_runtime.position import Position
+    from elastic_runtime.membership.environment import Environment
+    from elastic_runtime.plan.position import Position
+    from elastic_runtime.reduction.step_modes import Mode
     from elastic_runtime.sharded.sharding import Sharding
     from elastic_runtime.sharded.wrap import Wrapping
-    from elastic_runtime.state import TrainingState
+    from elastic_runtime.state.training_state import TrainingState
 
 RELEASE_S = 5.0
 
@@ -208,9 +208,9 @@ class Member:
             return
         if not dist.is_initialized():
             if self._environment.static:
-                static.init_process_group(_backend(), rank, size, COLLECTIVE_TIMEOUT)
+                torchrun.init_process_group(_backend(), rank, size, COLLECTIVE_TIMEOUT)
             else:
-                static.init_alone(_backend())
+                torchrun.init_alone(_backend())
         assert dist.group.WORLD is not None
         group = Group(dist.group.WORLD, rank, size, self._generations.interrupt)
         members = tuple(f"rank{other}" for other in range(size))

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.copies import Copies
 from elastic_runtime.errors import LoopError, UsageError
-from elastic_runtime.packing import pack, unpack
+from elastic_runtime.state.copies import Copies
+from elastic_runtime.state.packing import pack, unpack
 from elastic_runtime.torch_internals import forget_unscaled
 
 if TYPE_CHECKING:
-    from elastic_runtime.batches import MicroBatch
-    from elastic_runtime.modes import Mode
-    from elastic_runtime.state import TrainingState
+    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.reduction.step_modes import Mode
+    from elastic_runtime.state.training_state import TrainingState
 
 
 class Passes:

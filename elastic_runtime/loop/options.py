@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_runtime.batches import check_batch, check_shards
 from elastic_runtime.errors import BatchPlanError, SettingsError
-from elastic_runtime.sizes import LR_RULES, GlobalBatch
+from elastic_runtime.plan.batch_sizes import LR_RULES, GlobalBatch
+from elastic_runtime.plan.batches import check_batch, check_shards
 
 REDUCTIONS = ("fast", "exact")
 

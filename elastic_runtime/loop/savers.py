@@ -6,13 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_runtime.keeper import Keeper
-    from elastic_runtime.modes import Mode
-    from elastic_runtime.preemption import AtRest
-    from elastic_runtime.reporting import Reporter
+    from elastic_runtime.process.preemption import AtRest
+    from elastic_runtime.process.reporting import Reporter
+    from elastic_runtime.reduction.step_modes import Mode
     from elastic_runtime.sharded.sharding import Sharding
-    from elastic_runtime.state import TrainingState
-    from elastic_runtime.streams import RandomStreams
+    from elastic_runtime.state.checkpoint_schedule import Keeper
+    from elastic_runtime.state.random_streams import RandomStreams
+    from elastic_runtime.state.training_state import TrainingState
 
 
 class Saving:

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
-from elastic_runtime.rounds import Rounds
+from elastic_runtime.loop.synchronized_calls import Rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from elastic_runtime.batches import MicroBatch
-    from elastic_runtime.loader import ElasticLoader
-    from elastic_runtime.member import Member
-    from elastic_runtime.memory import MemoryFollower
-    from elastic_runtime.modes import Clipping, Mode
-    from elastic_runtime.position import Position
-    from elastic_runtime.state import TrainingState
-    from elastic_runtime.step import BackwardOptions, GlobalStep
+    from elastic_runtime.data.loader import ElasticLoader
+    from elastic_runtime.loop.member import Member
+    from elastic_runtime.loop.step import BackwardOptions, GlobalStep
+    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.plan.position import Position
+    from elastic_runtime.process.device_memory import MemoryFollower
+    from elastic_runtime.reduction.step_modes import Clipping, Mode
+    from elastic_runtime.state.training_state import TrainingState
 
 
 class Watch(Protocol):

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
-from elastic_runtime.losses import StepLosses
-from elastic_runtime.memory import free_cache, is_out_of_memory
-from elastic_runtime.passes import Passes
-from elastic_runtime.tail import STAMPS, Share
+from elastic_runtime.loop.multi_backward import Passes
+from elastic_runtime.process.device_memory import free_cache, is_out_of_memory
+from elastic_runtime.reduction.loss_scaling import StepLosses
+from elastic_runtime.reduction.step_metadata import STAMPS, Share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elastic_runtime.batches import MicroBatch
-    from elastic_runtime.generations import Generation
-    from elastic_runtime.member import Member
-    from elastic_runtime.memory import MemoryFollower
-    from elastic_runtime.modes import Clipping, Mode
-    from elastic_runtime.sizes import MicroBatchLimit
-    from elastic_runtime.state import TrainingState
+    from elastic_runtime.loop.member import Member
+    from elastic_runtime.membership.generations import Generation
+    from elastic_runtime.plan.batch_sizes import MicroBatchLimit
+    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.process.device_memory import MemoryFollower
+    from elastic_runtime.reduction.step_modes import Clipping, Mode
+    from elastic_runtime.state.training_state import TrainingState
 
 _LEFT_OUT = 2
 """Steps in a row whose gradients may stay where they are."""

@@ -13,16 +13,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from elastic_runtime.errors import CollectiveError
-from elastic_runtime.packing import pack, unpack
-from elastic_runtime.transfer import gather_values
+from elastic_runtime.state.packing import pack, unpack
+from elastic_runtime.state.transfer import gather_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from elastic_runtime.member import Member
-    from elastic_runtime.state import TrainingState
+    from elastic_runtime.loop.member import Member
+    from elastic_runtime.state.training_state import TrainingState
 
 Result = TypeVar("Result")
 _LIBRARIES = ("gloo", "nccl")

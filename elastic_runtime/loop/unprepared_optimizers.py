@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from elastic_runtime.session import Session
+    from elastic_runtime.loop.session import Session
 
 
 def watch_for_strangers(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -18,13 +18,13 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.errors import CoordinatorError, ElasticError
-from elastic_runtime.orders import Order
+from elastic_runtime.membership.orders import Order
 
 if TYPE_CHECKING:
     import http.client
     from collections.abc import Callable
 
-    from elastic_runtime.environment import Environment
+    from elastic_runtime.membership.environment import Environment
 
     Event = dict[str, Any]
 

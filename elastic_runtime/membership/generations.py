@@ -12,16 +12,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastic_runtime.groups import COLLECTIVE_TIMEOUT, Group, Interrupt
-from elastic_runtime.orders import Order
-from elastic_runtime.proof import check_users, listening_ports, prove
+from elastic_runtime.membership.orders import Order
+from elastic_runtime.membership.pair_authentication import check_users, listening_ports, prove
+from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group, Interrupt
 from elastic_runtime.torch_internals import build_group, build_second_connections
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_runtime.errors import ElasticError
-    from elastic_runtime.store import CoordinatorStore
+    from elastic_runtime.membership.rendezvous_store import CoordinatorStore
 
 CLOSE_AFTER_S = 0.5
 """The first steps of the new size are not to share their cores with the end of the old one."""

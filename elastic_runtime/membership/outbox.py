@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_runtime.coordinator import Coordinator
-    from elastic_runtime.generations import Generation
+    from elastic_runtime.membership.coordinator_client import Coordinator
+    from elastic_runtime.membership.generations import Generation
 
 
 class Voice:

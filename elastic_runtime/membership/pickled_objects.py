@@ -15,7 +15,7 @@ import torch.distributed as dist
 from elastic_runtime.errors import CollectiveError, StateError
 
 if TYPE_CHECKING:
-    from elastic_runtime.store import CoordinatorStore
+    from elastic_runtime.membership.rendezvous_store import CoordinatorStore
 
 PIECE_BYTES = 1 << 18
 MAX_BYTES = 16 << 20

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_runtime.errors import CollectiveError
-from elastic_runtime.left_objects import Exchange
+from elastic_runtime.membership.pickled_objects import Exchange
 from elastic_runtime.torch_internals import drop_group, make_default
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from elastic_runtime.store import CoordinatorStore
+    from elastic_runtime.membership.rendezvous_store import CoordinatorStore
 
 POLL = timedelta(milliseconds=10)
 LOOK_EVERY_S = 0.0002

@@ -16,7 +16,7 @@ from elastic_runtime.torch_internals import Store
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elastic_runtime.environment import Environment
+    from elastic_runtime.membership.environment import Environment
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 _AWAY = (OSError, http.client.HTTPException, ValueError)

@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastic_runtime.batches import micro_batches
+from elastic_runtime.plan.batches import micro_batches
 
 if TYPE_CHECKING:
-    from elastic_runtime.batches import MicroBatch
+    from elastic_runtime.plan.batches import MicroBatch
 
 LR_RULES = ("linear", "sqrt")
 

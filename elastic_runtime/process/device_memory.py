@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from elastic_runtime.simulated_memory import SimulatedDevice
+from elastic_runtime.process.simulated_memory import SimulatedDevice
 
 if TYPE_CHECKING:
-    from elastic_runtime.sizes import MicroBatchLimit
+    from elastic_runtime.plan.batch_sizes import MicroBatchLimit
 
 MIB = 1 << 20
 LOOK_EVERY_STEPS = 16

@@ -9,13 +9,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.errors import SettingsError
-from elastic_runtime.timing import Phases, StepClock, StepTimes
+from elastic_runtime.process.timing import Phases, StepClock, StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from io import TextIOWrapper
 
-    from elastic_runtime.progress import Progress
+    from elastic_runtime.process.progress_bar import Progress
 
 PROGRESS_EVERY_S = 1.0
 TIMES_EVERY_S = 5.0

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_runtime.batches import split
 from elastic_runtime.errors import CollectiveError
-from elastic_runtime.gradients import BucketReducer
-from elastic_runtime.layout import Bucket, Slot, view_of
-from elastic_runtime.trees import Node, Push, joint_plan, range_plan
+from elastic_runtime.plan.batches import split
+from elastic_runtime.reduction.bucket_layout import Bucket, Slot, view_of
+from elastic_runtime.reduction.gradients import BucketReducer
+from elastic_runtime.reduction.sum_tree import Node, Push, joint_plan, range_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from elastic_runtime.batches import MicroBatch
-    from elastic_runtime.groups import Group, Pending
+    from elastic_runtime.membership.process_group import Group, Pending
+    from elastic_runtime.plan.batches import MicroBatch
 
 _NOTHING = -0.0
 """x + -0.0 is x to the bit for every x; x + 0.0 is not where x is -0.0."""

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
-from elastic_runtime.layout import Bucket, Layout, Slot
+from elastic_runtime.reduction.bucket_layout import Bucket, Layout, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from elastic_runtime.batches import MicroBatch
-    from elastic_runtime.groups import Group, Pending
+    from elastic_runtime.membership.process_group import Group, Pending
+    from elastic_runtime.plan.batches import MicroBatch
 
 
 class GradientReducer(Protocol):

@@ -9,7 +9,7 @@ import torch
 from elastic_runtime.errors import LoopError, UsageError
 
 if TYPE_CHECKING:
-    from elastic_runtime.batches import MicroBatch
+    from elastic_runtime.plan.batches import MicroBatch
 
 
 class StepLosses:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_runtime.agreement import Agreement
 from elastic_runtime.errors import LoopError
+from elastic_runtime.validation.agreement import Agreement
 
 if TYPE_CHECKING:
-    from elastic_runtime.buffers import FollowedBuffers
+    from elastic_runtime.reduction.buffers import FollowedBuffers
 
 _HEAD = 8
 _BASE = 1 << 20

@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.agreement import Agreement
 from elastic_runtime.errors import SettingsError
-from elastic_runtime.exact import ExactReducer
-from elastic_runtime.gradients import FastReducer
-from elastic_runtime.order import mix_seed
-from elastic_runtime.tail import Tail
+from elastic_runtime.plan.order import mix_seed
+from elastic_runtime.reduction.exact import ExactReducer
+from elastic_runtime.reduction.gradients import FastReducer
+from elastic_runtime.reduction.step_metadata import Tail
+from elastic_runtime.validation.agreement import Agreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_runtime.batches import MicroBatch
-    from elastic_runtime.buffers import FollowedBuffers
-    from elastic_runtime.gradients import GradientReducer
-    from elastic_runtime.state import TrainingState
-    from elastic_runtime.streams import RandomStreams
-    from elastic_runtime.tail import Share
+    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.reduction.buffers import FollowedBuffers
+    from elastic_runtime.reduction.gradients import GradientReducer
+    from elastic_runtime.reduction.step_metadata import Share
+    from elastic_runtime.state.random_streams import RandomStreams
+    from elastic_runtime.state.training_state import TrainingState
 
 DEFAULT_SHARDS = 8
 

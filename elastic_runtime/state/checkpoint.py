@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.codec import decode, encode
 from elastic_runtime.errors import CheckpointError
-from elastic_runtime.packing import describe, pack, unpack
+from elastic_runtime.state.codec import decode, encode
+from elastic_runtime.state.packing import describe, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -14,18 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_runtime import checkpoint
-from elastic_runtime.copies import Copies
 from elastic_runtime.errors import CheckpointError, SettingsError
-from elastic_runtime.packing import describe, pack, unpack
 from elastic_runtime.sharded import files
+from elastic_runtime.state import checkpoint
+from elastic_runtime.state.copies import Copies
+from elastic_runtime.state.packing import describe, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
-    from elastic_runtime.reporting import Reporter
+    from elastic_runtime.process.reporting import Reporter
 
 _log = logging.getLogger("elastic_runtime")
 

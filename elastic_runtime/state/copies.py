@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_runtime.packing import describe
+from elastic_runtime.state.packing import describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import CollectiveError, ModelMismatchError
-from elastic_runtime.state import Totals
-from elastic_runtime.transfer import gather_values, receive_state, send_state
+from elastic_runtime.state.training_state import Totals
+from elastic_runtime.state.transfer import gather_values, receive_state, send_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from elastic_runtime.groups import Group
-    from elastic_runtime.state import TrainingState
-    from elastic_runtime.timing import Phases
+    from elastic_runtime.membership.process_group import Group
+    from elastic_runtime.process.timing import Phases
+    from elastic_runtime.state.training_state import TrainingState
 
 
 def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state: bool) -> bool:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.codec import UNPICKLABLE, Composite, Hole, Skeleton, decode, encode
 from elastic_runtime.errors import StateError
+from elastic_runtime.state.codec import UNPICKLABLE, Composite, Hole, Skeleton, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

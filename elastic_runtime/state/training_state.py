@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from elastic_runtime.errors import StateError
-from elastic_runtime.optimizers import add_missing_groups, load_optimizer
-from elastic_runtime.order import mix_seed
-from elastic_runtime.position import Position
+from elastic_runtime.plan.order import mix_seed
+from elastic_runtime.plan.position import Position
+from elastic_runtime.state.optimizer_state import add_missing_groups, load_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.codec import decode, encode, is_opaque
 from elastic_runtime.errors import CollectiveError, StateError
-from elastic_runtime.packing import describe, holes, pack, unpack
+from elastic_runtime.state.codec import decode, encode, is_opaque
+from elastic_runtime.state.packing import describe, holes, pack, unpack
 
 if TYPE_CHECKING:
-    from elastic_runtime.groups import Group
+    from elastic_runtime.membership.process_group import Group
 
 SMALL_NUMEL = 1 << 14
 HEAD_BYTES = 1 << 16

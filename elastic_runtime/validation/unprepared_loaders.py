@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from elastic_runtime.data.dataloader import Batches
 from elastic_runtime.errors import LoopError
-from elastic_runtime.inner import Batches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler import domains, placement, quota
-from kfp_gpuquota.scheduler.model import Host, Job, Request, Status, Task
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.placement import domains, placement
+from kfp_gpuquota.scheduler.state.model import Host, Job, Request, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from kfp_gpuquota.scheduler.ledger import Ledger
-    from kfp_gpuquota.scheduler.model import Queue
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Queue
 
 Candidate = tuple[tuple[float, int, int, float, int, str], Host, list[Task]]
 

@@ -17,22 +17,24 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler import placement, quota, usage
-from kfp_gpuquota.scheduler.agenda import Agenda
-from kfp_gpuquota.scheduler.consolidation import Known, consolidate
-from kfp_gpuquota.scheduler.fairshare import assign_shares
-from kfp_gpuquota.scheduler.finder import Finders
-from kfp_gpuquota.scheduler.groups import below, next_tasks
-from kfp_gpuquota.scheduler.model import NEVER, UNLIMITED, Amount, Job, Status, Task
-from kfp_gpuquota.scheduler.progress import gain
-from kfp_gpuquota.scheduler.units import Attempt, Mode
-from kfp_gpuquota.scheduler.victims import make_room
+from kfp_gpuquota.scheduler.actions.consolidation import Known, consolidate
+from kfp_gpuquota.scheduler.actions.victims import make_room
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.fairness.agenda import Agenda
+from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares
+from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.placement.finder import Finders
+from kfp_gpuquota.scheduler.placement.units import Attempt, Mode
+from kfp_gpuquota.scheduler.state import usage
+from kfp_gpuquota.scheduler.state.groups import below, next_tasks
+from kfp_gpuquota.scheduler.state.model import NEVER, UNLIMITED, Amount, Job, Status, Task
+from kfp_gpuquota.scheduler.state.progress import gain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from kfp_gpuquota.scheduler.ledger import Ledger
-    from kfp_gpuquota.scheduler.model import Queue, Shape
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Queue, Shape
 
 Try = Callable[[Job, list[Task], Amount], bool]
 """Serve a job what it asks for next, or change nothing."""

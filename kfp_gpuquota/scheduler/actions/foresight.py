@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler.model import Job, Status, Task
+from kfp_gpuquota.scheduler.state.model import Job, Status, Task
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.scheduler.cycle import Cycle
-    from kfp_gpuquota.scheduler.ledger import Ledger
+    from kfp_gpuquota.scheduler.actions.cycle import Cycle
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
 
 
 def would_not_start(cycle: Cycle) -> set[Job]:

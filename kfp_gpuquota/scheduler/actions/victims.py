@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler import domains, placement, quota
-from kfp_gpuquota.scheduler.consolidation import resettle
-from kfp_gpuquota.scheduler.groups import below
-from kfp_gpuquota.scheduler.model import Status, Task
-from kfp_gpuquota.scheduler.units import Attempt, Mode, Unit, cheapest_below
+from kfp_gpuquota.scheduler.actions.consolidation import resettle
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.placement import domains, placement
+from kfp_gpuquota.scheduler.placement.units import Attempt, Mode, Unit, cheapest_below
+from kfp_gpuquota.scheduler.state.groups import below
+from kfp_gpuquota.scheduler.state.model import Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.scheduler.finder import Finders
-    from kfp_gpuquota.scheduler.ledger import Ledger
+    from kfp_gpuquota.scheduler.placement.finder import Finders
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
 
 _SPARE_AT_MOST: Final = 32
 """Sparing tries each unit again: beyond this many it costs more than it can save."""

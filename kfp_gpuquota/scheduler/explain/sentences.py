@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.quantity import MIB, show_mib
-from kfp_gpuquota.scheduler.groups import below
-from kfp_gpuquota.scheduler.model import GPU, MILLI, Job, Request, Task
+from kfp_gpuquota.scheduler.state.groups import below
+from kfp_gpuquota.scheduler.state.model import GPU, MILLI, Job, Request, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

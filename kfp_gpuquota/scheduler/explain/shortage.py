@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.api.quantity import show_mib
-from kfp_gpuquota.scheduler import domains, placement
-from kfp_gpuquota.scheduler.explain import count, cpus, gpus, memory
-from kfp_gpuquota.scheduler.model import GPU, UNLIMITED, Host, Request
+from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory
+from kfp_gpuquota.scheduler.placement import domains, placement
+from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Host, Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kfp_gpuquota.scheduler.ledger import Ledger
-    from kfp_gpuquota.scheduler.model import Task
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Task
 
 Details = tuple[tuple[str, str | float], ...]
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Reason, ReasonCode
-from kfp_gpuquota.scheduler import quota, shortage
-from kfp_gpuquota.scheduler.explain import count, cpus, gpus, memory, size_needed
-from kfp_gpuquota.scheduler.model import GPU, MILLI, Amount, Job, Task
-from kfp_gpuquota.scheduler.shortage import Cause
+from kfp_gpuquota.scheduler.explain import shortage
+from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory, size_needed
+from kfp_gpuquota.scheduler.explain.shortage import Cause
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.state.model import GPU, MILLI, Amount, Job, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.scheduler.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
 
 _SHOW = (gpus, cpus, memory)
 _NAMES = ("GPUs", "CPUs", "bytes of memory")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from bisect import insort
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler.groups import next_tasks
-from kfp_gpuquota.scheduler.order import (
+from kfp_gpuquota.scheduler.state.groups import next_tasks
+from kfp_gpuquota.scheduler.state.order import (
     Entitlement,
     QueueKey,
     entitlement,
@@ -23,8 +23,8 @@ from kfp_gpuquota.scheduler.order import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kfp_gpuquota.scheduler.ledger import Ledger
-    from kfp_gpuquota.scheduler.model import Amount, Job, OrderKey, Queue, Shape
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Amount, Job, OrderKey, Queue, Shape
 
 Entry = tuple["OrderKey", "Job"]
 GroupKey = tuple[int, Entitlement, "OrderKey"]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler import usage
-from kfp_gpuquota.scheduler.model import GPU, UNLIMITED, Amount, Queue
+from kfp_gpuquota.scheduler.state import usage
+from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

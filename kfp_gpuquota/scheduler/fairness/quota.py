@@ -5,13 +5,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from kfp_gpuquota.scheduler.model import Amount, Job, Queue
+from kfp_gpuquota.scheduler.state.model import Amount, Job, Queue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfp_gpuquota.scheduler.ledger import Ledger
-    from kfp_gpuquota.scheduler.model import Task
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Task
 
 
 class Bar(StrEnum):

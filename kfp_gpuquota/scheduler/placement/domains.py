@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler import groups, placement
-from kfp_gpuquota.scheduler.model import GPU, Group, Host, Job, Task, Topology
+from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.state import groups
+from kfp_gpuquota.scheduler.state.model import GPU, Group, Host, Job, Task, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kfp_gpuquota.scheduler.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
 
 Domain = list[Host]
 _EVERYWHERE = -1

@@ -10,16 +10,16 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler import placement
-from kfp_gpuquota.scheduler.model import Status
-from kfp_gpuquota.scheduler.units import Attempt, Mode, Stage, Unit, all_allowed, needed_on, units_on
+from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.placement.units import Attempt, Mode, Stage, Unit, all_allowed, needed_on, units_on
+from kfp_gpuquota.scheduler.state.model import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfp_gpuquota.scheduler.ledger import Ledger
-    from kfp_gpuquota.scheduler.model import Host, Queue, Request, Task
-    from kfp_gpuquota.scheduler.units import UnitKey
+    from kfp_gpuquota.scheduler.placement.units import UnitKey
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Host, Queue, Request, Task
 
 FinderKey = tuple[Mode, "Queue", int, "Request", frozenset["Queue"], frozenset["Host"] | None]
 Cost = tuple["UnitKey", int, str]

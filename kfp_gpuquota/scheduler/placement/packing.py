@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler.fragmentation import WHOLE, Demand, Machine, Packer
-from kfp_gpuquota.scheduler.model import GPU, UNLIMITED, Host, Request
+from kfp_gpuquota.scheduler.placement.fragmentation import WHOLE, Demand, Machine, Packer
+from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Host, Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kfp_gpuquota.scheduler.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
 
 _ENDLESS = 1 << 50
 _MIB = 1 << 20

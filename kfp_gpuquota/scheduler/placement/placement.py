@@ -5,12 +5,12 @@ from __future__ import annotations
 from heapq import merge
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler.model import GPU, Host, Status, Task
+from kfp_gpuquota.scheduler.state.model import GPU, Host, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kfp_gpuquota.scheduler.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
 
 
 _BUSY: Final = 0.25
@@ -20,7 +20,7 @@ _BUSY: Final = 0.25
 def place_all(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
     """Bind (or, with `future`, nominate) every task, or change nothing."""
     if tasks[0].job.groups is not None:
-        from kfp_gpuquota.scheduler import domains  # noqa: PLC0415
+        from kfp_gpuquota.scheduler.placement import domains  # noqa: PLC0415
 
         return domains.place(ledger, tasks, future=future)
     mark, done = ledger.mark(), 0
@@ -214,7 +214,7 @@ def _mixes(ledger: Ledger, task: Task, more: int) -> bool:
 def _gentle(ledger: Ledger, task: Task) -> Iterable[Host]:
     """The hosts in the order in which it leaves the most for others; devices are then the fullest that fit."""
     if ledger.packing is None:
-        from kfp_gpuquota.scheduler.packing import Packing  # noqa: PLC0415 (numpy, which most plans do not need)
+        from kfp_gpuquota.scheduler.placement.packing import Packing  # noqa: PLC0415 (numpy, which most plans do not need)
 
         ledger.packing = Packing(ledger)
     return ledger.packing.ranked(task.request, task.job.queue.pool)

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from kfp_gpuquota.scheduler import placement, quota
-from kfp_gpuquota.scheduler.groups import loose
-from kfp_gpuquota.scheduler.model import NOTHING, Amount, Host, Job, Queue, Status, Task
-from kfp_gpuquota.scheduler.order import dominant_share
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.state.groups import loose
+from kfp_gpuquota.scheduler.state.model import NOTHING, Amount, Host, Job, Queue, Status, Task
+from kfp_gpuquota.scheduler.state.order import dominant_share
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from kfp_gpuquota.scheduler.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
 
 UnitKey = tuple[bool, float, float, "Stage", tuple[int, bool, float, float, str], int]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from copy import copy
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler.state import State
+from kfp_gpuquota.scheduler.state.state import State
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.scheduler.ledger import Ledger
-    from kfp_gpuquota.scheduler.model import Host, Job, Queue
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Host, Job, Queue
 
 
 def copied(state: State) -> State:

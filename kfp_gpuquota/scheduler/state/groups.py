@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler.model import Status
+from kfp_gpuquota.scheduler.state.model import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfp_gpuquota.scheduler.model import Group, Job, Task
+    from kfp_gpuquota.scheduler.state.model import Group, Job, Task
 
 _PLACED = (Status.HELD, Status.BOUND, Status.NOMINATED)
 Counts = dict[str, int]

@@ -7,7 +7,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.quantity import MIB
-from kfp_gpuquota.scheduler.model import GPU, MILLI, NO_RULES, Group, Job, Queue, Request, Rules, Task, Topology
+from kfp_gpuquota.scheduler.state.model import GPU, MILLI, NO_RULES, Group, Job, Queue, Request, Rules, Task, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

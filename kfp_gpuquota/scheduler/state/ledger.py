@@ -9,12 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler.model import GPU, UNLIMITED, Amount, Host, Job, Queue, Request, Status, Task
+from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job, Queue, Request, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfp_gpuquota.scheduler.packing import Packing
+    from kfp_gpuquota.scheduler.placement.packing import Packing
 
 Change = tuple[Task, Status, Host | None, tuple[int, ...]]
 

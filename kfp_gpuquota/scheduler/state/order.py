@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler.groups import below
-from kfp_gpuquota.scheduler.model import UNLIMITED, Amount, Job, OrderKey, Queue, Shape, Task
+from kfp_gpuquota.scheduler.state.groups import below
+from kfp_gpuquota.scheduler.state.model import UNLIMITED, Amount, Job, OrderKey, Queue, Shape, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

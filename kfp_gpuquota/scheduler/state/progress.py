@@ -5,12 +5,12 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler.model import NEVER, Job, Mark
+from kfp_gpuquota.scheduler.state.model import NEVER, Job, Mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.scheduler.events import ProgressReported
+    from kfp_gpuquota.scheduler.state.events import ProgressReported
 
 LINEAR: Final = 1.0
 """The gain of a worker that adds as much as those of the smallest size did each."""

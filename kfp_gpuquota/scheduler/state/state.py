@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
-from kfp_gpuquota.scheduler import events, progress, usage
-from kfp_gpuquota.scheduler.groups import below, next_tasks
-from kfp_gpuquota.scheduler.intake import bar, new_job
-from kfp_gpuquota.scheduler.ledger import Ledger
-from kfp_gpuquota.scheduler.model import (
+from kfp_gpuquota.scheduler.state import events, progress, usage
+from kfp_gpuquota.scheduler.state.groups import below, next_tasks
+from kfp_gpuquota.scheduler.state.intake import bar, new_job
+from kfp_gpuquota.scheduler.state.ledger import Ledger
+from kfp_gpuquota.scheduler.state.model import (
     BOUNDLESS,
     MILLI,
     NOTHING,
@@ -24,8 +24,8 @@ from kfp_gpuquota.scheduler.model import (
     Status,
     Task,
 )
-from kfp_gpuquota.scheduler.order import job_key, shape_of
-from kfp_gpuquota.scheduler.tree import graft, set_quota
+from kfp_gpuquota.scheduler.state.order import job_key, shape_of
+from kfp_gpuquota.scheduler.state.tree import graft, set_quota
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

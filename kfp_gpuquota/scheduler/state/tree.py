@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kfp_gpuquota.api import PoolQuota
 from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.errors import InvalidFieldError
-from kfp_gpuquota.scheduler.model import GPU, MILLI, UNLIMITED, Amount, Queue
+from kfp_gpuquota.scheduler.state.model import GPU, MILLI, UNLIMITED, Amount, Queue
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Project

@@ -11,12 +11,12 @@ from __future__ import annotations
 from math import log
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler.model import GPU
+from kfp_gpuquota.scheduler.state.model import GPU
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from kfp_gpuquota.scheduler.model import Queue
+    from kfp_gpuquota.scheduler.state.model import Queue
 
 LOOKS_PER_HALF_LIFE: Final = 16
 """While jobs wait, shares change by the passing of time alone: so often is planned again."""

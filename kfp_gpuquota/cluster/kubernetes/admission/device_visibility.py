@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kfp_gpuquota.cluster.kubernetes.admission import Container, PodSpec
+    from kfp_gpuquota.cluster.kubernetes.admission.pods import Container, PodSpec
 
 VARIABLE: Final = "NVIDIA_VISIBLE_DEVICES"
 NO_DEVICES: Final = {"name": VARIABLE, "value": "void"}

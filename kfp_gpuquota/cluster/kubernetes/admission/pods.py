@@ -25,17 +25,18 @@ from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_quantity
 from kfp_gpuquota.api.validation import check_count
-from kfp_gpuquota.cluster.kubernetes import device_visibility, labels, share_admission
-from kfp_gpuquota.cluster.kubernetes.quota_policy import DEFAULT_RULES
-from kfp_gpuquota.cluster.kubernetes.share_admission import SharingJob
-from kfp_gpuquota.cluster.kubernetes.writes import escaped
+from kfp_gpuquota.cluster.kubernetes.admission import device_visibility, shares
+from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
+from kfp_gpuquota.cluster.kubernetes.convert.requests import escaped
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import DEFAULT_RULES
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kfp_gpuquota.api.policy import WorkloadPolicy
-    from kfp_gpuquota.cluster.kubernetes.quota_policy import ClusterRules
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
 
 FORBIDDEN: Final = 403
 UNPROCESSABLE: Final = 422
@@ -226,7 +227,7 @@ def review_job(
     """What becomes of an ElasticJob that somebody creates: its limits are as policies have them."""
     try:
         rules.refuse_shares_in(job.spec.node_pool or "")
-        return Verdict(tuple(share_admission.of_job(job, namespace, policies)))
+        return Verdict(tuple(shares.of_job(job, namespace, policies)))
     except InvalidFieldError as error:
         return Verdict((), UNPROCESSABLE, error.message)
 
@@ -272,7 +273,7 @@ def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPol
         gated = _capped(gated, pod.spec, rules)
     if shared:
         rules.refuse_shares_in(spec.node_pool)
-        more = share_admission.of_pod(pod, spec, uid, policies)
+        more = shares.of_pod(pod, spec, uid, policies)
         return msgspec.structs.replace(gated, patch=(*gated.patch, *more))
     return gated
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from aiohttp import web
 
-from kfp_gpuquota.cluster.kubernetes import admission, labels
-from kfp_gpuquota.cluster.kubernetes.certificates import KeyPair, Material, check, maintained
-from kfp_gpuquota.cluster.kubernetes.connection import JSON_PATCH, ApiError
-from kfp_gpuquota.cluster.kubernetes.quota_policy import DEFAULT_RULES
+from kfp_gpuquota.cluster.kubernetes.admission import pods
+from kfp_gpuquota.cluster.kubernetes.admission.certificates import KeyPair, Material, check, maintained
+from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import DEFAULT_RULES
 from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.server.connections import LimitedRunner, Limits
 
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kfp_gpuquota.api.policy import WorkloadPolicy
-    from kfp_gpuquota.cluster.kubernetes.admission import Verdict
-    from kfp_gpuquota.cluster.kubernetes.connection import Connection
-    from kfp_gpuquota.cluster.kubernetes.quota_policy import ClusterRules
+    from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
+    from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
 
 PATH: Final = "/admission/pods"
 CONFIGURATION: Final = "gpuquota"
@@ -60,8 +61,8 @@ def build_app(
         body = await request.read()
         started = time.perf_counter()
         try:
-            reply, verdict = admission.answer(body, controller, policies(), rules())
-        except admission.MalformedReviewError as error:
+            reply, verdict = pods.answer(body, controller, policies(), rules())
+        except pods.MalformedReviewError as error:
             return web.Response(status=400, text=str(error))
         observe(verdict, time.perf_counter() - started)
         return web.Response(body=reply, content_type="application/json")

@@ -15,8 +15,9 @@ from kfp_gpuquota.api.annotations import FRACTION_LIMIT, MEMORY_LIMIT, PREFIX
 from kfp_gpuquota.api.policy import admit
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.share import limit_text
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.gpu_config import (
+from kfp_gpuquota.cluster.kubernetes.convert.requests import escaped
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import (
     MEMORY_DIRECTORY,
     is_name,
     mount,
@@ -24,14 +25,13 @@ from kfp_gpuquota.cluster.kubernetes.gpu_config import (
     variables,
     volume,
 )
-from kfp_gpuquota.cluster.kubernetes.writes import escaped
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from kfp_gpuquota.api.policy import WorkloadPolicy
-    from kfp_gpuquota.cluster.kubernetes.admission import Container, Pod, PodSpec
+    from kfp_gpuquota.cluster.kubernetes.admission.pods import Container, Pod, PodSpec
 
 Operation = dict[str, Any]
 _NOTES = "/metadata/annotations"

@@ -16,15 +16,15 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
-from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE, StaleLeaseError
+from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, StaleLeaseError
 from kfp_gpuquota.errors import ClusterUnavailableError, RunError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
 
-    from kfp_gpuquota.cluster.kubernetes.fence import Fence
-    from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
+    from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
+    from kfp_gpuquota.cluster.kubernetes.client.fence import Fence
 
 T = TypeVar("T")
 

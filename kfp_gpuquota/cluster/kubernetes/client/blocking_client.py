@@ -28,7 +28,7 @@ from kfp_gpuquota.errors import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
+    from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
 
 Json = dict[str, Any]
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
 
 BURST: Final = 100.0
 PER_SECOND: Final = 10.0

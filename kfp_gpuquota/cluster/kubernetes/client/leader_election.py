@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError
-from kfp_gpuquota.cluster.kubernetes.fence import LeaseValidity, boot_time_s
-from kfp_gpuquota.cluster.kubernetes.objects import Lease
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.fence import LeaseValidity, boot_time_s
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Lease
 from kfp_gpuquota.errors import ClusterUnavailableError, InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.connection import Connection
+    from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
 
 NAME: Final = "gpuquota-controller"
 DURATION_S: Final = 12.0

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 import aiohttp
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError, StatusBody
-from kfp_gpuquota.cluster.kubernetes.objects import ListMetadata, Metadata, Page, WatchLine
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, StatusBody
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import ListMetadata, Metadata, Page, WatchLine
 from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from kfp_gpuquota.cluster.kubernetes.connection import Connection
+    from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
 
 PAGE: Final = 1000
 WATCH_S: Final = 300

@@ -20,18 +20,24 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.connection import FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE_S, ApiError, is_passing
-from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE, StaleLeaseError
-from kfp_gpuquota.cluster.kubernetes.logs import because_of, cause, fields
-from kfp_gpuquota.cluster.kubernetes.writes import Lane
+from kfp_gpuquota.cluster.kubernetes.client.async_client import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    PATIENCE_S,
+    ApiError,
+    is_passing,
+)
+from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, StaleLeaseError
+from kfp_gpuquota.cluster.kubernetes.client.logging_setup import because_of, cause, fields
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane
 from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.connection import Connection
-    from kfp_gpuquota.cluster.kubernetes.fence import Fence
-    from kfp_gpuquota.cluster.kubernetes.writes import Write
+    from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.client.fence import Fence
+    from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
 
 SLOTS: Final = {Lane.ADMIT: 24, Lane.RELEASE: 24, Lane.CREATE: 16, Lane.STATUS: 6, Lane.EVENT: 2, Lane.OTHER: 6}
 RESERVED: Final = 2

@@ -20,28 +20,30 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.kubernetes import labels, nodes, quotas
-from kfp_gpuquota.cluster.kubernetes.autoscaled import StandIns, fewest
-from kfp_gpuquota.cluster.kubernetes.bystanders import Bystanders
-from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
-from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
-from kfp_gpuquota.cluster.kubernetes.seats import Seats
-from kfp_gpuquota.cluster.kubernetes.share_notes import note_of
-from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of
-from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage, pod_job
-from kfp_gpuquota.cluster.kubernetes.turns import Turns
+from kfp_gpuquota.cluster.kubernetes.client.cooperative import Turns
+from kfp_gpuquota.cluster.kubernetes.convert import nodes
+from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import StandIns, fewest
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import Bystanders
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
+from kfp_gpuquota.cluster.kubernetes.quota import quotas
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
-from kfp_gpuquota.scheduler.model import GPU
+from kfp_gpuquota.scheduler.state.model import GPU
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfp_gpuquota.api import Node as ApiNode
     from kfp_gpuquota.api import Project
-    from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
-    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, GpuQuota
-    from kfp_gpuquota.cluster.kubernetes.objects import Node
-    from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota
+    from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
 
 T = TypeVar("T")
 

@@ -21,33 +21,34 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.cluster.kubernetes import kinds, labels, objects, quota_policy
-from kfp_gpuquota.cluster.kubernetes.avoidance import Avoidance
-from kfp_gpuquota.cluster.kubernetes.carrying_out import PodActions
-from kfp_gpuquota.cluster.kubernetes.default_quotas import DefaultQuotas
-from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
-from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
-from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE
-from kfp_gpuquota.cluster.kubernetes.gangs import Gangs
-from kfp_gpuquota.cluster.kubernetes.limit_ranges import LimitRanges
-from kfp_gpuquota.cluster.kubernetes.logs import because_of
-from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
-from kfp_gpuquota.cluster.kubernetes.plan_log import log_plan
-from kfp_gpuquota.cluster.kubernetes.profiles import Profiles
-from kfp_gpuquota.cluster.kubernetes.quarantine import Quarantine
-from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
-from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
-from kfp_gpuquota.cluster.kubernetes.reclaiming import Evictions
-from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
-from kfp_gpuquota.cluster.kubernetes.reservations import Reservations
-from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
-from kfp_gpuquota.cluster.kubernetes.status import StatusWriter, job_status, quota_status
-from kfp_gpuquota.cluster.kubernetes.stuck import StuckPods, awaits_a_node, does_not_come_up, lacks_its_place
-from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage, counted_view, recovered_pod
-from kfp_gpuquota.cluster.kubernetes.volumes import Volumes
-from kfp_gpuquota.cluster.kubernetes.waiting_pods import WaitingPods
-from kfp_gpuquota.cluster.kubernetes.watch import Reflector
-from kfp_gpuquota.cluster.kubernetes.writer import Writer
+from kfp_gpuquota.cluster.kubernetes.client.event_recorder import Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE
+from kfp_gpuquota.cluster.kubernetes.client.logging_setup import because_of
+from kfp_gpuquota.cluster.kubernetes.client.quarantine import Quarantine
+from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
+from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
+from kfp_gpuquota.cluster.kubernetes.controller.plan_log import log_plan
+from kfp_gpuquota.cluster.kubernetes.controller.status_writer import StatusWriter, job_status, quota_status
+from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view, recovered_pod
+from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
+from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
+from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
+from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import Avoidance
+from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
+from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
+from kfp_gpuquota.cluster.kubernetes.pods.recovery import StuckPods, awaits_a_node, does_not_come_up, lacks_its_place
+from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitingPods
+from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
+from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
+from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
+from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
 from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.errors import PlanningFailedError
 
@@ -55,10 +56,10 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Iterator
 
-    from kfp_gpuquota.cluster.kubernetes.connection import Connection
-    from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
-    from kfp_gpuquota.cluster.kubernetes.fence import Fence
-    from kfp_gpuquota.cluster.kubernetes.writes import Lane
+    from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.client.fence import Fence
+    from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
 
 LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
@@ -111,7 +112,7 @@ class Controller:
         self.events = Recorder(self._writer)
         self.quarantine = Quarantine(partial(self.events.tell, warning=True))
         self.pods = self._reflector(
-            "/api/v1/pods", objects.Pod, self._pod_changed, self._pod_gone, recover=recovered_pod
+            "/api/v1/pods", core_types.Pod, self._pod_changed, self._pod_gone, recover=recovered_pod
         )
         self.reflectors = [self.pods, *self._other_reflectors()]
         self.reservations = Reservations(
@@ -149,7 +150,7 @@ class Controller:
         if self._ready.timeout_s:
             self._stuck.append(StuckPods(snapshot.pods, self._not_ready, does_not_come_up, self._ready.timeout_s))
             self._stuck.append(StuckPods(snapshot.pods, self._no_node_came, awaits_a_node, self._ready.timeout_s))
-        conditions: dict[str, tuple[objects.Condition, ...]] = {}
+        conditions: dict[str, tuple[core_types.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
         self.elastic = snapshot.elastic = ElasticJobs(
             snapshot.tell,
@@ -212,44 +213,46 @@ class Controller:
     def _other_reflectors(self) -> list[Reflector[Any]]:
         ours, snapshot, profiles = f"/apis/{labels.API_VERSION}", self.snapshot, self.profiles
         return [
-            self._reflector("/api/v1/nodes", objects.Node, snapshot.put_node, snapshot.drop_node),
-            self._reflector(f"{ours}/gpuquotas", kinds.GpuQuota, self._quota_changed, self._quota_gone),
-            self._reflector(f"{ours}/elasticjobs", kinds.ElasticJob, snapshot.put_job, snapshot.drop_job),
+            self._reflector("/api/v1/nodes", core_types.Node, snapshot.put_node, snapshot.drop_node),
+            self._reflector(f"{ours}/gpuquotas", custom_types.GpuQuota, self._quota_changed, self._quota_gone),
+            self._reflector(f"{ours}/elasticjobs", custom_types.ElasticJob, snapshot.put_job, snapshot.drop_job),
             self._reflector(
                 "/apis/kubeflow.org/v1/profiles",
-                objects.Profile,
+                core_types.Profile,
                 profiles.put_profile,
                 profiles.drop_profile,
                 optional=True,
             ),
-            self._reflector(quota_policy.PATH, kinds.QuotaPolicyObject, self.rules.put, self.rules.drop, optional=True),
+            self._reflector(
+                quota_policy.PATH, custom_types.QuotaPolicyObject, self.rules.put, self.rules.drop, optional=True
+            ),
             self._reflector(
                 "/api/v1/persistentvolumeclaims",
-                objects.PersistentVolumeClaim,
+                core_types.PersistentVolumeClaim,
                 self.volumes.put_claim,
                 self.volumes.drop_claim,
             ),
             self._reflector(
                 "/api/v1/persistentvolumes",
-                objects.PersistentVolume,
+                core_types.PersistentVolume,
                 self.volumes.put_volume,
                 self.volumes.drop_volume,
             ),
-            self._reflector("/api/v1/limitranges", objects.LimitRange, self.limits.put, self.limits.drop),
-            self._reflector("/api/v1/namespaces", objects.Namespace, self._namespace_changed, self._namespace_gone),
+            self._reflector("/api/v1/limitranges", core_types.LimitRange, self.limits.put, self.limits.drop),
+            self._reflector("/api/v1/namespaces", core_types.Namespace, self._namespace_changed, self._namespace_gone),
         ]
 
     def _reflector(self, path: str, kind: Any, changed: Any, gone: Any, **more: Any) -> Reflector[Any]:
         def handled(found: Any) -> None:
             changed(found)
-            if kind is not objects.Pod:  # a pod is handled, and quarantined all the same, where it cannot be planned
+            if kind is not core_types.Pod:  # a pod is handled, and quarantined all the same, where it cannot be planned
                 self.quarantine.release(found.metadata.uid)
 
         def released(uid: str) -> None:
             self.quarantine.release(uid)
             gone(uid)
 
-        def quarantined(metadata: objects.Metadata, problem: str) -> None:
+        def quarantined(metadata: core_types.Metadata, problem: str) -> None:
             version = path.removeprefix("/apis/").removeprefix("/api/").rpartition("/")[0]
             name = KINDS.get(kind.__name__, kind.__name__)
             subject = Subject(name, metadata.name, metadata.namespace, metadata.uid, version)
@@ -263,7 +266,7 @@ class Controller:
         self.reservations.drop(uid)
         self.evictions.drop(uid)
 
-    def _pod_changed(self, pod: objects.Pod) -> None:
+    def _pod_changed(self, pod: core_types.Pod) -> None:
         if self.reservations.see(pod):
             return
         view = counted_view(pod)
@@ -343,7 +346,7 @@ class Controller:
     def _avoided(self, maker: str, nodes: tuple[str, ...]) -> None:
         self.elastic.avoid(maker, nodes)
 
-    def _namespace_changed(self, namespace: objects.Namespace) -> None:
+    def _namespace_changed(self, namespace: core_types.Namespace) -> None:
         self.profiles.put_namespace(namespace)
         self.default_quotas.put_namespace(namespace)
 
@@ -351,7 +354,7 @@ class Controller:
         self.profiles.drop_namespace(uid)
         self.default_quotas.drop_namespace(uid)
 
-    def _quota_changed(self, quota: kinds.GpuQuota) -> None:
+    def _quota_changed(self, quota: custom_types.GpuQuota) -> None:
         self.snapshot.put_quota(quota)
         self.profiles.quota_changed(quota.metadata.name)
         self.wake()

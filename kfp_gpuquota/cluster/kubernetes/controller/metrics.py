@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kfp_gpuquota.cluster.kubernetes.listening import listen
+from kfp_gpuquota.cluster.kubernetes.client.sockets import listen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from kfp_gpuquota.cluster.kubernetes.controller import Controller
+    from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
 
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 

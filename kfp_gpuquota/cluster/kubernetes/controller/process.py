@@ -19,32 +19,29 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import (
-    coordination,
-    kinds,
-    labels,
-    metrics,
-    quota_policy,
-    reservation_pods,
-    webhook,
-)
-from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, ApiError, Connection
-from kfp_gpuquota.cluster.kubernetes.controller import Controller
-from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
-from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
-from kfp_gpuquota.cluster.kubernetes.leader import LeaderElection
-from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook
-from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
-from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
-from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
-from kfp_gpuquota.cluster.kubernetes.watch import Reflector
+from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.client.async_client import MERGE_PATCH, ApiError, Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE
+from kfp_gpuquota.cluster.kubernetes.client.leader_election import LeaderElection
+from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.controller import metrics
+from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
+from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
+from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
+from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
+from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
+from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
 from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from kfp_gpuquota.cluster.kubernetes.admission import Verdict
+    from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
 
 ACCOUNT: Final = "gpuquota-controller"
 
@@ -110,24 +107,24 @@ class Replica:
                 tasks.append(certificates.keep())
             await first_to_end(*tasks)
 
-    def _policies_of(self, connection: Connection) -> Reflector[kinds.PolicyObject]:
+    def _policies_of(self, connection: Connection) -> Reflector[custom_types.PolicyObject]:
         book = self._policies
         self._reflector = Reflector(
-            connection, PATH, kinds.PolicyObject, changed=book.put, gone=book.drop, optional=True
+            connection, PATH, custom_types.PolicyObject, changed=book.put, gone=book.drop, optional=True
         )
         return self._reflector
 
-    def _rules_of(self, connection: Connection) -> Reflector[kinds.QuotaPolicyObject]:
-        book, kind = self._rules, kinds.QuotaPolicyObject
+    def _rules_of(self, connection: Connection) -> Reflector[custom_types.QuotaPolicyObject]:
+        book, kind = self._rules, custom_types.QuotaPolicyObject
         path = quota_policy.PATH
         self._rules_reflector = Reflector(connection, path, kind, changed=book.put, gone=book.drop, optional=True)
         return self._rules_reflector
 
-    async def _review(self, certificates: webhook.Certificates, user: str) -> None:
+    async def _review(self, certificates: server.Certificates, user: str) -> None:
         """Pods wait until the policies are known: what one forces would not hold for those that came before."""
         await self._reflector.synced.wait()
         await self._rules_reflector.synced.wait()
-        await webhook.serve(
+        await server.serve(
             certificates,
             user,
             self._options.webhook_port,
@@ -140,7 +137,7 @@ class Replica:
     def _listens(self) -> None:
         self._reviews = True
 
-    async def _lead(self, connection: Connection, certificates: webhook.Certificates) -> None:
+    async def _lead(self, connection: Connection, certificates: server.Certificates) -> None:
         """Wait for its turn, and control until it is over."""
         options = self._options
         identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
@@ -151,11 +148,11 @@ class Replica:
             await self._label(connection, leads=True)
         try:
             self._metrics.leads.set(1)
-            key = await coordination.read_or_make_key(connection, self._keys_namespace)
+            key = await membership_service.read_or_make_key(connection, self._keys_namespace)
             self._controller = controller = self._make_controller(connection, certificates, election, key)
             certificates.renewed = controller.elastic.trust
             holding = election.hold() if options.leader_elect else asyncio.Event().wait()
-            keeping = coordination.keep_key(connection, self._keys_namespace, key)
+            keeping = membership_service.keep_key(connection, self._keys_namespace, key)
             await first_to_end(controller.run(), holding, keeping)
         finally:
             await election.release()
@@ -169,7 +166,7 @@ class Replica:
         return self._options.keys_namespace or self._options.namespace
 
     def _make_controller(
-        self, connection: Connection, certificates: webhook.Certificates, election: LeaderElection, key: bytes
+        self, connection: Connection, certificates: server.Certificates, election: LeaderElection, key: bytes
     ) -> Controller:
         options = self._options
         settings = PodSettings(
@@ -197,11 +194,11 @@ class Replica:
             epoch=election.epoch,
         )
 
-    async def _certificates(self, connection: Connection) -> webhook.Certificates:
-        names = [*webhook.service_names(self._options.namespace), "127.0.0.1", "localhost"]
+    async def _certificates(self, connection: Connection) -> server.Certificates:
+        names = [*server.service_names(self._options.namespace), "127.0.0.1", "localhost"]
         if host := urlsplit(self._options.advertise).hostname:
             names.append(host)
-        certificates = webhook.Certificates(
+        certificates = server.Certificates(
             connection,
             self._keys_namespace,
             list(dict.fromkeys(names)),

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.connection import APPLY_PATCH, ApiError
-from kfp_gpuquota.cluster.kubernetes.elastic_status import status_of, with_condition
-from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJobStatus, GpuQuotaStatus
-from kfp_gpuquota.cluster.kubernetes.objects import Condition
-from kfp_gpuquota.cluster.kubernetes.retries import retry_fields
-from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import retry_fields
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status import status_of, with_condition
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus, GpuQuotaStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.cluster.kubernetes.elastic_facts import Facts
-    from kfp_gpuquota.cluster.kubernetes.elastic_jobs import ElasticJobs
-    from kfp_gpuquota.cluster.kubernetes.snapshot import Snapshot
-    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import Facts
     from kfp_gpuquota.cluster.records import JobRecord
 
 QUIET_S: Final = 0.05

@@ -25,14 +25,14 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Node as ApiNode
 from kfp_gpuquota.api.validation import MAX_COUNT, check_count, check_name
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.nodes import device
-from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of, stand_in_name
+from kfp_gpuquota.cluster.kubernetes.convert.nodes import device
+from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of, stand_in_name
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kfp_gpuquota.cluster.kubernetes.seats import Seats
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
 
 
 class AutoscaledPool(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects import Container, LimitRange, PodSpec
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, LimitRange, PodSpec
 
 
 class LimitRanges:

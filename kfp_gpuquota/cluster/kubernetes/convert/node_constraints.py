@@ -16,7 +16,7 @@ from kfp_gpuquota.errors import InvalidFieldError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfp_gpuquota.cluster.kubernetes import objects
+    from kfp_gpuquota.cluster.kubernetes.objects import core_types
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
@@ -50,7 +50,7 @@ _KNOWN: dict[Place, Place] = {}
 _MOST_KNOWN = 4096
 
 
-def place_of(spec: objects.PodSpec) -> Place:
+def place_of(spec: core_types.PodSpec) -> Place:
     """The pod's constraints; pods of one template share one object. Raises InvalidFieldError."""
     terms: tuple[NodeTerm, ...] = ()
     affinity = spec.affinity.node_affinity if spec.affinity else None
@@ -63,7 +63,7 @@ def place_of(spec: objects.PodSpec) -> Place:
     return _KNOWN.setdefault(place, place)
 
 
-def terms_of(selector: objects.NodeSelector | None) -> tuple[NodeTerm, ...]:
+def terms_of(selector: core_types.NodeSelector | None) -> tuple[NodeTerm, ...]:
     """The selector's alternatives; () where there is none. Raises InvalidFieldError."""
     return () if selector is None else tuple(map(_term, selector.node_selector_terms))
 
@@ -78,7 +78,7 @@ def within(terms: tuple[NodeTerm, ...], others: tuple[NodeTerm, ...]) -> tuple[N
     return tuple(dict.fromkeys(NodeTerm(tuple(dict.fromkeys(requirements))) for requirements in both))
 
 
-def taints_of(taints: Iterable[objects.Taint]) -> tuple[Taint, ...]:
+def taints_of(taints: Iterable[core_types.Taint]) -> tuple[Taint, ...]:
     """Those that keep pods away; preferences do not."""
     return tuple(
         Taint(key=taint.key, effect=TaintEffect(taint.effect), value=taint.value)
@@ -87,17 +87,17 @@ def taints_of(taints: Iterable[objects.Taint]) -> tuple[Taint, ...]:
     )
 
 
-def _term(term: objects.NodeSelectorTerm) -> NodeTerm:
+def _term(term: core_types.NodeSelectorTerm) -> NodeTerm:
     return NodeTerm(tuple(map(_requirement, (*term.match_expressions, *term.match_fields))))
 
 
-def _requirement(match: objects.NodeMatch) -> Requirement:
+def _requirement(match: core_types.NodeMatch) -> Requirement:
     if match.operator not in _OPERATORS:
         raise InvalidFieldError("operator", match.operator, f"it must be one of {', '.join(sorted(_OPERATORS))}")
     return Requirement(match.key, Operator(match.operator), match.values)
 
 
-def _toleration(given: objects.Toleration) -> Toleration | None:
+def _toleration(given: core_types.Toleration) -> Toleration | None:
     try:
         return Toleration(
             key=given.key,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.api import Device
 from kfp_gpuquota.api import Node as ApiNode
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.bystanders import Taken
-from kfp_gpuquota.cluster.kubernetes.needs import (
+from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import taints_of
+from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import Taken
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     MILLI,
     bounded_number,
     device_count,
@@ -18,12 +18,12 @@ from kfp_gpuquota.cluster.kubernetes.needs import (
     millicores,
     whole_bytes,
 )
-from kfp_gpuquota.cluster.kubernetes.places import taints_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfp_gpuquota.cluster.kubernetes.objects import Node
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
 
 PLACES_OF_A_DEVICE: Final = 32  # so many pods share no GPU: where more of them have a place, places are not scarce
 _EFFECTS_THAT_BAR: Final = frozenset({"NoSchedule", "NoExecute"})

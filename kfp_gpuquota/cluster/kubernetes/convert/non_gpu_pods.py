@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.needs import Needs
+    from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import Needs
 
 
 @dataclass(slots=True)

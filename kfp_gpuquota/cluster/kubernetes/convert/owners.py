@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.needs import gpus_of
-from kfp_gpuquota.cluster.kubernetes.objects import PodSpec, Struct
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec, Struct
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.objects import Pod
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 
 JOBSET_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
 LEADER_WORKER_LABEL: Final = "leaderworkerset.sigs.k8s.io/name"

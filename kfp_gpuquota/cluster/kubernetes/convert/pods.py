@@ -20,21 +20,27 @@ from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.validation import MAX_PRIORITY
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.limit_ranges import completed
-from kfp_gpuquota.cluster.kubernetes.needs import MAX_DEVICES, Needs, bounded_number, gpus_of, needs_of
-from kfp_gpuquota.cluster.kubernetes.objects import Container, Metadata, Pod, PodSpec, PodStatus, Resources
-from kfp_gpuquota.cluster.kubernetes.owners import Owner, owner_kind, owner_of
-from kfp_gpuquota.cluster.kubernetes.places import Place, place_of
-from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of
+from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
+from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import Place, place_of
+from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner, owner_kind, owner_of
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
+    MAX_DEVICES,
+    Needs,
+    bounded_number,
+    gpus_of,
+    needs_of,
+)
+from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus, Resources
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kfp_gpuquota.api.affinity import NodeTerm
-    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
-    from kfp_gpuquota.cluster.kubernetes.objects import NodeSelectorTerm, OwnerReference
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import NodeSelectorTerm, OwnerReference
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
 NODE_NAME_FIELD: Final = "metadata.name"
 RAY_NODE_TYPE: Final = "ray.io/node-type"

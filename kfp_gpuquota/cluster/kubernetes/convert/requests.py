@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.connection import JSON, JSON_PATCH, MERGE_PATCH
-from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of
+from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON, JSON_PATCH, MERGE_PATCH
+from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.translate import GateShape, PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import GateShape, PodView
 
 REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 _AFFINITY: Final = "/spec/affinity"

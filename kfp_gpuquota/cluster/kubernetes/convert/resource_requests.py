@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kfp_gpuquota.api.quantity import MIB, parse_quantity
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects import Container, PodSpec
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, PodSpec
 
 MILLI: Final = 1000
 MAX_DEVICES: Final = 4096  # of one pod or node: more than any machine has, also in slices

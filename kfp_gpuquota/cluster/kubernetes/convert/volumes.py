@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.places import terms_of, within
-from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import terms_of, within
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kfp_gpuquota.api.affinity import NodeTerm
-    from kfp_gpuquota.cluster.kubernetes.objects import PersistentVolume, PersistentVolumeClaim
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import PersistentVolume, PersistentVolumeClaim
 
 MAX_TERMS: Final = 64  # alternatives of one pod; beyond it the plan leaves volumes to kube-scheduler
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Kind
-from kfp_gpuquota.cluster.kubernetes.structural import rule
+from kfp_gpuquota.cluster.kubernetes.crd.structural import rule
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from kfp_gpuquota.cluster.kubernetes.structural import Schema
+    from kfp_gpuquota.cluster.kubernetes.crd.structural import Schema
 
 _GPUS: Final = "(has(self.gpus) ? self.gpus : 1)"
 _SMALLEST: Final = f"(has(self.minGpus) ? self.minGpus : {_GPUS})"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS
-from kfp_gpuquota.cluster.kubernetes.quota_policy import NAME, RECLAIM_SLACK_S, ReclaimRules, Unmanaged
-from kfp_gpuquota.cluster.kubernetes.structural import Schema, column, definition, rule
+from kfp_gpuquota.cluster.kubernetes.crd.structural import Schema, column, definition, rule
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import NAME, RECLAIM_SLACK_S, ReclaimRules, Unmanaged
 
 MAX_OWNERS: Final = 64
 MAX_EXEMPT: Final = 256

@@ -1,6 +1,6 @@
 """The schemas of our kinds, made from `api` and from the structs that the controller reads and writes.
 
-`python -m kfp_gpuquota.cluster.kubernetes.crds > manifests/crds/crds.yaml`
+`python -m kfp_gpuquota.cluster.kubernetes.crd.schemas > manifests/crds/crds.yaml`
 
 Ranges come from the vocabulary; what needs two fields at once is a rule in CEL, in the words that `api` uses. So
 the API server refuses what a job could never be, before anything is stored. Not given: a `scale` subresource, since an
@@ -17,11 +17,11 @@ import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.api import JobSpec, Project
 from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
-from kfp_gpuquota.cluster.kubernetes import kinds, labels
-from kfp_gpuquota.cluster.kubernetes.job_rules import job_rules
-from kfp_gpuquota.cluster.kubernetes.policy_schema import workload_policy
-from kfp_gpuquota.cluster.kubernetes.quota_policy_schema import quota_policy
-from kfp_gpuquota.cluster.kubernetes.structural import Schema, column, definition, described, rule, status
+from kfp_gpuquota.cluster.kubernetes.crd.cel_rules import job_rules
+from kfp_gpuquota.cluster.kubernetes.crd.quota_policy_schema import quota_policy
+from kfp_gpuquota.cluster.kubernetes.crd.structural import Schema, column, definition, described, rule, status
+from kfp_gpuquota.cluster.kubernetes.crd.workload_policy_schema import workload_policy
+from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
 
 YEAR_S: Final = 31_536_000
 MAX_CONTAINERS: Final = 64
@@ -74,7 +74,7 @@ def custom_resource_definitions() -> list[Schema]:
 
 def render() -> str:
     """The YAML of manifests/crds/crds.yaml."""
-    head = "# Made by: python -m kfp_gpuquota.cluster.kubernetes.crds\n"
+    head = "# Made by: python -m kfp_gpuquota.cluster.kubernetes.crd.schemas\n"
     return head + str(yaml.safe_dump_all(custom_resource_definitions(), sort_keys=False, width=110))
 
 
@@ -97,7 +97,7 @@ def _elastic_job() -> Schema:
         "properties": {
             "metadata": _metadata(),
             "spec": _elastic_job_spec(),
-            "status": status(kinds.ElasticJobStatus),
+            "status": status(custom_types.ElasticJobStatus),
         },
         "x-kubernetes-validations": [_name_rule()],
     }
@@ -128,7 +128,7 @@ def _gpu_quota() -> Schema:
         "properties": {
             "metadata": _metadata(),
             "spec": _quota_spec(),
-            "status": status(kinds.GpuQuotaStatus),
+            "status": status(custom_types.GpuQuotaStatus),
         },
         "x-kubernetes-validations": [_name_rule(), own_parent],
     }
@@ -136,7 +136,7 @@ def _gpu_quota() -> Schema:
 
 
 def _quota_spec() -> Schema:
-    properties = described(_QUOTA_FIELDS, Project, kinds.GpuQuotaSpec)
+    properties = described(_QUOTA_FIELDS, Project, custom_types.GpuQuotaSpec)
     for wire in ("guaranteed", "priority", "overQuotaWeight"):
         properties[wire]["default"] = getattr(Project(name="x"), _QUOTA_FIELDS[wire][0])
     limit = rule(
@@ -178,7 +178,7 @@ def _amounts_rule(of: str) -> Schema:
 
 
 def _elastic_job_spec() -> Schema:
-    properties = described(_JOB_FIELDS, JobSpec, kinds.ElasticJobSpec)
+    properties = described(_JOB_FIELDS, JobSpec, custom_types.ElasticJobSpec)
     defaults = JobSpec(name="x", project="x", command=("x",))
     for wire in _DEFAULTED:
         properties[wire]["default"] = msgspec.to_builtins(getattr(defaults, _JOB_FIELDS[wire][0]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.api.schema import schema_of
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.objects import Struct
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Struct
 
 Schema = dict[str, Any]
 

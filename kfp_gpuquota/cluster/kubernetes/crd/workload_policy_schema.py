@@ -6,7 +6,7 @@ from typing import Final
 
 from kfp_gpuquota.api import Kind
 from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
-from kfp_gpuquota.cluster.kubernetes.structural import Schema, column, definition, rule
+from kfp_gpuquota.cluster.kubernetes.crd.structural import Schema, column, definition, rule
 
 _VALUES: Final = {
     "default": "Where none is given.",

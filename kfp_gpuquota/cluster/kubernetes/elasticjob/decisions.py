@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kfp_gpuquota.api import Reason, Worker
-    from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
-    from kfp_gpuquota.cluster.kubernetes.elastic_membership import JobMembership
-    from kfp_gpuquota.cluster.kubernetes.elastic_workers import WorkerPods
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import JobMembership
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import WorkerPods
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.records import Intent, JobRecord
 
 

@@ -13,15 +13,15 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes import elastic_pods
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError
-from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.elasticjob import pod_builder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
-    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
 
     Done = Callable[[], None]
     Failed = Callable[[Exception], None]
@@ -36,7 +36,7 @@ class JobSecrets:
     """Creates and replaces them. `changed(uid)`: the job's status is to be written."""
 
     def __init__(
-        self, book: Book, writer: Writer, settings: elastic_pods.PodSettings, *, changed: Callable[[str], None]
+        self, book: Book, writer: Writer, settings: pod_builder.PodSettings, *, changed: Callable[[str], None]
     ) -> None:
         self._book, self._writer, self._settings, self._changed = book, writer, settings, changed
 
@@ -57,12 +57,12 @@ class JobSecrets:
             self._replace(uid, lambda: None, partial(log.warning, "the Secret of job %s was not replaced: %s", uid))
 
     def _digest(self, uid: str) -> str:
-        return elastic_pods.secret_digest(uid, self._settings)
+        return pod_builder.secret_digest(uid, self._settings)
 
     def _create(self, uid: str, done: Done, failed: Failed, *, replace: bool) -> None:
         if uid not in self._book.facts:
             return
-        body = elastic_pods.membership_secret(self._book.facts[uid].object, self._settings)
+        body = pod_builder.membership_secret(self._book.facts[uid].object, self._settings)
         meta, digest = body["metadata"], self._digest(uid)
 
         def exists(_: bytes = b"") -> None:
@@ -85,7 +85,7 @@ class JobSecrets:
     def _replace(self, uid: str, done: Done, failed: Failed) -> None:
         """Delete it and create it again: that needs no right to change the Secrets of others."""
         facts = self._book.facts[uid]
-        namespace, name = facts.object.metadata.namespace, elastic_pods.secret_name(facts.object)
+        namespace, name = facts.object.metadata.namespace, pod_builder.secret_name(facts.object)
         create = partial(self._create, uid, done, failed, replace=False)
 
         def refused(error: Exception) -> None:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.job_book import Change
-from kfp_gpuquota.cluster.kubernetes import coordination, elastic_pods
-from kfp_gpuquota.cluster.kubernetes.elastic_status import RESERVED_AT_ONCE, index_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service, pod_builder
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status import RESERVED_AT_ONCE, index_of
 from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
 from kfp_gpuquota.cluster.kubernetes.shards.messages import shard_of
 from kfp_gpuquota.cluster.lifecycle import progressed, resized
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from kfp_gpuquota.api import Progress
-    from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.membership import AnnounceCommit
 
 EPOCH_SPAN: Final = 1_000_000
@@ -56,7 +56,7 @@ class JobMembership:
     def __init__(
         self,
         book: Book,
-        settings: elastic_pods.PodSettings,
+        settings: pod_builder.PodSettings,
         *,
         kill: Callable[[str], None],
         changed: Callable[[str], None],
@@ -95,7 +95,7 @@ class JobMembership:
         self._changed(job.uid)
         self.service.open(
             job.uid,
-            elastic_pods.token_of(job.uid, self._settings.key),
+            pod_builder.token_of(job.uid, self._settings.key),
             min_workers=job.spec.smallest // job.spec.worker_gpus,
             first_generation=first,
             running=running,
@@ -121,7 +121,7 @@ class JobMembership:
             async with self.service.serving():
                 yield f"by {len(self._settings.shards)} shards"
         else:
-            async with coordination.serving(self.service, port, tls) as listens_on:
+            async with membership_service.serving(self.service, port, tls) as listens_on:
                 yield f"on port {listens_on}"
 
     def update_target(self, uid: str) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError
-from kfp_gpuquota.cluster.kubernetes.listening import listen
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.sockets import listen
 from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.server.connections import LimitedRunner, Limits, raise_descriptor_limit
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator
 
-    from kfp_gpuquota.cluster.kubernetes.connection import Connection
+    from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
     from kfp_gpuquota.server.membership import MembershipService
 
 SECRET: Final = "gpuquota-membership"  # noqa: S105 - its name

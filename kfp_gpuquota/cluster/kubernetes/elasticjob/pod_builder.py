@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.device_visibility import hidden_in_template
-from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of
-from kfp_gpuquota.cluster.kubernetes.writes import REQUIRED, node_term
+from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import hidden_in_template
+from kfp_gpuquota.cluster.kubernetes.convert.requests import REQUIRED, node_term
+from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota.api import Worker
-    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.cluster.records import JobRecord
 
 Body = dict[str, Any]

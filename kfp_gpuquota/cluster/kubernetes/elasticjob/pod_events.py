@@ -9,20 +9,20 @@ import msgspec
 
 from kfp_gpuquota.api import Phase, Worker, WorkerPhase
 from kfp_gpuquota.cluster.job_book import Change
-from kfp_gpuquota.cluster.kubernetes.elastic_facts import FIRST_HOLD_S, Facts
-from kfp_gpuquota.cluster.kubernetes.elastic_status import counting, worker_id, worker_record
-from kfp_gpuquota.cluster.kubernetes.translate import KILLED, PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import KILLED, PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import FIRST_HOLD_S, Facts
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status import counting, worker_id, worker_record
 from kfp_gpuquota.cluster.lifecycle import after_worker_gone
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
-    from kfp_gpuquota.cluster.kubernetes.elastic_decisions import Decisions
-    from kfp_gpuquota.cluster.kubernetes.elastic_membership import JobMembership
-    from kfp_gpuquota.cluster.kubernetes.elastic_workers import WorkerPods
-    from kfp_gpuquota.cluster.kubernetes.seats import Seats
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import JobMembership
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import WorkerPods
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
 
 KILL_GRACE_S: Final = 1.0
 

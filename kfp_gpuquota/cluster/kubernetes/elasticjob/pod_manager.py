@@ -15,25 +15,26 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
-from kfp_gpuquota.cluster.kubernetes import elastic_pods, writes
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError
-from kfp_gpuquota.cluster.kubernetes.elastic_secrets import JobSecrets
-from kfp_gpuquota.cluster.kubernetes.gpu_config import with_place
-from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.reservations import Sharer
-from kfp_gpuquota.cluster.kubernetes.share_notes import note_of
-from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.convert import requests
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.elasticjob import pod_builder
+from kfp_gpuquota.cluster.kubernetes.elasticjob.job_credentials import JobSecrets
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import with_place
+from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Sharer
+from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 from kfp_gpuquota.cluster.records import with_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfp_gpuquota.api import Worker
-    from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
-    from kfp_gpuquota.cluster.kubernetes.reservations import Place, Reservations
-    from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote
-    from kfp_gpuquota.cluster.kubernetes.translate import PodView
-    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Place, Reservations
+    from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
     from kfp_gpuquota.cluster.records import JobRecord
 
 DELETE_AGAIN_S: Final = 5.0
@@ -52,7 +53,7 @@ class WorkerPods:
         self,
         book: Book,
         writer: Writer,
-        settings: elastic_pods.PodSettings,
+        settings: pod_builder.PodSettings,
         *,
         tell: Callable[[scheduler.Event], None],
         noted: Callable[[Pod], None],
@@ -95,13 +96,13 @@ class WorkerPods:
         facts, settings = self._book.facts[uid], self._settings
         if settings.shards:
             settings = msgspec.structs.replace(settings, coordinator=settings.shards[facts.shard])
-        body = elastic_pods.worker_pod(facts.object, job, worker, settings)
+        body = pod_builder.worker_pod(facts.object, job, worker, settings)
         if place is not None:
             body = with_place(body, job.spec, place)
         namespace = body["metadata"]["namespace"]
         write = Write(
             verb="POST",
-            path=writes.pods_path(namespace),
+            path=requests.pods_path(namespace),
             about=f"{namespace}/{body['metadata']['name']}",
             lane=Lane.CREATE,
             body=body,
@@ -121,7 +122,7 @@ class WorkerPods:
         if record is None:
             return None
         meta = self._book.facts[record.worker.job_uid].object.metadata
-        pod = f"{meta.namespace}/{elastic_pods.pod_name(meta.name, record.worker.index)}"
+        pod = f"{meta.namespace}/{pod_builder.pod_name(meta.name, record.worker.index)}"
         return note_of(self._book.jobs[record.worker.job_uid].spec, worker, pod, record.worker.started_at)
 
     def _made(self, worker: Worker, answer: bytes) -> None:
@@ -166,7 +167,7 @@ class WorkerPods:
         if self.reservations is not None and self.reservations.gives_up(worker):
             self._given_up(self._book.workers[worker].worker)
         elif pod is not None:
-            write = writes.deletion(pod.namespace, pod.name, pod.uid, grace_s)
+            write = requests.deletion(pod.namespace, pod.name, pod.uid, grace_s)
             self._writer.submit(write, lambda _: None, partial(self._not_deleted, worker, grace_s))
 
     def _not_deleted(self, worker: str, grace_s: float, error: Exception) -> None:

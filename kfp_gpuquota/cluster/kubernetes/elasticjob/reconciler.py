@@ -21,16 +21,16 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Reason, ReasonCode, Worker
 from kfp_gpuquota.cluster.job_book import Change
-from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
-from kfp_gpuquota.cluster.kubernetes.elastic_clock import JobClock
-from kfp_gpuquota.cluster.kubernetes.elastic_decisions import Decisions
-from kfp_gpuquota.cluster.kubernetes.elastic_facts import Facts
-from kfp_gpuquota.cluster.kubernetes.elastic_membership import JobMembership
-from kfp_gpuquota.cluster.kubernetes.elastic_readiness import Readiness
-from kfp_gpuquota.cluster.kubernetes.elastic_status import record_of, unmanaged_size, without_pods
-from kfp_gpuquota.cluster.kubernetes.elastic_worker_news import WorkerNews
-from kfp_gpuquota.cluster.kubernetes.elastic_workers import WorkerPods
-from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import JobMembership
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_events import WorkerNews
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import WorkerPods
+from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import Facts
+from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_timeout import Readiness
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status import record_of, unmanaged_size, without_pods
+from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import JobClock
 from kfp_gpuquota.cluster.records import Intent, with_status
 from kfp_gpuquota.errors import GpuQuotaError
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Node
     from kfp_gpuquota.api.affinity import NodeTerm
-    from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
-    from kfp_gpuquota.cluster.kubernetes.events import Subject
-    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
-    from kfp_gpuquota.cluster.kubernetes.objects import Pod
-    from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
-    from kfp_gpuquota.cluster.kubernetes.seats import Seats
-    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.event_recorder import Subject
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.cluster.records import JobRecord
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, TypedDict
 
-from kfp_gpuquota.cluster.kubernetes.kinds import NotReadyWorker, RetryState
-from kfp_gpuquota.cluster.kubernetes.readiness import Retry
+from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import Retry
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import NotReadyWorker, RetryState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

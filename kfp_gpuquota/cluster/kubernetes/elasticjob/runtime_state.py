@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.retries import complaints_of, retry_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import complaints_of, retry_of
 
 if TYPE_CHECKING:
     import asyncio
 
-    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
 FIRST_HOLD_S: Final = 2.0
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import Progress, Reason, ReasonCode, Resize
-from kfp_gpuquota.cluster.kubernetes.kinds import SizeChange
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import SizeChange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.cluster.kubernetes.kinds import TrainingProgress
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import TrainingProgress
 
 KEPT: Final = 20
 

@@ -20,21 +20,22 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Project, Reason, ReasonCode
 from kfp_gpuquota.cluster.admission import check_fits
-from kfp_gpuquota.cluster.kubernetes import labels, readiness
-from kfp_gpuquota.cluster.kubernetes.events import Subject, last_warning, warnings_of
-from kfp_gpuquota.cluster.kubernetes.readiness import GivenUp, ReadyRules, Retry, Waits
+from kfp_gpuquota.cluster.kubernetes.client.event_recorder import Subject, last_warning, warnings_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob import startup_backoff
+from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import GivenUp, ReadyRules, Retry, Waits
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.records import Intent, with_status
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
-    from kfp_gpuquota.cluster.kubernetes.elastic_decisions import Decisions
-    from kfp_gpuquota.cluster.kubernetes.elastic_facts import Facts
-    from kfp_gpuquota.cluster.kubernetes.elastic_worker_news import WorkerNews
-    from kfp_gpuquota.cluster.kubernetes.translate import PodView
-    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_events import WorkerNews
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import Facts
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.records import JobRecord
 
 LOOK_AFTER_S: Final = 0.5  # what comes together is looked at together
@@ -118,10 +119,10 @@ class Readiness:
         trains = bool(facts.ranks)
         # A training that is over needs nobody more: it ends with the last of those that still start.
         needed = 0 if trains and job.completing else _needed(job)
-        lost = readiness.given_up(workers, needed=needed, trains=trains, timeout_s=rules.timeout_s, now=now)
+        lost = startup_backoff.given_up(workers, needed=needed, trains=trains, timeout_s=rules.timeout_s, now=now)
         if lost is not None:
             self._give_up(job, facts, lost, len(workers), rules, now)
-        elif (over_at := readiness.next_look(workers, rules.timeout_s)) is not None:
+        elif (over_at := startup_backoff.next_look(workers, rules.timeout_s)) is not None:
             self._look_in(uid, over_at - now)
 
     def _workers_of(self, job: JobRecord, facts: Facts, now: float) -> list[Waits]:
@@ -149,7 +150,7 @@ class Readiness:
 
     def _forgive(self, job: JobRecord, facts: Facts, workers: list[Waits]) -> None:
         """What has come up at last begins counting anew."""
-        if facts.requeue is not None and readiness.has_come_up(workers, _needed(job)):
+        if facts.requeue is not None and startup_backoff.has_come_up(workers, _needed(job)):
             facts.requeue = None
             self._changed(job.uid)
         grown = [w for w in workers if w.up and facts.grow and self._created(job, w.index) > facts.grow.at]
@@ -198,11 +199,11 @@ class Readiness:
         if lost.whole:
             if facts.requeue is not None and facts.requeue.attempt == job.attempt:
                 return
-            facts.requeue = readiness.requeued(lost, workers, facts.requeue, rules, job.attempt, now)
+            facts.requeue = startup_backoff.requeued(lost, workers, facts.requeue, rules, job.attempt, now)
         else:
             if facts.grow is not None and late <= set(facts.grow.workers):
                 return
-            facts.grow = readiness.shrunk(lost, facts.grow, rules, now)
+            facts.grow = startup_backoff.shrunk(lost, facts.grow, rules, now)
         self._decided(job.uid)
 
     def carry_out(self, uid: str) -> None:

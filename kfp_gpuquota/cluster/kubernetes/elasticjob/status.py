@@ -9,13 +9,13 @@ import msgspec
 
 from kfp_gpuquota.api import Eviction, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.kubernetes import translate
-from kfp_gpuquota.cluster.kubernetes.elastic_pods import pod_name
-from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJobStatus, LastEviction, TrainingProgress
-from kfp_gpuquota.cluster.kubernetes.needs import bounded_number
-from kfp_gpuquota.cluster.kubernetes.retries import NOTHING_GIVEN_BACK, RetryFields
-from kfp_gpuquota.cluster.kubernetes.size_changes import progress_of, resizes_of, size_changes
-from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert import pods
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import pod_name
+from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import NOTHING_GIVEN_BACK, RetryFields
+from kfp_gpuquota.cluster.kubernetes.elasticjob.size_history import progress_of, resizes_of, size_changes
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus, LastEviction, TrainingProgress
 from kfp_gpuquota.cluster.lifecycle import resized
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kfp_gpuquota.api.affinity import NodeTerm
-    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
-    from kfp_gpuquota.cluster.kubernetes.objects import Condition
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
 RESERVED_AT_ONCE: Final = 32
 """Generations are reserved in blocks: one write for many of them, made long before they are needed."""
@@ -43,7 +43,7 @@ def record_of(
     evicted = status.last_eviction
     return JobRecord(
         uid=meta.uid,
-        spec=translate.elastic_job(job, requests, volume_terms),
+        spec=pods.elastic_job(job, requests, volume_terms),
         status=JobStatus(
             phase=Phase(status.phase),
             reason=_reason(status.reason, status.message),

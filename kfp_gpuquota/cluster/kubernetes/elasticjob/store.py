@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Node
-    from kfp_gpuquota.cluster.kubernetes.elastic_facts import Facts
-    from kfp_gpuquota.cluster.kubernetes.seats import Seats
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import Facts
     from kfp_gpuquota.cluster.records import JobRecord, WorkerRecord
 
 

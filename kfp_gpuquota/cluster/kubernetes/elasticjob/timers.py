@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
-from kfp_gpuquota.cluster.kubernetes import labels, workflows
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError
-from kfp_gpuquota.cluster.kubernetes.deadlines import Due, next_deadline
-from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob
-from kfp_gpuquota.cluster.kubernetes.writes import Write
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
+from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Due, next_deadline
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 from kfp_gpuquota.cluster.records import Intent, JobRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
-    from kfp_gpuquota.cluster.kubernetes.objects import OwnerReference
-    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import OwnerReference
 
 log = logging.getLogger(__name__)
 

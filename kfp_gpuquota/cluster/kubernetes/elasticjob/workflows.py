@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.objects import Metadata, OwnerReference, Struct
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, OwnerReference, Struct
 
 KIND: Final = "Workflow"
 GROUP: Final = "argoproj.io"

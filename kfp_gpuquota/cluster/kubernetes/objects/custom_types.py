@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.objects import Condition, Metadata, Struct
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Struct
 
 
 class GpuQuotaSpec(Struct, frozen=True):

@@ -22,16 +22,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes import writes
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError, is_budget
-from kfp_gpuquota.cluster.kubernetes.translate import Stage
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, is_budget
+from kfp_gpuquota.cluster.kubernetes.convert import requests
+from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
-    from kfp_gpuquota.cluster.kubernetes.translate import PodView
-    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 
 RETRY_S: Final = 5.0
 SLACK_S: Final = 5.0
@@ -119,7 +119,7 @@ class Evictions:
         if ending is None or pod is None or pod.stage is Stage.LEAVING:
             return
         grace = self._grace_of(pod) if pod.grace_s > self._grace_of(pod) else None
-        self._writer.submit(writes.eviction(pod, grace), lambda _: None, partial(self._refused, uid))
+        self._writer.submit(requests.eviction(pod, grace), lambda _: None, partial(self._refused, uid))
 
     def _refused(self, uid: str, error: Exception) -> None:
         ending = self._endings.get(uid)
@@ -133,7 +133,7 @@ class Evictions:
         self._told(ending.pod, "EvictionBlocked", self._why_blocked(ending, error))
         if ending.bounded and not ending.noted:
             ending.noted = True
-            self._writer.submit(writes.reclaim_note(ending.pod, ending.asked_at), lambda _: None, lambda _: None)
+            self._writer.submit(requests.reclaim_note(ending.pod, ending.asked_at), lambda _: None, lambda _: None)
         self._set(ending, "retry", RETRY_S, self._evict)
 
     def _why_blocked(self, ending: _Ending, error: Exception) -> str:
@@ -160,7 +160,7 @@ class Evictions:
         why = f"its borrowed GPUs are reclaimed since {time.time() - ending.asked_at:.0f} s"
         bound = f"{self._rules.rules.reclaim.bound_s:g} s are allowed (QuotaPolicy, reclaim.boundSeconds)"
         self._told(pod, "ReclaimForced", f"{why}, {bound}: deleted with a grace period of {grace:g} s")
-        write = writes.deletion(pod.namespace, pod.name, pod.uid, grace)
+        write = requests.deletion(pod.namespace, pod.name, pod.uid, grace)
         self._writer.submit(write, lambda _: None, partial(self._not_deleted, uid))
 
     def _not_deleted(self, uid: str, error: Exception) -> None:

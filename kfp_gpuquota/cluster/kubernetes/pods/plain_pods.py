@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.cluster.kubernetes.quota_policy import DEFAULT_RULES
-from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage, pod_job
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import DEFAULT_RULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kfp_gpuquota.api import JobSpec
-    from kfp_gpuquota.cluster.kubernetes.seats import Seats
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
 
 GroupKey = tuple[str, str]
 

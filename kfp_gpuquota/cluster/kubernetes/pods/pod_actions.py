@@ -11,25 +11,26 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import ReasonCode
-from kfp_gpuquota.cluster.kubernetes import labels, writes
-from kfp_gpuquota.cluster.kubernetes.gpu_config import config_map, is_name
-from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.reservations import Sharer
-from kfp_gpuquota.cluster.kubernetes.share_notes import note_of
-from kfp_gpuquota.cluster.kubernetes.translate import pod_job
+from kfp_gpuquota.cluster.kubernetes.convert import requests
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import config_map, is_name
+from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Sharer
+from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Reason
-    from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
-    from kfp_gpuquota.cluster.kubernetes.quota_policy import RulesBook
-    from kfp_gpuquota.cluster.kubernetes.reclaiming import Evictions
-    from kfp_gpuquota.cluster.kubernetes.reservations import Place, Reservations
-    from kfp_gpuquota.cluster.kubernetes.translate import PodView
-    from kfp_gpuquota.cluster.kubernetes.writer import Writer
-    from kfp_gpuquota.cluster.kubernetes.writes import Write
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+    from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
+    from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Place, Reservations
 
 REFUSED_PAUSE_S: Final = 1.0
 
@@ -63,7 +64,7 @@ class PodActions:
         """Send as many of the job's waiting pods as there are placements."""
         for pod, place in self._pods.paired(job, placements):
             self._pods.assume_sent(pod.uid, place.node, place.devices)
-            admission = writes.admission(pod, place.node, place.devices, reason.message)
+            admission = requests.admission(pod, place.node, place.devices, reason.message)
             if pod.share:
                 self._prepare(pod, admission)
             else:
@@ -103,7 +104,7 @@ class PodActions:
         self._reservations.prepare(sharer)
 
     def _configure(self, pod: PodView, admission: Write, place: Place) -> None:
-        admission = writes.noting(admission, {labels.GPUS: ",".join(place.note.gpus)})
+        admission = requests.noting(admission, {labels.GPUS: ",".join(place.note.gpus)})
         name = self._reservations.config_of(pod.uid)
         if not is_name(name):  # it was gated by somebody else, and refers to no ConfigMap of ours
             self._admit(pod, admission)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.translate import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from kfp_gpuquota.api import Reason
-    from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
-    from kfp_gpuquota.cluster.kubernetes.translate import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
 
 LOOK_EVERY_S: Final = 5.0
 MOMENTS_S: Final = 3.0

@@ -11,10 +11,10 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.connection import APPLY_PATCH, MERGE_PATCH, ApiError
-from kfp_gpuquota.cluster.kubernetes.quotas import project_of_plugin, quota_spec, says
-from kfp_gpuquota.cluster.kubernetes.writes import Write
+from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota.quotas import project_of_plugin, quota_spec, says
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from kfp_gpuquota.cluster.kubernetes.kinds import GpuQuota
-    from kfp_gpuquota.cluster.kubernetes.objects import Namespace, Profile
-    from kfp_gpuquota.cluster.kubernetes.writer import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Namespace, Profile
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
 
 PLUGIN: Final = "GpuQuota"
 SOURCE: Final = "profile"

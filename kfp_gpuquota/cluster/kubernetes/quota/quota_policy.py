@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.autoscaled import AutoscaledPool
-from kfp_gpuquota.cluster.kubernetes.writes import Write
+from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.kinds import PolicyPool, QuotaPolicyObject
-    from kfp_gpuquota.cluster.kubernetes.translate import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyPool, QuotaPolicyObject
 
 PATH: Final = f"/apis/{labels.API_VERSION}/quotapolicies"
 NAME: Final = "default"

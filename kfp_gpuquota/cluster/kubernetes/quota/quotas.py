@@ -9,8 +9,8 @@ import msgspec
 
 from kfp_gpuquota.api import Project
 from kfp_gpuquota.api.quantity import MIB, parse_cores, parse_quantity
-from kfp_gpuquota.cluster.kubernetes.kinds import GpuQuota, GpuQuotaSpec
-from kfp_gpuquota.cluster.kubernetes.objects import Metadata
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota, GpuQuotaSpec
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ import msgspec
 from kfp_gpuquota.api import Kind
 from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
 from kfp_gpuquota.api.quantity import parse_mib
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.kinds import PolicyObject
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
 
 PATH = f"/apis/{labels.API_VERSION}/workloadpolicies"
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote
+    from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
     from kfp_gpuquota.fractions import Row
 
 _ROUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)

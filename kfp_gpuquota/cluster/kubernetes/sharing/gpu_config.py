@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.annotations import LIMIT_VARIABLE
 from kfp_gpuquota.api.share import limit_text
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.connection import APPLY_PATCH
-from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import JobSpec
-    from kfp_gpuquota.cluster.kubernetes.reservations import Place
-    from kfp_gpuquota.cluster.kubernetes.translate import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Place
 
 VISIBLE: Final = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 SIMULATED: Final = "ELASTIC_SIMULATED_DEVICES"

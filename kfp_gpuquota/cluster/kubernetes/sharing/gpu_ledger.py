@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api.wire import ShareView
-from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects import Pod
-    from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+    from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
     from kfp_gpuquota.fractions import Row
 
 

@@ -1,4 +1,4 @@
-"""`python -m kfp_gpuquota.cluster.kubernetes.node_agent`: the memory agent of one node (docs/fractions.md).
+"""`python -m kfp_gpuquota.cluster.kubernetes.sharing.node_agent`: the memory agent of one node (docs/fractions.md).
 
 It watches its node's pods, samples the GPUs that are shared there, says on their reservations who may start, tells
 workloads what they may use, and, only where it is told to, ends processes that hold what an owner needs.
@@ -19,17 +19,20 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import labels, ledger, logs, metrics, reservation_pods
-from kfp_gpuquota.cluster.kubernetes.agent_metrics import AgentMetrics
-from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, Connection
-from kfp_gpuquota.cluster.kubernetes.events import Recorder, Subject
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
-from kfp_gpuquota.cluster.kubernetes.node_shares import NodeShares
-from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.replica import until_told_to_stop
-from kfp_gpuquota.cluster.kubernetes.watch import Reflector
-from kfp_gpuquota.cluster.kubernetes.writer import Writer
-from kfp_gpuquota.cluster.kubernetes.writes import Write, pods_path
+from kfp_gpuquota.cluster.kubernetes.client import logging_setup
+from kfp_gpuquota.cluster.kubernetes.client.async_client import MERGE_PATCH, Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.client.event_recorder import Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+from kfp_gpuquota.cluster.kubernetes.controller import metrics
+from kfp_gpuquota.cluster.kubernetes.controller.process import until_told_to_stop
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Write, pods_path
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger, reservation_pods
+from kfp_gpuquota.cluster.kubernetes.sharing.agent_metrics import AgentMetrics
+from kfp_gpuquota.cluster.kubernetes.sharing.node_shares import NodeShares
 from kfp_gpuquota.errors import DeviceError, GpuQuotaError
 from kfp_gpuquota.fractions import Kill, Policy, Round
 from kfp_gpuquota.fractions.agent import Agent, code_of, explain, what_it_can_do
@@ -39,7 +42,7 @@ from kfp_gpuquota.fractions.processes import place_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationView
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationView
     from kfp_gpuquota.fractions.devices import DeviceMemory
     from kfp_gpuquota.fractions.processes import Place
 
@@ -180,7 +183,7 @@ class NodeAgent:
             notes[labels.READY] = ",".join(sorted(ready))
         before, at = self._shown.get(view.uid, ("", -LEDGER_EVERY_S))
         if now - at >= LEDGER_EVERY_S:
-            shown = ledger.written(done.rows, view.gpu, self._shares.notes(), self._totals.get(view.gpu, 0))
+            shown = gpu_ledger.written(done.rows, view.gpu, self._shares.notes(), self._totals.get(view.gpu, 0))
             self._shown[view.uid] = (shown, now)
             if shown != before:
                 notes[labels.LEDGER] = shown
@@ -235,7 +238,7 @@ class NodeAgent:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit code."""
     options = _parser().parse_args(arguments)
-    logs.configure("text", options.log_level)
+    logging_setup.configure("text", options.log_level)
     given = {name: value for name, value in vars(options).items() if name != "log_level"}
     rules = {name: given.pop(name) for name in ("killer", "lend_silent", "yield_s", "term_s", "slack_mib")}
     try:

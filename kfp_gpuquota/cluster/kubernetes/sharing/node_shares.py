@@ -9,17 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kfp_gpuquota.cluster.kubernetes import reservation_pods, share_notes
-from kfp_gpuquota.cluster.kubernetes.gpu_config import MEMORY_VOLUME
+from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods, share_annotations
+from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import MEMORY_VOLUME
 from kfp_gpuquota.fractions.agent import Share
 from kfp_gpuquota.fractions.claims import UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects import Pod
-    from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationView
-    from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationView
+    from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
     from kfp_gpuquota.fractions import Claim
     from kfp_gpuquota.fractions.processes import Place
 
@@ -46,7 +46,7 @@ class NodeShares:
         """A pod is as given; whether it is a reservation."""
         if pod.metadata.namespace == self._namespace and (view := reservation_pods.view_of(pod)) is not None:
             self.reservations[view.uid] = view
-            self._sharers[view.uid] = share_notes.read(view.sharers)
+            self._sharers[view.uid] = share_annotations.read(view.sharers)
             return True
         self._forget(pod.metadata.uid)
         statuses = (*pod.status.container_statuses, *pod.status.init_container_statuses)
@@ -86,7 +86,7 @@ class NodeShares:
             if view.gpu in totals:
                 for note in self._sharers[view.uid]:
                     claims.setdefault(note.uid or note.ticket, []).append(
-                        share_notes.claim(note, view.gpu, totals[view.gpu])
+                        share_annotations.claim(note, view.gpu, totals[view.gpu])
                     )
         return [Share(tuple(found), self.directory_of(workload)) for workload, found in claims.items()]
 

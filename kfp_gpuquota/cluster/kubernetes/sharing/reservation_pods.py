@@ -19,13 +19,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.connection import JSON_PATCH
-from kfp_gpuquota.cluster.kubernetes.needs import MAX_DEVICES, bounded_number
-from kfp_gpuquota.cluster.kubernetes.writes import REQUIRED, Lane, Write, deletion, escaped, node_term, pods_path
+from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON_PATCH
+from kfp_gpuquota.cluster.kubernetes.convert.requests import (
+    REQUIRED,
+    Lane,
+    Write,
+    deletion,
+    escaped,
+    node_term,
+    pods_path,
+)
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICES, bounded_number
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.objects import Pod
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 
 NAMESPACE: Final = "gpuquota-reservations"
 AGENTS_NAMESPACE: Final = "gpuquota-node-agents"

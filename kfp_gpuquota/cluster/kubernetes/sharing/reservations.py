@@ -23,23 +23,24 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods, share_notes
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError
-from kfp_gpuquota.cluster.kubernetes.elastic_status import worker_id
-from kfp_gpuquota.cluster.kubernetes.needs import bounded_number
-from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.translate import elastic_owner
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.convert.pods import elastic_owner
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status import worker_id
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods, share_annotations
 from kfp_gpuquota.errors import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.objects import Node
-    from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings, ReservationView
-    from kfp_gpuquota.cluster.kubernetes.seats import Seats
-    from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote
-    from kfp_gpuquota.cluster.kubernetes.writer import Writer
-    from kfp_gpuquota.cluster.kubernetes.writes import Write
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+    from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings, ReservationView
+    from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
 
 AGENT: Final = "gpuquota-node-agent"
 AGAIN_S: Final = 1.0
@@ -132,7 +133,7 @@ class Reservations:
         Where somebody has taken the reservation away meanwhile, what its sharers asked for says the same.
         """
         sharers = self._seats.sharers(room.node, room.device)
-        noted = share_notes.read(room.pod.sharers) if room.pod is not None else ()
+        noted = share_annotations.read(room.pod.sharers) if room.pod is not None else ()
         self._notes |= {note.holder: note for note in noted if note.holder in sharers}
         for holder in sharers - self._notes.keys():
             if (note := self._recall(holder)) is not None:
@@ -328,7 +329,7 @@ class Reservations:
                 notes.append(note)
             elif (sharer := self._waiting.get(holder)) is not None and all(r.gpu for r in self._rooms_of(holder)):
                 notes.append(self._named(sharer.note, self._rooms_of(holder)))
-        return share_notes.written(notes)
+        return share_annotations.written(notes)
 
     def _write(self, room: Room, write: Write, *, ended: str = "") -> None:
         room.writing, room.ended = True, ended or room.ended  # who comes while it is removed waits for the next one

@@ -19,9 +19,11 @@ import msgspec
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
-from kfp_gpuquota.cluster.kubernetes import kinds, labels, objects, policy_objects, views
-from kfp_gpuquota.cluster.kubernetes.calls import Calls
-from kfp_gpuquota.cluster.kubernetes.pod_log import POLL_S, PodLog
+from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
+from kfp_gpuquota.cluster.kubernetes.user_client import views
+from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
 from kfp_gpuquota.cluster.records import Intent
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job, JobSpec, Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
-    from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
+    from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -52,8 +54,8 @@ _FOR_GOOD: Final = frozenset({Intent.CANCEL, Intent.FAIL, Intent.DELETE})
 _TAKE_OVERS: Final = 10
 
 
-class _Namespace(objects.Struct, frozen=True):
-    metadata: objects.Metadata
+class _Namespace(core_types.Struct, frozen=True):
+    metadata: core_types.Metadata
 
 
 class KubernetesClient:
@@ -78,7 +80,7 @@ class KubernetesClient:
     def list_projects(self) -> tuple[ProjectView, ...]:
         """All quotas, by name; malformed ones are left out, their condition tells."""
         shown = []
-        for quota_ in self._items(QUOTAS, kinds.GpuQuota):
+        for quota_ in self._items(QUOTAS, custom_types.GpuQuota):
             with suppress(InvalidFieldError):
                 shown.append(views.project_view(quota_))
         return tuple(sorted(shown, key=lambda view: view.project.name))
@@ -86,7 +88,7 @@ class KubernetesClient:
     def get_project(self, name: str) -> ProjectView:
         """One project; NotFoundError."""
         try:
-            found = _decode(self.calls.get(f"{QUOTAS}/{quote(name)}"), kinds.GpuQuota)
+            found = _decode(self.calls.get(f"{QUOTAS}/{quote(name)}"), custom_types.GpuQuota)
         except NotFoundError:
             raise NotFoundError(
                 f"project {name!r} has no GPU quota; an admin sets it in its Profile, or with: "
@@ -113,7 +115,7 @@ class KubernetesClient:
             raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; look at it and try again")
         path, wanted = f"{QUOTAS}/{quote(project.name)}", views.gpu_quota(project)
         try:
-            before = _decode(self.calls.get(path), kinds.GpuQuota)
+            before = _decode(self.calls.get(path), custom_types.GpuQuota)
         except NotFoundError:
             return self.create_project(project)
         if before.metadata.labels.get(labels.SOURCE) == "profile":
@@ -121,7 +123,7 @@ class KubernetesClient:
                 f"the quota of {project.name!r} stands in its Profile; change it there: kubectl edit profile "
                 f"{project.name} (spec.plugins, kind GpuQuota)"
             )
-        cleared = dict.fromkeys(kinds.GpuQuotaSpec.__struct_encode_fields__)
+        cleared = dict.fromkeys(custom_types.GpuQuotaSpec.__struct_encode_fields__)
         self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
         return self.get_project(project.name)
 
@@ -140,42 +142,42 @@ class KubernetesClient:
 
     def delete_project(self, name: str) -> None:
         """Remove its quota; its namespace stays. ConflictError while it has jobs."""
-        if jobs := [job.metadata.name for job in self._items(_jobs(name), kinds.ElasticJob)]:
+        if jobs := [job.metadata.name for job in self._items(_jobs(name), custom_types.ElasticJob)]:
             raise ConflictError(f"project {name!r} still has {len(jobs)} jobs; delete them first: {' '.join(jobs[:5])}")
         self.calls.delete(f"{QUOTAS}/{quote(name)}")
 
     def list_policies(self) -> tuple[WorkloadPolicy, ...]:
         """All policies, by name; malformed ones are left out."""
         shown = []
-        for stored in self._items(policy_objects.PATH, kinds.PolicyObject):
+        for stored in self._items(workload_policies.PATH, custom_types.PolicyObject):
             with suppress(InvalidFieldError):
-                shown.append(policy_objects.policy_of(stored))
+                shown.append(workload_policies.policy_of(stored))
         return tuple(sorted(shown, key=lambda policy: policy.name))
 
     def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
         """Make or replace it."""
-        path, wanted = f"{policy_objects.PATH}/{quote(policy.name)}", policy_objects.policy_body(policy)
+        path, wanted = f"{workload_policies.PATH}/{quote(policy.name)}", workload_policies.policy_body(policy)
         try:
-            self.calls.create(policy_objects.PATH, wanted)
+            self.calls.create(workload_policies.PATH, wanted)
         except AlreadyExistsError:
-            cleared = dict.fromkeys(kinds.PolicySpec.__struct_encode_fields__)
+            cleared = dict.fromkeys(custom_types.PolicySpec.__struct_encode_fields__)
             self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
-        return policy_objects.policy_of(_decode(self.calls.get(path), kinds.PolicyObject))
+        return workload_policies.policy_of(_decode(self.calls.get(path), custom_types.PolicyObject))
 
     def delete_policy(self, name: str) -> None:
         """NotFoundError where there is none."""
         try:
-            self.calls.delete(f"{policy_objects.PATH}/{quote(name)}")
+            self.calls.delete(f"{workload_policies.PATH}/{quote(name)}")
         except NotFoundError:
             raise NotFoundError(f"there is no policy {name!r}; see: gpuquota policy list") from None
 
     def list_nodes(self) -> tuple[NodeView, ...]:
         """All nodes with GPUs, and which pods hold their devices."""
-        from kfp_gpuquota.cluster.kubernetes import ledger  # noqa: PLC0415 (it imports aiohttp, which a launcher lacks)
+        from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger  # noqa: PLC0415 (it imports aiohttp, which a launcher lacks)
 
-        nodes = self._items("/api/v1/nodes", objects.Node)
-        pods = self._items("/api/v1/pods", objects.Pod, fieldSelector="spec.nodeName!=")
-        shown = (views.node_view(node, pods, ledger.views_of(node.metadata.name, pods)) for node in nodes)
+        nodes = self._items("/api/v1/nodes", core_types.Node)
+        pods = self._items("/api/v1/pods", core_types.Pod, fieldSelector="spec.nodeName!=")
+        shown = (views.node_view(node, pods, gpu_ledger.views_of(node.metadata.name, pods)) for node in nodes)
         return tuple(sorted((view for view in shown if view.node.devices), key=lambda view: view.node.name))
 
     # Jobs
@@ -224,7 +226,7 @@ class KubernetesClient:
                     f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it "
                     f"first: gpuquota delete -p {spec.project} {spec.name}"
                 ) from None
-        return views.job_of(_decode(made, kinds.ElasticJob))
+        return views.job_of(_decode(made, custom_types.ElasticJob))
 
     def list_jobs(
         self, project: str = "", *, name: str = "", after: int | None = None, timeout_s: float = 0.0
@@ -238,7 +240,7 @@ class KubernetesClient:
         if after is not None and timeout_s > 0:
             self._await_change(project, name, after, timeout_s)
         listed = self.calls.get(_jobs(project), **_named(name))
-        found = [_decode(item, kinds.ElasticJob) for item in listed.get("items", [])]
+        found = [_decode(item, custom_types.ElasticJob) for item in listed.get("items", [])]
         pods = self._pods(project, name) if found else {}
         jobs = []
         for each in found:
@@ -249,16 +251,16 @@ class KubernetesClient:
     def queue(self, project: str) -> tuple[Queued, ...]:
         """What waits for its turn in the project: ElasticJobs, and gated pods by their owners."""
         waiting = []
-        for stored in self._items(_jobs(project), kinds.ElasticJob):
+        for stored in self._items(_jobs(project), custom_types.ElasticJob):
             with suppress(InvalidFieldError):
                 waiting.append(queued(views.job_of(stored)))
         path = f"/api/v1/namespaces/{quote(project)}/pods"
-        pods = self._items(path, objects.Pod, fieldSelector="spec.nodeName=")
+        pods = self._items(path, core_types.Pod, fieldSelector="spec.nodeName=")
         return (*filter(None, waiting), *views.queued_pods(pods))
 
     def get_job(self, project: str, name: str) -> Job:
         """One job; NotFoundError."""
-        stored = _decode(self._found(project, name), kinds.ElasticJob)
+        stored = _decode(self._found(project, name), custom_types.ElasticJob)
         return views.job_of(stored, self._pods(project, name).get((project, name), ()))
 
     def delete_job(self, project: str, name: str) -> None:
@@ -303,7 +305,7 @@ class KubernetesClient:
     def _take_over(self, project: str, name: str, lease: Lease) -> None:
         """Become the holder of the lease that was read, or of none: two that take over at once do not both succeed."""
         for _ in range(_TAKE_OVERS):
-            stored = _decode(self._found(project, name), kinds.ElasticJob)
+            stored = _decode(self._found(project, name), custom_types.ElasticJob)
             if _is_stopping(stored):
                 raise ConflictError(f"job {name!r} is being stopped, and cannot be taken over; submit it again instead")
             version = {"op": "test", "path": "/metadata/resourceVersion", "value": stored.metadata.resource_version}
@@ -385,10 +387,10 @@ class KubernetesClient:
     def _items(self, path: str, kind: type[T], **query: object) -> list[T]:
         return [_decode(item, kind) for item in self.calls.get(path, **query).get("items", [])]
 
-    def _pods(self, project: str, name: str = "") -> dict[tuple[str, str], list[objects.Pod]]:
+    def _pods(self, project: str, name: str = "") -> dict[tuple[str, str], list[core_types.Pod]]:
         path = f"/api/v1/namespaces/{quote(project)}/pods" if project else "/api/v1/pods"
-        found: dict[tuple[str, str], list[objects.Pod]] = {}
-        for pod in self._items(path, objects.Pod, labelSelector=f"{labels.JOB}={name}" if name else labels.JOB):
+        found: dict[tuple[str, str], list[core_types.Pod]] = {}
+        for pod in self._items(path, core_types.Pod, labelSelector=f"{labels.JOB}={name}" if name else labels.JOB):
             found.setdefault((pod.metadata.namespace, pod.metadata.labels[labels.JOB]), []).append(pod)
         return found
 
@@ -405,7 +407,7 @@ class KubernetesClient:
                 stream.readline()
 
 
-def _is_stopping(stored: kinds.ElasticJob) -> bool:
+def _is_stopping(stored: custom_types.ElasticJob) -> bool:
     """Whether the job has ended, or is being stopped for good: nobody can take it over."""
     held = stored.spec.lease
     cancelled = held is not None and (held.holder == _CANCELLED or held.duration_seconds == 0)

@@ -16,10 +16,13 @@ from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DE
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.queue import Queued
 from kfp_gpuquota.api.wire import NodeView, ProjectView
-from kfp_gpuquota.cluster.kubernetes import labels, nodes, quotas, translate
-from kfp_gpuquota.cluster.kubernetes.needs import gpus_of
-from kfp_gpuquota.cluster.kubernetes.policy_objects import set_by
-from kfp_gpuquota.cluster.kubernetes.size_changes import progress_of, reason_of, resizes_of
+from kfp_gpuquota.cluster.kubernetes.convert import nodes
+from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.size_history import progress_of, reason_of, resizes_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota import quotas
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import set_by
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -27,8 +30,8 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import JobSpec, Project
     from kfp_gpuquota.api.wire import Lease, ShareView
-    from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, ElasticJobStatus, GpuQuota
-    from kfp_gpuquota.cluster.kubernetes.objects import Node, Pod
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobStatus, GpuQuota
 
 Json = dict[str, Any]
 
@@ -273,7 +276,7 @@ def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ())
 
 def _devices(pod: Pod) -> tuple[int, ...]:
     """Those that a plan gave it, or that it reserves for several."""
-    from kfp_gpuquota.cluster.kubernetes import reservation_pods  # noqa: PLC0415 (it imports aiohttp)
+    from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods  # noqa: PLC0415 (it imports aiohttp)
 
     reserved = reservation_pods.view_of(pod)
     return worker_of(pod, "").devices if reserved is None else (reserved.device,)
