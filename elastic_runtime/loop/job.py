@@ -173,11 +173,27 @@ class Job:
         session.watches.append(LoaderWatch(models))
         if shard is None and all(each is plain(each) for each in models):
             session.watches.append(CarriedState(models))
+        if self._member.rehearsed:
+            self._rehearse(session, state, models, loaders[0], sharded=shard is not None)
         self._session, self._state = session, state
         _sessions.add(session)
         several = isinstance(loader, list | tuple)
         found = (model, optimizer, [session.loader, *session.loader.seconds] if several else session.loader)
         return found if scheduler is None else (*found, scheduler)
+
+    def _rehearse(
+        self, session: Session, state: TrainingState, models: list[Any], loader: DataLoader[Any], *, sharded: bool
+    ) -> None:
+        """Let the rehearsal look at each step. UsageError with shard=, where a lost worker takes its shards along."""
+        from elastic_runtime.rehearsal.observer import Observer  # noqa: PLC0415  (nothing else needs it)
+
+        if sharded:
+            raise UsageError(
+                "ELASTIC_REHEARSE does not rehearse shard=; leave it out for the rehearsal, or run without"
+            )
+        assert self._member.rehearsed is not None
+        workers = lambda: self.world_size  # noqa: E731  (which is known later)
+        session.observe(Observer(self._member.rehearsed, state, workers, models, loader.num_workers))
 
     def track(self, **objects: Stateful) -> None:
         """Carry more objects with a `state_dict` along (averaged weights, counters): to joiners, in checkpoints.
