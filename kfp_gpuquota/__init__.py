@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.connect import connect
     from kfp_gpuquota.dsl.component import component, set_gpus
     from kfp_gpuquota.dsl.pipeline import pipeline
-    from kfp_gpuquota.dsl.route import route_pipeline
+    from kfp_gpuquota.dsl.pipelines.route import route_pipeline
     from kfp_gpuquota.errors import GpuQuotaError
 
 __all__ = ["GpuQuotaError", "component", "connect", "pipeline", "route_pipeline", "set_gpus"]
@@ -25,7 +25,7 @@ _HOMES: Final = {
     "component": "kfp_gpuquota.dsl.component",
     "connect": "kfp_gpuquota.cluster.connect",
     "pipeline": "kfp_gpuquota.dsl.pipeline",
-    "route_pipeline": "kfp_gpuquota.dsl.route",
+    "route_pipeline": "kfp_gpuquota.dsl.pipelines.route",
     "set_gpus": "kfp_gpuquota.dsl.component",
 }
 

@@ -64,7 +64,7 @@ def follow_to_the_end(reached: ClusterClient, project: str, name: str) -> int:
 
     Of a job that ended without one it is 1. Interrupted (130) it goes on without anybody who follows.
     """
-    from kfp_gpuquota.dsl.narration import Narrator, conclusion  # noqa: PLC0415
+    from kfp_gpuquota.dsl.launcher.narration import Narrator, conclusion  # noqa: PLC0415
 
     narrator = Narrator()
 
@@ -127,7 +127,7 @@ def _job_log(
 
     `seen(job)` is told what becomes of it while nobody is followed, and after each one who was.
     """
-    from kfp_gpuquota.dsl.logs import to_follow  # noqa: PLC0415
+    from kfp_gpuquota.dsl.launcher.log_stream import to_follow  # noqa: PLC0415
 
     reached.get_job(project, name)
     followed: list[str] = []
