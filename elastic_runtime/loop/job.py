@@ -18,6 +18,7 @@ from elastic_runtime.data.loader import check
 from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.loop.assembly import Workshop
+from elastic_runtime.loop.global_steps import GlobalSteps
 from elastic_runtime.loop.member import Member
 from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
 from elastic_runtime.loop.step import PLAIN, BackwardOptions
@@ -260,6 +261,16 @@ class Job:
                 if session.position.step < count:
                     session.leave_epoch(epoch)
             session.finish()
+
+    def global_steps(self, batches: Iterable[Any]) -> GlobalSteps:
+        """Iterate over global steps: `for step, micro_batches in job.global_steps(loader)`.
+
+        One turn of this loop is one step at every size, so counters, progress bars and `step % n` are those of a plain
+        loop. `for x, y in micro_batches` in it computes the step's gradients, by job.backward in each iteration;
+        `optimizer.step()` and all else follows after that inner loop. `step` counts the steps applied before. `batches`
+        is the prepared loader, or what yields its batches, as job.steps(n) and zip(first, second) do.
+        """
+        return GlobalSteps(self._prepared, batches)
 
     def backward(
         self,

@@ -201,7 +201,12 @@ class GlobalStep:
         """LoopError for an iteration that did not do its part."""
         if not self.computed:
             last = "a job.backward(loss) without more=True" if self._passes.done else "job.backward(loss)"
-            raise LoopError(f"an iteration ended without {last}; every iteration needs it, exactly once")
+            raise LoopError(
+                f"an iteration ended without {last}; every iteration needs it, exactly once. Where the loop leaves a "
+                "batch out by `continue`, call job.skip() and optimizer.step() before it; where something fetches a "
+                "batch ahead (a prefetcher, `next` before the backward pass), iterate over the prepared loader itself, "
+                "whose num_workers and pin_memory fetch ahead"
+            )
         if self._skipped and self.complete and not self.settled:
             raise LoopError(
                 "an iteration with job.skip() ended without optimizer.step(), but the other workers' samples count; "

@@ -78,8 +78,8 @@ def _repeated_steps(rows: Sequence[Row]) -> Iterator[Finding]:
                 f"{_listed(names)}: {_off(before, after):.2g} of the norm of all gradients"
                 + _hint(before["attributes"], after["attributes"]),
                 "something changes with each iteration and is not restored: register tensors that a module changes as "
-                "buffers, draw from torch's, numpy's or random's global generators, and let a dataset's item depend on "
-                "its index",
+                "buffers, draw from torch's, numpy's or random's global generators, let a dataset's item depend on its "
+                "index, and change parameters by hand only where job.applied",
             )
             return
 

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, random_split
 
 import elastic_runtime
+from tests.elastic_runtime.zoo.classic import sharpness_aware
 from tests.elastic_runtime.zoo.defects import prepared, trained
 from tests.elastic_runtime.zoo.parts import EPOCHS, GLOBAL_BATCH, Samples, script, vector
 
@@ -142,3 +143,8 @@ def rate_counted_by_the_loop(**init: Any) -> Any:
             optimizer.step()
             optimizer.zero_grad()
     return model
+
+
+@script(rehearsed="has other gradients than before", modes=("fast",))
+def parameters_moved_back_though_the_step_was_lost(**init: Any) -> Any:
+    return sharpness_aware(init, always=True)
