@@ -43,23 +43,22 @@ class Pending(Protocol):
 
 
 class Interrupt:
-    """Set by the orders' thread when what the loop waits for will not come."""
+    """Ends the loop's waits for peers. Set by the coordinator's thread or a signal handler, cleared by the loop.
+
+    A plain flag that the waits poll: a handler runs in the loop's own thread, perhaps while that clears the flag, and
+    would wait permanently for the lock of a threading.Event.
+    """
 
     def __init__(self) -> None:
-        self._set = threading.Event()
+        self.is_set = False
 
     def set(self) -> None:
         """End the waits."""
-        self._set.set()
+        self.is_set = True
 
     def clear(self) -> None:
-        """It was noticed."""
-        self._set.clear()
-
-    @property
-    def is_set(self) -> bool:
-        """Whether waits end."""
-        return self._set.is_set()
+        """Let waits last again."""
+        self.is_set = False
 
 
 class Group:
