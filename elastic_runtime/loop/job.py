@@ -292,7 +292,7 @@ class Job:
         error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002  (torch's own signature)
         foreach: bool | None = None,  # noqa: FBT001
     ) -> torch.Tensor:
-        """torch.nn.utils.clip_grad_norm_ for replicated and for sharded models; returns the total norm, a scalar.
+        """`torch.nn.utils.clip_grad_norm_` for replicated and sharded models; returns the total norm, a scalar.
 
         It acts where a global step is complete. Elsewhere, and where a peer is lost in the middle of it (the step is
         going to be repeated then), there are no gradients: it returns 0, as torch does for none. With a GradScaler,
