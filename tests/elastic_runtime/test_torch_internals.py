@@ -50,7 +50,7 @@ def test_a_scaler_that_forgets_a_step_unscales_again() -> None:
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for _ in range(2):
-        weight.grad = None
+        optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
         scaler.unscale_(optimizer)  # a second time it would be refused
         assert weight.grad is not None
