@@ -4,7 +4,8 @@ Both train copies of one model over one process group, in turns of `--turn` step
 does falls on both. `ratio` is the median step of elastic_runtime over that of DDP; `python_us_per_step` the CPU time
 of the loop's thread that a step of a tiny model of 16 parameters takes beyond forward, backward and optimizer. In it is
 what any reduction costs there: to start a collective and to wait for it, which is most of `ddp_us_per_step`, the same
-for DDP; `beyond_ddp_us_per_step` is the difference, what elastic_runtime adds to a step. Last line: JSON.
+for DDP; `beyond_ddp_us_per_step` is the difference, what elastic_runtime adds to a step. `agreement_percent`: how much of
+a step without reduction comparing learning rates and parameters takes. Last line: JSON.
 
 Usage: python benchmarks/overhead.py [--mparams 26] [--workers 2] [--steps 60]
 """
@@ -27,6 +28,7 @@ from torch import nn
 
 import elastic_runtime
 from elastic_runtime.plan.batches import MicroBatch
+from elastic_runtime.validation.agreement import FULL_TURN, Agreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,6 +102,27 @@ def measure(task: Task, workers: int, steps: int, turn: int) -> list[Times]:
     return found
 
 
+def agreement_part(task: Task, steps: int) -> float:
+    """What finding workers that differ costs, as a part of a step without any reduction, in CPU time of one thread."""
+    torch.set_num_threads(1)
+    model, optimizer = build(task)
+    agreement = Agreement(list(model.named_parameters()), [optimizer])
+    section, x = torch.zeros(agreement.size), torch.randn(task.global_batch, task.width)
+    compared, trained = [], []
+    for step in range(steps * FULL_TURN):
+        began = time.thread_time()
+        agreement.fill(section, step, leader=True)
+        agreement.check(section, step)
+        compared.append(time.thread_time() - began)
+        if step % FULL_TURN == 0:
+            began = time.thread_time()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trained.append(time.thread_time() - began)
+    return statistics.mean(compared) / statistics.median(trained)
+
+
 def median(times: Times, column: int) -> float:
     """Of one of the two columns."""
     return statistics.median(row[column] for row in times)
@@ -126,6 +149,7 @@ def main() -> None:
         "python_us_per_step": round((median(tiny_elastic, 1) - median(tiny_local, 1)) * 1e6, 1),
         "ddp_us_per_step": round((median(tiny_ddp, 1) - median(tiny_local, 1)) * 1e6, 1),
         "beyond_ddp_us_per_step": round((median(tiny_elastic, 1) - median(tiny_ddp, 1)) * 1e6, 1),
+        "agreement_percent": round(agreement_part(Task(mparams=options.mparams), 5) * 100, 3),
         "load": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(result))
