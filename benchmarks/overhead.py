@@ -4,8 +4,8 @@ Both train copies of one model over one process group, in turns of `--turn` step
 does falls on both. `ratio` is the median step of elastic_runtime over that of DDP; `python_us_per_step` the CPU time
 of the loop's thread that a step of a tiny model of 16 parameters takes beyond forward, backward and optimizer. In it is
 what any reduction costs there: to start a collective and to wait for it, which is most of `ddp_us_per_step`, the same
-for DDP; `beyond_ddp_us_per_step` is the difference, what elastic_runtime adds to a step. `agreement_percent`: how much of
-a step without reduction comparing learning rates and parameters takes. Last line: JSON.
+for DDP; `beyond_ddp_us_per_step` is the difference, what elastic_runtime adds to a step. `agreement_percent`: what part
+of a step without reduction comparing learning rates and parameters takes. Last line: JSON.
 
 Usage: python benchmarks/overhead.py [--mparams 26] [--workers 2] [--steps 60]
 """
