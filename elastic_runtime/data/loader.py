@@ -149,11 +149,11 @@ class ElasticLoader:
         self._begun_with = None
 
     def sample(self) -> Any:
-        """A batch as an iteration of two workers gets it, out of turn; None where the dataset cannot give one."""
+        """Return a batch as an iteration of two workers gets it; None if the dataset cannot give one out of order."""
         return None
 
     def sample_stamp(self) -> int:
-        """A number that differs where the dataset has other samples; 0 where that cannot be known."""
+        """Return a number that differs if the dataset has other samples; 0 if that cannot be determined."""
         return 0
 
     def has_more(self, position: Position) -> bool:
@@ -189,13 +189,13 @@ class IndexedLoader(ElasticLoader):
         self._inner = like(loader, dataset, self._batches, loader.collate_fn, self._generator)
 
     def sample(self) -> Any:
-        """See ElasticLoader."""
+        """Return the first micro-batch of the first epoch, as an iteration of two workers gets it."""
         (micro, *_) = self._split(self.batch.at(2), 0, 2)
         self._batches.of_span = iter([list(self._source.epoch(0)[: micro.size])])
         return next(iter(self._inner))
 
     def sample_stamp(self) -> int:
-        """See ElasticLoader. Read as the loop reads: in a loader process where there are some."""
+        """Return a checksum of a few samples, read as the loop reads them: in a loader process if there are some."""
 
         def read(indices: list[int]) -> Any:
             self._generator.manual_seed(seed)

@@ -51,7 +51,7 @@ class ExactReducer(BucketReducer):
         self._forget_rows()
 
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
-        """See GradientReducer. A ghost's gradients are dropped."""
+        """Begin a shard. A ghost's gradients are dropped."""
         if first:
             self._begin_step()
             self._group = group if group is not None and group.size > 1 else None
@@ -68,33 +68,33 @@ class ExactReducer(BucketReducer):
         self._merges = joint_plan(self._nodes, leaves)
 
     def end(self) -> None:
-        """See GradientReducer. A parameter without a gradient adds nothing, in the place where it would add one."""
+        """Add nothing for each parameter without a gradient, at its place in the tree."""
         for bucket in self._layout.buckets:
             if self._ghost or not bucket.complete:
                 self._gather(bucket)
 
     def reduce(self) -> None:
-        """See GradientReducer."""
+        """Exchange this worker's partial sums, and finish the tree."""
         self._fill_tails()
         if self._group is not None:
             self._reduce_over(self._group)
 
     def hand_out(self, factor: float) -> None:
-        """See GradientReducer."""
+        """Set each `grad` to `factor` times its view of the summed bucket."""
         self._layout.hand_out(factor)
 
     @property
     def in_flight(self) -> bool:
-        """See GradientReducer."""
+        """Whether an exchange of a bucket has been started."""
         return self._launched > 0
 
     @property
     def passive(self) -> bool:
-        """See GradientReducer."""
+        """Never: gradients are always summed along the tree."""
         return False
 
     def abandon(self) -> None:
-        """See GradientReducer."""
+        """Drop the step's gradients and partial sums."""
         self._layout.forget()
         self._forget_rows()
         for exchange in self._exchanges:
