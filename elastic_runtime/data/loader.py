@@ -58,7 +58,7 @@ class Loop(Protocol):
     def end(self) -> bool:
         """The loop is done with it; False where what follows is to be planned anew."""
 
-    def break_off(self, iteration: MicroBatch | None = None) -> None:
+    def abandon_iteration(self, iteration: MicroBatch | None = None) -> None:
         """The loop was left within this iteration."""
 
 
@@ -127,7 +127,7 @@ class ElasticLoader:
                 try:
                     yield batch
                 except GeneratorExit:
-                    loop.break_off(micro_batch)
+                    loop.abandon_iteration(micro_batch)
                     raise
                 if not loop.end():
                     break

@@ -20,7 +20,7 @@ from elastic_runtime.loop.global_steps import GlobalSteps
 from elastic_runtime.loop.member import Member
 from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
 from elastic_runtime.loop.step import PLAIN, BackwardOptions
-from elastic_runtime.loop.unprepared_optimizers import watch_for_strangers
+from elastic_runtime.loop.unprepared_optimizers import watch_unprepared_optimizers
 from elastic_runtime.plan.position import Position
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
@@ -168,7 +168,7 @@ class Job:
         if scaler is not None:
             guard_class(scaler, ("update", "unscale_"), session.may_act)
             guard_class(scaler, ("step",), session.may_scale)
-        watch_for_strangers(session, optimizers)
+        watch_unprepared_optimizers(session, optimizers)
         session.watches.append(LoaderWatch(models))
         if shard is None and all(each is plain(each) for each in models):
             session.watches.append(CarriedState(models))

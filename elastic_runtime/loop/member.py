@@ -20,12 +20,12 @@ from elastic_runtime.loop.savers import Saving
 from elastic_runtime.membership import torchrun
 from elastic_runtime.membership.coordinator_client import Coordinator
 from elastic_runtime.membership.generations import ALONE, Generation, Generations, Secret
-from elastic_runtime.membership.outbox import Voice
+from elastic_runtime.membership.outbox import EventOutbox
 from elastic_runtime.membership.pair_authentication import raise_open_files
 from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group
 from elastic_runtime.membership.rendezvous_store import CoordinatorStore
 from elastic_runtime.plan.order import mix_seed
-from elastic_runtime.process.preemption import TERMINATED, AtRest, Preemption
+from elastic_runtime.process.preemption import TERMINATED, Preemption, StableState
 from elastic_runtime.process.process_exit import leave
 from elastic_runtime.process.progress_bar import Progress
 from elastic_runtime.process.reporting import Reporter
@@ -66,16 +66,16 @@ class Member:
     ) -> None:
         self._environment, self._seed = environment, seed
         self.streams = RandomStreams()
-        self._voice = Voice(environment.worker_id, lambda: self._generations.adopted)
+        self._outbox = EventOutbox(environment.worker_id, lambda: self._generations.adopted)
         self._holds_state = self.leaving = False
         self._failed_at: object = None
         self._failures = 0  # in a row, at that point of the training
         secret = Secret(self._key, bool(environment.coordinator) and environment.local)
         self._backend = _backend if not environment.rehearse else lambda: "gloo"  # two workers may share a GPU
-        self._generations = Generations(environment.worker_id, self._store, self._voice.say, self._backend, secret)
+        self._generations = Generations(environment.worker_id, self._store, self._outbox.send, self._backend, secret)
         shown = Progress(sys.stderr, wanted=progress)
         self._began = time.perf_counter()
-        self.reporter = Reporter(environment.report_file, environment.worker_id, self._voice.stand, shown)
+        self.reporter = Reporter(environment.report_file, environment.worker_id, self._outbox.publish, shown)
         keeper = Keeper(environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints)
         self._saving = Saving(keeper, self.streams, self.reporter)
         self._coordinator: Coordinator | RehearsedOrders | None = None
@@ -86,12 +86,12 @@ class Member:
             check_torch()
             raise_open_files()
             self._coordinator = Coordinator(
-                environment, self._generations.on_order, self._voice.standing, self._generations.on_refused
+                environment, self._generations.on_order, self._outbox.published, self._generations.on_refused
             )
-            self._voice.coordinator = self._coordinator
+            self._outbox.coordinator = self._coordinator
             self._coordinator.start()
             atexit.register(self._coordinator.close)
-        self.at_rest = AtRest()
+        self.stable_state = StableState()
         self._preemption: Preemption | None = None
         if not environment.checkpoint_dir and (environment.coordinator or environment.static):
             _log.warning(
@@ -100,7 +100,7 @@ class Member:
             )
         saves = bool(environment.checkpoint_dir) and (environment.static is None or environment.static[0] == 0)
         if environment.coordinator or saves:
-            self._preemption = Preemption(self._on_told)
+            self._preemption = Preemption(self._on_preempted)
             self._preemption.soft = bool(environment.coordinator)
 
     def _key(self) -> bytes:
@@ -113,7 +113,7 @@ class Member:
 
         check_torch()
         self.rehearsed = rehearsed_orders(environment.rehearse, environment.worker_id, self._generations.on_order)
-        self._coordinator = self._voice.coordinator = self.rehearsed
+        self._coordinator = self._outbox.coordinator = self.rehearsed
         self.rehearsed.start()
 
     @property
@@ -155,9 +155,9 @@ class Member:
 
         directory = self._environment.checkpoint_dir
         if directory and self._preemption is None:
-            self._preemption = Preemption(self._on_told)
+            self._preemption = Preemption(self._on_preempted)
         keeper = ShardKeeper(directory, self.reporter, every_s=every_s, keep=keep)
-        self._saving.sharding = Sharding(state, wrapping, self.streams, keeper, lambda: self._told)
+        self._saving.sharding = Sharding(state, wrapping, self.streams, keeper, lambda: self._preempted)
         return self._saving.sharding
 
     @property
@@ -223,11 +223,13 @@ class Member:
         elif self._generations.adopted is None:
             if not self.sharding:
                 state.rehearse()
-            self._voice.stand("WorkerReady")
+            self._outbox.publish("WorkerReady")
             self.reporter.phases.add("load", (time.perf_counter() - self._began) * 1e3)
             self._settle(state, self._next(after=0), "join")
         if self._preemption:
-            self._preemption.save_by(lambda: self._saving.in_time(state, mode, self.at_rest, leader=self.place[0] == 0))
+            self._preemption.save_by(
+                lambda: self._saving.in_time(state, mode, self.stable_state, leader=self.place[0] == 0)
+            )
             self._preemption.soft = True
 
     def _join_static(self, state: TrainingState, rank: int, size: int) -> None:
@@ -258,15 +260,15 @@ class Member:
         self._settle(state, generation, "agreed")
 
     def recover(self, state: TrainingState, error: CollectiveError | None) -> None:
-        """A peer was lost: wait to be told with whom to go on, and go on.
+        """After the loss of a peer: wait for the next generation, and enter it.
 
-        Under torchrun nobody is told: rank 0 saves the state of the step's beginning, and all are started again.
+        Under torchrun there is none: rank 0 saves the state of the step's beginning, and all workers are restarted.
         """
         if self._environment.static:
             if self.place[0] == 0 and not self.sharding:
                 self._saving.now(state)
-            self.leave_if_told(state)
-            raise error or CollectiveError("this process was told to end")
+            self.leave_if_preempted(state)
+            raise error or CollectiveError("this process was asked to end")
         if error:
             self._bound_failures(state, error)
             _log.warning("generation %d: %s; recovering", self.generation, error)
@@ -309,15 +311,16 @@ class Member:
         """The last step is applied."""
         self.reporter.line("finished", step=step)
         self.reporter.close()
-        self._voice.stand("TrainingFinished", step=step)
+        self._outbox.publish("TrainingFinished", step=step)
         if self._preemption:
             self._preemption.soft = self._coordinator is not None
         self._saving.settle()
 
-    def leave_if_told(self, state: TrainingState) -> None:
+    def leave_if_preempted(self, state: TrainingState) -> None:
         """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""
-        told = self.sharding.told if self.sharding else self._told  # where all have to save, all have to be told
-        if told and self._coordinator is None:
+        # In a sharded job all workers save, so all must have agreed on it.
+        preempted = self.sharding.preempted if self.sharding else self._preempted
+        if preempted and self._coordinator is None:
             self._note_leaving()
             self._saving.now(state)
             self.reporter.line("left", generation=0, step=state.position.step)
@@ -343,9 +346,9 @@ class Member:
             self._adopt(state, generation, received=received)
         self.reporter.clock.restart()
         pause_ms = 0.0 if cause == "join" else (time.perf_counter() - began) * 1e3  # a joiner has no loop yet
-        self._voice.forget("CollectiveFailed")
+        self._outbox.retract("CollectiveFailed")
         lost = max(stood - state.position.step, 0)  # where a shard was lost
-        self._voice.say(
+        self._outbox.send(
             "GenerationAdopted",
             generation=generation.number,
             members=generation.members,
@@ -399,13 +402,13 @@ class Member:
         if generation.group:
             generation.group.close_soon()
         if self._generations.adopted is None:
-            self._voice.say("PreparationFailed", generation=generation.number, why=str(error)[:500])
+            self._outbox.send("PreparationFailed", generation=generation.number, why=str(error)[:500])
         else:
             self._tell_failed(generation, state, error)
 
     def _tell_failed(self, generation: Generation | None, state: TrainingState, error: CollectiveError) -> None:
         known = generation or ALONE
-        self._voice.stand(
+        self._outbox.publish(
             "CollectiveFailed",
             generation=known.number,
             members=known.members,
@@ -420,7 +423,7 @@ class Member:
                 self._saving.now(state)
             self.reporter.line("left", generation=generation.number, step=state.position.step)
             known = {"generation": generation.number, "members": generation.members}
-            self._voice.stand("GenerationAdopted", step=state.position.step, **known)
+            self._outbox.publish("GenerationAdopted", step=state.position.step, **known)
             self._generations.wait_for_release(RELEASE_S)
         if self._coordinator:
             self._coordinator.close()
@@ -442,11 +445,11 @@ class Member:
     # SIGTERM
 
     @property
-    def _told(self) -> bool:
-        return self._preemption is not None and self._preemption.told.is_set()
+    def _preempted(self) -> bool:
+        return self._preemption is not None and self._preemption.requested.is_set()
 
-    def _on_told(self) -> None:
-        self._voice.stand("LeaveRequested")
+    def _on_preempted(self) -> None:
+        self._outbox.publish("LeaveRequested")
         if self._environment.static and not self.sharding:
             self._generations.interrupt.set()  # its peers are being ended as well
 

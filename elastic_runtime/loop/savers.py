@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_runtime.process.preemption import AtRest
+    from elastic_runtime.process.preemption import StableState
     from elastic_runtime.process.reporting import Reporter
     from elastic_runtime.reduction.step_modes import Mode
     from elastic_runtime.sharded.sharding import Sharding
@@ -47,17 +47,17 @@ class Saving:
         else:
             self._keeper.save_now(state.position.step, partial(self._capture, state))
 
-    def in_time(self, state: TrainingState, mode: Mode, at_rest: AtRest, *, leader: bool) -> bool:
+    def in_time(self, state: TrainingState, mode: Mode, stable_state: StableState, *, leader: bool) -> bool:
         """From another thread: rank 0 saves the state of the beginning of a step that takes long. Whether that is all.
 
         In shards everybody does, and stays ready to do so in the next step: others may be in that one already.
         """
         if self.sharding and self.sharding.keeper.directory:
-            self.sharding.save_in_time(mode.rewound, at_rest.use)
+            self.sharding.save_in_time(mode.rewound, stable_state.use)
             return False
         if self.sharding or not leader:
             return True
-        return self._keeper.save_soon(state.position.step, lambda: mode.rewound(self._capture(state)), at_rest.use)
+        return self._keeper.save_soon(state.position.step, lambda: mode.rewound(self._capture(state)), stable_state.use)
 
     def settle(self) -> None:
         """Return when nothing is being written any more."""

@@ -107,7 +107,7 @@ class Session:
         if self._released:
             return True
         if self._step.micro is None:
-            self._member.at_rest.end()
+            self._member.stable_state.end()
         return not self._catching_up and (self._step.micro is None or self._step.acts)
 
     def may_step(self) -> bool:
@@ -174,14 +174,14 @@ class Session:
             raise LoopError(
                 "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
             )
-        self.break_off()
+        self.abandon_iteration()
         self._catching_up, self._step.first = False, True
         self._change_membership()
         self._remember()
 
     def leave_epoch(self, epoch: int) -> None:
         """The script is done with an epoch, unless others already are further."""
-        self.break_off()
+        self.abandon_iteration()
         if self.position.epoch == epoch:
             self._state.position = self.position.after_epoch()
 
@@ -199,7 +199,7 @@ class Session:
     def finish_early(self) -> None:
         """The process ends well after the loop was left by `break`: the training is over where it stands."""
         if self.started and not self.finished:
-            self.break_off()
+            self.abandon_iteration()
             self._end()
 
     def release(self) -> None:
@@ -229,7 +229,7 @@ class Session:
             atexit.unregister(self._at_exit)
             self._at_exit = None
         self.release()
-        self._member.at_rest.end()
+        self._member.stable_state.end()
         self._member.finish(self.position.step)
 
     # Iterations
@@ -321,7 +321,7 @@ class Session:
         self._recover(error)
         self._moved = True
 
-    def break_off(self, iteration: MicroBatch | None = None) -> None:
+    def abandon_iteration(self, iteration: MicroBatch | None = None) -> None:
         """The loop was left within an iteration (this one: a generator may be closed long after). A step counts where
         it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
         """
@@ -360,7 +360,7 @@ class Session:
 
     def _recover(self, error: CollectiveError | None) -> None:
         epoch = self.position.epoch
-        self._member.at_rest.end()
+        self._member.stable_state.end()
         self._member.recover(self._state, error)
         self._catching_up = self.position.epoch != epoch
         self._tell_progress(force=True)
@@ -368,7 +368,7 @@ class Session:
     def _change_membership(self) -> bool:
         """Between two steps: make the switch that was agreed on, or the one that a loss calls for."""
         agreed, self._step.agreed = self._step.agreed, None
-        self._member.leave_if_told(self._state)
+        self._member.leave_if_preempted(self._state)
         if self._member.must_recover:
             self._recover(None)
             return True
@@ -383,7 +383,7 @@ class Session:
         if self._step.observer:
             self._step.observer.between_steps()
         self._mode.remember()
-        self._member.at_rest.begin()
+        self._member.stable_state.begin()
 
     def _tell_progress(self, *, force: bool = False) -> None:
         self._member.tell_progress(self.position, self._total_steps, force=force)

@@ -332,7 +332,7 @@ class GlobalStep:
         mode.fill_tail(self._share(vote), leader=rank == 0)
         member.check()
         mode.reducer.reduce()
-        member.at_rest.end()
+        member.stable_state.end()
         keeps = rank == 0 or not self.computed  # between two passes a graph may still need the buffers as they are
         agreed = mode.take_tail(micro, leader=keeps, workers=workers)
         factor = self._losses.final(micro.step_samples, mode.tail.weight)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from elastic_runtime.loop.session import Session
 
 
-def watch_for_strangers(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def watch_unprepared_optimizers(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Until the session is gone: UsageError where an optimizer that is none of these steps its parameters in the loop.
 
     Unless one of these calls it: an optimizer may be made of others.

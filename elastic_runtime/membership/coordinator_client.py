@@ -32,10 +32,10 @@ HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
-"""A worker whose peers are back has 2 s to be back as well (`Limits.failure_s`)."""
+"""A worker must be back within 2 s of its peers (`Limits.failure_s`), so pauses are shorter."""
 WARN_AFTER_S = 10.0
 REFUSED_S = 300.0
-"""A token that was accepted once may be refused for so long: the files of a pod follow a Secret within minutes."""
+"""So long the refusal of a token that was accepted before is retried: a pod sees a new Secret after minutes."""
 
 _LAST_CHUNK = b"0\r\n\r\n"
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("elastic_runtime")
 
 
 class Coordinator:
-    """This worker's end of its connection. `on_order` is called in the reader's thread, and must return soon."""
+    """The client of one worker's connection. `on_order` is called in the reader thread, and must return soon."""
 
     def __init__(
         self,
@@ -57,11 +57,13 @@ class Coordinator:
         self._incarnation = uuid.uuid4().hex
         self._outbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._connection: http.client.HTTPConnection | None = None
-        self._greeting = threading.Lock()  # what is said during the greeting follows it, and is not dropped
+        self._greeting = (
+            threading.Lock()
+        )  # events that are sent while a connection begins follow its first ones, and are not dropped
         self._replacing = threading.Lock()  # held for an assignment only
         self._away = Away()
         self._accepted_at: float | None = None
-        self._parted = False  # goodbye was said on this connection
+        self._finished_sending = False  # the request was ended on this connection
         self._closing = threading.Event()
         self._ended = threading.Event()
         self._reader = threading.Thread(target=self._read, name="elastic-orders", daemon=True)
@@ -73,16 +75,16 @@ class Coordinator:
         return self._environment.worker_id
 
     def start(self) -> None:
-        """Connect, and stay connected."""
+        """Connect in the background, and reconnect whenever the connection is lost."""
         self._reader.start()
         self._writer.start()
 
-    def say(self, event: str, **fields: object) -> None:
-        """Send an event soon; lost where the coordinator is away (see `standing`)."""
+    def send(self, event: str, **fields: object) -> None:
+        """Queue an event; it is lost if the coordinator is not connected (see `EventOutbox.publish`)."""
         self._outbox.put({"event": event, "worker": self.worker, **fields})
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Say goodbye, and wait until the coordinator has read everything before it; it may come back meanwhile."""
+        """End the request, and wait until the coordinator has read all events before the end, or `timeout_s`."""
         if self._closing.is_set() or not self._reader.is_alive():
             return
         self._closing.set()
@@ -104,7 +106,7 @@ class Coordinator:
                         self._accepted_at = time.monotonic()
                         if line.strip():
                             self._on_order(Order.parse(json.loads(line)))
-                    if self._parted:
+                    if self._finished_sending:
                         return
                     self._away.note("it closed the connection")
                 except CoordinatorError as refusal:
@@ -127,11 +129,11 @@ class Coordinator:
         connection.endheaders()
         with self._greeting:
             self._forget_outbox()
-            parting = self._closing.is_set()
-            said = [_chunk(event) for event in self._standing()]
-            connection.sock.sendall(b"".join([*said, *([_LAST_CHUNK] if parting else [])]))
+            closing = self._closing.is_set()
+            events = [_chunk(event) for event in self._standing()]
+            connection.sock.sendall(b"".join([*events, *([_LAST_CHUNK] if closing else [])]))
             with self._replacing:
-                self._connection, self._parted = connection, parting
+                self._connection, self._finished_sending = connection, closing
         response = connection.getresponse()
         if response.status == 401 and self._accepted_lately():
             raise OSError(f"the coordinator answered {_message(response)}")
@@ -158,9 +160,9 @@ class Coordinator:
             except queue.Empty:
                 event = {"event": "WorkerHeard", "worker": self.worker}
             with self._greeting:
-                connection, parted = self._connection, self._parted
-                self._parted = parted or event is None
-            if connection is None or connection.sock is None or parted:
+                connection, finished = self._connection, self._finished_sending
+                self._finished_sending = finished or event is None
+            if connection is None or connection.sock is None or finished:
                 continue
             try:
                 connection.sock.sendall(_LAST_CHUNK if event is None else _chunk(event))
@@ -180,7 +182,7 @@ class Coordinator:
 
 
 class Away:
-    """How long the coordinator has been away: said once, when it is long, and when it is there again."""
+    """Measures how long the coordinator has not answered; logs it once it is long, and when it answers again."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
@@ -189,7 +191,7 @@ class Away:
         self.why = ""
 
     def note(self, why: str) -> None:
-        """It could not be reached, or what it said could not be read."""
+        """Note a failed connection, or an answer that could not be read."""
         self.why = why
         _log.debug("the coordinator is away: %s", why)
         if self._since is None:
@@ -204,7 +206,7 @@ class Away:
             )
 
     def end(self) -> None:
-        """It answers."""
+        """Note that the coordinator answers."""
         if self._said:
             _log.warning("the coordinator is there again")
         self._since, self._said = None, False

@@ -1,4 +1,4 @@
-"""Which generation this worker is in, and the next ones being built in the background.
+"""The generation in force for this worker, and the next ones, which are built in the background.
 
 The orders' thread writes, the loop reads; one lock between them. The loop never waits here while it trains, only where
 it has nothing to do: before the first generation and after a loss.
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from elastic_runtime.torch_internals import Store
 
 CLOSE_AFTER_S = 0.5
-"""The first steps of the new size are not to share their cores with the end of the old one."""
+"""Old groups are closed this much later, so that the first steps of a new size do not compete for cores."""
 
 _log = logging.getLogger("elastic_runtime")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One membership as this worker sees it; `group` is None where it has no part in it, or is alone."""
+    """One generation of members; `group` is None if this worker is not a member, or the only one."""
 
     number: int
     members: tuple[str, ...]
     group: Group | None
     prepare_ms: float = 0.0
-    """How long connecting its members took, in the background."""
+    """Milliseconds that connecting the members took, in the background."""
 
     def includes(self, worker: str) -> bool:
-        """Whether the worker is in it."""
+        """Return whether the worker is a member."""
         return worker in self.members
 
 
@@ -58,7 +58,7 @@ ALONE = Generation(0, ("local",), None)
 class Generations:
     """Turns orders into built groups.
 
-    `make_store(number)` gives the rendezvous space of a generation, `say(event, **fields)` reaches the coordinator,
+    `make_store(number)` gives the rendezvous space of a generation, `send(event, **fields)` reaches the coordinator,
     `secret` is what peers have in common.
     """
 
@@ -66,7 +66,7 @@ class Generations:
         self,
         worker: str,
         make_store: Callable[[int], Store],
-        say: Callable[..., None],
+        send: Callable[..., None],
         backend: Callable[[], str],
         secret: Secret | None = None,
     ) -> None:
@@ -74,7 +74,7 @@ class Generations:
         self._secret = secret or Secret()
         self.interrupt = Interrupt()
         self.adopted: Generation | None = None
-        self._make_store, self._say, self._backend = make_store, say, backend
+        self._make_store, self._send, self._backend = make_store, send, backend
         self._order = Order("Stay")
         self._entering = 0
         self._building: set[int] = set()
@@ -85,7 +85,7 @@ class Generations:
     # The orders' thread
 
     def on_order(self, order: Order) -> None:
-        """A new order stands, unless it is of a generation before the one that is known of."""
+        """Set the order in force, unless it is older than the current one."""
         with self._changed:
             current = self.adopted.number if self.adopted else 0
             if order.kind in {"Propose", "Recover"} and order.generation < max(current, self._order.generation):
@@ -101,7 +101,7 @@ class Generations:
             self._changed.notify_all()
 
     def on_refused(self, error: ElasticError) -> None:
-        """The coordinator does not want this process at all."""
+        """Note that the coordinator has refused this process."""
         with self._changed:
             self._refused = error
             self.interrupt.set()
@@ -138,11 +138,11 @@ class Generations:
             prove((group, second), rank, size, order.generation, self._secret.key())
             if self._secret.local:
                 check_users(before)
-        except Exception as error:  # noqa: BLE001  (a build that ended in silence would be waited for for ever)
+        except Exception as error:  # noqa: BLE001  (a build that failed without an event would be waited for without end)
             _log.debug("generation %d could not be built: %s", order.generation, error)
             with self._changed:
                 self._building.discard(order.generation)
-            self._say("PreparationFailed", generation=order.generation, why=str(error)[:500])
+            self._send("PreparationFailed", generation=order.generation, why=str(error)[:500])
             return
         with self._changed:
             self._building.discard(order.generation)
@@ -151,10 +151,10 @@ class Generations:
             self._built[order.generation] = Generation(order.generation, order.members, connected, took_ms)
             self._drop_outdated()
             self._changed.notify_all()
-        self._say("GenerationPrepared", generation=order.generation)
+        self._send("GenerationPrepared", generation=order.generation)
 
     def _drop_outdated(self) -> None:
-        """Close what was built and is older than what is in force. A withdrawn one may have been voted for: kept."""
+        """Close groups older than the one in force. A withdrawn one that is newer may have votes: it is kept."""
         current = self.adopted.number if self.adopted else 0
         for number in [n for n in self._built if n < current]:
             generation = self._built.pop(number)
@@ -164,7 +164,7 @@ class Generations:
     # The loop
 
     def vote(self) -> Generation | None:
-        """The generation that this worker is prepared to switch to at the end of this step."""
+        """Return the generation that this worker is prepared to switch to at the end of this step, or None."""
         with self._changed:
             order, adopted = self._order, self.adopted
             if order.kind != "Propose" or adopted is None or order.base != adopted.number:
@@ -172,7 +172,7 @@ class Generations:
             return self._built.get(order.generation)
 
     def adopt(self, generation: Generation) -> None:
-        """The switch is made."""
+        """Make `generation` the one in force."""
         with self._changed:
             previous, self.adopted = self.adopted, generation
             self._built.pop(generation.number, None)
@@ -183,7 +183,7 @@ class Generations:
             previous.group.close_soon(CLOSE_AFTER_S)
 
     def wait_for_next(self, after: int) -> Generation | None:
-        """The generation that this worker is to adopt at once, newer than `after`; None: it is to leave.
+        """Wait for a generation newer than `after` that this worker must adopt at once; None: it must leave.
 
         Raises CoordinatorError where the coordinator refused this process.
         """
@@ -202,6 +202,6 @@ class Generations:
                 self._changed.wait()
 
     def wait_for_release(self, timeout_s: float) -> None:
-        """Keep connections open until nobody needs them, or long enough."""
+        """Keep connections open until the coordinator releases this worker, or `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._order.kind == "Release", timeout_s)

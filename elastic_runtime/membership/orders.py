@@ -1,4 +1,4 @@
-"""The coordinator's orders, as this worker reads them (docs/membership.md)."""
+"""The coordinator's orders to this worker, decoded (docs/membership.md)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Order:
-    """What stands for this worker. `kind`: Stay, Propose, Recover or Release; what a kind lacks is empty."""
+    """The order in force. `kind`: Stay, Propose, Recover or Release; fields that a kind does not have are empty."""
 
     kind: str
     generation: int = 0
@@ -17,7 +17,7 @@ class Order:
 
     @classmethod
     def parse(cls, message: object) -> Order:
-        """From JSON. ValueError and TypeError where it is not an order."""
+        """Return the order that the JSON object `row` describes. ValueError or TypeError if it is none."""
         if not isinstance(message, dict):
             raise TypeError(f"{message!r} is not an order")
         kind = message.get("order")

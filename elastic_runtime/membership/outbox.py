@@ -1,4 +1,4 @@
-"""What a worker says to its coordinator, and what has to be said again to one that restarts."""
+"""A worker's events to its coordinator, and those that are sent again to one that restarts."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ if TYPE_CHECKING:
     from elastic_runtime.membership.generations import Generation
 
 
-class Listener(Protocol):
-    """The coordinator, or what stands in for it."""
+class EventReceiver(Protocol):
+    """The coordinator, or a rehearsal's replacement for it."""
 
-    def say(self, event: str, **fields: Any) -> None:
-        """Report an event of this worker."""
+    def send(self, event: str, **fields: Any) -> None:
+        """Send an event of this worker."""
 
 
-class Voice:
-    """`adopted()`: the generation in force. Without a coordinator nobody listens."""
+class EventOutbox:
+    """Sends this worker's events, if there is a coordinator. `adopted()` returns the generation in force."""
 
-    coordinator: Listener | None = None
+    coordinator: EventReceiver | None = None
 
     def __init__(self, worker: str, adopted: Callable[[], Generation | None]) -> None:
         self._worker, self._adopted = worker, adopted
         self._events: dict[str, dict[str, Any]] = {}
 
-    def say(self, event: str, **fields: object) -> None:
-        """Once."""
+    def send(self, event: str, **fields: object) -> None:
+        """Send an event once; it is lost if the coordinator is not connected."""
         if self.coordinator:
-            self.coordinator.say(event, **fields)
+            self.coordinator.send(event, **fields)
 
-    def stand(self, event: str, **fields: object) -> None:
-        """And again to each coordinator that is connected to."""
+    def publish(self, event: str, **fields: object) -> None:
+        """Send an event now, and again on each new connection until it is replaced or retracted."""
         self._events[event] = fields
-        self.say(event, **fields)
+        self.send(event, **fields)
 
-    def forget(self, event: str) -> None:
-        """It is not true any more."""
+    def retract(self, event: str) -> None:
+        """Stop sending a published event on new connections."""
         self._events.pop(event, None)
 
-    def standing(self) -> list[dict[str, Any]]:
-        """What is true of this worker now, for a coordinator that it has just connected to."""
+    def published(self) -> list[dict[str, Any]]:
+        """Return the events that describe this worker to a coordinator it has just connected to."""
         adopted = self._adopted()
         first: dict[str, Any] = {"event": "WorkerJoined"}
         if adopted:

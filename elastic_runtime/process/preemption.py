@@ -23,43 +23,43 @@ _POLL_S = 0.02
 TERMINATED = 128 + signal.SIGTERM
 
 
-class AtRest:
+class StableState:
     """Whether the state is that of the step's beginning. Written by the loop, read by the thread that saves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._at_rest = False
+        self._stable = False
 
     def begin(self) -> None:
         """Mark the state as stable: from here on the step computes gradients and changes nothing else."""
-        self._at_rest = True
+        self._stable = True
 
     def end(self) -> None:
         """Mark the state as changing; returns once no thread copies it."""
         with self._lock:
-            self._at_rest = False
+            self._stable = False
 
     def use(self, copy: Callable[[], None]) -> bool:
         """Call `copy` while the state is stable; return False if it is not."""
         with self._lock:
-            if self._at_rest:
+            if self._stable:
                 copy()
-            return self._at_rest
+            return self._stable
 
 
 class Preemption:
-    """Handles SIGTERM in the main thread. `on_told` is called in the signal handler.
+    """Handles SIGTERM in the main thread. `on_preempted` is called in the signal handler.
 
     While `soft` is False the previous handler is used: before the training there is nothing to save, and after it
     the signal is the script's own.
     """
 
-    def __init__(self, on_told: Callable[[], None]) -> None:
-        self._on_told = on_told
+    def __init__(self, on_preempted: Callable[[], None]) -> None:
+        self._on_preempted = on_preempted
         self._process = os.getpid()
         self._save: Callable[[], bool] | None = None
         self.soft = False
-        self.told = threading.Event()
+        self.requested = threading.Event()
         self.leaving = threading.Event()
         self._before: Callable[[int, FrameType | None], Any] | int | None = signal.SIG_DFL
         if threading.current_thread() is threading.main_thread():
@@ -77,10 +77,10 @@ class Preemption:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        if self._save and not self.told.is_set():
+        if self._save and not self.requested.is_set():
             threading.Thread(target=self._save_in_time, name="elastic-preempted", daemon=True).start()
-        self.told.set()
-        self._on_told()
+        self.requested.set()
+        self._on_preempted()
 
     def _save_in_time(self) -> None:
         wait_s = SAVE_AFTER_S

@@ -53,7 +53,7 @@ class RehearsedOrders:
             self._second = SecondWorker(self.directory)
             self._in_thread(self._watch_second)
 
-    def say(self, event: str, **fields: Any) -> None:
+    def send(self, event: str, **fields: Any) -> None:
         """React to what this worker reports."""
         if event == "WorkerReady":
             self._on_order(first_order(self.worker))

@@ -109,15 +109,15 @@ class ShardedMode(Mode):
         return self._reducer
 
     def fill_tail(self, share: Share, *, leader: bool) -> None:
-        """Write this worker's numbers, and whether it wants a checkpoint or was told to end."""
+        """Write this worker's numbers, and whether it wants a checkpoint or was asked to leave."""
         super().fill_tail(share, leader=leader)
         save = self._sharding.due() if leader else 0
-        self._reducer.own.copy_(torch.tensor([save, self._sharding.is_told()], dtype=torch.float32))
+        self._reducer.own.copy_(torch.tensor([save, self._sharding.is_preempted()], dtype=torch.float32))
 
     def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
         """Read the sums, and agree on a checkpoint or the end."""
-        save, told = self._reducer.own.tolist()
-        self._sharding.agreed(save=int(save), told=told > 0)
+        save, preempted = self._reducer.own.tolist()
+        self._sharding.agreed(save=int(save), preempted=preempted > 0)
         return super().take_tail(micro, leader=leader, workers=workers)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:

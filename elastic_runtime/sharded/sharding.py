@@ -76,7 +76,7 @@ class _Move:
 
 
 class Sharding:
-    """One worker's part of a sharded training. `is_told`: whether this worker was told to go."""
+    """One worker's part of a sharded training. `is_preempted`: whether this worker was asked to leave."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class Sharding:
         wrapping: Wrapping,
         streams: RandomStreams,
         keeper: ShardKeeper,
-        is_told: Callable[[], bool],
+        is_preempted: Callable[[], bool],
     ) -> None:
-        self.wrapping, self.keeper, self.is_told = wrapping, keeper, is_told
+        self.wrapping, self.keeper, self.is_preempted = wrapping, keeper, is_preempted
         self._state, self._streams = state, streams
         self._fingerprint = state.fingerprint()  # later, names may be of unsharded parameters of another type
         self.device = next(state.model.parameters()).device
@@ -98,7 +98,7 @@ class Sharding:
         self._save = 0
         self._save_in_time = 0  # the number of checkpoints that nobody has agreed on
         self._saved_in_time = -1  # the step of the last one
-        self.told = False
+        self.preempted = False
 
     @property
     def link(self) -> Link:
@@ -112,10 +112,10 @@ class Sharding:
         """Rank 0: the number of the checkpoint that is to be made after this step; 0: none."""
         return _new_number() if self.keeper.due() else 0
 
-    def agreed(self, *, save: int, told: bool) -> None:
+    def agreed(self, *, save: int, preempted: bool) -> None:
         """What the sum at a step's end said."""
         self._save = save
-        self.told |= told
+        self.preempted |= preempted
 
     # Changes of membership
 

@@ -14,7 +14,7 @@ from elastic_runtime.loop import member
 from elastic_runtime.loop.member import Member
 from elastic_runtime.membership import generations
 from elastic_runtime.membership.generations import Generations
-from elastic_runtime.membership.outbox import Voice
+from elastic_runtime.membership.outbox import EventOutbox
 from elastic_runtime.state.random_streams import RandomStreams
 from elastic_runtime.state.training_state import TrainingState
 
@@ -25,7 +25,7 @@ PLACES: list[tuple[Any, str]] = [
     (generations, "build_group"),
     (Generations, "on_order"),
     (Generations, "adopt"),
-    (Voice, "say"),
+    (EventOutbox, "send"),
     (Member, "_adopt"),
     (TrainingState, "load"),
     (RandomStreams, "restore"),

@@ -41,7 +41,7 @@ def test_what_a_worker_says_last_is_heard_though_the_coordinator_is_away_when_it
     assert heard.wait(30)
     first.__exit__(None, None, None)
     standing.append(FINISHED)
-    worker.say("TrainingFinished", step=7)
+    worker.send("TrainingFinished", step=7)
     leaving = threading.Thread(target=worker.close, args=(60.0,))
     leaving.start()
     second = serve(recorder, tmp_path)

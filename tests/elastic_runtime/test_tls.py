@@ -80,8 +80,8 @@ def test_orders_come_while_events_go_out_over_one_tls_connection(environment: En
     coordinator.start()
     assert greeted.wait(20)
     for step in range(EVENTS):
-        coordinator.say("ProgressReported", step=step)
-    coordinator.say("WorkerReady")
+        coordinator.send("ProgressReported", step=step)
+    coordinator.send("WorkerReady")
     assert arrived.wait(20), orders
     coordinator.close()
     assert orders[-1].members == ("w0",)

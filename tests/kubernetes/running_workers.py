@@ -48,8 +48,8 @@ class Worker:
         self.orders += 1
         if order.kind in {"Recover", "Propose"} and order.generation > self.generation:
             self.generation, self.members = order.generation, order.members
-            self._end.say("GenerationPrepared", generation=order.generation)
-            self._end.say("GenerationAdopted", generation=order.generation, step=0, members=list(order.members))
+            self._end.send("GenerationPrepared", generation=order.generation)
+            self._end.send("GenerationAdopted", generation=order.generation, step=0, members=list(order.members))
 
     def _standing(self) -> list[dict[str, Any]]:
         about = {"worker": self.id}
