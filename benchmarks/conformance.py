@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kfp_gpuquota.scheduler.cycle import Cycle
-from kfp_gpuquota.scheduler.model import (
+from kfp_gpuquota.scheduler.actions.cycle import Cycle
+from kfp_gpuquota.scheduler.state.model import (
     GPU,
     UNLIMITED,
     Amount,
@@ -28,7 +28,7 @@ from kfp_gpuquota.scheduler.model import (
     Task,
     Topology,
 )
-from kfp_gpuquota.scheduler.state import State
+from kfp_gpuquota.scheduler.state.state import State
 
 Case = dict[str, Any]
 

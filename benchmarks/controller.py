@@ -60,7 +60,7 @@ from benchmarks.kwok_bench import (
 )
 from benchmarks.reconnect import reconnect
 from benchmarks.review_load import beside
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tools.devcluster import DevCluster, Options
 
 if TYPE_CHECKING:

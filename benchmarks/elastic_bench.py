@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 JOB = "bench"
 LAYERS = 8
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["elastic_bench", "elastic_runtime.job", "torch.distributed", "torch._dynamo"])
+context.set_forkserver_preload(["elastic_bench", "elastic_runtime.loop.job", "torch.distributed", "torch._dynamo"])
 
 
 @dataclass(frozen=True)

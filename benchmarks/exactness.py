@@ -30,11 +30,11 @@ import torch.distributed as dist
 from common import print_conditions, print_result
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from elastic_runtime.batches import split
-from elastic_runtime.exact import Exchange
-from elastic_runtime.groups import Group, Interrupt
-from elastic_runtime.layout import PADDING, Bucket
-from elastic_runtime.trees import joint_plan, range_plan
+from elastic_runtime.membership.process_group import Group, Interrupt
+from elastic_runtime.plan.batches import split
+from elastic_runtime.reduction.bucket_layout import PADDING, Bucket
+from elastic_runtime.reduction.exact import Exchange
+from elastic_runtime.reduction.sum_tree import joint_plan, range_plan
 from kfp_gpuquota.membership import Limits
 from tests.elastic_runtime.harness import JOB, Cluster, context
 from tests.elastic_runtime.training import Plan, train

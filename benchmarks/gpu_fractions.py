@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from common import print_conditions, print_result
 
-from elastic_runtime.simulated_memory import create_device
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.node_agent import AgentOptions, NodeAgent
-from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.reservation_pods import NAMESPACE
-from kfp_gpuquota.cluster.kubernetes.share_notes import ShareNote, written
+from elastic_runtime.process.simulated_memory import create_device
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.sharing.node_agent import AgentOptions, NodeAgent
+from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import NAMESPACE
+from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote, written
 from kfp_gpuquota.fractions import Claim, Policy, Process
 from kfp_gpuquota.fractions.agent import Agent, Share
 from kfp_gpuquota.fractions.devices import SimulatedMemory

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.connection import MERGE_PATCH, Connection
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
-from kfp_gpuquota.cluster.kubernetes.nodes import is_ready
-from kfp_gpuquota.cluster.kubernetes.objects import Node, Page, Pod
-from kfp_gpuquota.cluster.kubernetes.watch import Reflector
+from kfp_gpuquota.cluster.kubernetes.client.async_client import MERGE_PATCH, Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.convert.nodes import is_ready
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Page, Pod
 from tools.devcluster.fake_nodes import fake_node
 from tools.devcluster.processes import read_pid
 
@@ -226,7 +226,10 @@ async def watching(cluster: DevCluster) -> AsyncIterator[Bench]:
 def install(cluster: DevCluster) -> None:
     """The objects' definitions; returns when the API server serves them."""
     made = subprocess.run(
-        [sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes.crds"], cwd=REPOSITORY, capture_output=True, check=True
+        [sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes.crd.schemas"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=True,
     )
     cluster.kubectl("apply", "--server-side", "-f", "-", stdin=made.stdout.decode())
     cluster.kubectl("wait", "--for=condition=Established", "crd/gpuquotas.gpuquota.dev", "--timeout=30s")

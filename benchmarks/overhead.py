@@ -26,7 +26,7 @@ from elastic_bench import Bench, Task, build, context
 from torch import nn
 
 import elastic_runtime
-from elastic_runtime.batches import MicroBatch
+from elastic_runtime.plan.batches import MicroBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

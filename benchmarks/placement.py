@@ -32,7 +32,7 @@ from kfp_gpuquota.scheduler import (
     WorkerStarted,
     plan,
 )
-from kfp_gpuquota.scheduler.fragmentation import WHOLE, Demand, Machine, Packer, Spot
+from kfp_gpuquota.scheduler.placement.fragmentation import WHOLE, Demand, Machine, Packer, Spot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """Simulated workers over real TLS against membership shards as processes of their own: see `controller.py`.
 
 The generator is the leader of the shards, as a controller is, and starts two processes that hold the workers' ends.
-Each worker speaks the protocol of `elastic_runtime.coordinator`: it reconnects at once, then after pauses that double
+Each worker speaks the protocol of `elastic_runtime.membership.coordinator_client`: it reconnects at once, then after pauses that double
 from 50 ms to 1 s, says in which generation it trains, and gives a sign of life each second.
 """
 
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.kwok_bench import REPOSITORY, cpu_s
-from kfp_gpuquota.cluster.kubernetes import webhook
-from kfp_gpuquota.cluster.kubernetes.certificates import maintained
-from kfp_gpuquota.cluster.kubernetes.elastic_membership import LIMITS
-from kfp_gpuquota.cluster.kubernetes.elastic_pods import token_of
+from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.admission.certificates import maintained
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import LIMITS
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
 from kfp_gpuquota.cluster.kubernetes.shards.messages import shard_of
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
@@ -239,7 +239,7 @@ async def serve(folder: Path) -> None:
     """Serve until terminated."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     material = {name: (folder / name).read_bytes() for name in ("cert", "key")}
-    webhook.load(context, webhook.KeyPair(certificate=material["cert"], key=material["key"]))
+    server.load(context, server.KeyPair(certificate=material["cert"], key=material["key"]))
     jobs = ShardJobs(KEY, LIMITS)
     async with serving(jobs, ControlEndpoint(jobs), 0, context) as port:
         print(port, flush=True)
@@ -250,7 +250,7 @@ async def serve(folder: Path) -> None:
 
 
 class Worker:
-    """One worker's end, as `elastic_runtime.coordinator` has it."""
+    """One worker's end, as `elastic_runtime.membership.coordinator_client` has it."""
 
     def __init__(self, about: dict[str, Any], context: ssl.SSLContext, back: asyncio.Condition) -> None:
         self.id, self._job, self._size = about["id"], about["job"], about["size"]

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from benchmarks.kwok_bench import REPOSITORY
-from kfp_gpuquota.cluster.kubernetes import labels, webhook
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError, Connection
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
+from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tools.devcluster.layout import free_ports
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ async def beside(kubeconfig: Path) -> AsyncIterator[Generator]:
         try:
             async with Connection(from_file(kubeconfig)) as api:
                 (Path(folder) / "ca.crt").write_bytes(await _authority(api))
-            generator = Generator(f"https://127.0.0.1:{port}{webhook.PATH}", Path(folder) / "ca.crt")
+            generator = Generator(f"https://127.0.0.1:{port}{server.PATH}", Path(folder) / "ca.crt")
             await generator.ask("await")
             yield generator
         finally:

@@ -22,14 +22,15 @@ import aiohttp
 from common import print_conditions, print_result
 
 from kfp_gpuquota.api.policy import PartRule, WorkloadPolicy
-from kfp_gpuquota.cluster.kubernetes import admission, webhook
+from kfp_gpuquota.cluster.kubernetes.admission import pods
+from kfp_gpuquota.cluster.kubernetes.admission import server as webhook
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SERVER = """
 import asyncio, ssl, sys, time
 from aiohttp import web
 from kfp_gpuquota.cluster.kubernetes import webhook
-from kfp_gpuquota.cluster.kubernetes.certificates import maintained
+from kfp_gpuquota.cluster.kubernetes.admission.certificates import maintained
 async def main():
     material = maintained(None, ["127.0.0.1"], time.time())
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -82,7 +83,7 @@ def decision_us(body: bytes, count: int, policies: tuple[WorkloadPolicy, ...] = 
     """Microseconds for one decision, without HTTP."""
     started = time.process_time()
     for _ in range(count):
-        admission.answer(body, "controller", policies)
+        pods.answer(body, "controller", policies)
     return (time.process_time() - started) / count * 1e6
 
 

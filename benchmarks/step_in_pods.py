@@ -25,7 +25,7 @@ from common import print_conditions, print_result
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kfp_backend import shapes
 from tests.kfp_backend.backend import Backend
 from tests.kubernetes.conftest import address_of, install_crds

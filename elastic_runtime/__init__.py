@@ -34,7 +34,7 @@ from elastic_runtime.errors import (
 )
 
 if TYPE_CHECKING:
-    from elastic_runtime.job import Job
+    from elastic_runtime.loop.job import Job
 
 __all__ = [
     "BatchPlanError",
@@ -82,9 +82,9 @@ def init(
     Call it early: the coordinator then knows that the worker is on its way. BatchPlanError and SettingsError for values
     that cannot be, CheckpointError for a directory that cannot be written to.
     """
-    from elastic_runtime.environment import Environment  # noqa: PLC0415  (torch.distributed is loaded when it is used)
-    from elastic_runtime.job import Job  # noqa: PLC0415
-    from elastic_runtime.options import Options  # noqa: PLC0415
+    from elastic_runtime.loop.job import Job  # noqa: PLC0415
+    from elastic_runtime.loop.options import Options  # noqa: PLC0415
+    from elastic_runtime.membership.environment import Environment  # noqa: PLC0415  (torch.distributed is loaded when it is used)
 
     options = Options(
         global_batch_size=global_batch_size,

@@ -45,6 +45,6 @@ def membership_shard(arguments: list[str]) -> int:
 
 def node_agent(arguments: list[str]) -> int:
     """A node's agent."""
-    from kfp_gpuquota.cluster.kubernetes import node_agent as program  # noqa: PLC0415
+    from kfp_gpuquota.cluster.kubernetes.sharing import node_agent as program  # noqa: PLC0415
 
     return program.main(arguments)

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from elastic_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from elastic_runtime.groups import Group
-    from elastic_runtime.modes import Clipping
+    from elastic_runtime.membership.process_group import Group
+    from elastic_runtime.reduction.step_modes import Clipping
 
 
 def clip_shards_(group: Group, gradients: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.fsdp import FSDPModule
 
-    from elastic_runtime.groups import Group
+    from elastic_runtime.membership.process_group import Group
 
 
 class Link:

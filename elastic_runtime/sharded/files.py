@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime import checkpoint
 from elastic_runtime.errors import CheckpointError
+from elastic_runtime.state import checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import BufferedReader
 
-    from elastic_runtime.codec import Skeleton
     from elastic_runtime.sharded.layout import Range, Sharded
     from elastic_runtime.sharded.state import Parts
+    from elastic_runtime.state.codec import Skeleton
 
 MAGIC = b"ELASTICS"
 _PART = re.compile(r"checkpoint-(\d{12})-([0-9a-f]{8})\.part-(\d+)-of-(\d+)")

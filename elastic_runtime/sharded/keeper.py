@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from elastic_runtime.keeper import BackgroundWriter
 from elastic_runtime.sharded import files
+from elastic_runtime.state.checkpoint_schedule import BackgroundWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

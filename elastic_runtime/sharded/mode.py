@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from elastic_runtime.gradients import ignore
-from elastic_runtime.modes import Mode
+from elastic_runtime.reduction.gradients import ignore
+from elastic_runtime.reduction.step_modes import Mode
 from elastic_runtime.sharded.clipping import clip_shards_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_runtime.batches import MicroBatch
-    from elastic_runtime.buffers import FollowedBuffers
-    from elastic_runtime.groups import Group
-    from elastic_runtime.modes import Clipping
+    from elastic_runtime.membership.process_group import Group
+    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.reduction.buffers import FollowedBuffers
+    from elastic_runtime.reduction.step_metadata import Share
+    from elastic_runtime.reduction.step_modes import Clipping
     from elastic_runtime.sharded.sharding import Sharding
-    from elastic_runtime.streams import RandomStreams
-    from elastic_runtime.tail import Share
+    from elastic_runtime.state.random_streams import RandomStreams
 
 _OWN = 2
 

@@ -18,26 +18,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime import checkpoint
 from elastic_runtime.errors import CheckpointError, CollectiveError
-from elastic_runtime.exchange import OTHER_MODEL, check_same
 from elastic_runtime.sharded import files
 from elastic_runtime.sharded.comms import Link
 from elastic_runtime.sharded.files import Saved
 from elastic_runtime.sharded.state import Parts, own_parts, places, received_parts, shared_parts, take_apart
 from elastic_runtime.sharded.transfer import Resharding
-from elastic_runtime.transfer import receive_state, send_state
+from elastic_runtime.state import checkpoint
+from elastic_runtime.state.join_exchange import OTHER_MODEL, check_same
+from elastic_runtime.state.transfer import receive_state, send_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from elastic_runtime.groups import Group
+    from elastic_runtime.membership.process_group import Group
     from elastic_runtime.sharded.keeper import ShardKeeper
     from elastic_runtime.sharded.wrap import Wrapping
-    from elastic_runtime.state import TrainingState
-    from elastic_runtime.streams import RandomStreams
+    from elastic_runtime.state.random_streams import RandomStreams
+    from elastic_runtime.state.training_state import TrainingState
 
 _NOTHING = Saved(-1, 0, 0)
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from elastic_runtime.codec import Skeleton
 from elastic_runtime.errors import CollectiveError
-from elastic_runtime.packing import holes, pack, unpack
 from elastic_runtime.sharded.layout import Sharded
 from elastic_runtime.sharded.wrap import as_dtensor, shard_dim
+from elastic_runtime.state.codec import Skeleton
+from elastic_runtime.state.packing import holes, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,7 +18,7 @@ from elastic_runtime.sharded.layout import Cut, Range, Sharded, batches, provide
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elastic_runtime.groups import Group
+    from elastic_runtime.membership.process_group import Group
 
     Pieces = dict[tuple[Cut, int], torch.Tensor]
     """What this rank hands on for an old rank that leaves: by cut and old rank."""

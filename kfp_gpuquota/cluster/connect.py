@@ -26,8 +26,8 @@ from kfp_gpuquota.server.unix_sockets import socket_path
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.calls import Calls
-    from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
+    from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 URL_VARIABLE: Final = "GPUQUOTA_URL"
@@ -77,7 +77,7 @@ def connect(
 
 def kube_calls(retry_for_s: float = RETRY_FOR_S) -> Calls:
     """Plain calls to the API server of the chosen context, or the kubeconfig's current one."""
-    from kfp_gpuquota.cluster.kubernetes.calls import Calls  # noqa: PLC0415 (the embedded cluster needs it not)
+    from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls  # noqa: PLC0415 (the embedded cluster needs it not)
 
     return Calls(_credentials(kube_context() or "", os.environ), retry_for_s=retry_for_s)
 
@@ -146,13 +146,13 @@ def listed_project(given: str = "", environment: Mapping[str, str] | None = None
 
 
 def _kubernetes(context: str, environment: Mapping[str, str], image: str, retry_for_s: float) -> ClusterClient:
-    from kfp_gpuquota.cluster.kubernetes.client import KubernetesClient  # noqa: PLC0415 (the embedded one needs it not)
+    from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient  # noqa: PLC0415 (the embedded one needs it not)
 
     return KubernetesClient(_credentials(context, environment), image=image, retry_for_s=retry_for_s)
 
 
 def _credentials(context: str, environment: Mapping[str, str]) -> Credentials:
-    from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials  # noqa: PLC0415
+    from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials  # noqa: PLC0415
 
     return load_credentials(environment.get("KUBECONFIG") or None, context or None)
 

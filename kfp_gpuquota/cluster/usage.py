@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.wire import EventKind
-from kfp_gpuquota.scheduler.usage import decayed
+from kfp_gpuquota.scheduler.state.usage import decayed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

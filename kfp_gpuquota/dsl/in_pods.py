@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from kfp_gpuquota.api import WorkerPhase
-from kfp_gpuquota.cluster.kubernetes import labels, workflows
-from kfp_gpuquota.cluster.kubernetes.calls import Calls
+from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
+from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.dsl import own_pod, worker
 from kfp_gpuquota.dsl.pod_template import worker_template
 from kfp_gpuquota.dsl.relay import Relay
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import Lease
-    from kfp_gpuquota.cluster.kubernetes.client import KubernetesClient
+    from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
     from kfp_gpuquota.dsl.staging import Staging
     from kfp_gpuquota.dsl.step import Step
 

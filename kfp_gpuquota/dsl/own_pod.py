@@ -10,7 +10,7 @@ import re
 from datetime import datetime
 from typing import Any, Final
 
-from kfp_gpuquota.cluster.kubernetes import workflows
+from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 
 Json = dict[str, Any]
 

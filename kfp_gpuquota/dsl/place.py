@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import Lease
-    from kfp_gpuquota.cluster.kubernetes.client import KubernetesClient
+    from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
     from kfp_gpuquota.dsl.staging import Staging
     from kfp_gpuquota.dsl.step import Step
     from kfp_gpuquota.server.cluster_client import ClusterClient

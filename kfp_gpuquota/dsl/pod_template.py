@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kfp_gpuquota.cluster.kubernetes.device_visibility import NO_DEVICES
+from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import NO_DEVICES
 from kfp_gpuquota.dsl.worker import POD_NAME
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from urllib.parse import quote
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import workflows
+from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.calls import Calls
+    from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
 
 Json = dict[str, Any]
 

@@ -4,8 +4,9 @@ Belongs here: fair share, queue order, gangs, placement, reclaim, preemption, el
 Does not: clocks, I/O, logging, randomness. See docs/scheduler.md for the vocabulary and the rules in order.
 """
 
-from kfp_gpuquota.scheduler.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
-from kfp_gpuquota.scheduler.events import (
+from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
+from kfp_gpuquota.scheduler.planner import plan
+from kfp_gpuquota.scheduler.state.events import (
     Event,
     JobCompleting,
     JobDeferred,
@@ -25,8 +26,7 @@ from kfp_gpuquota.scheduler.events import (
     WorkerLeaving,
     WorkerStarted,
 )
-from kfp_gpuquota.scheduler.planner import plan
-from kfp_gpuquota.scheduler.state import State
+from kfp_gpuquota.scheduler.state.state import State
 from kfp_gpuquota.scheduler.whatif import WhatIf, what_if
 
 __all__ = [

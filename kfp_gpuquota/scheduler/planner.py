@@ -7,20 +7,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.scheduler import explain
-from kfp_gpuquota.scheduler.cycle import ACTIONS, Cycle
-from kfp_gpuquota.scheduler.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
-from kfp_gpuquota.scheduler.foresight import would_not_start
-from kfp_gpuquota.scheduler.groups import next_tasks
-from kfp_gpuquota.scheduler.model import Job, Status, Task
-from kfp_gpuquota.scheduler.waiting import waits
+from kfp_gpuquota.scheduler.actions.cycle import ACTIONS, Cycle
+from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize
+from kfp_gpuquota.scheduler.actions.foresight import would_not_start
+from kfp_gpuquota.scheduler.explain import sentences
+from kfp_gpuquota.scheduler.explain.waiting import waits
+from kfp_gpuquota.scheduler.state.groups import next_tasks
+from kfp_gpuquota.scheduler.state.model import Job, Status, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kfp_gpuquota.api import Reason
-    from kfp_gpuquota.scheduler.ledger import Ledger
-    from kfp_gpuquota.scheduler.state import State
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.state import State
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ def _read(state: State, cycle: Cycle, mark: int) -> Plan:
         if outcome.stop and len(outcome.stop) == before:
             evict.append(_evict(job, outcome, cycle))
         elif outcome.start and not before:
-            bind.append(Bind(job.uid, _placements(outcome.start), explain.started(job, len(outcome.start))))
+            bind.append(Bind(job.uid, _placements(outcome.start), sentences.started(job, len(outcome.start))))
         elif outcome.start or outcome.stop:
             resize.append(_resize(job, outcome, before, cycle))
         move.extend(_move(task, cycle) for task in outcome.move)
@@ -138,15 +138,15 @@ def _placement(task: Task) -> Placement:
 
 def _evict(job: Job, outcome: Outcome, cycle: Cycle) -> Evict:
     workers = tuple(sorted(t.id for t in outcome.stop))
-    return Evict(job.uid, workers, explain.stopped(job, cycle.causes[outcome.stop[0]]))
+    return Evict(job.uid, workers, sentences.stopped(job, cycle.causes[outcome.stop[0]]))
 
 
 def _resize(job: Job, outcome: Outcome, before: int, cycle: Cycle) -> Resize:
     after = before + len(outcome.start) - len(outcome.stop)
     if outcome.stop:
-        reason = explain.shrunk(job, before, after, cycle.causes[outcome.stop[0]])
+        reason = sentences.shrunk(job, before, after, cycle.causes[outcome.stop[0]])
     else:
-        reason = explain.expanded(job, before, after)
+        reason = sentences.expanded(job, before, after)
     remove = tuple(sorted(t.id for t in outcome.stop))
     return Resize(job.uid, _placements(outcome.start), remove, before, after, reason)
 
@@ -156,7 +156,7 @@ def _move(copy: Task, cycle: Cycle) -> Move:
     if old is None:
         raise AssertionError("a move has an origin")
     to = _placement(copy)
-    return Move(copy.job.uid, old.id, to, explain.moved(old, to.node, cycle.causes[old]))
+    return Move(copy.job.uid, old.id, to, sentences.moved(old, to.node, cycle.causes[old]))
 
 
 def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:
@@ -176,7 +176,7 @@ def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:
         # Nothing on its nodes leaves: the project's own leaving workers still count against its limit.
         leaving = [t for j in _jobs_of(tasks) for t in j.tasks.values() if t.status is Status.LEAVING]
     unique = sorted(set(leaving), key=lambda t: t.id)
-    return Nominate(job.uid, _placements(tasks), tuple(t.id for t in unique), explain.nominated(job, unique))
+    return Nominate(job.uid, _placements(tasks), tuple(t.id for t in unique), sentences.nominated(job, unique))
 
 
 def _jobs_of(tasks: Sequence[Task]) -> set[Job]:
@@ -192,9 +192,9 @@ def _waiting(state: State, cycle: Cycle) -> dict[str, Reason]:
                 jobs = [job for _, job in entries if not job.active and job not in cycle.touched]
                 jobs = [job for job in jobs if job not in cycle.losers]
                 _explain_alike(cycle, jobs, reasons, cycle.held_off.get((queue, shape)))
-    reasons.update((uid, explain.suspended(job)) for uid, job in state.suspended.items() if not job.active)
+    reasons.update((uid, sentences.suspended(job)) for uid, job in state.suspended.items() if not job.active)
     emptying = ((uid, job) for uid, job in state.emptying.items() if not job.active and job not in cycle.losers)
-    reasons.update((uid, explain.emptying(job)) for uid, job in emptying)
+    reasons.update((uid, sentences.emptying(job)) for uid, job in emptying)
     reasons.update(_deferred(state, cycle.now))
     return reasons
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.scheduler.copying import copied
-from kfp_gpuquota.scheduler.decisions import Plan
+from kfp_gpuquota.scheduler.actions.decisions import Plan
 from kfp_gpuquota.scheduler.planner import plan
+from kfp_gpuquota.scheduler.state.copying import copied
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
-    from kfp_gpuquota.scheduler.events import Event
-    from kfp_gpuquota.scheduler.state import State
+    from kfp_gpuquota.scheduler.state.events import Event
+    from kfp_gpuquota.scheduler.state.state import State
 
 
 class WhatIf(msgspec.Struct, frozen=True):

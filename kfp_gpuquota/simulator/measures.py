@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kfp_gpuquota.scheduler.fragmentation import Demand, Mix
-from kfp_gpuquota.scheduler.model import GPU
+from kfp_gpuquota.scheduler.placement.fragmentation import Demand, Mix
+from kfp_gpuquota.scheduler.state.model import GPU
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kfp_gpuquota.scheduler.model import Host
+    from kfp_gpuquota.scheduler.state.model import Host
     from kfp_gpuquota.simulator.trace import TraceJob, TraceNode
 
 MILLI = GPU // 1000

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from kfp_gpuquota.scheduler.cycle import ACTIONS
+from kfp_gpuquota.scheduler.actions.cycle import ACTIONS
 
 
 class Quotas(StrEnum):

@@ -19,8 +19,8 @@ from kfp_gpuquota.scheduler import (
     WorkerLeaving,
     WorkerStarted,
 )
-from kfp_gpuquota.scheduler.model import GPU, Host, Job, Request, Task
 from kfp_gpuquota.scheduler.planner import plan
+from kfp_gpuquota.scheduler.state.model import GPU, Host, Job, Request, Task
 from kfp_gpuquota.simulator.measures import Fragments, Meter, Result, Spread, spread
 from kfp_gpuquota.simulator.policies import Policy, Quotas
 from kfp_gpuquota.simulator.trace import WHOLE, TraceJob, TraceNode

@@ -44,9 +44,9 @@ def test_one_that_rests_after_its_workers_did_not_come_up_is_in_no_queue() -> No
 
 
 def test_the_order_is_that_of_the_scheduler() -> None:
-    from kfp_gpuquota.scheduler.intake import new_job  # noqa: PLC0415 - the vocabulary does not know it
-    from kfp_gpuquota.scheduler.model import Queue  # noqa: PLC0415
-    from kfp_gpuquota.scheduler.order import job_key  # noqa: PLC0415
+    from kfp_gpuquota.scheduler.state.intake import new_job  # noqa: PLC0415 - the vocabulary does not know it
+    from kfp_gpuquota.scheduler.state.model import Queue  # noqa: PLC0415
+    from kfp_gpuquota.scheduler.state.order import job_key  # noqa: PLC0415
 
     jobs = [job("b", 2), job("a", 2), job("s", 7, kind="build"), job("p", 9, priority=10), job("o", 1)]
     line = [waiting for each in jobs if (waiting := queued(each)) is not None]

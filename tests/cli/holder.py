@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from elastic_runtime.simulated_memory import SimulatedDevice
+from elastic_runtime.process.simulated_memory import SimulatedDevice
 
 device = SimulatedDevice(os.environ["ELASTIC_SIMULATED_DEVICES"])
 if sys.argv[1] == "take":

@@ -177,7 +177,9 @@ def test_the_commands_exit_code_is_the_workers(step: Step) -> None:
 
 
 def test_an_image_without_elastic_runtime_gets_it(step: Step) -> None:
-    step.serve(sys.executable, "-S", "-c", "import elastic_runtime.batches; print(elastic_runtime.batches.__file__)")
+    step.serve(
+        sys.executable, "-S", "-c", "import elastic_runtime.plan.batches; print(elastic_runtime.plan.batches.__file__)"
+    )
     done = worker(step)
     assert ".zip/elastic_runtime" in done.stdout, done.stderr
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 from kfp import kubernetes
 
-from kfp_gpuquota.cluster.kubernetes.device_visibility import NO_DEVICES
+from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import NO_DEVICES
 from kfp_gpuquota.dsl.platform_config import RESERVED_PATHS, check_config
 from kfp_gpuquota.dsl.pod_template import worker_template
 from kfp_gpuquota.errors import DefinitionError

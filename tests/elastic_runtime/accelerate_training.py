@@ -20,7 +20,7 @@ from tests.elastic_runtime.training import Gate, Plan, Points, Record, build
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from elastic_runtime.job import Job
+    from elastic_runtime.loop.job import Job
 
 HELD_OUT = 37  # divided by no number of workers here
 

@@ -10,12 +10,13 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
-from elastic_runtime import generations, member
-from elastic_runtime.generations import Generations
-from elastic_runtime.member import Member
-from elastic_runtime.state import TrainingState
-from elastic_runtime.streams import RandomStreams
-from elastic_runtime.voice import Voice
+from elastic_runtime.loop import member
+from elastic_runtime.loop.member import Member
+from elastic_runtime.membership import generations
+from elastic_runtime.membership.generations import Generations
+from elastic_runtime.membership.outbox import Voice
+from elastic_runtime.state.random_streams import RandomStreams
+from elastic_runtime.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -38,7 +38,7 @@ JOB = "job"
 MOST_WORKERS = 24
 LIMITS = Limits(silence_s=5.0, unheard_s=15.0, isolated_s=15.0, leave_s=20.0, forming_s=5.0, failure_s=1.0)
 
-preload("tests.elastic_runtime.training", "elastic_runtime.job", "torch.distributed", "torch._dynamo")
+preload("tests.elastic_runtime.training", "elastic_runtime.loop.job", "torch.distributed", "torch._dynamo")
 
 
 def _newest_rows(path: Path) -> list[dict[str, Any]]:

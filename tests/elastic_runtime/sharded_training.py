@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import elastic_runtime
-from elastic_runtime.packing import pack
+from elastic_runtime.state.packing import pack
 from tests.elastic_runtime.training import FEATURES, Gate, Plan, Points, Record, backpropagate, digest
 
 if TYPE_CHECKING:

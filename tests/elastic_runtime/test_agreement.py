@@ -11,18 +11,18 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_runtime
-from elastic_runtime.agreement import FULL_TURN, Agreement
-from elastic_runtime.batches import MicroBatch
-from elastic_runtime.buffers import FollowedBuffers
+from elastic_runtime.data.sample_stamps import sample_stamp
+from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import CollectiveError, ModelMismatchError, UsageError
-from elastic_runtime.exchange import exchange
-from elastic_runtime.gradients import FastReducer
-from elastic_runtime.position import Position
-from elastic_runtime.sample_stamps import sample_stamp
-from elastic_runtime.sources import Source
-from elastic_runtime.state import Totals, TrainingState
-from elastic_runtime.tail import Share, Tail
-from elastic_runtime.timing import Phases
+from elastic_runtime.plan.batches import MicroBatch
+from elastic_runtime.plan.position import Position
+from elastic_runtime.process.timing import Phases
+from elastic_runtime.reduction.buffers import FollowedBuffers
+from elastic_runtime.reduction.gradients import FastReducer
+from elastic_runtime.reduction.step_metadata import Share, Tail
+from elastic_runtime.state.join_exchange import exchange
+from elastic_runtime.state.training_state import Totals, TrainingState
+from elastic_runtime.validation.agreement import FULL_TURN, Agreement
 from tests.elastic_runtime.test_transfer import both
 from tests.elastic_runtime.training import Points
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import elastic_runtime
-from elastic_runtime.buffers import FollowedBuffers
 from elastic_runtime.errors import BatchPlanError, LoopError, SettingsError, UsageError
-from elastic_runtime.sizes import GlobalBatch, MicroBatchLimit
-from elastic_runtime.tail import Share, Tail
+from elastic_runtime.plan.batch_sizes import GlobalBatch, MicroBatchLimit
+from elastic_runtime.reduction.buffers import FollowedBuffers
+from elastic_runtime.reduction.step_metadata import Share, Tail
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, Points, tokens_of, train
 

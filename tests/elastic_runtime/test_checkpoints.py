@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import elastic_runtime
-from elastic_runtime import checkpoint
 from elastic_runtime.errors import CheckpointError, SettingsError, StateError
-from elastic_runtime.keeper import Keeper
-from elastic_runtime.progress import Progress
-from elastic_runtime.reporting import Reporter
+from elastic_runtime.process.progress_bar import Progress
+from elastic_runtime.process.reporting import Reporter
 from elastic_runtime.sharded import files
+from elastic_runtime.state import checkpoint
+from elastic_runtime.state.checkpoint_schedule import Keeper
 from tests.elastic_runtime.training import Plan, train
 from tests.patience import until
 

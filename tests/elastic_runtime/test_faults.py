@@ -20,12 +20,12 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 import elastic_runtime
-from elastic_runtime import coordinator as coordinator_module
-from elastic_runtime.coordinator import FIRST_PAUSE_S, Coordinator
-from elastic_runtime.environment import Environment
 from elastic_runtime.errors import CheckpointError, SettingsError, UsageError
-from elastic_runtime.generations import Generation, Generations
-from elastic_runtime.orders import Order
+from elastic_runtime.membership import coordinator_client as coordinator_module
+from elastic_runtime.membership.coordinator_client import FIRST_PAUSE_S, Coordinator
+from elastic_runtime.membership.environment import Environment
+from elastic_runtime.membership.generations import Generation, Generations
+from elastic_runtime.membership.orders import Order
 from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
 from tests.cluster.test_faults import CLOCK
 from tests.elastic_runtime.harness import JOB, Cluster

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from elastic_runtime.coordinator import Coordinator
-from elastic_runtime.environment import Environment
+from elastic_runtime.membership.coordinator_client import Coordinator
+from elastic_runtime.membership.environment import Environment
 from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
 from tests.membership.test_service import Recorder
 from tests.patience import until

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from elastic_runtime.errors import CollectiveError
-from elastic_runtime.groups import Group, Interrupt
+from elastic_runtime.membership.process_group import Group, Interrupt
 from elastic_runtime.torch_internals import build_second_connections
 
 

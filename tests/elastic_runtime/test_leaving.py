@@ -17,7 +17,7 @@ SCRIPT = """
 import atexit, sys
 atexit.register(print, "registered before")
 import torch
-from elastic_runtime.leaving import leave
+from elastic_runtime.process.process_exit import leave
 atexit.register(print, "registered after")
 
 class AfterAtexit:
@@ -32,7 +32,7 @@ finally:
 """
 
 FAILING = """
-from elastic_runtime.leaving import leave
+from elastic_runtime.process.process_exit import leave
 try:
     leave(0)
 finally:
@@ -41,7 +41,7 @@ finally:
 
 ORPHANED = """
 import multiprocessing, os, signal, sys, time
-from elastic_runtime.inner import begin_loader_process
+from elastic_runtime.data.dataloader import begin_loader_process
 
 def load(worker):
     while os.getppid() == worker:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_runtime import memory
-from elastic_runtime.memory import LOOK_EVERY_STEPS, MemoryFollower
-from elastic_runtime.sizes import MicroBatchLimit
+from elastic_runtime.plan.batch_sizes import MicroBatchLimit
+from elastic_runtime.process import device_memory
+from elastic_runtime.process.device_memory import LOOK_EVERY_STEPS, MemoryFollower
 from tests.elastic_runtime.test_loops import DATA, small
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def test_an_iteration_that_does_not_fit_into_what_it_left_itself_is_repeated_who
 ) -> None:
     device = Allocator()
     monkeypatch.setenv("ELASTIC_MEMORY_DIR", str(tmp_path))
-    monkeypatch.setattr(memory, "device_of", lambda _variables: device)
+    monkeypatch.setattr(device_memory, "device_of", lambda _variables: device)
     tell(tmp_path, 1000)
     ended = threading.Event()
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 
 import elastic_runtime
-from elastic_runtime.batches import check_batch, micro_batches, split
-from elastic_runtime.copies import Copies
 from elastic_runtime.errors import BatchPlanError, StateError
-from elastic_runtime.order import epoch_order, mix_seed, steps_in_epoch
-from elastic_runtime.packing import describe, pack, unpack
+from elastic_runtime.plan.batches import check_batch, micro_batches, split
+from elastic_runtime.plan.order import epoch_order, mix_seed, steps_in_epoch
+from elastic_runtime.state.copies import Copies
+from elastic_runtime.state.packing import describe, pack, unpack
 
 SIZES = st.integers(1, 40)
 

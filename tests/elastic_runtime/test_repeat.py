@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import elastic_runtime
 from elastic_runtime.errors import CollectiveError, LoopError
-from elastic_runtime.gradients import FastReducer
+from elastic_runtime.reduction.gradients import FastReducer
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import (
     HELD_OUT,

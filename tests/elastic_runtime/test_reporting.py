@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from elastic_runtime.errors import SettingsError
-from elastic_runtime.keeper import Keeper
-from elastic_runtime.progress import Progress
-from elastic_runtime.reporting import Reporter
-from elastic_runtime.timing import StepClock
+from elastic_runtime.process.progress_bar import Progress
+from elastic_runtime.process.reporting import Reporter
+from elastic_runtime.process.timing import StepClock
+from elastic_runtime.state.checkpoint_schedule import Keeper
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,8 +25,8 @@ from torch.utils.data import (
 )
 
 import elastic_runtime
+from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import LoopError, StateError, UsageError
-from elastic_runtime.sources import Source
 from tests.elastic_runtime.training import Points
 from tests.patience import until
 

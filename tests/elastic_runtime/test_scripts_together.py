@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import elastic_runtime
-from elastic_runtime.coordinator import WARN_AFTER_S, Away
-from elastic_runtime.exchange import relay
+from elastic_runtime.membership.coordinator_client import WARN_AFTER_S, Away
+from elastic_runtime.state.join_exchange import relay
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, Record, train, trained_alone
 from tests.patience import until

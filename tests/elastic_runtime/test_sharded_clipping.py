@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import elastic_runtime
 from elastic_runtime.errors import UsageError
-from elastic_runtime.modes import Clipping
+from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.sharded import files
 from elastic_runtime.sharded.clipping import clip_shards_
 from tests.elastic_runtime.harness import Cluster

@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import elastic_runtime
-from elastic_runtime import checkpoint
-from elastic_runtime.batches import lockstep_batches
 from elastic_runtime.errors import CheckpointError, SettingsError, UsageError
+from elastic_runtime.plan.batches import lockstep_batches
 from elastic_runtime.sharded import files
 from elastic_runtime.sharded.files import Saved, prune, read_parts, whole_ones, write_part
 from elastic_runtime.sharded.layout import Sharded, batches, part_of, providers
 from elastic_runtime.sharded.state import Parts, own_parts, places, take_apart
+from elastic_runtime.state import checkpoint
 from tests.elastic_runtime.training import Points
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_runtime.batches import MicroBatch
-from elastic_runtime.buffers import FollowedBuffers
-from elastic_runtime.gradients import FastReducer
-from elastic_runtime.packing import describe, holes, pack, unpack
-from elastic_runtime.state import TrainingState
-from elastic_runtime.streams import RandomStreams
-from elastic_runtime.tail import Share, Tail
+from elastic_runtime.plan.batches import MicroBatch
+from elastic_runtime.reduction.buffers import FollowedBuffers
+from elastic_runtime.reduction.gradients import FastReducer
+from elastic_runtime.reduction.step_metadata import Share, Tail
+from elastic_runtime.state.packing import describe, holes, pack, unpack
+from elastic_runtime.state.random_streams import RandomStreams
+from elastic_runtime.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

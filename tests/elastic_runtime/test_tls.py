@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
-from elastic_runtime.coordinator import Coordinator
-from elastic_runtime.environment import Environment
-from elastic_runtime.store import CoordinatorStore
-from kfp_gpuquota.cluster.kubernetes.certificates import issue, new_authority
+from elastic_runtime.membership.coordinator_client import Coordinator
+from elastic_runtime.membership.environment import Environment
+from elastic_runtime.membership.rendezvous_store import CoordinatorStore
+from kfp_gpuquota.cluster.kubernetes.admission.certificates import issue, new_authority
 from kfp_gpuquota.server.membership import MembershipService
 from tests.membership.test_service import Recorder
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from elastic_runtime.orders import Order
+    from elastic_runtime.membership.orders import Order
 
 EVENTS = 300
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from elastic_runtime.static import agree_on_round
+from elastic_runtime.membership.torchrun import agree_on_round
 from tests.elastic_runtime.training import Plan, train
 
 SCRIPT = """

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from elastic_runtime.checkpoint import checkpoints, load, save
 from elastic_runtime.errors import CollectiveError
-from elastic_runtime.groups import Group, Interrupt
+from elastic_runtime.membership.process_group import Group, Interrupt
+from elastic_runtime.state.checkpoint import checkpoints, load, save
+from elastic_runtime.state.transfer import HEAD_BYTES, SMALL_NUMEL, receive_state, send_state
 from elastic_runtime.torch_internals import build_second_connections
-from elastic_runtime.transfer import HEAD_BYTES, SMALL_NUMEL, receive_state, send_state
 
 if TYPE_CHECKING:
     from pathlib import Path

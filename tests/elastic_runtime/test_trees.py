@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from elastic_runtime.batches import check_shards, shard_batches, split
 from elastic_runtime.errors import BatchPlanError
-from elastic_runtime.trees import joint_plan, range_plan
+from elastic_runtime.plan.batches import check_shards, shard_batches, split
+from elastic_runtime.reduction.sum_tree import joint_plan, range_plan
 
 
 def recursive(values: list[float], leaves: int) -> float:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import elastic_runtime
-from elastic_runtime.packing import pack
+from elastic_runtime.state.packing import pack
 from tests.elastic_runtime.delays import delay_meetings
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from elastic_runtime.simulated_memory import SimulatedDevice, SimulatedOutOfMemoryError
+from elastic_runtime.process.simulated_memory import SimulatedDevice, SimulatedOutOfMemoryError
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def obey(device: SimulatedDevice, command: str, argument: str) -> None:
         case "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         case "fork":
-            script = "import sys; from elastic_runtime.simulated_memory import SimulatedDevice as D\n"
+            script = "import sys; from elastic_runtime.process.simulated_memory import SimulatedDevice as D\n"
             script += "D(sys.argv[1]).allocate(int(sys.argv[2])); print(0, flush=True); sys.stdin.read()"
             if os.fork() == 0:
                 os.execve(sys.executable, [sys.executable, "-c", script, sys.argv[1], argument], {})

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_runtime.simulated_memory import SimulatedDevice, SimulatedOutOfMemoryError, create_device
+from elastic_runtime.process.simulated_memory import SimulatedDevice, SimulatedOutOfMemoryError, create_device
 from kfp_gpuquota.fractions import Claim, Policy, Process, Round
 from kfp_gpuquota.fractions.agent import Agent, Share, what_it_can_do
 from kfp_gpuquota.fractions.devices import SimulatedMemory

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from elastic_runtime.simulated_memory import SimulatedDevice
+from elastic_runtime.process.simulated_memory import SimulatedDevice
 from tests.fractions.hog import listen
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.crds import custom_resource_definitions
-from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH
+from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import QUOTAS, install, install_kubeflow, jobs_of, live_webhook
 from tools.devcluster import DevCluster, Options, binaries, built_images

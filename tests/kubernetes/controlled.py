@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests import forked, programs
 from tests.kubernetes.installation import QUOTAS, jobs_of
 from tests.patience import PATIENCE_S, until

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.connection import Connection
-from kfp_gpuquota.cluster.kubernetes.controller import Controller
-from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
-from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE, Fence
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
-from kfp_gpuquota.cluster.kubernetes.objects import WatchLine
+from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
+from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, Fence
+from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import WatchLine
 from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.cluster.kubernetes import labels, webhook
-from kfp_gpuquota.cluster.kubernetes.connection import Connection
-from kfp_gpuquota.cluster.kubernetes.kinds import PolicyObject
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
-from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook
-from kfp_gpuquota.cluster.kubernetes.watch import Reflector
+from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
 from tools.devcluster.client import JSON_PATCH, ApiError
 from tools.devcluster.layout import free_ports
 
@@ -137,20 +138,20 @@ def live_webhook(cluster: DevCluster) -> Iterator[None]:
     """
     port = free_ports().api
     before = [one["clientConfig"] for one in cluster.api.get(CONFIGURATION)["webhooks"]]
-    point_to(cluster, f"https://127.0.0.1:{port}{webhook.PATH}")
+    point_to(cluster, f"https://127.0.0.1:{port}{server.PATH}")
     kubeconfig = cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
     started, loop = threading.Event(), asyncio.new_event_loop()
     stop = asyncio.Event()
 
     async def run() -> None:
         async with Connection(load_credentials(str(kubeconfig), None)) as connection:
-            names = (*webhook.service_names(NAMESPACE), "127.0.0.1")
-            certificates = webhook.Certificates(connection, KEYS, names)
+            names = (*server.service_names(NAMESPACE), "127.0.0.1")
+            certificates = server.Certificates(connection, KEYS, names)
             await certificates.refresh(time.time())
             book = PolicyBook()
             known = Reflector(connection, PATH, PolicyObject, changed=book.put, gone=book.drop)
             serving = [
-                asyncio.create_task(webhook.serve(certificates, CONTROLLER, port, policies=lambda: book.all)),
+                asyncio.create_task(server.serve(certificates, CONTROLLER, port, policies=lambda: book.all)),
                 asyncio.create_task(known.run()),
             ]
             await known.synced.wait()

@@ -10,9 +10,9 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elastic_runtime.coordinator import Coordinator
-from elastic_runtime.environment import Environment
-from kfp_gpuquota.cluster.kubernetes import labels
+from elastic_runtime.membership.coordinator_client import Coordinator
+from elastic_runtime.membership.environment import Environment
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.controlled import gpus_of, is_leaving, is_over
 from tools.devcluster import ApiError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from elastic_runtime.errors import ElasticError
-    from elastic_runtime.orders import Order
+    from elastic_runtime.membership.orders import Order
     from tools.devcluster import DevCluster
 
 Object = dict[str, Any]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from tests.kubernetes.installation import CONTROLLER, MANIFESTS, NAMESPACE, QUOTAS, jobs_of
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.test_rbac import denied, may

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.cluster.kubernetes import admission, labels
+from kfp_gpuquota.cluster.kubernetes.admission import pods
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 CONTROLLER = "system:serviceaccount:gpuquota-system:gpuquota-controller"
 GATE = {"name": labels.QUOTA_GATE}
@@ -33,7 +34,7 @@ def reviewed(body: dict[str, Any], user: str = "alice") -> dict[str, Any]:
     """The response to a review of the pod, its patch decoded."""
     request = {"uid": "1", "namespace": "team-a", "userInfo": {"username": user}, "object": body}
     whole = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
-    answer, _ = admission.answer(json.dumps(whole).encode(), CONTROLLER)
+    answer, _ = pods.answer(json.dumps(whole).encode(), CONTROLLER)
     response: dict[str, Any] = json.loads(answer)["response"]
     assert response["uid"] == "1"
     if "patch" in response:
@@ -122,7 +123,7 @@ def test_a_container_for_debugging_sees_no_gpu() -> None:
     body = {**pod("1"), "spec": {**pod("1")["spec"], "ephemeralContainers": [{"name": "debug"}]}}
     request = {"uid": "1", "userInfo": {"username": "alice"}, "object": body, "subResource": "ephemeralcontainers"}
     whole = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
-    _, verdict = admission.answer(json.dumps(whole).encode(), CONTROLLER)
+    _, verdict = pods.answer(json.dumps(whole).encode(), CONTROLLER)
     (operation,) = verdict.patch
     assert operation["path"] == "/spec/ephemeralContainers/0/env"
 
@@ -306,8 +307,8 @@ JSON = st.recursive(
 @given(body=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_whatever_is_sent_is_answered_or_called_malformed(body: bytes) -> None:
     try:
-        answer, verdict = admission.answer(body, CONTROLLER)
-    except admission.MalformedReviewError as error:
+        answer, verdict = pods.answer(body, CONTROLLER)
+    except pods.MalformedReviewError as error:
         assert "AdmissionReview" in str(error)  # noqa: PT017  either way is good
     else:
         assert msgspec.json.decode(answer)["response"]["allowed"] is verdict.allowed
@@ -334,7 +335,7 @@ def test_a_review_with_a_damaged_pod_is_answered(body: dict[str, Any], depth: in
 
 def given_share(body: dict[str, Any], uid: str = "0a1b2c3d-0000-4000-8000-000000000000") -> dict[str, Any]:
     """The pod as it is created."""
-    verdict = admission.review(msgspec.convert(body, admission.Pod), uid=uid)
+    verdict = pods.review(msgspec.convert(body, pods.Pod), uid=uid)
     assert verdict.allowed, verdict.message
     return patched(body, list(verdict.patch))
 
@@ -410,7 +411,7 @@ def test_the_grace_period_of_a_pod_that_may_borrow_is_capped_and_its_creator_is_
     body: dict[str, Any], asked: int, given: int
 ) -> None:
     body = {**body, "spec": {**body["spec"], "terminationGracePeriodSeconds": asked}}
-    verdict = admission.review(msgspec.convert(body, admission.Pod))
+    verdict = pods.review(msgspec.convert(body, pods.Pod))
     assert patched(body, list(verdict.patch))["spec"]["terminationGracePeriodSeconds"] == given
     warned = f"spec.terminationGracePeriodSeconds is {asked}, and was set to {given}"
     assert bool(verdict.warnings) == (asked != given)

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.cluster.kubernetes import admission, labels, writes
-from kfp_gpuquota.cluster.kubernetes.autoscaled import AutoscaledPool
-from kfp_gpuquota.cluster.kubernetes.quota_policy import PATH, ClusterRules
-from kfp_gpuquota.cluster.kubernetes.stand_in_names import pool_of, stand_in_name
-from kfp_gpuquota.cluster.kubernetes.translate import Stage
+from kfp_gpuquota.cluster.kubernetes.admission import pods
+from kfp_gpuquota.cluster.kubernetes.convert import requests
+from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
+from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage
+from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of, stand_in_name
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH, ClusterRules
 from tests.kubernetes.autoscaler import AutoscalerDouble
 from tests.kubernetes.controlled import Controlled, holds
 from tests.kubernetes.installation import QUOTAS
@@ -138,7 +140,7 @@ def test_other_names_are_of_no_stand_in(node: str) -> None:
 def test_a_pod_keeps_what_it_selects_and_is_found_on_its_stand_in_again() -> None:
     gated = view_of({"schedulingGates": [{"name": labels.QUOTA_GATE}], "nodeSelector": {"disk": "fast"}})
     node = stand_in_name("p", 3)
-    operations = writes.admission(gated, node, (0, 1), "why").body
+    operations = requests.admission(gated, node, (0, 1), "why").body
     assert {"op": "add", "path": "/spec/nodeSelector/gpuquota.dev~1pool", "value": "p"} in operations
     assert not any("affinity" in operation["path"] for operation in operations)
     notes = next(o["value"] for o in operations if o["path"] == "/metadata/annotations" and o["op"] == "add")
@@ -151,7 +153,7 @@ def test_a_pod_keeps_what_it_selects_and_is_found_on_its_stand_in_again() -> Non
 def test_a_share_of_a_gpu_is_refused_in_an_autoscaled_pool() -> None:
     rules = ClusterRules(pools=(AutoscaledPool(name="p", max_gpus=8),))
     body = pod(labels={labels.POOL: "p"}, annotations={"gpu-fraction": "0.5"})
-    verdict = admission.review(msgspec.convert(body, admission.Pod), rules=rules)
+    verdict = pods.review(msgspec.convert(body, pods.Pod), rules=rules)
     assert "it is autoscaled, and gives whole GPUs only; ask for nvidia.com/gpu there" in verdict.message
 
 

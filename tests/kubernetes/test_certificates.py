@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes import certificates, webhook
-from kfp_gpuquota.cluster.kubernetes.certificates import (
+from kfp_gpuquota.cluster.kubernetes.admission import certificates
+from kfp_gpuquota.cluster.kubernetes.admission import server as webhook
+from kfp_gpuquota.cluster.kubernetes.admission.certificates import (
     AUTHORITY_VALID_S,
     DAY_S,
     RENEW_BEFORE_S,
@@ -20,8 +21,8 @@ from kfp_gpuquota.cluster.kubernetes.certificates import (
     Material,
     maintained,
 )
-from kfp_gpuquota.cluster.kubernetes.connection import Connection
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
+from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
 
 if TYPE_CHECKING:
     from tools.devcluster import DevCluster

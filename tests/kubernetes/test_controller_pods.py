@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes import labels, writes
-from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.translate import pod_view
+from kfp_gpuquota.cluster.kubernetes.convert import requests as writes
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from tests.kubernetes.controlled import Controlled, holds, is_leaving, pod_body
 from tests.kubernetes.installation import QUOTAS
 from tools.devcluster.client import JSON_PATCH, ApiError

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec
 from kfp_gpuquota.api.quantity import parse_mib
-from kfp_gpuquota.cluster.kubernetes import crds, kinds, objects
+from kfp_gpuquota.cluster.kubernetes.crd import schemas
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.installation import QUOTAS, jobs_of
 from tools.devcluster import ApiError
@@ -65,20 +66,20 @@ def made_quotas(crds_cluster: DevCluster) -> Iterator[str]:
 
 
 def test_the_file_is_what_the_program_makes() -> None:
-    assert MANIFEST.read_text() == crds.render(), "run: python -m kfp_gpuquota.cluster.kubernetes.crds > " + str(
-        MANIFEST
+    assert MANIFEST.read_text() == schemas.render(), (
+        "run: python -m kfp_gpuquota.cluster.kubernetes.crd.schemas > " + str(MANIFEST)
     )
 
 
 @pytest.mark.parametrize(
     ("kind", "spec", "status"),
     [
-        ("ElasticJob", kinds.ElasticJobSpec, kinds.ElasticJobStatus),
-        ("GpuQuota", kinds.GpuQuotaSpec, kinds.GpuQuotaStatus),
+        ("ElasticJob", custom_types.ElasticJobSpec, custom_types.ElasticJobStatus),
+        ("GpuQuota", custom_types.GpuQuotaSpec, custom_types.GpuQuotaStatus),
     ],
 )
 def test_the_schema_has_every_field_that_the_controller_reads_or_writes(kind: str, spec: Any, status: Any) -> None:
-    (found,) = (one for one in crds.custom_resource_definitions() if one["spec"]["names"]["kind"] == kind)
+    (found,) = (one for one in schemas.custom_resource_definitions() if one["spec"]["names"]["kind"] == kind)
     schema = found["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     # a field that the schema does not have is dropped by the API server without a word
     assert set(schema["spec"]["properties"]) >= set(spec.__struct_encode_fields__)
@@ -223,13 +224,13 @@ def test_what_others_may_do_with_a_job_can_change(crds_cluster: DevCluster, jobs
 def test_the_status_is_a_subresource_and_keeps_all_that_is_written(crds_cluster: DevCluster, jobs: str) -> None:
     crds_cluster.api.create(jobs, job() | {"status": {"phase": "Succeeded"}})
     assert "status" not in crds_cluster.api.get(f"{jobs}/a")
-    condition = objects.Condition(type="Running", status="True", reason="fits", message="1 GPU")
-    status = kinds.ElasticJobStatus(
+    condition = core_types.Condition(type="Running", status="True", reason="fits", message="1 GPU")
+    status = custom_types.ElasticJobStatus(
         phase="Running",
         gpus=0.25,
         message="lends 1 GPU to team-b",
         conditions=(condition,),
-        progress=kinds.TrainingProgress(step=3, metrics={"loss": 0.5}),
+        progress=custom_types.TrainingProgress(step=3, metrics={"loss": 0.5}),
     )
     written = msgspec.json.decode(msgspec.json.encode(status))
     kept = crds_cluster.api.patch(f"{jobs}/a/status", {"status": written})["status"]
@@ -298,7 +299,7 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = sorted(kinds.ElasticJobSpec.__struct_encode_fields__)
+FIELDS = sorted(custom_types.ElasticJobSpec.__struct_encode_fields__)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -310,4 +311,4 @@ def test_whatever_the_api_server_has_taken_the_controller_can_read(
     if isinstance(made, ApiError):
         assert made.status in {400, 422}, made
     else:
-        msgspec.json.decode(msgspec.json.encode(made), type=kinds.ElasticJob)
+        msgspec.json.decode(msgspec.json.encode(made), type=custom_types.ElasticJob)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes import coordination, webhook
+from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service
 from tests import forked, programs
 from tests.kubernetes.controlled import Controlled, free_port
 from tests.kubernetes.faulty_proxy import FaultyProxy
@@ -236,15 +237,15 @@ def shard_killed(world: World) -> None:
 def authority_issued_again(world: World) -> None:
     before = world.workers.orders()
     world.stop_all()
-    world.cluster.api.delete(f"{SECRETS}/{webhook.SECRET}")
+    world.cluster.api.delete(f"{SECRETS}/{server.SECRET}")
     world.start_all()
     world.controlled.wait(lambda: world.workers.heard_since(before), world._said, SLOW_S)
 
 
 def secrets_deleted(world: World) -> None:
-    for name in (webhook.SECRET, coordination.SECRET):
+    for name in (server.SECRET, membership_service.SECRET):
         world.cluster.api.delete(f"{SECRETS}/{name}")
-    for name in (webhook.SECRET, coordination.SECRET):
+    for name in (server.SECRET, membership_service.SECRET):
         until(lambda name=name: world.cluster.api.exists(f"{SECRETS}/{name}"), name, SLOW_S)  # type: ignore[misc]
     before = world.workers.orders()
     world.leader().kill()

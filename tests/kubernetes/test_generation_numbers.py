@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from kfp_gpuquota.cluster.job_book import Change
-from kfp_gpuquota.cluster.kubernetes.elastic_book import Book
-from kfp_gpuquota.cluster.kubernetes.elastic_facts import Facts
-from kfp_gpuquota.cluster.kubernetes.elastic_membership import EPOCH_SPAN, JobMembership
-from kfp_gpuquota.cluster.kubernetes.elastic_pods import PodSettings
-from kfp_gpuquota.cluster.kubernetes.elastic_status import RESERVED_AT_ONCE, record_of
-from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, ElasticJobSpec, ElasticJobStatus
-from kfp_gpuquota.cluster.kubernetes.objects import Metadata
-from kfp_gpuquota.cluster.kubernetes.seats import Seats
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import EPOCH_SPAN, JobMembership
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
+from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import Facts
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status import RESERVED_AT_ONCE, record_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobSpec, ElasticJobStatus
 from kfp_gpuquota.server.membership import NotStoredYetError
 
 META = Metadata(name="job", namespace="team", uid="uid")

@@ -18,15 +18,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api.annotations import SHARE_ANNOTATIONS
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.needs import MAX_DEVICES
-from kfp_gpuquota.cluster.kubernetes.owners import (
+from kfp_gpuquota.cluster.kubernetes.convert.owners import (
     INDEX_ANNOTATION,
     JOBSET_LABEL,
     LEADER_WORKER_LABEL,
     POD_GROUP_LABEL,
     VOLCANO_ANNOTATION,
 )
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICES
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.detached import (
     CLAIMS,
     JOBS,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.quota_policy import PATH
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import ACCOUNT, CONTROLLER, KEYS, NAMESPACE, PROFILES, QUOTAS
 from tests.kubernetes.test_crds import job

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tests.dsl
-from kfp_gpuquota.cluster.kubernetes.calls import Calls
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
+from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
+from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
 from kfp_gpuquota.dsl.kfp_server import KfpServer
 from kfp_gpuquota.dsl.package import parse
 from kfp_gpuquota.dsl.port_forward import PORT, forwarded, profile_token

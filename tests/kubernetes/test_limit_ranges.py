@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.limit_ranges import LimitRanges, completed
-from kfp_gpuquota.cluster.kubernetes.needs import needs_of
-from kfp_gpuquota.cluster.kubernetes.objects import LimitRange, Pod, PodSpec
+from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges, completed
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import needs_of
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import LimitRange, Pod, PodSpec
 
 if TYPE_CHECKING:
     from tests.kubernetes.controlled import Controlled

@@ -13,8 +13,9 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.api import annotations as asked
-from kfp_gpuquota.cluster.kubernetes import labels, webhook
-from kfp_gpuquota.cluster.kubernetes.metrics import Metrics
+from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.conftest import start_or_skip
 from tests.kubernetes.installation import CONTROLLER, MANIFESTS, NAMESPACE, install
 from tests.kubernetes.test_crds import job
@@ -183,10 +184,10 @@ def test_what_refers_to_each_other_fits(kubeflow_cluster: DevCluster) -> None:
         opened = [port["port"] for rule in spec.get("ingress", ()) for port in rule["ports"]]
         assert {*opened, *(port["targetPort"] for port in spec.get("ports", ()))} <= listening
     (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")
-    assert configuration["metadata"]["name"] == webhook.CONFIGURATION
+    assert configuration["metadata"]["name"] == server.CONFIGURATION
     for one in configuration["webhooks"]:
         called = one["clientConfig"]["service"]
-        assert called == {"name": webhook.SERVICE, "namespace": NAMESPACE, "path": webhook.PATH, "port": 443}
+        assert called == {"name": server.SERVICE, "namespace": NAMESPACE, "path": server.PATH, "port": 443}
         assert any(CONTROLLER in condition["expression"] for condition in one["matchConditions"])
     for policy in of_kind(objects, "ValidatingAdmissionPolicy"):
         if policy["metadata"]["name"] in {"gpuquota-pods", "gpuquota-namespaces"}:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.conftest import built_or_skip, start_or_skip
 from tests.kubernetes.installation import MANIFESTS, NAMESPACE, QUOTAS
 from tests.kubernetes.test_crds import quota

@@ -7,9 +7,10 @@ import base64
 import time
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.cluster.kubernetes import coordination, webhook
-from kfp_gpuquota.cluster.kubernetes.connection import Connection
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
+from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service
 from tests.kubernetes.installation import NAMESPACE
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ def test_a_leader_that_finds_another_authority_gives_it_to_the_workers_that_run(
     before = data(controlled.cluster, secret)
     pods = {name: pod["metadata"]["uid"] for name, pod in controlled.pods(controlled.teams[0]).items()}
     controlled.kill()
-    controlled.cluster.api.delete(f"{SECRETS}/{webhook.SECRET}")
+    controlled.cluster.api.delete(f"{SECRETS}/{server.SECRET}")
     controlled.start()
-    authority = data(controlled.cluster, f"{SECRETS}/{webhook.SECRET}")["ca.crt"]
+    authority = data(controlled.cluster, f"{SECRETS}/{server.SECRET}")["ca.crt"]
     assert authority != before["ca.crt"]
     controlled.wait(
         lambda: controlled.cluster.api.exists(secret) and data(controlled.cluster, secret)["ca.crt"] == authority
@@ -78,9 +79,9 @@ def test_an_authority_whose_secret_was_deleted_is_written_anew_and_not_another_o
 ) -> None:
     async def action(connection: Connection) -> None:
         renewed: list[bytes] = []
-        keeper = webhook.Certificates(connection, namespace, ["127.0.0.1"], renewed=renewed.append)
+        keeper = server.Certificates(connection, namespace, ["127.0.0.1"], renewed=renewed.append)
         before = await keeper.refresh(time.time())
-        path = f"/api/v1/namespaces/{namespace}/secrets/{webhook.SECRET}"
+        path = f"/api/v1/namespaces/{namespace}/secrets/{server.SECRET}"
         cluster.api.delete(path)
         assert await keeper.refresh(time.time()) == before
         assert data(cluster, path)["ca.crt"] == before.trusted
@@ -96,9 +97,9 @@ def test_an_authority_that_another_replica_renewed_is_reported_to_those_who_hand
 ) -> None:
     async def action(connection: Connection) -> None:
         renewed: list[bytes] = []
-        keeper = webhook.Certificates(connection, namespace, ["127.0.0.1"], renewed=renewed.append)
+        keeper = server.Certificates(connection, namespace, ["127.0.0.1"], renewed=renewed.append)
         await keeper.refresh(time.time())
-        other = webhook.Certificates(connection, namespace, ["127.0.0.1"])
+        other = server.Certificates(connection, namespace, ["127.0.0.1"])
         later = time.time() + 3640 * 86_400.0
         trusted = (await other.refresh(later)).trusted
         await keeper.refresh(later)
@@ -111,9 +112,9 @@ def test_a_key_whose_secret_was_deleted_is_written_anew_and_not_another_one(
     cluster: DevCluster, namespace: str
 ) -> None:
     async def action(connection: Connection) -> None:
-        key = await coordination.read_or_make_key(connection, namespace)
-        cluster.api.delete(f"/api/v1/namespaces/{namespace}/secrets/{coordination.SECRET}")
-        assert await coordination.read_or_make_key(connection, namespace, key) == key
-        assert await coordination.read_or_make_key(connection, namespace) == key
+        key = await membership_service.read_or_make_key(connection, namespace)
+        cluster.api.delete(f"/api/v1/namespaces/{namespace}/secrets/{membership_service.SECRET}")
+        assert await membership_service.read_or_make_key(connection, namespace, key) == key
+        assert await membership_service.read_or_make_key(connection, namespace) == key
 
     in_cluster(cluster, action)

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec
-from kfp_gpuquota.cluster.kubernetes.bystanders import Bystanders, Taken
-from kfp_gpuquota.cluster.kubernetes.needs import Needs, needs_of
-from kfp_gpuquota.cluster.kubernetes.nodes import node_of
-from kfp_gpuquota.cluster.kubernetes.objects import Node, PodSpec
-from kfp_gpuquota.scheduler.intake import request_of
+from kfp_gpuquota.cluster.kubernetes.convert.nodes import node_of
+from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import Bystanders, Taken
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import Needs, needs_of
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, PodSpec
+from kfp_gpuquota.scheduler.state.intake import request_of
 
 GI = 1 << 30
 

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.owners import (
+from kfp_gpuquota.cluster.kubernetes.convert.owners import (
     ALONE,
     INDEX_ANNOTATION,
     JOBSET_LABEL,
@@ -20,6 +18,8 @@ from kfp_gpuquota.cluster.kubernetes.owners import (
     owner_of,
     together,
 )
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from tests.kubernetes.controlled import Controlled, pod_body
 
 if TYPE_CHECKING:

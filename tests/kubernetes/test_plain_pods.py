@@ -10,10 +10,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Node, Project
-from kfp_gpuquota.cluster.kubernetes.places import Place
-from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
-from kfp_gpuquota.cluster.kubernetes.seats import Seats
-from kfp_gpuquota.cluster.kubernetes.translate import GateShape, PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import Place
+from kfp_gpuquota.cluster.kubernetes.convert.pods import GateShape, PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
 
 GPUS = 6
 

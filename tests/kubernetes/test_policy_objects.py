@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import Kind
 from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
-from kfp_gpuquota.cluster.kubernetes import admission, labels
-from kfp_gpuquota.cluster.kubernetes.kinds import PolicyObject
-from kfp_gpuquota.cluster.kubernetes.policy_objects import PATH, PolicyBook, policy_body, policy_of
-from kfp_gpuquota.cluster.kubernetes.share_admission import SharingJob
+from kfp_gpuquota.cluster.kubernetes.admission import pods as admission
+from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook, policy_body, policy_of
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.installation import jobs_of
 from tests.kubernetes.test_admission import environment, patched, pod

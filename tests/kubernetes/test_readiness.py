@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.events import last_warning
-from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJobStatus
-from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.readiness import (
+from kfp_gpuquota.cluster.kubernetes.client.event_recorder import last_warning
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
+from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import complaints_of, retry_fields, retry_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import (
     LONGEST_PAUSE_S,
     ReadyRules,
     Retry,
@@ -25,8 +24,9 @@ from kfp_gpuquota.cluster.kubernetes.readiness import (
     requeued,
     shrunk,
 )
-from kfp_gpuquota.cluster.kubernetes.retries import complaints_of, retry_fields, retry_of
-from kfp_gpuquota.cluster.kubernetes.translate import pod_view
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus
 
 PULL = "ImagePullBackOff: no such image"
 UP = Waits(0, "n0", up=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.quota_policy import PATH
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import PATH
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, holds, is_leaving
 from tools.devcluster import ApiError, image

@@ -9,13 +9,13 @@ import pytest
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Node, Project
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.kinds import QuotaPolicyObject
-from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.plain_pods import PlainPods
-from kfp_gpuquota.cluster.kubernetes.quota_policy import ClusterRules, RulesBook, rules_of
-from kfp_gpuquota.cluster.kubernetes.seats import Seats
-from kfp_gpuquota.cluster.kubernetes.translate import PodView, pod_view
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, pod_view
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import QuotaPolicyObject
+from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules, RulesBook, rules_of
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.kubernetes.controlled import pod_body
 

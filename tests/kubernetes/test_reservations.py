@@ -14,17 +14,18 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api import JobSpec
-from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods, share_notes
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError
-from kfp_gpuquota.cluster.kubernetes.objects import Pod
-from kfp_gpuquota.cluster.kubernetes.reservation_pods import ReservationSettings
-from kfp_gpuquota.cluster.kubernetes.reservations import AGENT, Place, Reservations, Sharer
-from kfp_gpuquota.cluster.kubernetes.seats import Seats
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods, share_annotations
+from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
+from kfp_gpuquota.cluster.kubernetes.sharing.reservations import AGENT, Place, Reservations, Sharer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.writes import Write
+    from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
 
 SETTINGS = ReservationSettings()
 NODES, GPUS, MOST = ("one", "two"), 2, 3
@@ -90,7 +91,7 @@ class World:
     def _note(self, pod: Pod) -> None:
         self.reservations.see(pod)
 
-    def _recall(self, holder: str) -> share_notes.ShareNote:
+    def _recall(self, holder: str) -> share_annotations.ShareNote:
         """As it is with a pod that exists: a ticket of its own, no GPUs."""
         return msgspec.structs.replace(self.admitted[holder].note, ticket=f"{holder}@0", uid="", gpus=())
 
@@ -104,7 +105,7 @@ class World:
             name="a", project="t", command=("x",), gpu_fraction=0.25, gpu_devices=len(self.wishes[holder][1])
         )
         self.made += 1
-        note = share_notes.note_of(spec, holder, f"t/{holder}", float(self.made))
+        note = share_annotations.note_of(spec, holder, f"t/{holder}", float(self.made))
         self.reservations.prepare(Sharer(note, partial(self._start, holder), partial(self._not_reserved, holder)))
 
     def _start(self, holder: str, place: Place) -> None:
@@ -216,7 +217,7 @@ class World:
     def agent(self) -> None:
         """It lets everybody in, sooner or later."""
         name = self.chance.choice(sorted(self.stored))
-        notes = share_notes.read(self.stored[name]["metadata"]["annotations"].get(labels.SHARERS, ""))
+        notes = share_annotations.read(self.stored[name]["metadata"]["annotations"].get(labels.SHARERS, ""))
         ready = ",".join(note.ticket for note in notes if not note.uid)
         if ready != self.stored[name]["metadata"]["annotations"].get(labels.READY, ""):
             self.news.append(("changed", self._annotated(name, labels.READY, ready)))
@@ -286,7 +287,7 @@ class World:
         return self.admitted[holder].note.gpus == tuple(f"GPU-{uid}" for uid in reserved)
 
     def _noted(self, name: str) -> dict[str, str]:
-        notes = share_notes.read(self.stored[name]["metadata"]["annotations"].get(labels.SHARERS, ""))
+        notes = share_annotations.read(self.stored[name]["metadata"]["annotations"].get(labels.SHARERS, ""))
         return {note.holder: note.uid for note in notes}
 
     def _sharers(self, name: str) -> dict[str, str]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kfp_gpuquota.api.share import limit_mib, request_mib
-from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods, share_notes
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods, share_annotations
 from tests.kubernetes.controlled import Controlled, holds
 from tests.kubernetes.sharing import RESERVATIONS, config_of, reservations, share
 
@@ -49,9 +50,9 @@ def test_a_sharer_learns_which_gpu_is_reserved_and_what_is_noted_of_it_stands_th
     assert config_of(controlled, path) == {"NVIDIA_VISIBLE_DEVICES": gpu, "CUDA_VISIBLE_DEVICES": gpu}
     assert pod["metadata"]["annotations"][labels.GPUS] == gpu
 
-    def noted() -> share_notes.ShareNote | None:
+    def noted() -> share_annotations.ShareNote | None:
         (found,) = reservations(controlled).values()
-        notes = share_notes.read(found["metadata"]["annotations"].get(labels.SHARERS, ""))
+        notes = share_annotations.read(found["metadata"]["annotations"].get(labels.SHARERS, ""))
         return next((note for note in notes if note.uid), None)
 
     controlled.wait(lambda: noted() is not None)
@@ -135,7 +136,7 @@ def test_who_runs_on_the_gpu_of_a_reservation_that_somebody_deletes_is_made_anew
 
     def noted() -> dict[str, str]:
         (found,) = reservations(controlled).values()
-        notes = share_notes.read(found["metadata"]["annotations"].get(labels.SHARERS, ""))
+        notes = share_annotations.read(found["metadata"]["annotations"].get(labels.SHARERS, ""))
         return {note.uid: note.pod for note in notes}
 
     def pods() -> dict[str, str]:

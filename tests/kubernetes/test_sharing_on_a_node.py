@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from elastic_runtime.simulated_memory import create_device, entries
-from kfp_gpuquota.cluster.kubernetes import labels, reservation_pods
-from kfp_gpuquota.cluster.kubernetes.client import KubernetesClient
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import from_file
+from elastic_runtime.process.simulated_memory import create_device, entries
+from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
+from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from tests import forked, programs
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, holds

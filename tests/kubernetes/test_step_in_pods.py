@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.dsl.route import route_pipeline
 from kfp_gpuquota.version import __version__
 from tests.kfp_backend.backend import RUNNER, Backend, Run

@@ -11,19 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec, Kind, PoolQuota, Project
-from kfp_gpuquota.cluster.kubernetes import labels, views, writes
-from kfp_gpuquota.cluster.kubernetes.kinds import ElasticJob, GpuQuota
-from kfp_gpuquota.cluster.kubernetes.nodes import node_of
-from kfp_gpuquota.cluster.kubernetes.objects import Node, Pod
-from kfp_gpuquota.cluster.kubernetes.quotas import project_of, project_of_plugin, quota_spec, says
-from kfp_gpuquota.cluster.kubernetes.seats import Seats
-from kfp_gpuquota.cluster.kubernetes.translate import (
+from kfp_gpuquota.cluster.kubernetes.convert import requests
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+from kfp_gpuquota.cluster.kubernetes.convert.nodes import node_of
+from kfp_gpuquota.cluster.kubernetes.convert.pods import (
     KILLED,
     Stage,
     elastic_job,
     pod_job,
     pod_view,
 )
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota
+from kfp_gpuquota.cluster.kubernetes.quota.quotas import project_of, project_of_plugin, quota_spec, says
+from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.errors import InvalidFieldError
 
 GATE = [{"name": "other"}, {"name": labels.QUOTA_GATE}]
@@ -72,7 +74,7 @@ def test_init_containers_count_as_the_kubelet_counts_them() -> None:
 
 def test_an_admitted_pod_is_found_where_its_patch_sent_it() -> None:
     gated = view_of({"schedulingGates": GATE})
-    operations = writes.admission(gated, "node-7", (1, 3), "why").body
+    operations = requests.admission(gated, "node-7", (1, 3), "why").body
     assert operations[:2] == [
         {"op": "test", "path": "/metadata/uid", "value": "u"},
         {"op": "test", "path": "/spec/schedulingGates/1/name", "value": labels.QUOTA_GATE},

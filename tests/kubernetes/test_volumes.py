@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.api.affinity import NodeTerm, Operator, Requirement
-from kfp_gpuquota.cluster.kubernetes import labels
-from kfp_gpuquota.cluster.kubernetes.places import within
+from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import within
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:
     from tests.kubernetes.controlled import Controlled

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.connection import Connection
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials, from_file
-from kfp_gpuquota.cluster.kubernetes.objects import Namespace, Profile
-from kfp_gpuquota.cluster.kubernetes.watch import Reflector
+from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials, from_file
+from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Namespace, Profile
 from tests.kubernetes.faulty_proxy import FaultyProxy
 
 if TYPE_CHECKING:

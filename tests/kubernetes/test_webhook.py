@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes import labels
+from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.installation import CONFIGURATION, await_gate, live_webhook, point_to, refused_in_the_end
 from tools.devcluster import ApiError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes import workflows
+from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from tests.kfp_backend.argo import Nodes
 from tests.kfp_backend.shapes import Step, workflow
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfp_gpuquota.cluster.kubernetes.connection import ApiError, Connection
-from kfp_gpuquota.cluster.kubernetes.events import NAMESPACE_BURST, Recorder, Subject
-from kfp_gpuquota.cluster.kubernetes.fence import NO_FENCE, Fence
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import Credentials
-from kfp_gpuquota.cluster.kubernetes.writer import SLOTS, Writer
-from kfp_gpuquota.cluster.kubernetes.writes import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
+from kfp_gpuquota.cluster.kubernetes.client.event_recorder import NAMESPACE_BURST, Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, Fence
+from kfp_gpuquota.cluster.kubernetes.client.write_queue import SLOTS, Writer
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.scheduler.fairshare import assign_shares, divide
-from kfp_gpuquota.scheduler.model import BOUNDLESS, GPU, UNLIMITED, Amount, Queue
+from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares, divide
+from kfp_gpuquota.scheduler.state.model import BOUNDLESS, GPU, UNLIMITED, Amount, Queue
 
 
 def queue(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfp_gpuquota.scheduler.fragmentation import WHOLE, Demand, Machine, Packer, Spot
+from kfp_gpuquota.scheduler.placement.fragmentation import WHOLE, Demand, Machine, Packer, Spot
 
 WHOLE_GPU, PAIR, HALF = Demand(1), Demand(2), Demand(1, 500)
 

@@ -30,7 +30,7 @@ from kfp_gpuquota.scheduler import (
     WorkerGone,
     plan,
 )
-from kfp_gpuquota.scheduler.copying import copied
+from kfp_gpuquota.scheduler.state.copying import copied
 from tests.scheduler.world import World
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kfp_gpuquota.scheduler.copying import copied
 from kfp_gpuquota.scheduler.planner import plan
+from kfp_gpuquota.scheduler.state.copying import copied
 from tests.scheduler.test_resources import Cluster
 
 

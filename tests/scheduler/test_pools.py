@@ -7,7 +7,7 @@ import pytest
 from kfp_gpuquota.api import PoolQuota, Project, ReasonCode
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.scheduler import QuotaRemoved
-from kfp_gpuquota.scheduler.copying import copied
+from kfp_gpuquota.scheduler.state.copying import copied
 from tests.scheduler.test_resources import Cluster
 
 

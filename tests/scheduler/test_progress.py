@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.scheduler import ProgressReported, WorkerStarted
-from kfp_gpuquota.scheduler.progress import gain
+from kfp_gpuquota.scheduler.state.progress import gain
 from tests.scheduler.test_victims import losers, world_of
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import pytest
 
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.errors import InvalidFieldError
-from kfp_gpuquota.scheduler import groups
-from kfp_gpuquota.scheduler.model import GPU, Amount, Group, Host, Job, Queue, Request, Status, Task
-from kfp_gpuquota.scheduler.state import State
+from kfp_gpuquota.scheduler.state import groups
+from kfp_gpuquota.scheduler.state.model import GPU, Amount, Group, Host, Job, Queue, Request, Status, Task
+from kfp_gpuquota.scheduler.state.state import State
 from tests.scheduler.test_resources import Cluster
 
 RACK, ZONE = "example.com/rack", "example.com/zone"
@@ -164,7 +164,7 @@ def test_a_gang_of_parts_starts_whole_or_not_at_all() -> None:
         state.add_queue(job.queue)
         job.queue.deserved = Amount(10 * GPU, 0, 0)
         state.add_job(job)
-        from kfp_gpuquota.scheduler.cycle import Cycle  # noqa: PLC0415
+        from kfp_gpuquota.scheduler.actions.cycle import Cycle  # noqa: PLC0415
 
         Cycle(state.ledger).run(("allocate",))
         assert [task.group for task in job.pending if task.status is Status.BOUND] == expected

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.scheduler import State, UsageRecalled
-from kfp_gpuquota.scheduler.copying import copied
-from kfp_gpuquota.scheduler.fairshare import divide
-from kfp_gpuquota.scheduler.model import GPU, Amount, Queue
-from kfp_gpuquota.scheduler.usage import adjusted, note, used_by
+from kfp_gpuquota.scheduler.fairness.fairshare import divide
+from kfp_gpuquota.scheduler.state.copying import copied
+from kfp_gpuquota.scheduler.state.model import GPU, Amount, Queue
+from kfp_gpuquota.scheduler.state.usage import adjusted, note, used_by
 from tests.scheduler.world import World
 
 HALF_LIFE_S = 1000.0

@@ -9,7 +9,7 @@ import pytest
 from kfp_gpuquota.api import JobSpec, Kind, Project
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.scheduler import JobRemoved, JobSubmitted, NodeRemoved, QuotaChanged, what_if
-from kfp_gpuquota.scheduler.copying import copied
+from kfp_gpuquota.scheduler.state.copying import copied
 from tests.scheduler.test_victims import world_of
 from tests.scheduler.world import World
 

@@ -23,7 +23,7 @@ from kfp_gpuquota.scheduler import (
     WorkerStarted,
     plan,
 )
-from kfp_gpuquota.scheduler.model import GPU, MILLI
+from kfp_gpuquota.scheduler.state.model import GPU, MILLI
 
 
 @dataclass

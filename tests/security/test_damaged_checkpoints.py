@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from elastic_runtime import checkpoint
 from elastic_runtime.errors import CheckpointError
-from elastic_runtime.packing import pack
 from elastic_runtime.sharded import files
 from elastic_runtime.sharded.state import Parts
+from elastic_runtime.state import checkpoint
+from elastic_runtime.state.packing import pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

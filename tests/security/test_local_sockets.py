@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_runtime.environment import Environment
+from elastic_runtime.membership.environment import Environment
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.start import await_stop
 from kfp_gpuquota.errors import UnauthorizedError, UsageError

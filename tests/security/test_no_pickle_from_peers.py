@@ -15,18 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_runtime.codec import OpaqueError, decode, encode, is_opaque
+from elastic_runtime.data.stream_reader import _restored
 from elastic_runtime.errors import CollectiveError, StateError
-from elastic_runtime.left_objects import Exchange
-from elastic_runtime.packing import pack, unpack
-from elastic_runtime.reader import _restored
-from elastic_runtime.transfer import _cut, gather_values, receive_state, send_state
+from elastic_runtime.membership.pickled_objects import Exchange
+from elastic_runtime.state.codec import OpaqueError, decode, encode, is_opaque
+from elastic_runtime.state.packing import pack, unpack
+from elastic_runtime.state.transfer import _cut, gather_values, receive_state, send_state
 from tests.elastic_runtime.test_transfer import both
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from elastic_runtime.groups import Group
+    from elastic_runtime.membership.process_group import Group
 
 EXECUTED: list[str] = []
 

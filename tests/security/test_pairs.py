@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from elastic_runtime.errors import CollectiveError
-from elastic_runtime.proof import check_users, listening_ports, prove
+from elastic_runtime.membership.pair_authentication import check_users, listening_ports, prove
 from elastic_runtime.torch_internals import build_second_connections
 from tests.security.other_user import as_root, start
 

@@ -12,6 +12,8 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import parse_flag_from_env
 
 import elastic_runtime
+from elastic_runtime.data.loader import check
+from elastic_runtime.data.sources import has_own_batches
 from elastic_runtime.errors import LoopError, SettingsError, UsageError
 from elastic_runtime.integrations.accelerate.prepared import (
     ElasticOptimizer,
@@ -21,15 +23,13 @@ from elastic_runtime.integrations.accelerate.prepared import (
 )
 from elastic_runtime.integrations.accelerate.records import RecordingAccelerator
 from elastic_runtime.integrations.accelerate.settings import as_one_process, check_arguments, check_more
-from elastic_runtime.loader import check
-from elastic_runtime.sources import has_own_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch.utils.data import DataLoader
 
-    from elastic_runtime.job import Job
+    from elastic_runtime.loop.job import Job
 
 
 class ElasticAccelerator(RecordingAccelerator):

@@ -14,7 +14,7 @@ from accelerate.utils import recursively_apply
 from elastic_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from elastic_runtime.job import Job
+    from elastic_runtime.loop.job import Job
 
 
 def gather(job: Job, tensors: Any) -> Any:

@@ -17,7 +17,7 @@ from elastic_runtime.integrations.accelerate import collectives
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from elastic_runtime.job import Job
+    from elastic_runtime.loop.job import Job
 
 Result = TypeVar("Result")
 _log = logging.getLogger("elastic_runtime")

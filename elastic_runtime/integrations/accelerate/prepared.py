@@ -17,17 +17,17 @@ from accelerate.utils import send_to_device
 from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from elastic_runtime.data.dataloader import like
+from elastic_runtime.data.sources import Source, has_own_batches
 from elastic_runtime.errors import LoopError, UsageError
-from elastic_runtime.inner import like
-from elastic_runtime.sources import Source, has_own_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch.utils.data import DataLoader
 
+    from elastic_runtime.data.loader import ElasticLoader
     from elastic_runtime.integrations.accelerate.accelerator import ElasticAccelerator
-    from elastic_runtime.loader import ElasticLoader
 
 
 class ElasticOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has no types

@@ -12,7 +12,7 @@ import torch
 
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.integrations.accelerate.place import PlacedAccelerator
-from elastic_runtime.position import Position
+from elastic_runtime.plan.position import Position
 
 POSITION_FILE = "elastic_position.json"
 

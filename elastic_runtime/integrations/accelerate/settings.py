@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_runtime.environment import Environment
 from elastic_runtime.errors import SettingsError, UsageError
+from elastic_runtime.membership.environment import Environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -20,15 +20,15 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 
-from elastic_runtime.inner import like
+from elastic_runtime.data.dataloader import like
+from elastic_runtime.data.sources import Source
 from elastic_runtime.integrations.transformers.loaders import undealt
-from elastic_runtime.sources import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from elastic_runtime.integrations.transformers.trainer import ElasticTrainer
-    from elastic_runtime.job import Job
+    from elastic_runtime.loop.job import Job
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from elastic_runtime.integrations.transformers.tokens import counted_tokens, is_
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from elastic_runtime.job import Job
+    from elastic_runtime.loop.job import Job
 
 BY_FIGURES = (
     torch.optim.lr_scheduler.ReduceLROnPlateau,

@@ -9,9 +9,10 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes import logs, reservation_pods
-from kfp_gpuquota.cluster.kubernetes.readiness import ReadyRules
-from kfp_gpuquota.cluster.kubernetes.replica import Options, Replica, until_told_to_stop
+from kfp_gpuquota.cluster.kubernetes.client import logging_setup
+from kfp_gpuquota.cluster.kubernetes.controller.process import Options, Replica, until_told_to_stop
+from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
+from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit code."""
     options = _parser().parse_args(arguments)
     gc.set_threshold(GARBAGE_AFTER)
-    logs.configure(options.log_format, options.log_level)
+    logging_setup.configure(options.log_format, options.log_level)
     given = {name: value for name, value in vars(options).items() if name not in {"log_format", "log_level"}}
     try:
         return asyncio.run(_serve(Options(**given)))
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         help="before it is tried again, twice as long each time, up to an hour (%(default)g)",
     )  # fmt: skip
     parser.add_argument("--leader-elect", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--log-format", default="text", choices=logs.FORMATS, help="json: one object a line")
+    parser.add_argument("--log-format", default="text", choices=logging_setup.FORMATS, help="json: one object a line")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser
 

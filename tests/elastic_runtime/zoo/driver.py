@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.session import Session
+from elastic_runtime.loop.session import Session
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan
 from tests.elastic_runtime.zoo import catalogue
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from elastic_runtime.batches import MicroBatch
+    from elastic_runtime.plan.batches import MicroBatch
     from tests.elastic_runtime.training import Gate
 
 __all__ = ["alone", "catalogue", "changed", "compare", "refusal"]

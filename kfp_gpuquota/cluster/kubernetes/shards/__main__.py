@@ -17,11 +17,14 @@ from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from kfp_gpuquota.cluster.kubernetes import coordination, logs, metrics, webhook
-from kfp_gpuquota.cluster.kubernetes.connection import Connection
-from kfp_gpuquota.cluster.kubernetes.elastic_membership import LIMITS
-from kfp_gpuquota.cluster.kubernetes.kubeconfig import load_credentials
-from kfp_gpuquota.cluster.kubernetes.replica import first_to_end, until_told_to_stop
+from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.client import logging_setup
+from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.controller import metrics
+from kfp_gpuquota.cluster.kubernetes.controller.process import first_to_end, until_told_to_stop
+from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import LIMITS
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
 from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
 from kfp_gpuquota.errors import GpuQuotaError
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit code."""
     options = _parser().parse_args(arguments)
     gc.set_threshold(GARBAGE_AFTER)
-    logs.configure(options.log_format, options.log_level)
+    logging_setup.configure(options.log_format, options.log_level)
     try:
         asyncio.run(until_told_to_stop(_run(options)))
     except GpuQuotaError as error:
@@ -60,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _run(options: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         connection = await stack.enter_async_context(Connection(load_credentials(options.kubeconfig, options.context)))
-        key = await coordination.read_or_make_key(connection, options.keys_namespace)
+        key = await membership_service.read_or_make_key(connection, options.keys_namespace)
         names = ["127.0.0.1", "localhost", *filter(None, [urlsplit(options.advertise).hostname])]
-        certificates = webhook.Certificates(connection, options.keys_namespace, names, inject=False)
+        certificates = server.Certificates(connection, options.keys_namespace, names, inject=False)
         await certificates.refresh(time.time())
         jobs = ShardJobs(key, LIMITS)
         control = ControlEndpoint(jobs)
@@ -77,7 +80,7 @@ async def _run(options: argparse.Namespace) -> None:
         probes = metrics.serving(shown, options.metrics_port, ready=lambda: True, look=look)
         log.info("metrics and probes on port %d", await stack.enter_async_context(probes))
         log.info("workers are served on port %d", port)
-        await first_to_end(certificates.keep(), coordination.keep_key(connection, options.keys_namespace, key))
+        await first_to_end(certificates.keep(), membership_service.keep_key(connection, options.keys_namespace, key))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=0, help="for workers and the leader; 0: any free one")
     parser.add_argument("--metrics-port", type=int, default=0, help="0: any free one")
     parser.add_argument("--advertise", default="", help="URL under which workers reach the port")
-    parser.add_argument("--log-format", default="text", choices=logs.FORMATS, help="json: one object a line")
+    parser.add_argument("--log-format", default="text", choices=logging_setup.FORMATS, help="json: one object a line")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser
 

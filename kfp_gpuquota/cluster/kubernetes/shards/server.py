@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from aiohttp import web
 
-from kfp_gpuquota.cluster.kubernetes.coordination import LIMITS
-from kfp_gpuquota.cluster.kubernetes.elastic_pods import token_of
-from kfp_gpuquota.cluster.kubernetes.listening import listen
+from kfp_gpuquota.cluster.kubernetes.client.sockets import listen
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership_service import LIMITS
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards.messages import (
     CONTROL_PATH,
     FromLeader,

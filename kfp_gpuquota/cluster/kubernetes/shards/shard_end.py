@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.elastic_pods import token_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards.messages import (
     Committed,
     Finished,

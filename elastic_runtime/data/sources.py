@@ -1,0 +1,145 @@
+"""Where an epoch's samples come from: the user's sampler or batch sampler, as an order and its cuts into steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
+
+from elastic_runtime.errors import UsageError
+from elastic_runtime.plan.order import Drawn, epoch_order, mix_seed, order_stamp, steps_in_epoch
+from elastic_runtime.state.random_streams import RandomStreams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+LARGE = 10_000_000
+"""Samples of a RandomSampler from which on they are drawn as they are needed."""
+LARGEST = 1 << 31
+
+
+class Source:
+    """One loader's epochs. A batch sampler of the user's own makes the steps: each of its batches is one."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self._seed = seed
+        self._own_batches = loader.batch_sampler if has_own_batches(loader) else None
+        self._sampler = loader.sampler
+        self._shuffle = _is_a_permutation(loader.sampler)
+        self._drop_last = bool(loader.drop_last)
+        self._sizes: list[int] = []
+        self.length = len(self._own_batches or loader.sampler)  # type: ignore[arg-type]
+
+    def steps(self, batch: int) -> int:
+        """Global steps of one epoch."""
+        if self._own_batches is not None:
+            return self.length
+        return steps_in_epoch(self.length, batch, drop_last=self._drop_last)
+
+    def epoch(self, epoch: int) -> Sequence[int]:
+        """The dataset's indices in the order of this epoch; what a sampler draws depends on (seed, epoch) alone."""
+        if self._own_batches is None and (self._shuffle or type(self._sampler) is SequentialSampler):
+            return epoch_order(self._seed, epoch, self.length, shuffle=self._shuffle)
+        if type(self._sampler) is RandomSampler and self.length > LARGE and self._own_batches is None:
+            data = len(self._sampler.data_source)
+            return Drawn(mix_seed(self._seed, epoch), data, self.length, replacement=self._sampler.replacement)
+        if self.length > LARGEST:
+            raise UsageError(
+                f"{type(self._sampler).__name__} gives {self.length} samples an epoch, which are read at once; give it "
+                "fewer, and train for more epochs or by job.steps(n)"
+            )
+        streams = RandomStreams()
+        streams.save()
+        streams.reseed(mix_seed(self._seed, epoch))
+        for drawn_from in (self._own_batches or self._sampler, getattr(self._own_batches, "sampler", None)):
+            _tell_epoch(drawn_from, epoch, mix_seed(self._seed, epoch, 1))
+        try:
+            if self._own_batches is None:
+                return list(self._sampler)
+            batches = [list(batch) for batch in self._own_batches]
+        finally:
+            streams.restore()
+        self._sizes = [len(batch) for batch in batches]
+        return [index for batch in batches for index in batch]
+
+    def cuts(self, index: int, start: int, batch: int) -> Iterator[tuple[int, int]]:
+        """(start, size) of each step that is left after `index` steps of `start` samples in this epoch."""
+        if self._own_batches is not None:
+            for size in self._sizes[index:]:
+                yield start, size
+                start += size
+            return
+        while start < self.length and not (self._drop_last and self.length - start < batch):
+            size = min(batch, self.length - start)
+            yield start, size
+            start += size
+
+
+def _is_a_permutation(sampler: object) -> bool:
+    """Whether it is torch's own shuffling of a whole dataset, and nothing else."""
+    if type(sampler) is not RandomSampler:
+        return False
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+
+def _tell_epoch(drawn_from: object, epoch: int, seed: int) -> None:
+    """What a sampler draws by a generator of its own, or counts by itself, is to be the same on whoever joins."""
+    generator = getattr(drawn_from, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    if hasattr(drawn_from, "set_epoch"):
+        drawn_from.set_epoch(epoch)
+
+
+def chosen(dataset: object) -> str:
+    """Which part of a dataset it is, as words; "" for a whole one: `random_split` may differ from worker to worker."""
+    if not isinstance(dataset, Subset):
+        return ""
+    return f" of a Subset (stamp {order_stamp(dataset.indices)}{chosen(dataset.dataset)})"
+
+
+def has_own_batches(loader: DataLoader[Any]) -> bool:
+    """Whether the user gave a batch sampler."""
+    return loader.batch_size is None and loader.batch_sampler is not None
+
+
+class SeededIndices(list[int]):
+    """A batch's indices, and the seed of the random numbers that are drawn while it is fetched."""
+
+    def __init__(self, indices: Sequence[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[type[SeededIndices], tuple[list[int], int]]:
+        return SeededIndices, (list(self), self.seed)
+
+
+class SeededDataset(Dataset[Any]):
+    """The user's dataset; what it draws at random depends on the batch alone, whichever process fetches it."""
+
+    _own = ("_seeded_dataset", "_seeded_streams")
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._seeded_dataset = dataset
+        self._seeded_streams = RandomStreams()
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        if isinstance(indices, SeededIndices):
+            self._seeded_streams.reseed(indices.seed)
+        dataset = self._seeded_dataset
+        together = getattr(dataset, "__getitems__", None)
+        return together(list(indices)) if together else [dataset[i] for i in indices]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self._own:
+            raise AttributeError(name)
+        return getattr(self._seeded_dataset, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """A `worker_init_fn` may keep things in the dataset."""
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._seeded_dataset, name, value)

@@ -1,0 +1,129 @@
+"""The prepared loader of an iterable dataset with a state.
+
+Step k of an epoch is the next samples of the stream, at every size; each worker reads the stream and keeps its share.
+Whether a step is full is known when it has been read: the first request of a step reads through to its end and looks
+one sample further. A step that turns out short is planned anew before any of it was computed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from elastic_runtime.data.dataloader import like
+from elastic_runtime.data.loader import ElasticLoader, Step
+from elastic_runtime.data.stream_reader import Mark, Read, Request, StreamedDataset, check_stateful
+from elastic_runtime.errors import UsageError
+from elastic_runtime.plan.order import mix_seed
+from elastic_runtime.state.random_streams import RandomStreams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.utils.data import DataLoader
+
+    from elastic_runtime.data.loader import Loop, Plan
+    from elastic_runtime.plan.batch_sizes import GlobalBatch
+    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.plan.position import Position
+
+Fetched = tuple[Any, int | None, Mark | None]
+
+
+class StreamedLoader(ElasticLoader):
+    """See the module. Its state is where the stream stands at the beginning of the current step."""
+
+    def __init__(
+        self, loader: DataLoader[Any], loop: Loop, seed: int, batch: GlobalBatch, plan: Plan, *, seeded: bool = False
+    ) -> None:
+        super().__init__(loader, loop, seed, batch, plan, seeded=seeded)
+        check_stateful(loader.dataset)  # type: ignore[arg-type]
+        self._drop_last = bool(loader.drop_last)
+        self._marks = (Mark(), Mark())  # at the beginning of the step, and at its end once that has been read
+        self._length: int | None = None  # of the epoch, once it is known
+        dataset = StreamedDataset(loader.dataset, seed)  # type: ignore[arg-type]
+        self._inner = like(loader, dataset, self._batches, partial(_collate, loader.collate_fn), self._generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where a worker begins that gets this state."""
+        mark = self._mark(self._loop.position)
+        return {"epoch": mark.epoch, "offset": mark.offset, "state": mark.state, "length": self._length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        mark = Mark(state["epoch"], state["offset"], state["state"])
+        self._marks, self._length = (mark, mark), state["length"]
+
+    def _refresh_processes(self) -> None:
+        """They go on reading where they are; the dataset's own `set_epoch` is called in them."""
+
+    def has_more(self, position: Position) -> bool:
+        """Whether the epoch has another step; True where nobody has read so far yet."""
+        self._enter(position)
+        return next(self._steps(position), None) is not None
+
+    def _enter(self, position: Position) -> None:
+        if self._marks[0].epoch != position.epoch:
+            self._marks, self._length = (Mark(position.epoch), Mark(position.epoch)), None
+
+    def _mark(self, position: Position) -> Mark:
+        """The newest one that is not beyond the position."""
+        self._enter(position)
+        first, second = self._marks
+        return second if second.offset <= position.samples else first
+
+    def _steps(self, position: Position) -> Iterator[Step]:
+        size, last = self.batch.at(self._loop.place[1]), self._loop.last_step
+        number, start = position.step, position.samples
+        while last is None or number < last:
+            samples = size if self._length is None else min(size, self._length - start)
+            if samples <= 0 or (self._drop_last and samples < size):
+                return
+            yield Step(number, start, samples)
+            number, start = number + 1, start + samples
+
+    def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
+        self._reseed()
+        self._batches.of_span = (self._request(step, micro, first=first) for step, micro, first in self._micros())
+        for (step, micro, _), fetched in zip(self._micros(), self._inner, strict=False):
+            batch, length, mark = fetched
+            if length is not None and self._note_end(length) < step.start + step.size:
+                return  # the step is shorter than it was planned, or there is none
+            if mark is not None:
+                self._marks = (self._mark(self._loop.position), mark)
+            yield micro, batch
+
+    def _note_end(self, length: int) -> int:
+        self._length = length
+        if length == 0:
+            raise UsageError(
+                "the IterableDataset gave no sample; where it reads what it was given once, let it begin anew in "
+                "each __iter__"
+            )
+        return length
+
+    def _micros(self) -> Iterator[tuple[Step, MicroBatch, bool]]:
+        rank, world_size = self._loop.place
+        for step in self._steps(self._loop.position):
+            for number, micro in enumerate(self._split(step.size, rank, world_size)):
+                yield step, micro, number == 0
+
+    def _request(self, step: Step, micro: MicroBatch, *, first: bool) -> Request:
+        start, stop = step.start + micro.start, step.start + micro.stop
+        if micro.ghost:  # two samples: normalisation layers refuse to train on one
+            start, stop = step.start, step.start + min(2, step.size)
+        keep, through = (0, 0)
+        if first:
+            rank, world_size = self._loop.place
+            keep = step.start + self._split(step.size, rank, world_size)[-1].stop
+            through = step.start + step.size
+        seed = mix_seed(self._seed, step.number, micro.shard, 1) if self._seeded else None
+        epoch = self._loop.position.epoch
+        return Request(epoch, start, stop, self._mark(self._loop.position), keep, through, seed)
+
+
+def _collate(collate: Callable[[list[Any]], Any], read: Read) -> Fetched:
+    """A batch, and what came to be known on the way."""
+    if read.seed is not None:
+        RandomStreams().reseed(read.seed)
+    return collate(read.samples) if read.samples else None, read.length, read.mark

@@ -1,0 +1,106 @@
+"""How a job's parts are put together, for what `init` and `prepare` were asked for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from elastic_runtime.data.further_loaders import SecondLoader, check_seconds
+from elastic_runtime.data.loader import ElasticLoader, IndexedLoader
+from elastic_runtime.data.sources import chosen
+from elastic_runtime.data.streamed import StreamedLoader
+from elastic_runtime.loop.session import Session
+from elastic_runtime.loop.step import GlobalStep
+from elastic_runtime.plan.batch_sizes import GlobalBatch, MicroBatchLimit
+from elastic_runtime.plan.batches import lockstep_batches, shard_batches
+from elastic_runtime.process.device_memory import MemoryFollower
+from elastic_runtime.reduction.buffers import FollowedBuffers
+from elastic_runtime.reduction.step_modes import ExactMode, FastMode, Mode, numerics
+from elastic_runtime.validation.prepare_checks import plain
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from elastic_runtime.data.loader import Plan
+    from elastic_runtime.loop.member import Member
+    from elastic_runtime.loop.options import Options
+    from elastic_runtime.sharded.wrap import ShardFunction
+    from elastic_runtime.state.training_state import TrainingState
+
+
+class Workshop:
+    """`memory_dir`: where this worker's memory limit is told; "": nowhere."""
+
+    def __init__(self, options: Options, member: Member, memory_dir: str) -> None:
+        self._options, self._member, self._memory_dir = options, member, memory_dir
+
+    def session(self, state: TrainingState, scaler: torch.amp.GradScaler | None) -> tuple[Session, Plan]:
+        """Of replicated models: (the loop, how a step is split)."""
+        options, streams = self._options, self._member.streams
+        buffers = state.transient = FollowedBuffers([state.model])
+        directory = self._memory_dir
+        if options.exact:
+            state.numerics = numerics()
+            mode: Mode = ExactMode(state, buffers, streams, options.seed)
+            session = self._of(state, mode, scaler, None, MemoryFollower(directory, None))
+            return session, partial(shard_batches, shards=options.shards)
+        allowed = options.max_batch_per_gpu
+        limit = MicroBatchLimit(allowed if isinstance(allowed, int) else None)
+        mode = FastMode(state, buffers, streams)
+        return self._of(state, mode, scaler, limit, MemoryFollower(directory, limit)), limit.plan
+
+    def sharded(
+        self, state: TrainingState, models: list[Any], shard: ShardFunction, scaler: torch.amp.GradScaler | None
+    ) -> tuple[Session, Plan]:
+        """The same of models in shards. SettingsError for what does not go together with them."""
+        from elastic_runtime.sharded.mode import ShardedMode  # noqa: PLC0415  (FSDP costs a second to import)
+        from elastic_runtime.sharded.wrap import Wrapping  # noqa: PLC0415
+
+        options = self._options
+        options.check_sharded(scaled=scaler is not None)
+        optimizers = {name: part for name, part in state.parts if isinstance(part, torch.optim.Optimizer)}
+        wrapping = Wrapping(state.model, list(map(plain, models)), optimizers, shard)
+        sharding = self._member.shard(
+            state, wrapping, every_s=options.checkpoint_every_s, keep=options.keep_checkpoints
+        )
+        mode = ShardedMode(sharding, FollowedBuffers([state.model]), self._member.streams)
+        most = options.max_batch_per_gpu
+        plan = partial(lockstep_batches, max_batch=most if isinstance(most, int) else None)
+        return self._of(state, mode, None, None, MemoryFollower(self._memory_dir, None)), plan
+
+    def _of(
+        self,
+        state: TrainingState,
+        mode: Mode,
+        scaler: torch.amp.GradScaler | None,
+        limit: MicroBatchLimit | None,
+        memory: MemoryFollower,
+    ) -> Session:
+        step = GlobalStep(state, self._member, mode, scaler, limit, memory)
+        return Session(state, self._member, mode, memory, step)
+
+    def loader(
+        self, loaders: list[DataLoader[Any]], session: Session, batch: GlobalBatch, plan: Plan, state: TrainingState
+    ) -> ElasticLoader:
+        """The user's loader, dealt out; the state knows what its order depends on. Further loaders follow it."""
+        seed, exact = self._options.seed, self._options.exact
+        loader, *others = loaders
+        state.split = f"global_batch_size={batch.samples}, scale_batch={batch.bounds}"
+        if others:
+            check_seconds(loader, batch)
+        if not isinstance(loader.dataset, IterableDataset):
+            indexed = IndexedLoader(loader, session, seed, batch, plan, seeded=exact)
+            state.data = f"{indexed.length} samples{chosen(loader.dataset)} in the order of seed={seed}"
+            per_loader = loader.batch_size or batch.samples
+            for number, other in enumerate(others, 1):
+                of_step = max(1, (other.batch_size or 1) * batch.samples // per_loader)
+                indexed.seconds.append(SecondLoader(other, number, seed, (of_step, batch.samples)))
+                state.data += f", beside {len(other.dataset)} samples{chosen(other.dataset)}"  # type: ignore[arg-type]
+            return indexed
+        state.data = f"a stream, seed={seed}"
+        streamed = StreamedLoader(loader, session, seed, batch, plan, seeded=exact)
+        state.parts.append(("loader", streamed))
+        return streamed

@@ -1,0 +1,480 @@
+"""The job as a training script sees it."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import sys
+import weakref
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils.data import IterableDataset
+
+from elastic_runtime.data.loader import check
+from elastic_runtime.data.sources import Source
+from elastic_runtime.errors import LoopError, UsageError
+from elastic_runtime.loop.assembly import Workshop
+from elastic_runtime.loop.member import Member
+from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
+from elastic_runtime.loop.step import PLAIN, BackwardOptions
+from elastic_runtime.loop.unprepared_optimizers import watch_for_strangers
+from elastic_runtime.plan.position import Position
+from elastic_runtime.reduction.step_modes import Clipping
+from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
+from elastic_runtime.validation.carried_state import CarriedState
+from elastic_runtime.validation.prepare_checks import check_gradients, check_kinds, check_parameters, plain
+from elastic_runtime.validation.unprepared_loaders import LoaderWatch
+from elastic_runtime.validation.unprepared_schedulers import find_schedulers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import TracebackType
+
+    from torch.utils.data import DataLoader
+
+    from elastic_runtime.loop.options import Options
+    from elastic_runtime.loop.session import Session
+    from elastic_runtime.membership.environment import Environment
+    from elastic_runtime.plan.batch_sizes import GlobalBatch
+    from elastic_runtime.sharded.wrap import ShardFunction
+
+    Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    Schedulers = Stateful | Sequence[Stateful] | None
+
+
+Result = TypeVar("Result")
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_log = logging.getLogger("elastic_runtime")
+
+
+class Job:
+    """One elastic training job, as this worker takes part in it. Made by `elastic_runtime.init`."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        options: Options,
+    ) -> None:
+        self._environment, self._options = environment, options
+        self._member = Member(
+            environment,
+            options.seed,
+            checkpoint_every_s=options.checkpoint_every_s,
+            keep_checkpoints=options.keep_checkpoints,
+            progress=options.progress,
+        )
+        self._on_leader: list[Callable[[], None]] = []
+        self._session: Session | None = None
+        self._state: TrainingState | None = None
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank now; it may change at each step. LoopError before the loop begins."""
+        return self._member.place[0]
+
+    @property
+    def world_size(self) -> int:
+        """How many workers train now. LoopError before the loop begins."""
+        return self._member.place[1]
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this worker is rank 0: the one to print and to save. False before the loop, where it is not known."""
+        return self._member.placed and self.rank == 0
+
+    @property
+    def step(self) -> int:
+        """Global steps applied so far, over all epochs and all sizes; within an iteration: before it."""
+        return self._prepared.steps_before
+
+    @property
+    def applied(self) -> bool:
+        """Whether this iteration completes a global step, so that the optimizer acts in it."""
+        return self._prepared.applied
+
+    @property
+    def position(self) -> Position:
+        """Where the training stands once this iteration is over: epoch, steps of it, steps in all."""
+        return self._prepared.reached
+
+    def begin_at(self, position: Position) -> None:
+        """Begin there, unless a peer or a checkpoint is further. After `prepare`, before the loop: else LoopError."""
+        if self._prepared.started:
+            raise LoopError("job.begin_at comes before job.epochs")
+        assert self._state is not None
+        self._state.position = position
+
+    def settle_batch(self, *, global_batch_size: int, max_batch_per_gpu: int | None) -> None:
+        """Say what `init` was not told, before `prepare`: for integrations, which see the loader later.
+
+        What `init` was told stays. BatchPlanError for values that cannot be.
+        """
+        told = self._options
+        self._options = dataclasses.replace(
+            told,
+            global_batch_size=told.global_batch_size or global_batch_size,
+            max_batch_per_gpu=told.max_batch_per_gpu or max_batch_per_gpu,
+        )
+
+    def prepare(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Optimizers,
+        loader: DataLoader[Any] | Sequence[DataLoader[Any]],
+        scheduler: Schedulers = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        shard: ShardFunction | None = None,
+    ) -> tuple[Any, ...]:
+        """Make the objects elastic, and return them in the same order: (model, optimizer, loader[, scheduler]).
+
+        Model, optimizers and schedulers are returned as they are, the optimizers' and schedulers' methods guarded; the
+        loader is a new one over the same dataset. There may be several models, optimizers and schedulers, as lists. A
+        `scaler` is given the loss by `backward` itself. Of several loaders the first one makes the steps, the others
+        give a batch in each of its iterations. UsageError where one of them cannot be used.
+
+        `shard(model, mesh)` wraps the model by `fully_shard` (FSDP2) for a mesh of all workers; it is called again at
+        each change of size. The model given is the plain one, and the optimizers are made of its parameters.
+        """
+        if self._session is not None:
+            raise LoopError("prepare was called twice; make one job for each training")
+        optimizers, schedulers = _several(optimizer), _several(scheduler)
+        models = _several(model)
+        check_kinds(models, optimizers)
+        loaders = _several(loader)
+        for each in loaders:
+            check(each)
+        batch = self._batch(loaders[0])
+        parts = [*_named("optimizer", optimizers), *_named("scheduler", schedulers)]
+        parts += [("scaler", scaler)] if scaler is not None else []
+        whole = plain(models[0]) if len(models) == 1 else torch.nn.ModuleList(map(plain, models))
+        check_gradients(whole)
+        check_parameters(whole, optimizers)
+        _take_from_others(whole)
+        state = TrainingState(whole, parts, reduction=self._options.reduction_text)
+        workshop = Workshop(self._options, self._member, self._environment.memory_dir)
+        if shard is not None:
+            session, plan = workshop.sharded(state, models, shard, scaler)
+        else:
+            session, plan = workshop.session(state, scaler)
+        session.loader = workshop.loader(loaders, session, batch, plan, state)
+        for each in optimizers:
+            guard_method(each, "step", session.may_step, partial(self._at_lr, each, batch) if batch.bounds else None)
+        for part in schedulers:
+            guard_class(part, ("step",), session.may_act)
+        if scaler is not None:
+            guard_class(scaler, ("update", "unscale_"), session.may_act)
+            guard_class(scaler, ("step",), session.may_scale)
+        watch_for_strangers(session, optimizers)
+        session.watches.append(LoaderWatch(models))
+        if shard is None and all(each is plain(each) for each in models):
+            session.watches.append(CarriedState(models))
+        self._session, self._state = session, state
+        _sessions.add(session)
+        several = isinstance(loader, list | tuple)
+        found = (model, optimizer, [session.loader, *session.loader.seconds] if several else session.loader)
+        return found if scheduler is None else (*found, scheduler)
+
+    def track(self, **objects: Stateful) -> None:
+        """Carry more objects with a `state_dict` along (averaged weights, counters): to joiners, in checkpoints.
+
+        Their `update_parameters`, if they have one, acts only where a global step is complete. Before the loop.
+        """
+        session = self._prepared
+        assert self._state is not None
+        if session.started:
+            raise LoopError("job.track comes before job.epochs")
+        if self._member.sharding and any(isinstance(each, torch.nn.Module) for each in objects.values()):
+            raise UsageError("job.track got a module, whose parameters would not be sharded: it cannot be with shard=")
+        for name, each in objects.items():
+            self._state.parts.append((f"track:{name}", each))
+            if hasattr(each, "update_parameters"):
+                guard_class(each, ("update_parameters",), session.may_act)
+
+    def steps_per_epoch(self, loader: DataLoader[Any]) -> int:
+        """Global steps of an epoch of this loader, which need not be prepared yet: for schedules that are made before.
+
+        UsageError where it cannot be known.
+        """
+        if isinstance(loader.dataset, IterableDataset):
+            raise UsageError("the loader reads an IterableDataset, whose length is known when an epoch ends")
+        check(loader)
+        return Source(loader, self._options.seed).steps(self._batch(loader).samples)
+
+    def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
+        """The epochs from where the training stands up to `count`; a joiner begins in the middle of one.
+
+        `start`: where a training begins whose script has loaded a checkpoint of its own, saved after so many epochs. A
+        checkpoint of the job's, or a worker that trains already, counts more. `count` is the same on every worker.
+
+        Left by `break`, at the same place on every worker, the training has finished when the process ends well.
+        """
+        session = self._prepared
+        steps = session.loader.steps
+        if start and not session.started:
+            self.begin_at(Position(start, 0, start * (steps or 0)))
+        assert self._state is not None
+        self._state.totals = Totals(count, -1, -1 if steps is None else steps)
+        self._start(total_steps=None if steps is None else count * steps)
+        if session.position.epoch >= count:
+            _log.warning("%d epochs are trained already: nothing to do (a new job begins anew)", count)
+        while not session.finished:
+            while session.position.epoch < count:
+                epoch = session.position.epoch
+                yield epoch
+                session.leave_epoch(epoch)
+            session.finish()
+
+    def steps(self, count: int) -> Iterator[Any]:
+        """The loader's batches, epoch after epoch, until `count` global steps are applied: in place of both loops."""
+        session = self._prepared
+        assert self._state is not None
+        self._state.totals = Totals(-1, count)
+        self._start(total_steps=count, last_step=count)
+        if session.position.step >= count:
+            _log.warning("%d steps are trained already: nothing to do (a new job begins anew)", count)
+        while not session.finished:
+            while session.position.step < count:
+                epoch = session.position.epoch
+                yield from session.loader
+                if session.position.step < count:
+                    session.leave_epoch(epoch)
+            session.finish()
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | None = None,
+        reduction: str = "mean",
+        more: bool = False,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Backpropagate this micro-batch's share of the global batch, in place of `loss.backward()`.
+
+        `loss` is a scalar: the mean over the micro-batch's samples; or with `weight=n` the mean over n units of this
+        micro-batch (tokens, pixels that count), to become the mean over all units of the global batch; or with
+        `reduction="sum"` a sum, to become the sum over the global batch.
+
+        After the last micro-batch of a step the gradients are those of the whole global batch; or the step is going to
+        be repeated, and they are None. LoopError where it is not called exactly once in an iteration.
+
+        `more=True`: an optimizer acts on these gradients now, and another backward pass follows in the same iteration
+        (a GAN's critic, then its generator). The step ends with the call without it; where a worker is lost before
+        that, the whole iteration is repeated from the state of its beginning, of which a copy is kept. It needs a
+        step's whole share in one iteration, so no smaller max_batch_per_gpu, and reduction="fast" without shard=.
+
+        `retain_graph`, `create_graph` and `inputs` are those of `torch.Tensor.backward`. What is summed over all
+        workers has no graph: a gradient that is differentiated once more (a penalty) is one of `torch.autograd.grad`.
+        """
+        options = PLAIN
+        if retain_graph is not None or create_graph or inputs is not None:
+            options = BackwardOptions(retain_graph, create_graph, inputs)
+        self._prepared.backward(loss, weight, reduction, options, more=more)
+
+    def skip(self) -> None:
+        """This micro-batch counts for nothing, in place of `backward` (a loss that is not finite, a broken sample).
+
+        The step's mean is over what the other micro-batches and workers have; the rest of the iteration is as ever.
+        Where all are skipped, optimizer, scheduler and scaler do nothing in that step. Not with shard=: LoopError.
+        """
+        self._prepared.skip()
+
+    def clip_grad_norm_(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002  (torch's own signature)
+        foreach: bool | None = None,  # noqa: FBT001
+    ) -> torch.Tensor:
+        """torch.nn.utils.clip_grad_norm_ for replicated and for sharded models; returns the total norm, a scalar.
+
+        It acts where a global step is complete. Elsewhere, and where a peer is lost in the middle of it (the step is
+        going to be repeated then), there are no gradients: it returns 0, as torch does for none. With a GradScaler,
+        `scaler.unscale_(optimizer)` comes before it, as ever.
+        """
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        how = Clipping(float(max_norm), float(norm_type), error_if_nonfinite, foreach)
+        return self._prepared.clip_grad_norm_(given, how)
+
+    def retrying(self) -> Retrying:
+        """`with job.retrying():` around an iteration's body: what does not fit into memory is repeated in halves.
+
+        `job.backward` sees to it by itself; this adds the forward pass.
+        """
+        return Retrying(self._prepared)
+
+    def warm_up(self, forward: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        """`forward(batch)` returns the loss of one batch of the loader: a joiner computes it and its gradients once,
+        drops both, and is ready then; so that the others do not wait while it compiles or loads kernels.
+
+        A decorator. Before the loop; not with shard=. Batches of an IterableDataset cannot be had out of turn.
+        """
+        session = self._prepared
+        if session.started:
+            raise LoopError("job.warm_up comes before job.epochs")
+        if self._member.sharding:
+            raise UsageError("job.warm_up cannot be with shard=: a forward pass needs all workers")
+        session.warm_up = forward
+        return forward
+
+    def repeat(self, work: Callable[[], Result]) -> Result:
+        """`work()`, done by all workers together (an evaluation that adds up over them), and again where one is lost in
+        the middle of it; returns what it returned. It begins anew each time it is called, talks to the others by
+        `job.all_reduce` and `job.all_gather` only, and asks there for `job.rank` and `job.world_size`, which change.
+
+        After an epoch's loop, or in an iteration after `optimizer.step()` where `job.applied`; LoopError elsewhere.
+        With shard= it is done once: where shards are lost the training goes back, and an evaluation cannot go on.
+        """
+        session = self._prepared
+        if self._member.sharding:
+            return work()
+        session.pause()
+        return session.rounds.run(work)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` in place over all workers, and return it; alone it is the sum. CollectiveError where one is
+        lost, which `job.repeat` sees to.
+        """
+        return self._prepared.rounds.all_reduce(tensor)
+
+    def all_gather(self, value: Result) -> list[Result]:
+        """Copies of each worker's `value`, by rank: anything that pickle knows, with tensors of any shapes, which
+        arrive on the CPU. CollectiveError where a worker is lost, which `job.repeat` sees to.
+        """
+        return self._prepared.rounds.all_gather(value)
+
+    def mean(self, value: torch.Tensor | float, *, weight: float = 1.0) -> float:
+        """The mean over all workers of one number of each, the same on every worker; weighted by each one's `weight`.
+
+        At a place that all workers reach, as for `job.repeat`: after an epoch's loop, or in an iteration after
+        `optimizer.step()` where `job.applied`; LoopError elsewhere.
+        """
+
+        def work() -> float:
+            total = torch.tensor([float(value) * weight, weight], dtype=torch.float64)
+            summed, weights = self.all_reduce(total).tolist()
+            return float(summed / weights)
+
+        return self.repeat(work)
+
+    def report(self, **metrics: float) -> None:
+        """Figures of the script's own (loss, accuracy): to the report file, and with the next progress."""
+        self._member.reporter.metrics(self.step, {name: float(value) for name, value in metrics.items()})
+
+    def on_resize(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+        """Call it in the loop after each change of the membership; the report file's line for it is its argument."""
+        return self._member.reporter.listen("resize", callback)
+
+    def on_leader(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call it once, in the loop, where this worker is rank 0: when the loop begins, or when it becomes rank 0."""
+        self._on_leader.append(callback)
+        self._member.reporter.listen("resize", lambda _line: self._call_leader())
+        if self._session is not None and self._session.started:
+            self._call_leader()
+        return callback
+
+    def _call_leader(self) -> None:
+        if not self.is_leader:
+            return
+        callbacks, self._on_leader = self._on_leader, []
+        for callback in callbacks:
+            callback()
+
+    def on_preempt(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+        """Call it in the loop when this worker is told to go, before it ends."""
+        return self._member.reporter.listen("left", callback)
+
+    def on_checkpoint(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+        """Call it, in the thread that wrote it, when a checkpoint of this worker's is durable."""
+        return self._member.reporter.listen("checkpoint", callback)
+
+    @property
+    def _prepared(self) -> Session:
+        if self._session is None:
+            raise LoopError("job.prepare(model, optimizer, loader) comes before this")
+        return self._session
+
+    def _start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
+        atexit.register(_finish_early, self._prepared)
+        if not self._prepared.started:
+            self._take_schedulers()
+        self._prepared.start(total_steps=total_steps, last_step=last_step)
+        self._call_leader()
+
+    def _take_schedulers(self) -> None:
+        """Carry schedulers along that `prepare` was not given; UsageError for several of one optimizer."""
+        assert self._state is not None
+        session, parts = self._prepared, self._state.parts
+        optimizers = [part for _, part in parts if isinstance(part, torch.optim.Optimizer)]
+        for index, scheduler in find_schedulers(optimizers, [part for _, part in parts]):
+            parts.append((f"scheduler of optimizer{index + 1}", scheduler))
+            guard_class(scheduler, ("step",), session.may_act)
+            _log.info("%s was not given to prepare, and is carried along", type(scheduler).__name__)
+
+    def _batch(self, loader: DataLoader[Any]) -> GlobalBatch:
+        per_worker = getattr(loader, "batch_size", None) or 1
+        samples = self._options.global_batch_size or per_worker
+        self._options.check(samples)
+        return self._options.batch(samples, per_worker)
+
+    @contextmanager
+    def _at_lr(self, optimizer: torch.optim.Optimizer, batch: GlobalBatch) -> Iterator[None]:
+        """The learning rates that suit the size, while the optimizer steps; schedulers see those of the script."""
+        factor = batch.lr_factor(self.world_size)
+        if factor == 1.0:
+            yield
+            return
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+class Retrying:
+    """See `Job.retrying`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return self._session.out_of_memory(error)
+
+
+def _several(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _take_from_others(model: torch.nn.Module) -> None:
+    """A notebook makes a job anew for the same model: the one before it lets go."""
+    for session in list(_sessions):
+        if session.owns(model.parameters()):
+            session.release()
+
+
+def _named(name: str, parts: list[Any]) -> list[tuple[str, Stateful]]:
+    return [(name if number == 0 else f"{name}{number + 1}", part) for number, part in enumerate(parts)]
+
+
+def _finish_early(session: Session) -> None:
+    """At the process's end: one that was left by an exception is not over."""
+    if not hasattr(sys, "last_type") and not session.leaving:
+        session.finish_early()

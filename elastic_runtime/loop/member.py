@@ -1,0 +1,415 @@
+"""This worker as a member of its job: joining, switching, recovering and leaving.
+
+All of it happens in the loop's own thread and between two steps; what takes long was prepared before, by the threads
+of `coordinator` and `generations`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.loop.savers import Saving
+from elastic_runtime.membership import torchrun
+from elastic_runtime.membership.coordinator_client import Coordinator
+from elastic_runtime.membership.generations import ALONE, Generation, Generations, Secret
+from elastic_runtime.membership.outbox import Voice
+from elastic_runtime.membership.pair_authentication import raise_open_files
+from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group
+from elastic_runtime.membership.rendezvous_store import CoordinatorStore
+from elastic_runtime.plan.order import mix_seed
+from elastic_runtime.process.preemption import TERMINATED, AtRest, Preemption
+from elastic_runtime.process.process_exit import leave
+from elastic_runtime.process.progress_bar import Progress
+from elastic_runtime.process.reporting import Reporter
+from elastic_runtime.state.checkpoint_schedule import Keeper
+from elastic_runtime.state.join_exchange import exchange
+from elastic_runtime.state.packing import pack
+from elastic_runtime.state.random_streams import RandomStreams
+from elastic_runtime.torch_internals import check_torch
+
+if TYPE_CHECKING:
+    from elastic_runtime.membership.environment import Environment
+    from elastic_runtime.plan.position import Position
+    from elastic_runtime.reduction.step_modes import Mode
+    from elastic_runtime.sharded.sharding import Sharding
+    from elastic_runtime.sharded.wrap import Wrapping
+    from elastic_runtime.state.training_state import TrainingState
+
+RELEASE_S = 5.0
+
+_log = logging.getLogger("elastic_runtime")
+
+
+class Member:
+    """Without a coordinator it is alone: rank 0 of 1, for ever."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        seed: int,
+        *,
+        checkpoint_every_s: float,
+        keep_checkpoints: int,
+        progress: bool | None = None,
+    ) -> None:
+        self._environment, self._seed = environment, seed
+        self.streams = RandomStreams()
+        self._voice = Voice(environment.worker_id, lambda: self._generations.adopted)
+        self._holds_state = self.leaving = False
+        secret = Secret(lambda: environment.token().encode(), bool(environment.coordinator) and environment.local)
+        self._generations = Generations(environment.worker_id, self._store, self._voice.say, _backend, secret)
+        shown = Progress(sys.stderr, wanted=progress)
+        self._began = time.perf_counter()
+        self.reporter = Reporter(environment.report_file, environment.worker_id, self._voice.stand, shown)
+        keeper = Keeper(environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints)
+        self._saving = Saving(keeper, self.streams, self.reporter)
+        self._coordinator: Coordinator | None = None
+        if environment.coordinator:
+            check_torch()
+            raise_open_files()
+            self._coordinator = Coordinator(
+                environment, self._generations.on_order, self._voice.standing, self._generations.on_refused
+            )
+            self._voice.coordinator = self._coordinator
+            self._coordinator.start()
+            atexit.register(self._coordinator.close)
+        self.at_rest = AtRest()
+        self._preemption: Preemption | None = None
+        if not environment.checkpoint_dir and (environment.coordinator or environment.static):
+            _log.warning(
+                "ELASTIC_CHECKPOINT_DIR is not set: should all workers be lost at once, or the job be preempted, "
+                "everything that was trained is lost; set it to a directory that outlives them"
+            )
+        saves = bool(environment.checkpoint_dir) and (environment.static is None or environment.static[0] == 0)
+        if environment.coordinator or saves:
+            self._preemption = Preemption(self._on_told)
+            self._preemption.soft = bool(environment.coordinator)
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation in force; 0 before the first, and alone."""
+        return self._generations.adopted.number if self._generations.adopted else 0
+
+    @property
+    def group(self) -> Group | None:
+        """The members of the generation in force, connected; None alone."""
+        return self._generations.adopted.group if self._generations.adopted else None
+
+    @property
+    def placed(self) -> bool:
+        """Whether its rank is known: with a coordinator, once the loop has begun."""
+        return self._coordinator is None or self._generations.adopted is not None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(rank, world size). LoopError while they are not known."""
+        if self._environment.static:
+            return self._environment.static
+        if self._coordinator is None:
+            return 0, 1
+        adopted = self._generations.adopted
+        if adopted is None:
+            raise LoopError("rank and world_size are known once the loop has begun; use them inside job.epochs(...)")
+        return adopted.members.index(self._environment.worker_id), len(adopted.members)
+
+    def shard(self, state: TrainingState, wrapping: Wrapping, *, every_s: float, keep: int) -> Sharding:
+        """Hold the state in shards from now on."""
+        from elastic_runtime.sharded.keeper import ShardKeeper  # noqa: PLC0415
+        from elastic_runtime.sharded.sharding import Sharding  # noqa: PLC0415  (FSDP costs a second to import)
+
+        directory = self._environment.checkpoint_dir
+        if directory and self._preemption is None:
+            self._preemption = Preemption(self._on_told)
+        keeper = ShardKeeper(directory, self.reporter, every_s=every_s, keep=keep)
+        self._saving.sharding = Sharding(state, wrapping, self.streams, keeper, lambda: self._told)
+        return self._saving.sharding
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """How the state is held in shards, where it is."""
+        return self._saving.sharding
+
+    @property
+    def coordinated(self) -> bool:
+        """Whether a cluster decides who its peers are."""
+        return self._coordinator is not None
+
+    def check_state(self, state: TrainingState) -> None:
+        """StateError at the start, where it can be sent or saved and cannot be pickled, is better than later."""
+        if self.sharding is None and (self._environment.checkpoint_dir or self._coordinator):
+            pack(state.capture())
+
+    # Asked by the loop at each step
+
+    @property
+    def must_recover(self) -> bool:
+        """Whether the generation in force was ended from outside."""
+        return self._generations.interrupt.is_set
+
+    def check(self) -> None:
+        """CollectiveError where the generation in force was ended from outside."""
+        if self.must_recover:
+            raise CollectiveError("the coordinator ended this generation")
+
+    def vote(self) -> Generation | None:
+        """What this worker is prepared to switch to."""
+        return self._generations.vote()
+
+    def tell_progress(self, position: Position, total_steps: int | None, *, force: bool) -> None:
+        """How long steps take here; from rank 0, how far the training is."""
+        rank, workers = self.place
+        self.reporter.times(position.step, workers, force=force)
+        if rank == 0:
+            self.reporter.progress(position.step, position.epoch, total_steps, force=force)
+
+    def tell_halved(self, failed: int, now: int | None) -> None:
+        """An iteration of `failed` samples was out of memory; from now on they have at most `now`."""
+        _log.warning("an iteration of %d samples does not fit into memory; going on with at most %s", failed, now)
+        self.reporter.line("out_of_memory", samples=failed, max_batch=now)
+
+    # Joining, switching, leaving
+
+    def join(self, state: TrainingState, mode: Mode) -> None:
+        """Wait for a generation and take over its state; alone, go on from the newest checkpoint.
+
+        The coordinator hears of it only now, when this thread has nothing left to do: whoever is proposed is waited
+        for. Rehearsing in the threads that build generations was rejected: a second proposal's ran into the state that
+        the first one was receiving.
+        """
+        if self._environment.static:
+            self._join_static(state, *self._environment.static)
+        elif self._coordinator is None and self.sharding:
+            self._join_static(state, 0, 1)
+        elif self._coordinator is None:
+            if not self._holds_state:
+                self._saving.load(state)
+            self._holds_state = True
+        elif self._generations.adopted is None:
+            if not self.sharding:
+                state.rehearse()
+            self._voice.stand("WorkerReady")
+            self.reporter.phases.add("load", (time.perf_counter() - self._began) * 1e3)
+            self._settle(state, self._next(after=0), "join")
+        if self._preemption:
+            self._preemption.save_by(lambda: self._saving.in_time(state, mode, self.at_rest, leader=self.place[0] == 0))
+            self._preemption.soft = True
+
+    def _join_static(self, state: TrainingState, rank: int, size: int) -> None:
+        """Under torchrun: its ranks, for as long as they live. Every worker begins where rank 0's checkpoint ends."""
+        if self._generations.adopted is not None:
+            return
+        if not dist.is_initialized():
+            if self._environment.static:
+                torchrun.init_process_group(_backend(), rank, size, COLLECTIVE_TIMEOUT)
+            else:
+                torchrun.init_alone(_backend())
+        assert dist.group.WORLD is not None
+        group = Group(dist.group.WORLD, rank, size, self._generations.interrupt)
+        members = tuple(f"rank{other}" for other in range(size))
+        generation = Generation(1, members, group)
+        if rank == 0 and not self.sharding:
+            self._holds_state = self._saving.load(state)
+        self._adopt(state, generation, received=self._exchange(group, 1, state), publish=False)
+
+    def switch_to(self, generation: Generation, state: TrainingState) -> None:
+        """Make the switch that all members agreed on."""
+        adopted = self._generations.adopted
+        if self.sharding and adopted and adopted.group and generation.members:
+            self.sharding.prepare_switch(adopted.group)
+            if not generation.includes(self._environment.worker_id):
+                old = {worker: rank for rank, worker in enumerate(adopted.members)}
+                self.sharding.hand_over([old.get(worker, -1) for worker in generation.members])
+        self._settle(state, generation, "agreed")
+
+    def recover(self, state: TrainingState, error: CollectiveError | None) -> None:
+        """A peer was lost: wait to be told with whom to go on, and go on.
+
+        Under torchrun nobody is told: rank 0 saves the state of the step's beginning, and all are started again.
+        """
+        if self._environment.static:
+            if self.place[0] == 0 and not self.sharding:
+                self._saving.now(state)
+            self.leave_if_told(state)
+            raise error or CollectiveError("this process was told to end")
+        if error:
+            _log.warning("generation %d: %s; recovering", self.generation, error)
+            self._tell_failed(self._generations.adopted, state, error)
+        self._settle(state, self._next(after=self.generation), "recovered")
+
+    def meet(self) -> None:
+        """Wait for all members. CollectiveError where one was lost."""
+        if self.group is not None and self.group.size > 1:
+            self.group.barrier()
+
+    def all_here(self, state: TrainingState) -> bool:
+        """Wait for all members; False where one was lost."""
+        try:
+            self.meet()
+        except CollectiveError as error:
+            if self._environment.static:
+                self.recover(state, error)
+            self._tell_failed(self._generations.adopted, state, error)
+            return False
+        return True
+
+    def finish(self, step: int) -> None:
+        """The last step is applied."""
+        self.reporter.line("finished", step=step)
+        self.reporter.close()
+        self._voice.stand("TrainingFinished", step=step)
+        if self._preemption:
+            self._preemption.soft = self._coordinator is not None
+        self._saving.settle()
+
+    def leave_if_told(self, state: TrainingState) -> None:
+        """Alone, SIGTERM means: save, and end with the signal's exit code. Others ask the coordinator."""
+        told = self.sharding.told if self.sharding else self._told  # where all have to save, all have to be told
+        if told and self._coordinator is None:
+            self._note_leaving()
+            self._saving.now(state)
+            self.reporter.line("left", generation=0, step=state.position.step)
+            leave(TERMINATED)
+
+    def _next(self, after: int) -> Generation | None:
+        with self.reporter.phases("wait"):
+            return self._generations.wait_for_next(after=after)
+
+    def _settle(self, state: TrainingState, generation: Generation | None, cause: str) -> None:
+        """Enter `generation`, or whatever comes in its place, or leave."""
+        began, stood = time.perf_counter(), state.position.step
+        while True:
+            if generation is None or not generation.includes(self._environment.worker_id):
+                self._leave(state, generation)
+            try:
+                received = self._enter(state, generation)
+                break
+            except CollectiveError as error:
+                self._give_up(generation, state, error)
+                generation = self._next(after=generation.number)
+        with self.reporter.phases("adopt"):
+            self._adopt(state, generation, received=received)
+        self.reporter.clock.restart()
+        pause_ms = 0.0 if cause == "join" else (time.perf_counter() - began) * 1e3  # a joiner has no loop yet
+        self._voice.forget("CollectiveFailed")
+        lost = max(stood - state.position.step, 0)  # where a shard was lost
+        self._voice.say(
+            "GenerationAdopted",
+            generation=generation.number,
+            members=generation.members,
+            step=state.position.step,
+            pause_ms=pause_ms,
+            lost_steps=lost,
+        )
+        self.reporter.line(
+            "resize",
+            cause=cause,
+            generation=generation.number,
+            members=generation.members,
+            rank=self.place[0],
+            step=state.position.step,
+            pause_ms=pause_ms,
+            lost_steps=lost,
+            prepare_ms=round(generation.prepare_ms, 2),
+            phases_ms=self.reporter.phases.take(),
+        )
+
+    def _enter(self, state: TrainingState, generation: Generation) -> bool:
+        """Bring everybody in it to the newest state; whether this worker received it."""
+        group = generation.group
+        if self.sharding and group:
+            return self._exchange(group, generation.number, state)
+        if not self._holds_state and generation.members[0] == self._environment.worker_id:
+            state.forget_rehearsal()  # rank 0 without state: the first generation
+            self._holds_state = self._saving.load(state)
+        if group is None or group.size == 1:
+            return False
+        return self._exchange(group, generation.number, state)
+
+    def _exchange(self, group: Group, number: int, state: TrainingState) -> bool:
+        if self.sharding is None:
+            return exchange(group, state, self.reporter.phases, holds_state=self._holds_state)
+        with self.reporter.phases("state"):
+            received = self.sharding.enter(group, number)
+        self._holds_state = not received
+        return received
+
+    def _adopt(self, state: TrainingState, generation: Generation, *, received: bool, publish: bool = True) -> None:
+        if generation.group and publish:
+            generation.group.publish()
+        self._generations.adopt(generation)
+        if received and not self._holds_state:
+            self.streams.reseed(mix_seed(self._seed, state.position.step, self.place[0]))
+        self._holds_state = True
+
+    def _give_up(self, generation: Generation, state: TrainingState, error: CollectiveError) -> None:
+        _log.debug("generation %d could not be entered: %s", generation.number, error)
+        if generation.group:
+            generation.group.close_soon()
+        if self._generations.adopted is None:
+            self._voice.say("PreparationFailed", generation=generation.number, why=str(error)[:500])
+        else:
+            self._tell_failed(generation, state, error)
+
+    def _tell_failed(self, generation: Generation | None, state: TrainingState, error: CollectiveError) -> None:
+        known = generation or ALONE
+        self._voice.stand(
+            "CollectiveFailed",
+            generation=known.number,
+            members=known.members,
+            step=state.position.step,
+            why=str(error)[:500],
+        )
+
+    def _leave(self, state: TrainingState, generation: Generation | None) -> NoReturn:
+        self._note_leaving()
+        if generation is not None:
+            if not generation.members and (self.place[0] == 0 or self.sharding):
+                self._saving.now(state)
+            self.reporter.line("left", generation=generation.number, step=state.position.step)
+            known = {"generation": generation.number, "members": generation.members}
+            self._voice.stand("GenerationAdopted", step=state.position.step, **known)
+            self._generations.wait_for_release(RELEASE_S)
+        if self._coordinator:
+            self._coordinator.close()
+        leave(0)
+
+    # Checkpoints
+
+    def save_if_due(self, state: TrainingState) -> None:
+        """Now and then, between two steps."""
+        self._saving.if_due(state, leader=self.place[0] == 0)
+
+    # The coordinator
+
+    def _store(self, generation: int) -> CoordinatorStore:
+        return CoordinatorStore(self._environment, generation)
+
+    # SIGTERM
+
+    @property
+    def _told(self) -> bool:
+        return self._preemption is not None and self._preemption.told.is_set()
+
+    def _on_told(self) -> None:
+        self._voice.stand("LeaveRequested")
+        if self._environment.static and not self.sharding:
+            self._generations.interrupt.set()  # its peers are being ended as well
+
+    def _note_leaving(self) -> None:
+        self.leaving = True
+        self.reporter.close()
+        if self._preemption:
+            self._preemption.leaving.set()
+
+
+def _backend() -> str:
+    """Devices and libraries: NCCL where tensors of the training may be on a GPU. Unchecked on real GPUs so far."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

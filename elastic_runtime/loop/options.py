@@ -1,0 +1,88 @@
+"""What `elastic_runtime.init` was asked for, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_runtime.errors import BatchPlanError, SettingsError
+from elastic_runtime.plan.batch_sizes import LR_RULES, GlobalBatch
+from elastic_runtime.plan.batches import check_batch, check_shards
+
+REDUCTIONS = ("fast", "exact")
+
+
+@dataclass(frozen=True)
+class Options:
+    """See `elastic_runtime.init`. BatchPlanError and SettingsError for values that cannot be."""
+
+    global_batch_size: int | None = None
+    max_batch_per_gpu: int | str | None = None
+    seed: int = 0
+    reduction: str = "fast"
+    shards: int = 8
+    scale_batch: tuple[int, int] | None = None
+    scale_lr: str = "linear"
+    checkpoint_every_s: float = 300.0
+    keep_checkpoints: int = 2
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise SettingsError(f"reduction is {self.reduction!r}, but it must be 'fast' or 'exact'")
+        if self.scale_lr not in LR_RULES:
+            raise SettingsError(f"scale_lr is {self.scale_lr!r}, but it must be 'linear' or 'sqrt'")
+        if self.scale_batch is not None:
+            self._check_scale(*self.scale_batch)
+        if self.global_batch_size is not None:
+            self.check(self.global_batch_size)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result is to be the same to the bit at every size."""
+        return self.reduction == "exact"
+
+    @property
+    def reduction_text(self) -> str:
+        """What a state that was trained so is marked with."""
+        return f"reduction='exact', shards={self.shards}" if self.exact else "reduction='fast'"
+
+    def check(self, global_batch: int) -> None:
+        """BatchPlanError where a step of so many samples cannot be split as asked."""
+        check_batch(global_batch, self.max_batch_per_gpu)
+        if not self.exact:
+            return
+        if isinstance(self.max_batch_per_gpu, str):
+            raise BatchPlanError(
+                "reduction='exact' fixes the shape of a shard, so max_batch_per_gpu cannot be 'auto'; give a number"
+            )
+        check_shards(global_batch, self.shards, self.max_batch_per_gpu)
+
+    def check_sharded(self, *, scaled: bool) -> None:
+        """SettingsError for what does not go together with shard=. `scaled`: a GradScaler was given."""
+        if self.exact:
+            raise SettingsError(
+                "reduction='exact' and shard= exclude each other, for FSDP adds up gradients in its own order; leave "
+                "one of them out"
+            )
+        if isinstance(self.max_batch_per_gpu, str):
+            raise SettingsError(
+                "shard= and max_batch_per_gpu='auto' exclude each other: all workers have to iterate in step, and none "
+                "can cut its share by itself; give a number"
+            )
+        if scaled:
+            raise SettingsError(
+                "shard= and a GradScaler exclude each other: each worker would skip steps by itself; use bfloat16, by "
+                "fully_shard's mp_policy"
+            )
+
+    def batch(self, global_batch: int, per_worker: int) -> GlobalBatch:
+        """The samples of a step at each size."""
+        return GlobalBatch(global_batch, per_worker, self.scale_batch, self.scale_lr)
+
+    def _check_scale(self, least: int, most: int) -> None:
+        if self.exact:
+            raise BatchPlanError(
+                "reduction='exact' and scale_batch exclude each other: what a step is made of would depend on the size"
+            )
+        if not 1 <= least <= most:
+            raise BatchPlanError(f"scale_batch is ({least}, {most}), but it must be (least, most) samples, from 1 up")

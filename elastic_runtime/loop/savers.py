@@ -1,0 +1,69 @@
+"""By whom a training is saved: whole, by rank 0; or in shards, by every worker its own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_runtime.process.preemption import AtRest
+    from elastic_runtime.process.reporting import Reporter
+    from elastic_runtime.reduction.step_modes import Mode
+    from elastic_runtime.sharded.sharding import Sharding
+    from elastic_runtime.state.checkpoint_schedule import Keeper
+    from elastic_runtime.state.random_streams import RandomStreams
+    from elastic_runtime.state.training_state import TrainingState
+
+
+class Saving:
+    """`sharding`: where the state is held in shards. `leader`: whether this worker is rank 0."""
+
+    sharding: Sharding | None = None
+
+    def __init__(self, keeper: Keeper, streams: RandomStreams, reporter: Reporter) -> None:
+        self._keeper, self._streams, self._reporter = keeper, streams, reporter
+
+    def load(self, state: TrainingState) -> bool:
+        """Go on from the newest whole checkpoint, if there is one."""
+        found = self._keeper.load()
+        if found is None:
+            return False
+        state.load(found[1])
+        self._streams.load(found[1]["streams"])
+        self._reporter.line("restored", step=found[0])
+        return True
+
+    def if_due(self, state: TrainingState, *, leader: bool) -> None:
+        """Now and then, between two steps, beside the training."""
+        if self.sharding:
+            self.sharding.save_if_agreed()
+        elif leader:
+            self._keeper.save_if_due(state.position.step, partial(self._capture, state))
+
+    def now(self, state: TrainingState) -> None:
+        """Before this returns."""
+        if self.sharding:
+            self.sharding.save_now()
+        else:
+            self._keeper.save_now(state.position.step, partial(self._capture, state))
+
+    def in_time(self, state: TrainingState, mode: Mode, at_rest: AtRest, *, leader: bool) -> bool:
+        """From another thread: rank 0 saves the state of the beginning of a step that takes long. Whether that is all.
+
+        In shards everybody does, and stays ready to do so in the next step: others may be in that one already.
+        """
+        if self.sharding and self.sharding.keeper.directory:
+            self.sharding.save_in_time(mode.rewound, at_rest.use)
+            return False
+        if self.sharding or not leader:
+            return True
+        return self._keeper.save_soon(state.position.step, lambda: mode.rewound(self._capture(state)), at_rest.use)
+
+    def settle(self) -> None:
+        """Return when nothing is being written any more."""
+        self._keeper.settle()
+        if self.sharding:
+            self.sharding.keeper.settle()
+
+    def _capture(self, state: TrainingState) -> dict[str, Any]:
+        return {**state.capture(), "streams": self._streams.capture()}

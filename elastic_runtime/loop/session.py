@@ -1,0 +1,365 @@
+"""What one iteration of the loop means.
+
+An iteration is one micro-batch of this worker. Between two iterations, where the loader is asked for the next batch,
+lies the only place where the membership changes by agreement; where the gradients are summed, the only one where a
+loss is noticed. Everything else in a loop is the script's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.loop.synchronized_calls import Rounds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from elastic_runtime.data.loader import ElasticLoader
+    from elastic_runtime.loop.member import Member
+    from elastic_runtime.loop.step import BackwardOptions, GlobalStep
+    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.plan.position import Position
+    from elastic_runtime.process.device_memory import MemoryFollower
+    from elastic_runtime.reduction.step_modes import Clipping, Mode
+    from elastic_runtime.state.training_state import TrainingState
+
+
+class Watch(Protocol):
+    """Looks at a loop's first iterations for what would be wrong on several workers."""
+
+    def begin(self, samples: int) -> None:
+        """Another iteration begins, over so many samples. What is found raises LoopError where it happens."""
+
+    def end(self) -> None:
+        """Look no more."""
+
+
+class Session:
+    """The loop of one training: counts micro-batches into steps, repeats a failed step, switches between steps."""
+
+    loader: ElasticLoader  # set once it is made: the two need each other
+    warm_up: Callable[[Any], torch.Tensor] | None = None  # from a batch to its loss
+
+    def __init__(
+        self, state: TrainingState, member: Member, mode: Mode, memory: MemoryFollower, step: GlobalStep
+    ) -> None:
+        self._state, self._member, self._mode, self._memory, self._step = state, member, mode, memory, step
+        self._total_steps: int | None = None
+        self.last_step: int | None = None
+        self.started = self.finished = False
+        self._released = False
+        self._catching_up = False  # another's state is ahead of this worker's place in the loop
+        self._counted = self._moved = False  # in this iteration: its step, early; the membership
+        self.watches: list[Watch] = []
+        self.rounds = Rounds(state, member, self._recover_between_steps)
+
+    @property
+    def position(self) -> Position:
+        """Where the training stands."""
+        return self._state.position
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(rank, world size)."""
+        return self._member.place
+
+    @property
+    def training(self) -> bool:
+        """Whether model and optimizers are the job's: from the loop's beginning to the training's end."""
+        return self.started and not self._released
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker was told to go."""
+        return self._member.leaving
+
+    @property
+    def applied(self) -> bool:
+        """Whether this iteration completes a global step."""
+        return self._step.complete
+
+    @property
+    def reached(self) -> Position:
+        """Where the training stands once this iteration is over."""
+        micro = self._step.micro
+        ahead = micro is not None and self._step.complete and not self._counted
+        return self.position.after_step(micro.step_samples) if micro and ahead else self.position
+
+    @property
+    def steps_before(self) -> int:
+        """Global steps applied before this iteration; outside of one, so far."""
+        return self.position.step - self._counted
+
+    def may_act(self) -> bool:
+        """Whether optimizer, scheduler and scaler act now: outside an iteration, and where a step is complete."""
+        if self._released:
+            return True
+        if self._step.micro is None:
+            self._member.at_rest.end()
+        return not self._catching_up and (self._step.micro is None or self._step.acts)
+
+    def may_step(self) -> bool:
+        """Whether an optimizer acts now; it is about to, if so. LoopError within a backward pass."""
+        if self._step.backpropagating:
+            raise LoopError(
+                "optimizer.step() was called within job.backward, by a hook, where the gradients are those of this "
+                "worker only; call it after job.backward, for all parameters"
+            )
+        may = self.may_act()
+        if may:
+            self._step.note_acting()
+        else:
+            self._step.note_asked()
+        return may
+
+    def may_scale(self) -> bool:
+        """Whether a GradScaler acts now; it may leave the optimizer's step out, which is its business."""
+        may = self.may_act()
+        if may:
+            self._step.note_skipping()
+        return may
+
+    # Epochs
+
+    def start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
+        """The training begins, here or where others are; or goes on, after it had finished.
+
+        LoopError where the coordinator was told that it is over.
+        """
+        if self.finished and self._member.coordinated:
+            raise LoopError("the job's training has finished; what comes after it needs a job of its own")
+        self.finished = self._released = False
+        self._mode.reducer.attach()
+        self._member.check_state(self._state)
+        self._total_steps, self.last_step = total_steps, last_step
+        if self._member.coordinated and not self.started:
+            self.loader.start_processes()
+            self._state.sample_stamp = self.loader.sample_stamp()
+            self._warm_up()
+        self.started = True
+        self._member.join(self._state, self._mode)
+        self._memory.follow()
+
+    def _warm_up(self) -> None:
+        """A step whose gradients are dropped: what the first one takes longer is nobody's wait."""
+        batch = self.loader.sample() if self.warm_up else None
+        if self.warm_up is None or batch is None:
+            return
+        self._mode.remember()
+        self._mode.reducer.release()
+        try:
+            self.warm_up(batch).backward()  # type: ignore[no-untyped-call]
+        finally:
+            for _, parameter in self._state.parameters():
+                parameter.grad = None
+            self._mode.reducer.attach()
+            self._mode.restore()
+
+    def enter_epoch(self) -> None:
+        """The loop begins to iterate, perhaps in the middle of an epoch. LoopError outside `job.epochs`."""
+        if not self.started:
+            raise LoopError(
+                "the prepared loader is iterated outside job.epochs(...); write: for epoch in job.epochs(N)"
+            )
+        self.break_off()
+        self._catching_up, self._step.first = False, True
+        self._change_membership()
+        self._remember()
+
+    def leave_epoch(self, epoch: int) -> None:
+        """The script is done with an epoch, unless others already are further."""
+        self.break_off()
+        if self.position.epoch == epoch:
+            self._state.position = self.position.after_epoch()
+
+    def finish(self) -> None:
+        """All epochs are done: wait for the others, so that whoever is a step behind finds a state to go on from."""
+        self._catching_up = False
+        step = self.position.step
+        while not self._member.all_here(self._state):
+            self._member.recover(self._state, None)
+            if self.position.step < step:
+                return  # a shard was lost, and the steps since the checkpoint are to be trained again
+        self._tell_progress(force=True)
+        self._end()
+
+    def finish_early(self) -> None:
+        """The process ends well after the loop was left by `break`: the training is over where it stands."""
+        if self.started and not self.finished:
+            self.break_off()
+            self._end()
+
+    def release(self) -> None:
+        """Leave model, optimizers and schedulers to the script, or to another job."""
+        self._released = True
+        for watch in self.watches:
+            watch.end()
+        self._mode.reducer.release()
+
+    def owns(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether one of these is trained here."""
+        own = {id(parameter) for _, parameter in self._state.parameters()}
+        return any(id(parameter) in own for parameter in parameters)
+
+    def _end(self) -> None:
+        self.finished = True
+        self.release()
+        self._member.at_rest.end()
+        self._member.finish(self.position.step)
+
+    # Iterations
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """The loop gets this micro-batch next."""
+        for watch in self.watches:
+            watch.begin(micro_batch.size)
+        self._step.begin(micro_batch, self.loader.stamp)
+        self._counted = self._catching_up = False
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool
+    ) -> None:
+        """See `Job.backward`."""
+        try:
+            self._step.backward(loss, weight, reduction, options, more=more)
+        except CollectiveError as error:
+            self._repeat_step(error)
+
+    def skip(self) -> None:
+        """See `Job.skip`."""
+        try:
+            self._step.skip()
+        except CollectiveError as error:
+            self._repeat_step(error)
+
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """See `Job.clip_grad_norm_`."""
+        try:
+            return self._step.clip_grad_norm_(parameters, clipping)
+        except CollectiveError as error:
+            self._repeat_step(error)
+        return torch.tensor(0.0)
+
+    def out_of_memory(self, error: BaseException | None) -> bool:
+        """Whether the iteration did not fit, and is going to be repeated in halves."""
+        try:
+            return self._step.out_of_memory(error)
+        except CollectiveError as others:
+            self._repeat_step(others)
+        return True
+
+    def end(self) -> bool:
+        """The loop is done with an iteration; False where what follows is to be planned anew."""
+        step = self._step
+        micro, step.micro = step.micro, None
+        counted, self._counted = self._counted, False
+        changed, self._moved = self._moved, False
+        if step.repeat:
+            step.repeat, step.first = False, True
+            step.clear()
+            return False
+        step.check_ended()
+        if not counted:
+            if micro is None or not micro.last:
+                return True
+            self._count(micro)
+        self._member.save_if_due(self._state)
+        if not self.loader.has_more(self.position):
+            self._remember()
+            return True  # a joiner should begin with a whole epoch: the switch waits for it
+        changed |= self._memory.follow()
+        changed |= self._change_membership()
+        self._remember()
+        return not changed
+
+    def pause(self) -> None:
+        """Work beside the training comes next: an iteration that completed a step counts from here on.
+
+        LoopError in one that did not, and before its optimizer stepped: workers would not be at the same state.
+        """
+        if not self.started:
+            raise LoopError("job.repeat comes after the training has begun; call it within job.epochs(...)")
+        micro, self._catching_up = self._step.micro, False
+        if micro is None:
+            return
+        if not self._step.settled:
+            raise LoopError("job.repeat within a step: call it where job.applied, after optimizer.step()")
+        self._step.micro = None
+        if self._counted:
+            self._step.count()
+        else:
+            self._counted = True
+            self._count(micro)
+
+    def _recover_between_steps(self, error: CollectiveError) -> None:
+        self._step.agreed = None
+        self._recover(error)
+        self._moved = True
+
+    def break_off(self, iteration: MicroBatch | None = None) -> None:
+        """The loop was left within an iteration (this one: a generator may be closed long after). A step counts where
+        it was complete; else what was computed of it is dropped, and trained when the loop is entered again.
+        """
+        step, micro = self._step, self._step.micro
+        if micro is not None and iteration is not None and iteration is not micro:
+            return
+        counted, self._counted = self._counted, False
+        if micro is None:
+            return
+        step.micro = None
+        if step.complete and not counted:
+            self._count(micro)
+        elif step.begun:
+            step.forget()
+        if step.repeat:
+            step.clear()
+            step.repeat = False
+
+    def _count(self, micro: MicroBatch) -> None:
+        """A step is over."""
+        self._step.count()
+        self._state.position = self.position.after_step(micro.step_samples)
+        self._tell_progress()
+
+    def _repeat_step(self, error: CollectiveError) -> None:
+        """Back to the step's beginning, and on with whoever is left."""
+        self._step.forget()
+        self._step.agreed, self._state.awaited = None, False
+        self._recover(error)
+        if self._state.awaited:
+            self._step.take_over()
+            self._counted = self._moved = self._catching_up = True
+        else:
+            self._step.show_zeros()
+        self._remember()
+
+    def _recover(self, error: CollectiveError | None) -> None:
+        epoch = self.position.epoch
+        self._member.at_rest.end()
+        self._member.recover(self._state, error)
+        self._catching_up = self.position.epoch != epoch
+        self._tell_progress(force=True)
+
+    def _change_membership(self) -> bool:
+        """Between two steps: make the switch that was agreed on, or the one that a loss calls for."""
+        agreed, self._step.agreed = self._step.agreed, None
+        self._member.leave_if_told(self._state)
+        if self._member.must_recover:
+            self._recover(None)
+            return True
+        if agreed:
+            self._member.switch_to(agreed, self._state)
+            self._tell_progress(force=True)
+            return True
+        return False
+
+    def _remember(self) -> None:
+        """What the next step begins with."""
+        self._mode.remember()
+        self._member.at_rest.begin()
+
+    def _tell_progress(self, *, force: bool = False) -> None:
+        self._member.tell_progress(self.position, self._total_steps, force=force)

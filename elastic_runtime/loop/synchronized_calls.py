@@ -1,0 +1,87 @@
+"""Work of the script's own that all workers do together, such as an evaluation: done again where one is lost meanwhile.
+
+A round is over where all have done it, which a barrier tells. Whoever passed the barrier may have gone on when others
+hear of a loss; so the number of rounds that are over travels with the state in the next generation's exchange, and who
+is behind knows that its own result counts: nobody passes the barrier before all have come to it.
+
+And whoever begins one may have applied a step that another one has not, whose sums were lost with a worker: that one
+takes over the state of a round that it has not begun, and runs the script on to it without applying anything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from elastic_runtime.errors import CollectiveError
+from elastic_runtime.state.packing import pack, unpack
+from elastic_runtime.state.transfer import gather_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from elastic_runtime.loop.member import Member
+    from elastic_runtime.state.training_state import TrainingState
+
+Result = TypeVar("Result")
+_LIBRARIES = ("gloo", "nccl")
+_OWN_COLLECTIVE = (
+    "within job.repeat a lost worker breaks off every collective, and only job.all_reduce and job.all_gather are done "
+    "again: use them in place of torch.distributed (a metric of torchmetrics: give it a dist_sync_fn, as "
+    "docs/elastic_runtime.md shows)"
+)
+
+
+class Rounds:
+    """`recover(error)` goes on with whoever is left."""
+
+    def __init__(self, state: TrainingState, member: Member, recover: Callable[[CollectiveError], None]) -> None:
+        self._state, self._member, self._recover = state, member, recover
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """What `work` returned, once all have done it with the same peers."""
+        self._state.in_round = True
+        try:
+            return self._run(work)
+        finally:
+            self._state.in_round = False
+
+    def _run(self, work: Callable[[], Result]) -> Result:
+        number = self._state.rounds
+        while True:
+            try:
+                self._member.check()
+                result = work()
+            except CollectiveError as error:
+                self._recover(error)
+                continue
+            except RuntimeError as error:
+                if any(library in str(error).lower() for library in _LIBRARIES):
+                    error.add_note(_OWN_COLLECTIVE)
+                raise
+            try:
+                self._member.meet()
+            except CollectiveError as error:
+                self._recover(error)
+                if self._state.rounds == number:
+                    continue
+            self._state.rounds = number + 1
+            return result
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum in place over all workers. CollectiveError where one is lost."""
+        group = self._member.group
+        if group is not None and group.size > 1:
+            self._member.check()
+            group.wait([group.all_reduce(tensor)])
+        return tensor
+
+    def all_gather(self, value: Result) -> list[Result]:
+        """Each worker's `value`, by rank. CollectiveError where one is lost."""
+        group = self._member.group
+        if group is None or group.size == 1:
+            skeleton, tensors = pack(value)
+            return [unpack(skeleton, [tensor.cpu().clone() for tensor in tensors])]
+        self._member.check()
+        return gather_values(group, value)

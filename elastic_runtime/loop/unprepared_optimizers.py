@@ -1,0 +1,53 @@
+"""Optimizers that a script forgot to give to `prepare`.
+
+Such a one would act on each worker by itself: its state reaches no joiner and no checkpoint, and where a hook calls it
+within the backward pass its gradients are those of this worker's samples only. It is noticed when it steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from elastic_runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from elastic_runtime.loop.session import Session
+
+
+def watch_for_strangers(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Until the session is gone: UsageError where an optimizer that is none of these steps its parameters in the loop.
+
+    Unless one of these calls it: an optimizer may be made of others.
+    """
+    known, watched = weakref.WeakSet(optimizers), weakref.ref(session)
+    inside: list[int] = []
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer in known:
+            inside.append(id(optimizer))
+        elif not inside:
+            _check(optimizer, watched())
+
+    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer in known:
+            inside.clear()
+
+    for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+        weakref.finalize(session, handle.remove)
+
+
+def _check(optimizer: torch.optim.Optimizer, session: Session | None) -> None:
+    if session is None or not session.training:
+        return
+    if session.owns(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            f"{type(optimizer).__name__} steps parameters of the job's model, but was not given to prepare: each "
+            "worker would train them by itself; give it all of them, as a list: prepare(model, [first, second], loader)"
+        )

@@ -1,0 +1,217 @@
+"""The connection to the coordinator: events out, orders in, over one HTTP request that stays open.
+
+The loop never waits for it. A reader thread connects, reads orders and connects again with growing pauses; a writer
+thread sends what was said, and a sign of life each second. After a reconnection nothing old is repeated: `standing()`
+says what is true now. While the coordinator is away, training goes on at its size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import socket
+import threading
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from elastic_runtime.errors import CoordinatorError, ElasticError
+from elastic_runtime.membership.orders import Order
+
+if TYPE_CHECKING:
+    import http.client
+    from collections.abc import Callable
+
+    from elastic_runtime.membership.environment import Environment
+
+    Event = dict[str, Any]
+
+HEARTBEAT_S = 1.0
+SILENCE_S = 10.0
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+"""A worker whose peers are back has 2 s to be back as well (`Limits.failure_s`)."""
+WARN_AFTER_S = 10.0
+REFUSED_S = 300.0
+"""A token that was accepted once may be refused for so long: the files of a pod follow a Secret within minutes."""
+
+_LAST_CHUNK = b"0\r\n\r\n"
+
+_log = logging.getLogger("elastic_runtime")
+
+
+class Coordinator:
+    """This worker's end of its connection. `on_order` is called in the reader's thread, and must return soon."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        on_order: Callable[[Order], None],
+        standing: Callable[[], list[Event]],
+        on_refused: Callable[[ElasticError], None],
+    ) -> None:
+        self._environment = environment
+        self._on_order, self._standing, self._on_refused = on_order, standing, on_refused
+        self._incarnation = uuid.uuid4().hex
+        self._outbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._connection: http.client.HTTPConnection | None = None
+        self._greeting = threading.Lock()  # what is said during the greeting follows it, and is not dropped
+        self._away = Away()
+        self._accepted_at: float | None = None
+        self._parted = False  # goodbye was said on this connection
+        self._closing = threading.Event()
+        self._ended = threading.Event()
+        self._reader = threading.Thread(target=self._read, name="elastic-orders", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="elastic-events", daemon=True)
+
+    @property
+    def worker(self) -> str:
+        """This worker's id."""
+        return self._environment.worker_id
+
+    def start(self) -> None:
+        """Connect, and stay connected."""
+        self._reader.start()
+        self._writer.start()
+
+    def say(self, event: str, **fields: object) -> None:
+        """Send an event soon; lost where the coordinator is away (see `standing`)."""
+        self._outbox.put({"event": event, "worker": self.worker, **fields})
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Say goodbye, and wait until the coordinator has read everything before it; it may come back meanwhile."""
+        if self._closing.is_set() or not self._reader.is_alive():
+            return
+        self._closing.set()
+        self._outbox.put(None)
+        self._ended.wait(timeout_s)
+        self._ended.set()
+        self._drop()
+
+    # The reader's thread
+
+    def _read(self) -> None:
+        pause = FIRST_PAUSE_S
+        try:
+            while not self._ended.is_set():
+                try:
+                    for line in self._connected():
+                        pause = FIRST_PAUSE_S
+                        self._away.end()
+                        self._accepted_at = time.monotonic()
+                        if line.strip():
+                            self._on_order(Order.parse(json.loads(line)))
+                    if self._parted:
+                        return
+                    self._away.note("it closed the connection")
+                except CoordinatorError as refusal:
+                    self._on_refused(refusal)
+                    return
+                except Exception as error:  # noqa: BLE001  (whatever answers there may answer anything)
+                    self._away.note(f"{type(error).__name__}: {error}")
+                self._drop()
+                (self._ended if self._closing.is_set() else self._closing).wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+        finally:
+            self._ended.set()
+
+    def _connected(self) -> http.client.HTTPResponse:
+        connection, path = self._environment.connect(SILENCE_S)
+        connection.connect()
+        connection.putrequest("POST", f"{path}/workers/{self.worker}?incarnation={self._incarnation}")
+        connection.putheader("Authorization", f"Bearer {self._environment.token()}")
+        connection.putheader("Transfer-Encoding", "chunked")
+        connection.endheaders()
+        with self._greeting:
+            self._forget_outbox()
+            parting = self._closing.is_set()
+            said = [_chunk(event) for event in self._standing()]
+            connection.sock.sendall(b"".join([*said, *([_LAST_CHUNK] if parting else [])]))
+            self._connection, self._parted = connection, parting
+        response = connection.getresponse()
+        if response.status == 401 and self._accepted_lately():
+            raise OSError(f"the coordinator answered {_message(response)}")
+        if response.status in {401, 404, 409}:
+            raise CoordinatorError(f"worker {self.worker!r}: the coordinator answered {_message(response)}")
+        if response.status != 200:
+            raise OSError(f"the coordinator answered {response.status}")
+        return response
+
+    def _accepted_lately(self) -> bool:
+        return self._accepted_at is not None and time.monotonic() - self._accepted_at < REFUSED_S
+
+    def _forget_outbox(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._outbox.get_nowait()
+
+    # The writer's thread
+
+    def _write(self) -> None:
+        while not self._ended.is_set():
+            try:
+                event = self._outbox.get(timeout=HEARTBEAT_S)
+            except queue.Empty:
+                event = {"event": "WorkerHeard", "worker": self.worker}
+            with self._greeting:
+                connection, parted = self._connection, self._parted
+                self._parted = parted or event is None
+            if connection is None or connection.sock is None or parted:
+                continue
+            try:
+                connection.sock.sendall(_LAST_CHUNK if event is None else _chunk(event))
+            except OSError:
+                self._drop()
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+            connection.close()
+
+
+class Away:
+    """How long the coordinator has been away: said once, when it is long, and when it is there again."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._since: float | None = None
+        self._said = False
+        self.why = ""
+
+    def note(self, why: str) -> None:
+        """It could not be reached, or what it said could not be read."""
+        self.why = why
+        _log.debug("the coordinator is away: %s", why)
+        if self._since is None:
+            self._since = self._now_s()
+        if not self._said and self._now_s() - self._since >= WARN_AFTER_S:
+            self._said = True
+            _log.warning(
+                "the coordinator has been away for %.0f s (%s); a worker that trains goes on at its size, one that "
+                "begins or has lost a peer waits for it",
+                self._now_s() - self._since,
+                why,
+            )
+
+    def end(self) -> None:
+        """It answers."""
+        if self._said:
+            _log.warning("the coordinator is there again")
+        self._since, self._said = None, False
+
+
+def _chunk(event: Event) -> bytes:
+    line = json.dumps(event).encode() + b"\n"
+    return b"%x\r\n%s\r\n" % (len(line), line)
+
+
+def _message(response: http.client.HTTPResponse) -> str:
+    body = response.read()
+    try:
+        return f"{response.status}: {json.loads(body)['error']['message']}"
+    except (ValueError, LookupError, TypeError):
+        return f"{response.status}: {body[:200]!r}"

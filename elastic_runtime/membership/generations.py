@@ -1,0 +1,212 @@
+"""Which generation this worker is in, and the next ones being built in the background.
+
+The orders' thread writes, the loop reads; one lock between them. The loop never waits here while it trains, only where
+it has nothing to do: before the first generation and after a loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elastic_runtime.membership.orders import Order
+from elastic_runtime.membership.pair_authentication import check_users, listening_ports, prove
+from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group, Interrupt
+from elastic_runtime.torch_internals import build_group, build_second_connections
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_runtime.errors import ElasticError
+    from elastic_runtime.membership.rendezvous_store import CoordinatorStore
+
+CLOSE_AFTER_S = 0.5
+"""The first steps of the new size are not to share their cores with the end of the old one."""
+
+_log = logging.getLogger("elastic_runtime")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One membership as this worker sees it; `group` is None where it has no part in it, or is alone."""
+
+    number: int
+    members: tuple[str, ...]
+    group: Group | None
+    prepare_ms: float = 0.0
+    """How long connecting its members took, in the background."""
+
+    def includes(self, worker: str) -> bool:
+        """Whether the worker is in it."""
+        return worker in self.members
+
+
+@dataclass(frozen=True)
+class Secret:
+    """`key()` is the job's; `local`: all of its workers are processes of this machine and of this user."""
+
+    key: Callable[[], bytes] = lambda: b""
+    local: bool = False
+
+
+ALONE = Generation(0, ("local",), None)
+
+
+class Generations:
+    """Turns orders into built groups.
+
+    `make_store(number)` gives the rendezvous space of a generation, `say(event, **fields)` reaches the coordinator,
+    `secret` is what peers have in common.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        make_store: Callable[[int], CoordinatorStore],
+        say: Callable[..., None],
+        backend: Callable[[], str],
+        secret: Secret | None = None,
+    ) -> None:
+        self.worker = worker
+        self._secret = secret or Secret()
+        self.interrupt = Interrupt()
+        self.adopted: Generation | None = None
+        self._make_store, self._say, self._backend = make_store, say, backend
+        self._order = Order("Stay")
+        self._entering = 0
+        self._building: set[int] = set()
+        self._built: dict[int, Generation] = {}
+        self._refused: ElasticError | None = None
+        self._changed = threading.Condition()
+
+    # The orders' thread
+
+    def on_order(self, order: Order) -> None:
+        """A new order stands, unless it is of a generation before the one that is known of."""
+        with self._changed:
+            current = self.adopted.number if self.adopted else 0
+            if order.kind in {"Propose", "Recover"} and order.generation < max(current, self._order.generation):
+                return  # numbers only grow: it was overtaken
+            if self._withdraws(order):
+                self.interrupt.set()
+            self._order = order
+            if order.kind == "Release" or (order.kind == "Recover" and order.generation > current):
+                self.interrupt.set()
+            if order.kind in {"Propose", "Recover"} and order.generation > current:
+                self._start_building(order)
+            self._drop_outdated()
+            self._changed.notify_all()
+
+    def on_refused(self, error: ElasticError) -> None:
+        """The coordinator does not want this process at all."""
+        with self._changed:
+            self._refused = error
+            self.interrupt.set()
+            self._changed.notify_all()
+
+    def _withdraws(self, order: Order) -> bool:
+        """A joiner waits inside a generation; does this order mean that nobody else will come there?
+
+        The others may be faster: they are in it already, and the next one may be proposed.
+        """
+        if self.adopted is not None or not self._entering:
+            return False
+        return self._entering not in {order.generation, order.base}
+
+    def _start_building(self, order: Order) -> None:
+        number = order.generation
+        if number in self._building or number in self._built:
+            return
+        if self.worker not in order.members:
+            self._built[number] = Generation(number, order.members, None)
+            return
+        self._building.add(number)
+        threading.Thread(target=self._build, args=(order,), name=f"elastic-build-{number}", daemon=True).start()
+
+    def _build(self, order: Order) -> None:
+        rank, size = order.members.index(self.worker), len(order.members)
+        began = time.perf_counter()
+        try:
+            store = self._make_store(order.generation)
+            name = f"elastic-{order.generation}"
+            before = listening_ports() if self._secret.local else set()
+            group = build_group(store, rank, size, name, self._backend(), COLLECTIVE_TIMEOUT)
+            second = build_second_connections(store, rank, size, COLLECTIVE_TIMEOUT)
+            prove((group, second), rank, size, order.generation, self._secret.key())
+            if self._secret.local:
+                check_users(before)
+        except Exception as error:  # noqa: BLE001  (a build that ended in silence would be waited for for ever)
+            _log.debug("generation %d could not be built: %s", order.generation, error)
+            with self._changed:
+                self._building.discard(order.generation)
+            self._say("PreparationFailed", generation=order.generation, why=str(error)[:500])
+            return
+        with self._changed:
+            self._building.discard(order.generation)
+            connected = Group(group, rank, size, self.interrupt, second, store=store)
+            took_ms = (time.perf_counter() - began) * 1e3
+            self._built[order.generation] = Generation(order.generation, order.members, connected, took_ms)
+            self._drop_outdated()
+            self._changed.notify_all()
+        self._say("GenerationPrepared", generation=order.generation)
+
+    def _drop_outdated(self) -> None:
+        """Close what was built and is older than what is in force. A withdrawn one may have been voted for: kept."""
+        current = self.adopted.number if self.adopted else 0
+        for number in [n for n in self._built if n < current]:
+            generation = self._built.pop(number)
+            if generation.group:
+                generation.group.close_soon()
+
+    # The loop
+
+    def vote(self) -> Generation | None:
+        """The generation that this worker is prepared to switch to at the end of this step."""
+        with self._changed:
+            order, adopted = self._order, self.adopted
+            if order.kind != "Propose" or adopted is None or order.base != adopted.number:
+                return None
+            return self._built.get(order.generation)
+
+    def adopt(self, generation: Generation) -> None:
+        """The switch is made."""
+        with self._changed:
+            previous, self.adopted = self.adopted, generation
+            self._built.pop(generation.number, None)
+            if not (self._order.kind in {"Recover", "Release"} and self._order.generation != generation.number):
+                self.interrupt.clear()
+            self._drop_outdated()
+        if previous and previous.group:
+            previous.group.close_soon(CLOSE_AFTER_S)
+
+    def wait_for_next(self, after: int) -> Generation | None:
+        """The generation that this worker is to adopt at once, newer than `after`; None: it is to leave.
+
+        Raises CoordinatorError where the coordinator refused this process.
+        """
+        with self._changed:
+            while True:
+                if self._refused:
+                    raise self._refused
+                if self._order.kind == "Release":
+                    return None
+                ready = self._built.get(self._order.generation)
+                may_adopt = self._order.kind == "Recover" or (self._order.kind == "Propose" and self.adopted is None)
+                if ready and may_adopt and ready.number > after:
+                    self.interrupt.clear()
+                    self._entering = ready.number
+                    return ready
+                self._changed.wait()
+
+    def wait_for_release(self, timeout_s: float) -> None:
+        """Keep connections open until nobody needs them, or long enough."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._order.kind == "Release", timeout_s)
+
+    @property
+    def must_recover(self) -> bool:
+        """Whether the generation in force has been ended from outside."""
+        return self.interrupt.is_set

@@ -1,0 +1,243 @@
+"""One generation's process group, behind the few operations that the runtime needs.
+
+Every wait ends early once the `Interrupt` is set: a collective whose peer is alive but no longer takes part would
+otherwise wait for minutes. What was in flight is then abandoned, with its buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from elastic_runtime.errors import CollectiveError
+from elastic_runtime.membership.pickled_objects import Exchange
+from elastic_runtime.torch_internals import drop_group, make_default
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from elastic_runtime.membership.rendezvous_store import CoordinatorStore
+
+POLL = timedelta(milliseconds=10)
+LOOK_EVERY_S = 0.0002
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Far above any honest wait (a peer that evaluates); silent peers are the coordinator's to find."""
+
+
+class Pending(Protocol):
+    """A collective in flight."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Until it is done, or the time is over. Raises RuntimeError where it failed."""
+
+    def is_completed(self) -> bool:
+        """Whether it is done, well or not."""
+
+
+class Interrupt:
+    """Set by the orders' thread when what the loop waits for will not come."""
+
+    def __init__(self) -> None:
+        self._set = threading.Event()
+
+    def set(self) -> None:
+        """End the waits."""
+        self._set.set()
+
+    def clear(self) -> None:
+        """It was noticed."""
+        self._set.clear()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether waits end."""
+        return self._set.is_set()
+
+
+class Group:
+    """The members of one generation, connected. `rank` and `size` are those of `torch.distributed` once published.
+
+    `second`: further connections between the same members, which share what is sent from one to another: a single TCP
+    stream moves about half of what two do. `polls`: how its works are waited for, by default by whether there is CUDA:
+    NCCL takes a wait with a time limit for the operation's own, and aborts the communicator when it is over.
+    `store`: the generation's at the coordinator, for what must not be read from a peer.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        size: int,
+        interrupt: Interrupt,
+        second: dist.ProcessGroup | None = None,
+        *,
+        polls: bool | None = None,
+        store: CoordinatorStore | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._exchange = Exchange(store, rank)
+        self._group, self._interrupt = group, interrupt
+        self._lanes = (group, second or group)
+        self._polls = torch.cuda.is_available() if polls is None else polls
+
+    def leave(self, content: bytes, to: int | None) -> str:
+        """Leave bytes with the coordinator for one rank (None: for all); returns where. StateError, CollectiveError."""
+        return self._exchange.leave(content, to)
+
+    def fetch(self, name: object) -> bytes:
+        """Return what another rank has left there. CollectiveError where it is not there or not whole."""
+        return self._exchange.fetch(name)
+
+    def publish(self) -> None:
+        """Make it torch's default group."""
+        make_default(self._group)
+
+    def close_soon(self, after_s: float = 0.0) -> None:
+        """Close it in the background, where it costs some tens of milliseconds of a core."""
+        timer = threading.Timer(after_s, self._close)
+        timer.name, timer.daemon = "elastic-close", True
+        timer.start()
+
+    def _close(self) -> None:
+        group, second = self._lanes
+        drop_group(group)
+        if second is not group:
+            second.shutdown()
+
+    def __del__(self) -> None:
+        """In a thread of its own: gloo's destructor waits for what is under way to a peer, which may be stopped."""
+        held = list(self.__dict__.pop("_lanes", ()))
+        self.__dict__.pop("_group", None)
+        if not held or sys.is_finalizing():
+            return
+        with contextlib.suppress(RuntimeError):  # no thread can be started any more: the process is about to end
+            threading.Thread(target=held.clear, name="elastic-drop", daemon=True).start()
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Start summing in place."""
+        with _lost_peers_reported():
+            return self._group.allreduce([tensor])
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_parts: list[int], sent_parts: list[int]
+    ) -> Pending:
+        """Start to send part r of `sent` to rank r, and to receive its part for this rank; lengths in elements."""
+        with _lost_peers_reported():
+            return self._group.alltoall_base(received, sent, received_parts, sent_parts)
+
+    def gather_parts(self, whole: torch.Tensor) -> list[Pending]:
+        """Start to gather equal parts in place: part r of `whole` is rank r's.
+
+        By one broadcast for each rank: gloo's all-gather collects into fresh memory and copies from there.
+        """
+        parts = whole.view(self.size, -1)
+        with _lost_peers_reported():
+            return [self._group.broadcast(parts[rank], rank) for rank in range(self.size)]
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One row for each rank."""
+        rows = [torch.empty_like(tensor) for _ in range(self.size)]
+        with _lost_peers_reported():
+            self.wait([self._group.allgather([rows], [tensor])])
+        return torch.stack(rows)
+
+    def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Equal parts of all ranks, in order, as one flat tensor. `part` may lie in `whole` already."""
+        with _lost_peers_reported():
+            self.wait([self._group._allgather_base(whole, part)])  # noqa: SLF001  (torch's own name for it)
+
+    def reduce_scatter_into(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """This rank's part of the sum of all ranks' `whole`, a flat tensor of equal parts."""
+        with _lost_peers_reported():
+            self.wait([self._group._reduce_scatter_base(part, whole, dist.ReduceScatterOptions())])  # noqa: SLF001
+
+    def mesh(self, device: str, name: str) -> DeviceMesh:
+        """The one-dimensional mesh of its ranks, once it is published. No two may have one name: torch keeps what it
+        has learned about tensors of one mesh for every equal one.
+        """
+        return DeviceMesh.from_group(self._group, device, mesh_dim_names=(name,))
+
+    def barrier(self) -> None:
+        """Until all are here."""
+        with _lost_peers_reported():
+            self.wait([self._group.allreduce([torch.zeros(1)])])
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, *, last: torch.Tensor) -> None:
+        """Send tensors one after another; then `last`, unless the caller was called away in the meantime."""
+
+        def start(called_away: threading.Event) -> Iterator[dist.Work]:
+            works = [self._lanes[tag % 2].send([tensor], to, tag) for tag, tensor in enumerate(tensors)]
+            yield from works
+            if not called_away.is_set():
+                yield self._lanes[len(works) % 2].send([last], to, len(works))
+
+        self._in_thread(start)
+
+    def receive(self, tensors: Sequence[torch.Tensor], source: int, *, first: int = 0) -> None:
+        """Receive into tensors of the same shapes, from the message number `first` on."""
+        self._in_thread(lambda _: [self._lanes[tag % 2].recv([t], source, tag) for tag, t in enumerate(tensors, first)])
+
+    def wait(self, works: Sequence[Pending]) -> None:
+        """Until all are done. CollectiveError where one failed, or none will."""
+        with _lost_peers_reported():
+            for work in works:
+                while not self._done(work):
+                    if self._interrupt.is_set:
+                        raise CollectiveError("the coordinator ended this generation")
+
+    def _in_thread(self, start: Callable[[threading.Event], Iterable[dist.Work]]) -> None:
+        """Wait in a thread of its own: gloo closes the connection where a send or receive is waited for in turns."""
+        ended, called_away = threading.Event(), threading.Event()
+        errors: list[BaseException] = []
+
+        def transfer() -> None:
+            try:
+                for work in start(called_away):
+                    work.wait()
+            except BaseException as error:  # noqa: BLE001  (raised in the loop's thread)
+                errors.append(error)
+            finally:
+                ended.set()
+
+        threading.Thread(target=transfer, name="elastic-transfer", daemon=True).start()
+        while not ended.wait(POLL.total_seconds()):
+            if self._interrupt.is_set:
+                called_away.set()
+                raise CollectiveError("the coordinator ended this generation")
+        with _lost_peers_reported():
+            for error in errors:
+                raise error
+
+    def _done(self, work: Pending) -> bool:
+        if self._polls:
+            if not work.is_completed():
+                time.sleep(LOOK_EVERY_S)
+                return False
+            work.wait()
+            return True
+        try:
+            work.wait(POLL)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait(POLL)  # it may have ended, well or not, just after the time was over
+        return True
+
+
+class _lost_peers_reported:  # noqa: N801  (reads as the words of a `with` statement)
+    """torch raises RuntimeError where a connection is already broken when a collective starts."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise CollectiveError(f"a peer was lost: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,126 @@
+"""torch's rendezvous store, kept by the coordinator: no worker hosts what the others need."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from elastic_runtime.torch_internals import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elastic_runtime.membership.environment import Environment
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+_AWAY = (OSError, http.client.HTTPException, ValueError)
+_CONNECTION_TIMEOUT_S = 320.0  # above the longest wait the coordinator allows
+
+
+class CoordinatorStore(Store):
+    """The space of one generation. Raises dist.DistStoreError where a wait ends without a value, as torch's do."""
+
+    def __init__(self, environment: Environment, generation: int) -> None:
+        super().__init__()
+        self._environment, self._generation = environment, generation
+        self._timeout_s = DEFAULT_TIMEOUT.total_seconds()
+        self._local = threading.local()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store a value."""
+        self._ask("set", key=key, value=_encode(value))
+
+    def get(self, key: str) -> bytes:
+        """The value, once it is there."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values, once all are there."""
+        return [base64.b64decode(v) for v in self._ask("get", keys=keys, timeout_s=self._timeout_s)]
+
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
+        """Store several values."""
+        self._ask("set", keys=keys, values=[_encode(value) for value in values])
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number that starts at 0."""
+        return int(self._ask("add", key=key, amount=value))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Extend a value."""
+        self._ask("append", key=key, value=_encode(value))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there."""
+        return bool(self._ask("check", keys=keys))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Store where the value is as expected, or expected empty and missing; the value afterwards."""
+        answer = self._ask("compare_set", key=key, expected=_encode(expected_value), value=_encode(desired_value))
+        return base64.b64decode(answer)
+
+    def delete_key(self, key: str) -> bool:
+        """Whether it was there."""
+        return bool(self._ask("delete", key=key))
+
+    def num_keys(self) -> int:
+        """How many there are."""
+        return int(self._ask("count"))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long `get` and `wait` wait when they are not told."""
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long `get` and `wait` wait when they are not told."""
+        return timedelta(seconds=self._timeout_s)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Until all are there."""
+        self._ask("wait", keys=keys, timeout_s=timeout.total_seconds() if timeout else self._timeout_s)
+
+    def has_extended_api(self) -> bool:
+        """append, multi_get and multi_set work."""
+        return True
+
+    def clone(self) -> CoordinatorStore:
+        """Another one of the same space."""
+        return CoordinatorStore(self._environment, self._generation)
+
+    def _ask(self, operation: str, **fields: object) -> Any:
+        try:
+            return self._exchange(operation, json.dumps(fields))
+        except _AWAY:
+            self._local.connection = None  # the coordinator restarted or closed an idle connection: once more
+            try:
+                return self._exchange(operation, json.dumps(fields))
+            except _AWAY as error:
+                self._local.connection = None
+                raise dist.DistStoreError(f"the coordinator's store is away: {error}") from error
+
+    def _exchange(self, operation: str, asked: str) -> Any:
+        connection, path = self._connected()
+        headers = {"Authorization": f"Bearer {self._environment.token()}", "Content-Type": "application/json"}
+        connection.request("POST", f"{path}/store/{self._generation}/{operation}", asked, headers)
+        response = connection.getresponse()
+        body = response.read()
+        if response.status != 200:
+            raise dist.DistStoreError(f"{operation} in generation {self._generation}: {response.status} {body[:300]!r}")
+        return json.loads(body)
+
+    def _connected(self) -> tuple[http.client.HTTPConnection, str]:
+        known: tuple[http.client.HTTPConnection, str] | None = getattr(self._local, "connection", None)
+        if known is None:
+            known = self._local.connection = self._environment.connect(_CONNECTION_TIMEOUT_S)
+        return known
+
+
+def _encode(value: str | bytes) -> str:
+    return base64.b64encode(value.encode() if isinstance(value, str) else bytes(value)).decode()

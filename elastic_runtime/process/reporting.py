@@ -1,0 +1,137 @@
+"""What this worker tells: JSON lines to its own file, progress to the coordinator."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from elastic_runtime.errors import SettingsError
+from elastic_runtime.process.timing import Phases, StepClock, StepTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from io import TextIOWrapper
+
+    from elastic_runtime.process.progress_bar import Progress
+
+PROGRESS_EVERY_S = 1.0
+TIMES_EVERY_S = 5.0
+
+_log = logging.getLogger("elastic_runtime")
+
+
+class Reporter:
+    """Appends lines {"event", "at" (seconds since the epoch), "worker", ...} and passes progress on, once a second.
+
+    `send(event, **fields)` reaches the coordinator. SettingsError where the file cannot be opened.
+    """
+
+    def __init__(self, path: str, worker: str, send: Callable[..., None], shown: Progress) -> None:
+        self._file = _opened(path) if path else None
+        self._worker, self._send = worker, send
+        self._sent_at = float("-inf")
+        self._timed_at = time.monotonic()
+        self._times: StepTimes | None = None  # the newest
+        self.clock, self.phases = StepClock(), Phases()
+        self._metrics: dict[str, float] = {}
+        self._listeners: dict[str, list[Callable[[dict[str, Any]], None]]] = {}
+        self._workers, self._samples, self._since = 0, 0, 0.0  # since the last change of the size
+        self.checkpoint_at: float | None = None
+        self._shown = shown
+        self.listen("resize", shown.resized)
+
+    def close(self) -> None:
+        """Nothing is shown any more."""
+        self._shown.close()
+
+    def line(self, event: str, **fields: object) -> None:
+        """Append one line."""
+        if self._file:
+            self._append(self._file, {"event": event, "at": time.time(), "worker": self._worker, **fields})
+        for callback in self._listeners.get(event, []):
+            try:
+                callback({"event": event, **fields})
+            except Exception:  # noqa: BLE001  (the script's)
+                _log.exception("a callback for %r failed; training goes on", event)
+
+    def _append(self, file: TextIOWrapper, row: dict[str, Any]) -> None:
+        try:
+            file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            self._file = None
+            _log.warning("ELASTIC_REPORT_FILE cannot be written to any more (%s); training goes on without it", error)
+
+    def listen(self, event: str, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+        """Call it with each line of this event, where and when it is written; returned, to be used as a decorator."""
+        self._listeners.setdefault(event, []).append(callback)
+        return callback
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Append the script's own figures; the newest go with the next progress.
+
+        JSON has no nan and no infinity: such a figure is a string in the file, and warned of in the progress's place.
+        """
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        strange = {name: str(value) for name, value in metrics.items() if name not in finite}
+        for name, value in strange.items():
+            _log.warning("job.report: %s is %s at step %d", name, value, step)
+            self._metrics.pop(name, None)
+        self._metrics.update(finite)
+        self.line("metrics", step=step, **finite, **strange)
+
+    def note_step(self, samples: int, workers: int) -> None:
+        """So many workers are about to apply a step of so many samples. The first one at a size starts the clock."""
+        if workers != self._workers:
+            self._workers, self._samples, self._since = workers, 0, time.monotonic()
+        else:
+            self._samples += samples
+
+    def times(self, step: int, workers: int, *, force: bool = False) -> None:
+        """Tell how long steps take here, if the last time is some seconds ago, or `force`."""
+        now = time.monotonic()
+        if not force and now - self._timed_at < TIMES_EVERY_S:
+            return
+        self._timed_at = now
+        times = self.clock.take()
+        if times is None:
+            return
+        self._times = times
+        told = {
+            "step_ms": round(times.step_ms, 3),
+            "wait_ms": round(times.wait_ms, 3),
+            "slowness": round(times.slowness, 3),
+        }
+        self.line("steps", step=step, workers=workers, steps=times.steps, samples_per_s=self._throughput(), **told)
+        self._send("StepsTimed", **told)
+
+    def _throughput(self) -> float | None:
+        return self._samples / (time.monotonic() - self._since) if self._samples else None
+
+    def progress(self, step: int, epoch: int, total_steps: int | None, *, force: bool = False) -> None:
+        """Tell how far the training is, if the last time is a second ago, or `force`."""
+        self._shown.show(step, total_steps, epoch, self._workers or 1, self._metrics)
+        now = time.monotonic()
+        if not force and now - self._sent_at < PROGRESS_EVERY_S:
+            return
+        self._sent_at = now
+        self._send(
+            "ProgressReported",
+            step=step,
+            epoch=epoch,
+            total_steps=total_steps,
+            metrics=dict(self._metrics),
+            checkpoint_at=self.checkpoint_at,
+            throughput=self._throughput(),
+            step_ms=None if self._times is None else self._times.step_ms,
+            workers=self._workers or None,
+        )
+
+
+def _opened(path: str) -> TextIOWrapper:
+    try:
+        return open(path, "a", buffering=1, encoding="utf-8")  # noqa: PTH123
+    except OSError as error:
+        raise SettingsError(f"ELASTIC_REPORT_FILE {path!r} cannot be opened ({error}); make its folder") from error

@@ -1,0 +1,230 @@
+"""Gradients that are the same to the bit whatever the number of workers.
+
+A step is computed as a fixed number of shards, each with a shape and random streams of its own, and their gradients are
+added up along one fixed tree (`trees`). A worker adds up what it can of the tree while its backward passes run; what is
+left, one or a few partial sums, is cut into one part for each rank, exchanged (all-to-all), finished there, and
+gathered. Where shards and workers are powers of two that moves what a ring all-reduce moves; else up to twice as much.
+
+The scheme is that of EasyScale (Li et al., "EasyScale: Elastic Training with Consistent Accuracy", SC 2023), with one
+tree in place of its fixed order of one worker after another. A ring all-reduce was rejected: its order of additions
+depends on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_runtime.errors import CollectiveError
+from elastic_runtime.plan.batches import split
+from elastic_runtime.reduction.bucket_layout import Bucket, Slot, view_of
+from elastic_runtime.reduction.gradients import BucketReducer
+from elastic_runtime.reduction.sum_tree import Node, Push, joint_plan, range_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from elastic_runtime.membership.process_group import Group, Pending
+    from elastic_runtime.plan.batches import MicroBatch
+
+_NOTHING = -0.0
+"""x + -0.0 is x to the bit for every x; x + 0.0 is not where x is -0.0."""
+
+
+class ExactReducer(BucketReducer):
+    """Sums along the tree. Its memory: one copy of the gradients more for each level that a worker adds up itself."""
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
+        self._group: Group | None = None
+        self._nodes: tuple[tuple[Node, ...], ...] = ()  # of each rank
+        self._merges: tuple[tuple[int, int], ...] = ()
+        self._pushes: Iterator[Push] = iter(())
+        self._push = Push(0, ())
+        self._launched = 0
+        self._last, self._ghost = True, False
+        super().__init__(parameters, tail_size)
+
+    def _lay_out(self) -> None:
+        super()._lay_out()
+        self._exchanges = [Exchange(bucket) for bucket in self._layout.buckets]
+        self._forget_rows()
+
+    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
+        """See GradientReducer. A ghost's gradients are dropped."""
+        if first:
+            self._begin_step()
+            self._group = group if group is not None and group.size > 1 else None
+            self._plan_step(micro.step_shards)
+            self._launched = 0
+        self._push, self._ghost, self._last = next(self._pushes), micro.ghost, micro.last
+        self._layout.begin(first=first)
+
+    def _plan_step(self, leaves: int) -> None:
+        rank, size = (self._group.rank, self._group.size) if self._group is not None else (0, 1)
+        plans = [range_plan(*shards, leaves) for shards in split(leaves, size)]
+        self._pushes = iter(plans[rank].pushes)
+        self._nodes = tuple(plan.nodes for plan in plans)
+        self._merges = joint_plan(self._nodes, leaves)
+
+    def end(self) -> None:
+        """See GradientReducer. A parameter without a gradient adds nothing, in the place where it would add one."""
+        for slot in self._layout.slots:
+            if slot.fired != self._layout.iteration or self._ghost:
+                self._place(slot, None, self._push)
+
+    def reduce(self) -> None:
+        """See GradientReducer."""
+        self._fill_tails()
+        if self._group is not None:
+            self._reduce_over(self._group)
+
+    def hand_out(self, factor: float) -> None:
+        """See GradientReducer."""
+        self._layout.hand_out(factor)
+
+    @property
+    def in_flight(self) -> bool:
+        """See GradientReducer."""
+        return self._launched > 0
+
+    @property
+    def passive(self) -> bool:
+        """See GradientReducer."""
+        return False
+
+    def abandon(self) -> None:
+        """See GradientReducer."""
+        self._layout.forget()
+        self._forget_rows()
+        for exchange in self._exchanges:
+            exchange.forget()
+
+    def _forget_rows(self) -> None:
+        # [row][bucket], padding included; row 0 is the layout's own
+        self._rows: list[list[torch.Tensor]] = [[bucket.whole for bucket in self._layout.buckets]]
+        self._views: dict[tuple[int, Slot], torch.Tensor] = {(0, slot): slot.view for slot in self._layout.slots}
+
+    def _row_view(self, row: int, slot: Slot) -> torch.Tensor:
+        """The slot's part of a partial sum; memory for it is made when it is first needed."""
+        while row >= len(self._rows):
+            self._rows.append([bucket.memory() for bucket in self._layout.buckets])
+            for each in self._layout.slots:
+                self._views[len(self._rows) - 1, each] = view_of(self._rows[-1][each.bucket], each)
+        return self._views[row, slot]
+
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
+        slot.fired = self._layout.iteration
+        slot.parameter.grad = None
+        if self._ghost:
+            return
+        self._place(slot, gradient, self._push)
+        slot.touched = self._layout.step
+        self._layout.buckets[slot.bucket].arrived.append(slot)
+        if self._last and self._group is not None:
+            self._launch_ready(self._group)
+
+    def _place(self, slot: Slot, gradient: torch.Tensor | None, push: Push) -> None:
+        """Put a shard's gradient where the tree has it, and merge what it completes."""
+        merges = push.merges
+        if merges and merges[0][1] == push.row:  # straight into its sibling
+            target = self._row_view(merges[0][0], slot)
+            target.add_(_NOTHING if gradient is None else gradient)
+            merges = merges[1:]
+        else:
+            target = self._row_view(push.row, slot)
+            if gradient is None:
+                target.fill_(_NOTHING)
+            elif gradient.data_ptr() != target.data_ptr():
+                target.copy_(gradient)
+        for into, source in merges:
+            self._row_view(into, slot).add_(self._row_view(source, slot))
+
+    def _fill_tails(self) -> None:
+        """The numbers ride in this rank's first partial sum; the others carry nothing."""
+        self._layout.used.copy_(torch.tensor(self._layout.touched()))
+        for row in self._rows[1:]:
+            self._layout.tail_of(row[-1]).fill_(_NOTHING)
+
+    # Over the ranks
+
+    def _launch_ready(self, group: Group) -> None:
+        """All but the last bucket: that one carries the tail, which is known when the backward pass is over."""
+        buckets = self._layout.buckets
+        while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
+            self._launch(group, self._launched)
+            self._launched += 1
+
+    def _launch(self, group: Group, index: int) -> None:
+        self._exchanges[index].scatter(group, [row[index] for row in self._rows], self._nodes)
+
+    def _reduce_over(self, group: Group) -> None:
+        try:
+            for index in range(self._launched, len(self._exchanges)):
+                self._launch(group, index)
+            for exchange in self._exchanges:
+                exchange.gather(group, self._merges)
+            for exchange in self._exchanges:
+                exchange.finish(group)
+        except CollectiveError:
+            self.abandon()
+            raise
+
+
+class Exchange:
+    """One bucket's way over the ranks: scattered by all-to-all, summed up in parts, gathered."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._received = torch.empty(0)
+        self._rows: list[torch.Tensor] = []
+        self._works: list[Pending] = []
+        self._gathering: list[Pending] = []
+
+    def scatter(self, group: Group, partial: list[torch.Tensor], nodes: tuple[tuple[Node, ...], ...]) -> None:
+        """Start to send each rank its part of this rank's partial sums; they are read until `gather`."""
+        part = -(-self._bucket.size // group.size)
+        count = sum(len(of_rank) for of_rank in nodes)
+        if self._received.numel() != part * count:
+            self._received = torch.empty(part * count, dtype=self._bucket.dtype, device=self._bucket.device)
+        received = iter(self._received.view(count, part))
+        places: dict[tuple[int, int], torch.Tensor] = {}
+        self._works = []
+        start = 0
+        for turn in range(max(len(of_rank) for of_rank in nodes)):
+            senders = [turn < len(of_rank) for of_rank in nodes]
+            stop = start + part * sum(senders)
+            sends = senders[group.rank]
+            source = partial[turn][: part * group.size] if sends else self._received[:0]
+            self._works.append(
+                group.all_to_all(
+                    self._received[start:stop],
+                    source,
+                    [part * sent for sent in senders],
+                    [part * sends] * group.size,
+                )
+            )
+            for rank in (rank for rank, sent in enumerate(senders) if sent):
+                places[rank, turn] = next(received)
+            start = stop
+        self._rows = [places[rank, turn] for rank, of_rank in enumerate(nodes) for turn in range(len(of_rank))]
+
+    def gather(self, group: Group, merges: tuple[tuple[int, int], ...]) -> None:
+        """Sum up this rank's part, and start to gather all parts into the bucket."""
+        group.wait(self._works)
+        *earlier, (into, source) = merges  # two ranks have two sums at least
+        for target, added in earlier:
+            self._rows[target].add_(self._rows[added])
+        part = self._rows[0].numel()
+        mine = self._bucket.whole[part * group.rank : part * (group.rank + 1)]
+        torch.add(self._rows[into], self._rows[source], out=mine)
+        self._gathering = group.gather_parts(self._bucket.whole[: part * group.size])
+
+    def finish(self, group: Group) -> None:
+        """Until all parts are there."""
+        group.wait(self._gathering)
+        self._gathering = []
+
+    def forget(self) -> None:
+        """What is in flight keeps the old memory."""
+        self._received, self._rows, self._works, self._gathering = torch.empty(0), [], [], []

@@ -1,0 +1,243 @@
+"""Gradients: gathered into flat buckets as the backward pass produces them, summed over the workers while it goes on.
+
+Why not DistributedDataParallel: its bucket layout depends on the order of the first backward pass (a joiner would have
+to rehearse it), it divides by the size it was built with, and it wraps the model.
+
+Between the micro-batches of a step the sums live in the buckets and `parameter.grad` is None, so that whatever a loop
+does with gradients in between (clipping, logging) does nothing. After the reduction `grad` is a view into the bucket.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.reduction.bucket_layout import Bucket, Layout, Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from elastic_runtime.membership.process_group import Group, Pending
+    from elastic_runtime.plan.batches import MicroBatch
+
+
+class GradientReducer(Protocol):
+    """Sums the gradients of a step over a group, together with a tail of numbers."""
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """The caller's numbers, to be filled in before `reduce` and read after it. Shape: (tail_size,)."""
+
+    @property
+    def passive(self) -> bool:
+        """Whether nothing is done to this step's gradients: `factor` is 1 then."""
+
+    scale: float
+    """What the gradients of a backward pass are multiplied by where they are gathered."""
+
+    expects: bool
+    """Whether a backward pass of the job's is under way. Gradients that come at another time are strays."""
+
+    on_stray: Callable[[str], None]
+    """Called with the parameter's name where a stray gradient arrives, which stays where it is."""
+
+    def attach(self) -> None:
+        """Take part in backward passes."""
+
+    def release(self) -> None:
+        """Leave the model's backward passes alone, until the next `attach`."""
+
+    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
+        """The next backward pass is this micro-batch's, and the `first` of its step."""
+
+    def end(self) -> None:
+        """The backward pass of the micro-batch is over."""
+
+    def reduce(self) -> None:
+        """After the last micro-batch of a step: sum up over all workers, the tail with the gradients.
+
+        Raises CollectiveError where a peer was lost; the gradients are then gone, the buffers replaced.
+        """
+
+    def hand_out(self, factor: float) -> None:
+        """After `reduce`: every `grad` is `factor` times the sum over all workers, or None if nobody has one."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether something of this step was sent already, so that it cannot be computed again alone."""
+
+    def abandon(self) -> None:
+        """Forget the step's gradients; what is in flight keeps the old buffers."""
+
+
+class BucketReducer:
+    """What reducers over flat buckets have in common: see GradientReducer.
+
+    A layout is of the parameters that are trained; where others are from a step on, it is made anew.
+    """
+
+    _layout: Layout
+    scale = 1.0
+    expects = True
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
+        self._parameters, self._tail_size = list(parameters), tail_size
+        self.on_stray: Callable[[str], None] = ignore
+        self._lay_out()
+
+    def attach(self) -> None:
+        """See GradientReducer."""
+        self._layout.hook(self._receive)
+
+    def release(self) -> None:
+        """See GradientReducer."""
+        self._layout.unhook()
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """See GradientReducer."""
+        return self._layout.tail
+
+    def _begin_step(self) -> None:
+        if self._layout.outdated:
+            self._layout.unhook()
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        self._layout = Layout(self._parameters, self._tail_size)
+        self.attach()
+
+    def _receive(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """LoopError for two gradients of one parameter in an iteration. Its own `grad` is None afterwards."""
+        if not self.expects:
+            self.on_stray(slot.name)
+            return
+        if slot.fired == self._layout.iteration:
+            raise LoopError(
+                f"parameter {slot.name!r} got two gradients in one iteration; call job.backward once per iteration, "
+                "and use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self._on_gradient(slot, gradient.detach())  # with create_graph=True it has a graph
+
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+def ignore(_name: str) -> None:
+    """Do nothing about a stray gradient."""
+
+
+class FastReducer(BucketReducer):
+    """By all-reduce: equal to one worker's sum within rounding."""
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
+        super().__init__(parameters, tail_size)
+        self._group: Group | None = None
+        self._works: list[Pending] = []
+        self._launched = 0
+        self._last = True
+        self._all_used = False  # by this worker, in this step: then nobody needs to be asked
+        self._ghost = self._passive = False
+
+    def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
+        """See GradientReducer. A ghost's gradients count as zero."""
+        if first:
+            self._begin_step()
+        self._group = group if group is not None and group.size > 1 else None
+        self._last, self._ghost = micro.last, micro.ghost
+        self._passive = self._group is None and first and micro.last and not micro.ghost
+        self._layout.begin(first=first)
+        if first:
+            self._launched = 0
+
+    def end(self) -> None:
+        """See GradientReducer."""
+        for bucket in self._layout.buckets:
+            if not bucket.complete:
+                self._gather(bucket)
+
+    def reduce(self) -> None:
+        """See GradientReducer."""
+        if self._passive:
+            return
+        used = self._layout.used.fill_(1)
+        touched = [] if all(bucket.complete for bucket in self._layout.buckets) else self._layout.touched()
+        self._all_used = all(touched)
+        if not self._all_used:
+            used.copy_(torch.tensor(touched))
+            for slot, was_touched in zip(self._layout.slots, touched, strict=True):
+                if not was_touched:
+                    slot.view.zero_()
+        if self._group is not None:
+            self._reduce_over(self._group)
+
+    def hand_out(self, factor: float) -> None:
+        """See GradientReducer."""
+        if not self._passive:
+            self._layout.hand_out(factor, all_used=self._all_used)
+
+    @property
+    def in_flight(self) -> bool:
+        """See GradientReducer."""
+        return bool(self._works)
+
+    @property
+    def passive(self) -> bool:
+        """See GradientReducer. Alone, with one micro-batch a step."""
+        return self._passive
+
+    def abandon(self) -> None:
+        """See GradientReducer."""
+        self._works = []
+        self._layout.forget()
+
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Gradients are gathered a bucket at a time: one operation on many costs less than many on one."""
+        if self._passive:
+            return
+        slot.fired = self._layout.iteration
+        bucket = self._layout.buckets[slot.bucket]
+        bucket.arrived.append(slot)
+        bucket.gradients.append(gradient)
+        if len(bucket.arrived) == len(bucket.slots):
+            self._gather(bucket)
+            if self._last and self._group is not None:
+                self._launch_ready(self._group)
+
+    def _gather(self, bucket: Bucket) -> None:
+        """Into the bucket: copied where they are the step's first, else added."""
+        step = self._layout.step
+        gradients, bucket.gradients = bucket.gradients, []
+        pairs = list(zip(bucket.arrived, gradients, strict=True))
+        fresh = [(slot.view, gradient) for slot, gradient in pairs if slot.touched != step]
+        more = [(slot.view, gradient) for slot, gradient in pairs if slot.touched == step and not self._ghost]
+        if fresh and self._ghost:
+            torch._foreach_zero_([view for view, _ in fresh])
+        elif fresh:
+            torch._foreach_copy_([view for view, _ in fresh], [gradient for _, gradient in fresh])
+            if self.scale != 1.0:
+                torch._foreach_mul_([view for view, _ in fresh], self.scale)
+        if more:
+            torch._foreach_add_([view for view, _ in more], [gradient for _, gradient in more], alpha=self.scale)
+        for slot in bucket.arrived:
+            slot.touched = step
+            slot.parameter.grad = None
+
+    def _launch_ready(self, group: Group) -> None:
+        """All but the last bucket: that one carries the tail, which is known when the backward pass is over."""
+        buckets = self._layout.buckets
+        while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
+            self._works.append(group.all_reduce(buckets[self._launched].flat))
+            self._launched += 1
+
+    def _reduce_over(self, group: Group) -> None:
+        try:
+            for bucket in self._layout.buckets[self._launched :]:
+                self._works.append(group.all_reduce(bucket.flat))
+            group.wait(self._works)
+        except CollectiveError:
+            self.abandon()
+            raise
+        self._works = []

@@ -1,0 +1,70 @@
+"""How the losses of one step are scaled, so that the gradients of all workers add up to what was asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_runtime.errors import LoopError, UsageError
+
+if TYPE_CHECKING:
+    from elastic_runtime.plan.batches import MicroBatch
+
+
+class StepLosses:
+    """`whole`: weights have to be whole numbers, which add up to the same in any order."""
+
+    def __init__(self, *, whole: bool) -> None:
+        self._whole = whole
+        self._kind = ""  # not known yet
+        self.weight = 0.0  # of this worker's losses in this step: units, or samples
+        self._share_of: tuple[object, ...] = ()
+        self._share = torch.empty(0)
+
+    def begin(self) -> None:
+        """Another step, or another pass of one."""
+        self.weight, self._kind = 0.0, ""
+
+    def check(self, weight: float | None, reduction: str) -> None:
+        """UsageError and LoopError for what `job.backward` was given."""
+        if reduction not in {"mean", "sum"}:
+            raise UsageError(f"job.backward got reduction={reduction!r}, but it must be 'mean' or 'sum'")
+        if weight is not None and (reduction == "sum" or not weight >= 0):
+            raise UsageError(
+                f"job.backward got weight={weight!r} with reduction={reduction!r}; a weight is a number from 0 up and "
+                "says over how many units (tokens, pixels) the loss is the mean"
+            )
+        if weight is not None and self._whole and weight != int(weight):
+            raise UsageError(f"job.backward got weight={weight!r}; with reduction='exact' weights are whole numbers")
+        kind = reduction if weight is None else "weighted"
+        if self._kind and self._kind != kind:
+            raise LoopError(
+                f"job.backward got a {kind} loss in one iteration of a step and a {self._kind} one in another; a step "
+                "has one kind: a mean, a sum, or a mean with a weight"
+            )
+        self._kind = kind
+
+    def factor(self, micro: MicroBatch, weight: float | None, reduction: str, *, passive: bool) -> float:
+        """What this micro-batch's loss is multiplied by. `passive`: nothing is done to the gradients afterwards."""
+        if reduction == "sum":
+            return 0.0 if micro.ghost else 1.0
+        if passive:
+            return 1.0
+        counted = 0.0 if micro.ghost else micro.size if weight is None else float(weight)
+        self.weight += counted
+        return counted / micro.step_samples
+
+    def seed(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        """What the backward pass begins with; as an operation on the loss it would be one more in each direction."""
+        asked = (loss.shape, loss.dtype, loss.device, factor)
+        if self._share_of != asked:
+            if loss.numel() != 1:
+                raise UsageError(f"job.backward got a loss of shape {tuple(loss.shape)}; it needs one number")
+            self._share = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
+            self._share_of = asked
+        return self._share
+
+    def final(self, step_samples: int, total: float) -> float:
+        """What the summed gradients are multiplied by; `total`: the weight of all workers' losses, 0 for sums."""
+        return step_samples / total if total else 1.0

@@ -1,0 +1,101 @@
+"""The numbers that ride at the end of the last bucket, and would otherwise need a collective of their own."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_runtime.errors import LoopError
+from elastic_runtime.validation.agreement import Agreement
+
+if TYPE_CHECKING:
+    from elastic_runtime.reduction.buffers import FollowedBuffers
+
+_HEAD = 8
+_BASE = 1 << 20
+STAMPS = 251
+"""A prime, and small enough for sums of squares over hundreds of workers to be exact."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker says of its part of a step.
+
+    `vote`: how far the prepared generation's number is above the one in force, 0 for none. `weight`: of its losses,
+    beside their samples; whole ones stay exact up to 2**44. `busy_s`: seconds it took. `stamp`: below `STAMPS`, equal
+    for workers that are at the same step of the same order. `step`: how many steps were applied before.
+    """
+
+    samples: int
+    vote: int = 0
+    weight: float = 0.0
+    busy_s: float = 0.0
+    stamp: int = 0
+    step: int = 0
+
+
+class Tail:
+    """The workers' shares, rank 0's values that all must have, and rank 0's buffers. All are summed over the workers.
+
+    With a vote v its square travels. Sums W * v and W * v**2 mean that all W workers voted v: by Cauchy-Schwarz no
+    other votes have both. The same tells whether all are at one step.
+    """
+
+    def __init__(self, buffers: FollowedBuffers, agreement: Agreement | None = None) -> None:
+        self._buffers, self._agreement = buffers, agreement or Agreement()
+        self._before_buffers = _HEAD + self._agreement.size
+        self.size = self._before_buffers + buffers.size
+        self._share = Share(0)
+        self._numbers = array("d", [0.0] * _HEAD)
+        self._values = torch.frombuffer(self._numbers, dtype=torch.float64)  # the same memory
+        self.weight = 0.0  # of all workers' losses in the step that was taken last
+        self.busy_s = 0.0  # of all workers together
+
+    def fill(self, section: torch.Tensor, share: Share, *, leader: bool) -> None:
+        """This worker's numbers."""
+        self._share = share
+        vote, stamp = share.vote, share.stamp
+        numbers = [share.samples, vote, vote**2, stamp, stamp**2, share.busy_s, *divmod(share.weight, _BASE)]
+        self._numbers[:] = array("d", numbers)
+        section[:_HEAD].copy_(self._values)
+        if self._agreement.size:
+            self._agreement.fill(section[_HEAD : self._before_buffers], share.step, leader=leader)
+        if self._buffers.size:
+            self._buffers.fill(section[self._before_buffers :], leader=leader)
+
+    def take(self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int) -> bool:
+        """Everybody's sums; whether all voted as this worker did, for a generation. `keeps`: the buffers are its own.
+
+        LoopError where the workers are not at the same step, or their samples do not add up to it; ModelMismatchError
+        where learning rates or parameters differ.
+        """
+        counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, high, low = section[:_HEAD].tolist()
+        self.weight = high * _BASE + low
+        if not _unanimous(self._share.stamp, stamps, stamp_squares, workers):
+            raise LoopError(
+                "the workers are not at the same step of the same order of samples: every worker must run the same "
+                "loop (leave it by `break` only where all do, after the same step) over the same dataset, with the "
+                "same seed and the same sampler"
+            )
+        if round(counted) != samples:
+            raise LoopError(
+                f"the workers counted {round(counted)} samples in a step of {samples}; every worker must run the same "
+                "loop over a dataset of the same length"
+            )
+        if self._agreement.size and workers > 1:
+            self._agreement.check(section[_HEAD : self._before_buffers], self._share.step)
+        if not keeps and self._buffers.size:
+            self._buffers.take(section[self._before_buffers :])
+        vote = self._share.vote
+        return vote > 0 and _unanimous(vote, votes, vote_squares, workers)
+
+
+def _unanimous(value: int, total: float, squares: float, workers: int) -> bool:
+    """Whether `workers` equal values have these sums. Half a unit is what rounding may do to few, 1e-6 to many."""
+    return math.isclose(total, workers * value, rel_tol=1e-6, abs_tol=0.5) and math.isclose(
+        squares, workers * value**2, rel_tol=1e-6, abs_tol=0.5
+    )

@@ -1,0 +1,188 @@
+"""What a step does beside its gradients: buffers and random streams, under either reduction.
+
+`fast`: streams and buffers are remembered at a step's beginning and restored where it is repeated; every worker's own
+streams go on from step to step.
+`exact`: each shard begins with the step's buffers and with streams of its own, a function of (seed, step, shard); the
+buffers of the first shard, and streams that are a function of (seed, step), are what the step leaves behind.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_runtime.errors import SettingsError
+from elastic_runtime.plan.order import mix_seed
+from elastic_runtime.reduction.exact import ExactReducer
+from elastic_runtime.reduction.gradients import FastReducer
+from elastic_runtime.reduction.step_metadata import Tail
+from elastic_runtime.validation.agreement import Agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_runtime.plan.batches import MicroBatch
+    from elastic_runtime.reduction.buffers import FollowedBuffers
+    from elastic_runtime.reduction.gradients import GradientReducer
+    from elastic_runtime.reduction.step_metadata import Share
+    from elastic_runtime.state.random_streams import RandomStreams
+    from elastic_runtime.state.training_state import TrainingState
+
+DEFAULT_SHARDS = 8
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What torch.nn.utils.clip_grad_norm_ is asked for."""
+
+    max_norm: float
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+    foreach: bool | None = None
+
+
+class Mode:
+    """How the steps of one training are computed. What stands here is what `fast` does beside its reducer."""
+
+    name: str
+    lockstep = False
+    """All workers have to iterate equally often in a step, so that none can cut its share by itself."""
+
+    def __init__(
+        self,
+        buffers: FollowedBuffers,
+        streams: RandomStreams,
+        make_reducer: Callable[[int], GradientReducer],
+        agreement: Agreement | None = None,
+    ) -> None:
+        """`make_reducer` gets the number of values in the tail."""
+        self._buffers, self._streams = buffers, streams
+        self.tail = Tail(buffers, agreement)
+        self.reducer = make_reducer(self.tail.size)
+
+    def remember(self) -> None:
+        """A step begins, and its data are not fetched yet: what is there now is what a repeated step begins with."""
+        self._buffers.save()
+        self._streams.save()
+
+    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
+        """A micro-batch is about to be computed, the `first` of its step."""
+
+    def end(self, micro: MicroBatch) -> None:  # noqa: ARG002
+        """Its backward pass is over."""
+        self.reducer.end()
+
+    def fill_tail(self, share: Share, *, leader: bool) -> None:
+        """This worker's numbers, for the sum over all workers."""
+        self.tail.fill(self.reducer.tail, share, leader=leader)
+
+    def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
+        """Everybody's; whether the switch that this worker voted for is agreed on."""
+        return self.tail.take(self.reducer.tail, keeps=leader, samples=micro.step_samples, workers=workers)
+
+    def completed(self, step: int) -> None:
+        """The gradients are summed: optimizer and scheduler come next."""
+
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """After the reduction every worker has all gradients: nobody needs to be asked."""
+        how = clipping
+        return torch.nn.utils.clip_grad_norm_(
+            parameters, how.max_norm, how.norm_type, how.error_if_nonfinite, how.foreach
+        )
+
+    def restore(self) -> None:
+        """The step is repeated."""
+        self._buffers.restore()
+        self._streams.restore()
+
+    def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
+        """A state that was captured in the middle of a step, as it was at the step's beginning."""
+        return {**captured, "model": self._buffers.rewound(captured["model"]), "streams": self._streams.saved}
+
+
+class FastMode(Mode):
+    """See the module."""
+
+    name = "fast"
+
+    def __init__(self, state: TrainingState, buffers: FollowedBuffers, streams: RandomStreams) -> None:
+        super().__init__(buffers, streams, partial(FastReducer, state.parameters()), agreement_of(state))
+
+
+class ExactMode(Mode):
+    """See the module. `seed`: the job's."""
+
+    name = "exact"
+
+    def __init__(self, state: TrainingState, buffers: FollowedBuffers, streams: RandomStreams, seed: int) -> None:
+        super().__init__(buffers, streams, partial(ExactReducer, state.parameters()), agreement_of(state))
+        self._seed = seed
+        use_deterministic_algorithms()
+
+    def remember(self) -> None:
+        """See Mode."""
+        self._buffers.save()
+
+    def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
+        """See Mode."""
+        if not first:
+            self._buffers.restore()
+        self._streams.reseed(mix_seed(self._seed, step, micro.shard))
+
+    def end(self, micro: MicroBatch) -> None:
+        """See Mode."""
+        super().end(micro)
+        if micro.shard == 0 and not micro.ghost:
+            self._buffers.keep()
+
+    def fill_tail(self, share: Share, *, leader: bool) -> None:
+        """See Mode. Rank 0 has the first shard."""
+        if leader:
+            self._buffers.restore_kept()
+        super().fill_tail(share, leader=leader)
+
+    def completed(self, step: int) -> None:
+        """See Mode."""
+        self._streams.reseed(mix_seed(self._seed, step, -1))
+
+    def restore(self) -> None:
+        """See Mode."""
+        self._buffers.restore()
+
+    def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
+        """See Mode. A step begins with streams of its own."""
+        return {**captured, "model": self._buffers.rewound(captured["model"])}
+
+
+def agreement_of(state: TrainingState) -> Agreement:
+    """What the workers of a replicated training compare in each step."""
+    parts = [part for _, part in state.parts]
+    optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+    scaler = next((part for part in parts if isinstance(part, torch.amp.GradScaler)), None)
+    return Agreement(list(state.parameters()), optimizers, scaler)
+
+
+def use_deterministic_algorithms() -> None:
+    """An operation that cannot give the same bits twice raises RuntimeError from now on.
+
+    SettingsError where cuBLAS was not told in time.
+    """
+    if torch.cuda.is_available():
+        if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in {":4096:8", ":16:8"}:
+            raise SettingsError(
+                "reduction='exact' on CUDA needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before torch "
+                "starts; set it in the job's environment"
+            )
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)  # noqa: FBT003
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def numerics() -> str:
+    """What the bits of a result depend on, beside the script: equal on all workers of an exact training."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {device}"

@@ -1,0 +1,169 @@
+"""When checkpoints are written: now and then beside the training, and once more when the whole job has to go.
+
+The loop stands still only while the state is copied; a thread writes the copy. The copy's memory is made by a thread,
+too, before the first one is due, and kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_runtime.errors import CheckpointError, SettingsError
+from elastic_runtime.sharded import files
+from elastic_runtime.state import checkpoint
+from elastic_runtime.state.copies import Copies
+from elastic_runtime.state.packing import describe, pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from elastic_runtime.process.reporting import Reporter
+
+_log = logging.getLogger("elastic_runtime")
+
+
+class BackgroundWriter:
+    """One worker's checkpoints in `directory` ("": none): a thread writes them, every `every_s`."""
+
+    def __init__(self, directory: str, reporter: Reporter, *, every_s: float, keep: int) -> None:
+        self.directory = directory
+        self._reporter, self._every_s, self._keep = reporter, every_s, keep
+        self._saved_at = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._copies = Copies()
+        self._preparing: threading.Thread | None = None
+
+    def due(self) -> bool:
+        """Whether the time for another one has come, and the last one is written."""
+        writing = self._thread is not None and self._thread.is_alive()
+        return bool(self.directory) and not writing and time.monotonic() - self._saved_at >= self._every_s
+
+    def settle(self) -> None:
+        """Return when nothing is being written any more, and the memory for a copy is there."""
+        for thread in (self._preparing, self._thread):
+            if thread is not None:
+                thread.join()
+
+    def _prepare(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Once, before the first copy is due: a thread makes its memory."""
+        if self.directory and self._preparing is None:
+            self._preparing = _in_thread(partial(self._copies.make_room, describe(tensors())))
+
+    def _start(self, began: float, write: Callable[[float], None]) -> None:
+        """The state is copied, since `began`: `write(stall_ms)` in a thread."""
+        self._saved_at = time.monotonic()
+        stall_ms = (self._saved_at - began) * 1e3
+        self._thread = _in_thread(partial(write, stall_ms))
+
+    def _carry_out(self, step: int, stall_ms: float, save: Callable[[], Path]) -> bool:
+        """Write one, and report it; whether it is durable. One that cannot be written is warned of."""
+        began, captured_at = time.monotonic(), time.time()
+        try:
+            path = save()
+        except CheckpointError as error:
+            _log.warning("%s; training goes on without it", error)
+            self._reporter.line("checkpoint_failed", step=step, why=str(error))
+            return False
+        took_ms = (time.monotonic() - began) * 1e3
+        self._reporter.checkpoint_at = captured_at
+        self._reporter.line("checkpoint", step=step, path=str(path), stall_ms=stall_ms, write_ms=took_ms)
+        return True
+
+    def _says_what_is_lost(self, step: int) -> bool:
+        """Whether there is no place to write to, which is then said."""
+        if not self.directory:
+            _log.warning("ELASTIC_CHECKPOINT_DIR is not set: the %d steps trained so far are lost", step)
+        return not self.directory
+
+
+class Keeper(BackgroundWriter):
+    """Writes the checkpoints of one worker into `directory` ("": none), at most `keep` of them, every `every_s`."""
+
+    def __init__(self, directory: str, reporter: Reporter, *, every_s: float, keep: int) -> None:
+        if every_s <= 0 or keep < 1:
+            raise SettingsError(
+                f"checkpoint_every_s is {every_s:g} and keep_checkpoints is {keep}; the first must be above 0 and the "
+                "second at least 1"
+            )
+        super().__init__(directory, reporter, every_s=every_s, keep=keep)
+        self._written: int | None = None  # the newest step that is durable
+        self._lock = threading.Lock()
+        if directory:
+            _check_writable(directory)
+
+    def load(self) -> tuple[int, Any] | None:
+        """(step, state) of the newest whole checkpoint."""
+        return files.load_newest(self.directory) if self.directory else None
+
+    def save_if_due(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
+        """Copy the state and have it written, if the time has come and the last one is written."""
+        with self._lock:
+            self._prepare(lambda: pack(capture())[1])
+        if self.due():
+            self.save_soon(step, capture, _at_once)
+
+    def save_soon(
+        self, step: int, capture: Callable[[], dict[str, Any]], standing_still: Callable[[Callable[[], None]], bool]
+    ) -> bool:
+        """Copy the state while it stands still, and have it written; False where it does not stand still.
+
+        Without a directory there is nothing to do.
+        """
+        if not self.directory:
+            return True
+        with self._lock:
+            self.settle()
+            return standing_still(lambda: self._start_writing(step, capture))
+
+    def save_now(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
+        """Write the state before returning. A place that cannot be written to is warned of: the job must go."""
+        if self._says_what_is_lost(step):
+            return
+        with self._lock:
+            self.settle()
+            if self._written != step:
+                self._write(step, capture(), 0.0)
+
+    def _start_writing(self, step: int, capture: Callable[[], dict[str, Any]]) -> None:
+        began = time.monotonic()
+        skeleton, tensors = pack(capture())
+        state = unpack(skeleton, self._copies.take(tensors))
+        self._start(began, partial(self._write, step, state))
+
+    def _write(self, step: int, state: object, stall_ms: float) -> None:
+        if self._carry_out(step, stall_ms, partial(checkpoint.save, self.directory, step, state, keep=self._keep)):
+            self._written = step
+
+
+def _in_thread(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="elastic-checkpoint", daemon=True)
+    thread.start()
+    return thread
+
+
+def _at_once(copy: Callable[[], None]) -> bool:
+    copy()
+    return True
+
+
+def _check_writable(directory: str) -> None:
+    """CheckpointError at the start is better than a loss at the end."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"ELASTIC_CHECKPOINT_DIR {directory!r} cannot be made: {error}") from error
+    try:
+        tempfile.TemporaryFile(dir=directory).close()  # os.access says yes to root where the file system says no
+    except OSError as error:
+        raise CheckpointError(
+            f"ELASTIC_CHECKPOINT_DIR {directory!r} cannot be written to ({error.strerror}); mount it read-write, or "
+            "unset it"
+        ) from error

@@ -1,0 +1,32 @@
+"""A copy of a state's tensors, in memory of its own that is kept: fresh memory costs several times what a copy does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_runtime.state.packing import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Copies:
+    """Of one state at a time, on `device`; None: on that of each tensor."""
+
+    def __init__(self, device: str | None = "cpu") -> None:
+        self._device = device
+        self._tensors: list[torch.Tensor] = []
+
+    def make_room(self, tensors: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Have the memory for a copy of tensors like these. The system gives it page by page, where it is written."""
+        self._tensors = [torch.zeros(shape, dtype=dtype, device=self._device) for dtype, shape in tensors]
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The copy, valid until the next one is taken."""
+        if describe(tensors) != describe(self._tensors):
+            self._tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device or t.device) for t in tensors]
+        for copy, tensor in zip(self._tensors, tensors, strict=True):
+            copy.copy_(tensor)
+        return self._tensors

@@ -1,0 +1,56 @@
+"""Which containers see GPUs: those that ask for none get NVIDIA_VISIBLE_DEVICES=void. Pure.
+
+CUDA base images set the variable to `all` in the image, where admission cannot see it, and NVIDIA's container runtime
+goes by it: without this, a container that asks for nothing sees every GPU of its node. One that sets the variable
+itself keeps it (manifests/base/device-policies.yaml refuses what could give it devices); of one that asks for GPUs the
+device plugin says what it sees.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kfp_gpuquota.cluster.kubernetes.admission.pods import Container, PodSpec
+
+VARIABLE: Final = "NVIDIA_VISIBLE_DEVICES"
+NO_DEVICES: Final = {"name": VARIABLE, "value": "void"}
+
+
+def hiding(spec: PodSpec, *, shares: bool = False) -> Iterator[dict[str, Any]]:
+    """Return the patch of a pod's containers that ask for no GPU. `shares`: the first container holds parts of GPUs."""
+    for field, containers in (
+        ("containers", spec.containers),
+        ("initContainers", spec.init_containers),
+        ("ephemeralContainers", spec.ephemeral_containers),
+    ):
+        first = 1 if shares and field == "containers" else 0
+        yield from _hidden(f"/spec/{field}", containers or (), first)
+
+
+def _hidden(path: str, containers: Sequence[Container], first: int) -> Iterator[dict[str, Any]]:
+    for index, container in enumerate(containers):
+        if index < first or _asks(container) or any(one.name == VARIABLE for one in container.env or ()):
+            continue
+        if container.env:
+            yield {"op": "add", "path": f"{path}/{index}/env/-", "value": NO_DEVICES}
+        else:
+            yield {"op": "add", "path": f"{path}/{index}/env", "value": [NO_DEVICES]}
+
+
+def _asks(container: Container) -> bool:
+    resources = container.resources
+    given = (resources.limits, resources.requests) if resources is not None else ()
+    return any(amounts is not None and amounts.get(labels.GPU_RESOURCE, "0") != "0" for amounts in given)
+
+
+def hidden_in_template(container: dict[str, Any]) -> dict[str, Any]:
+    """Return a container of an ElasticJob's template that holds no GPUs, made to see none."""
+    env = container.get("env") or []
+    if any(one.get("name") == VARIABLE for one in env):
+        return container
+    return {**container, "env": [*env, NO_DEVICES]}

@@ -1,0 +1,404 @@
+"""One review of one pod that is to be created: let it be, gate it, or refuse it with one sentence. Pure.
+
+| the pod                                                | is                                                  |
+|--------------------------------------------------------|-----------------------------------------------------|
+| is the controller's own                                | let be: it comes with its node                      |
+| pretends to be a worker of an ElasticJob               | refused                                             |
+| asks for no GPU and no share of one                    | let be, and sees no GPU (device_visibility.py)      |
+| asks in a way that cannot be, or names its node itself | refused                                             |
+| asks for GPUs, or for a share of one                   | gated; what only the controller may write is erased |
+| asks for a share                                       | and given what share_admission.py says              |
+| may borrow GPUs, and asks for a long grace period      | and given the longest that the cluster's rules allow |
+
+Which namespaces and pods are reviewed at all is said where the webhook is registered. The same rules stand again in
+manifests/base/policies.yaml where they can be said in CEL, since a webhook may be away or configured to fail open.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
+from kfp_gpuquota.api.quantity import parse_quantity
+from kfp_gpuquota.api.validation import check_count
+from kfp_gpuquota.cluster.kubernetes.admission import device_visibility, shares
+from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
+from kfp_gpuquota.cluster.kubernetes.convert.requests import escaped
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import DEFAULT_RULES
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kfp_gpuquota.api.policy import WorkloadPolicy
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
+
+FORBIDDEN: Final = 403
+UNPROCESSABLE: Final = 422
+JOB_KIND: Final = "ElasticJob"
+# What says which job a pod is a worker of, and what says where the plan has put it: the controller's to write.
+OF_WORKERS: Final = (labels.JOB, labels.WORKER, labels.ATTEMPT)
+OF_THE_PLAN: Final = (labels.DEVICES, labels.REASON, labels.GPUS, labels.RECLAIMED_AT, labels.OPENED)
+_NOTHING: Final[dict[str, str]] = {}
+
+
+class _Narrow(msgspec.Struct, frozen=True, rename="camel", gc=False):
+    """Only what is looked at; the rest of the body is skipped while decoding."""
+
+
+class Variable(_Narrow, frozen=True):
+    """An environment variable; `value` is None where it comes from elsewhere."""
+
+    name: str = ""
+    value: str | None = None
+    value_from: dict[str, Any] | None = None
+
+
+class Named(_Narrow, frozen=True):
+    """A volume, of which only the name matters."""
+
+    name: str = ""
+
+
+class Mount(_Narrow, frozen=True):
+    """Where a container finds a volume."""
+
+    mount_path: str = ""
+
+
+class Resources(_Narrow, frozen=True):
+    """Quantities by resource, as the API server has normalised them."""
+
+    limits: dict[str, str] | None = None
+    requests: dict[str, str] | None = None
+
+
+class Container(_Narrow, frozen=True):
+    """One container."""
+
+    resources: Resources | None = None
+    env: tuple[Variable, ...] | None = None
+    volume_mounts: tuple[Mount, ...] | None = None
+
+
+class Gate(_Narrow, frozen=True):
+    """A scheduling gate."""
+
+    name: str = ""
+
+
+class PodSpec(_Narrow, frozen=True):
+    """What the pod asks for."""
+
+    node_name: str | None = None
+    scheduling_gates: tuple[Gate, ...] | None = None
+    containers: tuple[Container, ...] | None = None
+    init_containers: tuple[Container, ...] | None = None
+    ephemeral_containers: tuple[Container, ...] | None = None
+    volumes: tuple[Named, ...] | None = None
+    termination_grace_period_seconds: float | None = None
+
+
+class Owner(_Narrow, frozen=True):
+    """Who made the pod."""
+
+    kind: str = ""
+    api_version: str = ""
+
+
+class Metadata(_Narrow, frozen=True):
+    """The pod's name, and what is written on it."""
+
+    name: str | None = None
+    generate_name: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+    owner_references: tuple[Owner, ...] | None = None
+
+
+class Pod(_Narrow, frozen=True):
+    """The pod as it is to be created."""
+
+    metadata: Metadata = Metadata()
+    spec: PodSpec = PodSpec()
+
+
+class User(_Narrow, frozen=True):
+    """Who creates it."""
+
+    username: str = ""
+
+
+class Resource(_Narrow, frozen=True):
+    """Of which kind the object is."""
+
+    resource: str = "pods"
+
+
+EPHEMERAL: Final = "ephemeralcontainers"
+
+
+class Request(_Narrow, frozen=True):
+    """What the API server asks; `object` is decoded only where it is looked at."""
+
+    uid: str
+    namespace: str = ""
+    user_info: User = User()
+    resource: Resource = Resource()
+    sub_resource: str = ""
+    object: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class Review(_Narrow, frozen=True):
+    """The body of a call."""
+
+    request: Request
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Allowed with these JSON patch operations, or refused with this sentence (then `status` is not 200).
+
+    `warnings` are shown to the user who creates the object.
+    """
+
+    patch: tuple[dict[str, Any], ...] = ()
+    status: int = 200
+    message: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def allowed(self) -> bool:
+        """The pod may be created."""
+        return self.status == 200
+
+
+class MalformedReviewError(ValueError):
+    """The body is not a review, so that there is nobody to answer to."""
+
+
+_REVIEW: Final = msgspec.json.Decoder(Review)
+_POD: Final = msgspec.json.Decoder(Pod)
+_JOB: Final = msgspec.json.Decoder(SharingJob)
+_GATE: Final = {"name": labels.QUOTA_GATE}
+_LET_BE: Final = Verdict()
+_NEW_GATES: Final = Verdict(({"op": "add", "path": "/spec/schedulingGates", "value": [_GATE]},))
+
+
+def answer(
+    body: bytes, controller: str, policies: Sequence[WorkloadPolicy] = (), rules: ClusterRules = DEFAULT_RULES
+) -> tuple[bytes, Verdict]:
+    """The answer to an AdmissionReview of a pod's, or an ElasticJob's, creation.
+
+    `controller` is the user name of the controller, `policies` and `rules` are those in force.
+
+    Raises MalformedReviewError.
+    """
+    try:
+        request = _REVIEW.decode(body).request
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedReviewError(f"this is no AdmissionReview: {error}") from None
+    verdict = _verdict(request, controller, policies, rules)
+    return _encoded(request.uid, verdict), verdict
+
+
+def review(
+    pod: Pod,
+    namespace: str = "",
+    uid: str = "",
+    policies: Sequence[WorkloadPolicy] = (),
+    rules: ClusterRules = DEFAULT_RULES,
+) -> Verdict:
+    """What becomes of a pod that somebody other than the controller creates. `uid` is the review's."""
+    try:
+        return _reviewed(pod, namespace, uid, policies, rules)
+    except InvalidFieldError as error:
+        name = pod.metadata.name or f"{pod.metadata.generate_name or ''}*"
+        return Verdict((), UNPROCESSABLE, f"pod {namespace}/{name}: {error.message}")
+
+
+def review_job(
+    job: SharingJob, namespace: str, policies: Sequence[WorkloadPolicy], rules: ClusterRules = DEFAULT_RULES
+) -> Verdict:
+    """What becomes of an ElasticJob that somebody creates: its limits are as policies have them."""
+    try:
+        rules.refuse_shares_in(job.spec.node_pool or "")
+        return Verdict(tuple(shares.of_job(job, namespace, policies)))
+    except InvalidFieldError as error:
+        return Verdict((), UNPROCESSABLE, error.message)
+
+
+def _verdict(request: Request, controller: str, policies: Sequence[WorkloadPolicy], rules: ClusterRules) -> Verdict:
+    if request.user_info.username == controller:
+        return _LET_BE
+    if request.resource.resource == "elasticjobs":
+        try:
+            return review_job(_JOB.decode(request.object), request.namespace, policies, rules)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return _LET_BE  # the kind's own schema says what is wrong with it
+    try:
+        pod = _POD.decode(request.object)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return Verdict((), UNPROCESSABLE, f"the pod cannot be read: {error}")
+    if request.sub_resource == EPHEMERAL:
+        return Verdict(tuple(device_visibility.hiding(PodSpec(ephemeral_containers=pod.spec.ephemeral_containers))))
+    return review(pod, request.namespace, request.uid, policies, rules)
+
+
+def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPolicy], rules: ClusterRules) -> Verdict:
+    written, notes = pod.metadata.labels or _NOTHING, pod.metadata.annotations or _NOTHING
+    if _pretends(pod, written):
+        return Verdict(
+            (), FORBIDDEN, "workers of an ElasticJob are created by the controller only; create an ElasticJob"
+        )
+    gpus = _gpus(pod.spec)
+    shared = bool(notes) and asks_for_share(notes)
+    hidden = tuple(device_visibility.hiding(pod.spec, shares=shared))
+    if not gpus and not shared:
+        return Verdict(hidden) if hidden else _LET_BE
+    if pod.spec.node_name:
+        raise InvalidFieldError(
+            "spec.nodeName", pod.spec.node_name, "a pod that asks for GPUs goes where its project's quota allows",
+            hint="leave it out, and name the node in nodeSelector (kubernetes.io/hostname)",
+        )  # fmt: skip
+    if not written and not notes:
+        return _capped(_gated(pod.spec, notes, hidden), pod.spec, rules)
+    spec = _check_wishes(written, notes, gpus, _environment(pod.spec) if shared else _NOTHING, namespace or "pod")
+    gated = _gated(pod.spec, notes, hidden)
+    if spec.may_be_preempted:
+        gated = _capped(gated, pod.spec, rules)
+    if shared:
+        rules.refuse_shares_in(spec.node_pool)
+        more = shares.of_pod(pod, spec, uid, policies)
+        return msgspec.structs.replace(gated, patch=(*gated.patch, *more))
+    return gated
+
+
+def _capped(verdict: Verdict, spec: PodSpec, rules: ClusterRules) -> Verdict:
+    """Cap the grace period of a pod that may borrow GPUs: kubelets go by that of its first deletion."""
+    asked, most = spec.termination_grace_period_seconds, rules.reclaim.max_grace_s
+    if asked is None or asked <= most:
+        return verdict
+    patch = {"op": "replace", "path": "/spec/terminationGracePeriodSeconds", "value": int(most)}
+    warning = (
+        f"spec.terminationGracePeriodSeconds is {asked:g}, and was set to {most:g}: the pod may borrow GPUs"
+        f" (QuotaPolicy, reclaim.maxGracePeriodSeconds); label {labels.PREEMPTIBLE}=false keeps it within quota"
+    )
+    return msgspec.structs.replace(verdict, patch=(*verdict.patch, patch), warnings=(*verdict.warnings, warning))
+
+
+def _pretends(pod: Pod, written: Mapping[str, str]) -> bool:
+    owned = any(
+        owner.kind == JOB_KIND and owner.api_version.startswith(f"{labels.GROUP}/")
+        for owner in pod.metadata.owner_references or ()
+    )
+    return owned or any(name in written for name in OF_WORKERS)
+
+
+def _gpus(spec: PodSpec) -> int:
+    """The most that one container asks for: how many the pod holds is the controller's to add up."""
+    return max((_quantity(amount) for amount in _amounts(spec)), default=0)
+
+
+def _amounts(spec: PodSpec) -> Iterator[str]:
+    for containers in (spec.containers, spec.init_containers):
+        for container in containers or ():
+            if (resources := container.resources) is not None:
+                for given in (resources.limits, resources.requests):
+                    if given is not None and labels.GPU_RESOURCE in given:
+                        yield given[labels.GPU_RESOURCE]
+
+
+def _quantity(amount: str) -> int:
+    if amount.isascii() and amount.isdecimal() and len(amount) < 8:
+        return int(amount)
+    # "1k" is a thousand devices to the API server, and would be none to who reads digits only
+    value = parse_quantity(labels.GPU_RESOURCE, amount)
+    if value:
+        raise InvalidFieldError(labels.GPU_RESOURCE, amount, "it must be a whole number of devices, in digits")
+    return 0
+
+
+def _environment(spec: PodSpec) -> dict[str, str]:
+    first = next(iter(spec.containers or ()), Container())
+    return {one.name: one.value for one in first.env or () if one.value is not None}
+
+
+def _check_wishes(
+    written: Mapping[str, str], notes: Mapping[str, str], gpus: int, environment: Mapping[str, str], project: str
+) -> JobSpec:
+    """What it asks for, in the vocabulary. Raises InvalidFieldError for what of ours cannot be."""
+    share = share_of_pod(notes, environment)
+    if gpus and asks_for_share(notes):
+        raise InvalidFieldError(
+            labels.GPU_RESOURCE,
+            gpus,
+            "an annotation asks for a share of a GPU as well",
+            hint="leave out one of the two",
+        )
+    usual = Kind.BUILD if labels.NOTEBOOK in written else Kind.TRAIN
+    kind = _one_of(written, labels.KIND, tuple(Kind), usual)
+    preemptible = _one_of(written, labels.PREEMPTIBLE, ("true", "false"), None)
+    spec = JobSpec(
+        name="pod",
+        project=project,
+        command=("pod",),
+        kind=Kind(kind),
+        priority=_whole(written, labels.PRIORITY),
+        preemptible=None if preemptible is None else preemptible == "true",
+        node_pool=written.get(labels.POOL, ""),
+        **share,
+    )
+    size = _whole(notes, labels.POD_GROUP_SIZE)
+    if size is not None:
+        check_count(labels.POD_GROUP_SIZE, size, 1, "pods")
+        if labels.POD_GROUP not in written:
+            raise InvalidFieldError(
+                labels.POD_GROUP_SIZE, size, "no label says which group the pod is of", hint=f"add {labels.POD_GROUP}"
+            )
+    return spec
+
+
+def _one_of(given: Mapping[str, str], name: str, choices: tuple[str, ...], default: str | None) -> Any:
+    value = given.get(name, default)
+    if value is not None and value not in choices:
+        raise InvalidFieldError(name, value, f"it must be one of {', '.join(choices)}")
+    return value
+
+
+def _whole(given: Mapping[str, str], name: str) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdecimal() and len(value) <= 18):
+        raise InvalidFieldError(name, value, "it must be a whole number, in digits")
+    return int(value)
+
+
+def _gated(spec: PodSpec, notes: Mapping[str, str], hidden: tuple[dict[str, Any], ...]) -> Verdict:
+    erased = tuple(
+        {"op": "remove", "path": f"/metadata/annotations/{escaped(name)}"} for name in OF_THE_PLAN if name in notes
+    )
+    more = (*erased, *hidden)
+    gates = spec.scheduling_gates
+    if not gates:
+        return Verdict((*_NEW_GATES.patch, *more)) if more else _NEW_GATES
+    if any(gate.name == labels.QUOTA_GATE for gate in gates):
+        return Verdict(more) if more else _LET_BE
+    return Verdict(({"op": "add", "path": "/spec/schedulingGates/-", "value": _GATE}, *more))
+
+
+def _encoded(uid: str, verdict: Verdict) -> bytes:
+    response: dict[str, Any] = {"uid": uid, "allowed": verdict.allowed}
+    if verdict.patch:
+        patch = base64.b64encode(msgspec.json.encode(verdict.patch)).decode()
+        response |= {"patchType": "JSONPatch", "patch": patch}
+    if verdict.warnings:
+        response["warnings"] = verdict.warnings
+    if not verdict.allowed:
+        response["status"] = {"code": verdict.status, "message": verdict.message}
+    return msgspec.json.encode({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response})

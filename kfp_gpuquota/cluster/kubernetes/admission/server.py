@@ -1,0 +1,251 @@
+"""Pod reviews over HTTPS, with certificates that look after themselves.
+
+Every replica serves, the one that leads and those that stand by. The authority and the serving certificate lie in one
+Secret that all replicas share: whoever finds it missing or soon to end renews it, the others take it over. Each writes
+the authority into the MutatingWebhookConfiguration, so nothing else (cert-manager, an install job) is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import os
+import ssl
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from aiohttp import web
+
+from kfp_gpuquota.cluster.kubernetes.admission import pods
+from kfp_gpuquota.cluster.kubernetes.admission.certificates import KeyPair, Material, check, maintained
+from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import DEFAULT_RULES
+from kfp_gpuquota.errors import RunError
+from kfp_gpuquota.server.connections import LimitedRunner, Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kfp_gpuquota.api.policy import WorkloadPolicy
+    from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
+    from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
+
+PATH: Final = "/admission/pods"
+CONFIGURATION: Final = "gpuquota"
+SECRET: Final = "gpuquota-webhook"  # noqa: S105  the name of one
+SERVICE: Final = "gpuquota-webhook"
+REFRESH_EVERY_S: Final = 60.0  # who takes our authority out of the configuration closes the gate: not for long
+RETRY_AFTER_S: Final = 10.0
+ATTEMPTS: Final = 5
+MAX_BODY_BYTES: Final = 8 << 20  # a review holds the object once or twice, and etcd takes 1.5 MiB of one
+_WEBHOOKS: Final = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
+_CONFLICT: Final = 409
+
+log = logging.getLogger(__name__)
+
+
+def build_app(
+    controller: str,
+    observe: Callable[[Verdict, float], None] = lambda _verdict, _seconds: None,
+    policies: Callable[[], Sequence[WorkloadPolicy]] = tuple,
+    rules: Callable[[], ClusterRules] = lambda: DEFAULT_RULES,
+) -> web.Application:
+    """The application. `controller` is the controller's own user name; `observe` is told each verdict and its time."""
+
+    async def handle(request: web.Request) -> web.Response:
+        body = await request.read()
+        started = time.perf_counter()
+        try:
+            reply, verdict = pods.answer(body, controller, policies(), rules())
+        except pods.MalformedReviewError as error:
+            return web.Response(status=400, text=str(error))
+        observe(verdict, time.perf_counter() - started)
+        return web.Response(body=reply, content_type="application/json")
+
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.router.add_post(PATH, handle)
+    return app
+
+
+def service_names(namespace: str) -> tuple[str, ...]:
+    """The names under which an API server calls the Service."""
+    return (f"{SERVICE}.{namespace}.svc", f"{SERVICE}.{namespace}.svc.cluster.local")
+
+
+class Certificates:
+    """The certificate in one Secret, in this process's TLS context, and in the webhook's configuration.
+
+    `inject` False: the webhook's configuration is another process's. `renewed(trusted)` is called when clients are to
+    trust something else than before. A Secret that was deleted or damaged is written anew with what this process holds:
+    another authority would cut off all who trust this one.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        namespace: str,
+        names: Sequence[str],
+        *,
+        renewed: Callable[[bytes], None] = lambda _: None,
+        inject: bool = True,
+    ) -> None:
+        self._connection, self._names, self.renewed = connection, tuple(names), renewed
+        self._injects = inject
+        self._secrets = f"/api/v1/namespaces/{namespace}/secrets"
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.material: Material | None = None
+
+    async def refresh(self, now: float) -> Material:
+        """One round: renew what must be, load what is new, tell the API server. Raises RunError."""
+        material = await self._agreed(now)
+        before, self.material = self.material, material
+        if before is None or before.serving != material.serving:
+            load(self.context, material.serving)
+        if before is not None and before.trusted != material.trusted:
+            self.renewed(material.trusted)
+        if self._injects:
+            await self._inject(material.trusted)
+        return material
+
+    async def keep(self) -> None:
+        """Refresh until cancelled; what fails is tried again soon, and the certificate at hand serves meanwhile."""
+        while True:
+            try:
+                await self.refresh(time.time())
+                pause = REFRESH_EVERY_S
+            except RunError as error:
+                log.warning("the webhook's certificate could not be looked after: %s", error)
+                pause = RETRY_AFTER_S
+            await asyncio.sleep(pause)
+
+    async def _agreed(self, now: float) -> Material:
+        """What stands in the Secret after whoever was first has renewed it."""
+        for _ in range(ATTEMPTS):
+            found, version = await self._read()
+            material = maintained(found or self.material, self._names, now)
+            if material is found or await self._written(material, version):
+                return material
+        raise RunError(f"the Secret {SECRET} is changed by others all the time; who else writes it?")
+
+    async def _read(self) -> tuple[Material | None, str]:
+        try:
+            body = await self._connection.call("GET", f"{self._secrets}/{SECRET}")
+        except ApiError as error:
+            if not error.gone:
+                raise
+            return None, ""
+        secret = msgspec.json.decode(body)
+        return _from_secret(secret), secret["metadata"]["resourceVersion"]
+
+    async def _written(self, material: Material, version: str) -> bool:
+        """Whether nobody else was faster."""
+        try:
+            if version:
+                await self._connection.call("PUT", f"{self._secrets}/{SECRET}", _to_secret(material, version))
+            else:
+                await self._connection.call("POST", self._secrets, _to_secret(material, version))
+        except ApiError as error:
+            if error.status != _CONFLICT:
+                raise
+            return False
+        return True
+
+    async def _inject(self, trusted: bytes) -> None:
+        path = f"{_WEBHOOKS}/{CONFIGURATION}"
+        try:
+            found = msgspec.json.decode(await self._connection.call("GET", path))
+            operations = list(_injections(found.get("webhooks") or [], base64.b64encode(trusted).decode()))
+            if operations:
+                params = {"fieldManager": labels.FIELD_MANAGER}
+                await self._connection.call("PATCH", path, operations, content_type=JSON_PATCH, params=params)
+        except ApiError as error:
+            if not error.gone:
+                raise
+            log.warning("there is no MutatingWebhookConfiguration %s: pods are not gated", CONFIGURATION)
+
+
+async def serve(
+    certificates: Certificates,
+    controller: str,
+    port: int,
+    observe: Callable[[Verdict, float], None] = lambda _verdict, _seconds: None,
+    policies: Callable[[], Sequence[WorkloadPolicy]] = tuple,
+    rules: Callable[[], ClusterRules] = lambda: DEFAULT_RULES,
+    listens: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve reviews until cancelled; `listens` is called once the port is open.
+
+    The first certificate must be there: call `refresh` before.
+    """
+    runner = LimitedRunner(build_app(controller, observe, policies, rules), Limits(per_source=512), access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, port=port, ssl_context=certificates.context).start()
+        listens()
+        await certificates.keep()
+    finally:
+        await runner.cleanup()
+
+
+def load(context: ssl.SSLContext, pair: KeyPair) -> None:
+    """Show this certificate from the next handshake on. Nothing is written to a disk: the module takes files only."""
+    with _file(pair.certificate) as certificate, _file(pair.key) as key:
+        context.load_cert_chain(certificate, key)
+
+
+@contextlib.contextmanager
+def _file(content: bytes) -> Iterator[str]:
+    descriptor = os.memfd_create("certificate")
+    try:
+        os.write(descriptor, content)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _injections(webhooks: list[dict[str, Any]], bundle: str) -> Iterator[dict[str, Any]]:
+    for index, webhook in enumerate(webhooks):
+        if webhook["clientConfig"].get("caBundle") != bundle:
+            yield {"op": "test", "path": f"/webhooks/{index}/name", "value": webhook["name"]}
+            yield {"op": "add", "path": f"/webhooks/{index}/clientConfig/caBundle", "value": bundle}
+
+
+def _to_secret(material: Material, version: str) -> dict[str, Any]:
+    files = {
+        "ca.crt": material.trusted,
+        "ca.key": material.authority.key,
+        "tls.crt": material.serving.certificate,
+        "tls.key": material.serving.key,
+    }
+    metadata: dict[str, Any] = {"name": SECRET, "labels": {"app.kubernetes.io/part-of": "gpuquota"}}
+    if version:
+        metadata["resourceVersion"] = version
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
+    }
+
+
+def _from_secret(secret: dict[str, Any]) -> Material | None:
+    """What the Secret holds; None for one that somebody has damaged, which is then written anew."""
+    try:
+        files = {name: base64.b64decode(text) for name, text in secret["data"].items()}
+        end = b"-----END CERTIFICATE-----\n"
+        current = files["ca.crt"].partition(end)[0] + end
+        material = Material(
+            authority=KeyPair(certificate=current, key=files["ca.key"]),
+            serving=KeyPair(certificate=files["tls.crt"], key=files["tls.key"]),
+            trusted=files["ca.crt"],
+        )
+        check(material)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        log.warning("the Secret %s cannot be used and is made anew: %s", SECRET, error)
+        return None
+    return material

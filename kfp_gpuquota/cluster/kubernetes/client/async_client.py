@@ -1,0 +1,214 @@
+"""One API server over HTTP: every call has a time limit and is repeated where the server says "later".
+
+Repeated: connection errors, 429 and 5xx, with growing pauses, jitter and the server's own Retry-After. Left to the
+caller, because only it knows what they mean: 404, 409, 410, 422. A repeated write may meet its own first attempt
+(409 for a creation, 404 for a deletion); callers take these for done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING, Final, Self, TypeVar
+
+import aiohttp
+import msgspec
+from multidict import CIMultiDict
+
+from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, StaleLeaseError
+from kfp_gpuquota.errors import ClusterUnavailableError, RunError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
+
+    from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
+    from kfp_gpuquota.cluster.kubernetes.client.fence import Fence
+
+T = TypeVar("T")
+
+CALL_TIMEOUT_S: Final = 30.0
+CONNECT_TIMEOUT_S: Final = 10.0
+SILENCE_S: Final = 150.0  # the server sends a bookmark each minute
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 10.0
+PATIENCE_S: Final = 60.0
+CONNECTIONS: Final = 88  # more than the writer has slots: lists and leases need one, too
+USER_AGENT: Final = "gpuquota-controller"
+
+JSON: Final = "application/json"
+JSON_PATCH: Final = "application/json-patch+json"
+MERGE_PATCH: Final = "application/merge-patch+json"
+APPLY_PATCH: Final = "application/apply-patch+yaml"
+
+log = logging.getLogger(__name__)
+
+
+class ApiError(RunError):
+    """The API server refused a call: `status` is the HTTP status, `reason` its word (NotFound, Conflict, ...)."""
+
+    code = "api-server"
+
+    def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message or f"{status} {reason}")
+        self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
+
+    @property
+    def gone(self) -> bool:
+        """What the call was about does not exist."""
+        return self.status == 404
+
+
+class StatusBody(msgspec.Struct, frozen=True):
+    """What the API server answers where it refuses."""
+
+    reason: str = ""
+    message: str = ""
+    code: int = 0
+
+
+class Connection:
+    """Calls to one API server. `count` tells of every call: (verb, HTTP status)."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        *,
+        count: Callable[[str, int], None] = lambda _verb, _status: None,
+        seed: int | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._credentials, self._count, self._patience_s = credentials, count, patience_s
+        self._random = random.Random(seed)  # noqa: S311 - jitter, not a secret
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(limit=CONNECTIONS, ssl=self._credentials.tls or True, keepalive_timeout=60)
+        self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
+        # A watch lives for minutes, so it must not take one of the connections that calls share.
+        watching = aiohttp.TCPConnector(limit=0, ssl=self._credentials.tls or True, force_close=True)
+        self._watching = aiohttp.ClientSession(connector=watching)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._session is not None
+        await self._session.close()
+        await self._watching.close()
+
+    async def call(
+        self,
+        verb: str,
+        path: str,
+        body: object = None,
+        *,
+        content_type: str = JSON,
+        params: Mapping[str, str] | None = None,
+        patience_s: float | None = None,
+        fence: Fence = NO_FENCE,
+    ) -> bytes:
+        """One call, repeated where that helps, for at most `patience_s`.
+
+        Raises ApiError where the server refuses, ClusterUnavailableError where it does not answer in time, and
+        StaleLeaseError where `fence` is closed: it is checked before each attempt.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + (self._patience_s if patience_s is None else patience_s)
+        data = None if body is None else msgspec.json.encode(body)
+        pause = FIRST_PAUSE_S
+        while True:
+            if not fence.valid():
+                raise StaleLeaseError(f"{verb} {path} was not sent: the lease has expired, another process may lead")
+            try:
+                return await self._once(verb, path, data, content_type, params)
+            except ApiError as error:
+                if not is_passing(error) or loop.time() >= deadline:
+                    raise
+                wait = max(error.retry_after_s or 0.0, self.jittered(pause))
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                if loop.time() >= deadline:
+                    raise ClusterUnavailableError(
+                        f"{self._credentials.server} did not answer {verb} {path}: {error or type(error).__name__}"
+                    ) from error
+                wait = self.jittered(pause)
+            await asyncio.sleep(wait)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def read(self, path: str, kind: type[T], params: Mapping[str, str] | None = None) -> T:
+        """One object (or list). Raises as `call` does."""
+        answer = await self.call("GET", path, params=params)
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.DecodeError as error:
+            raise ClusterUnavailableError(f"{path}: the answer cannot be read: {error}") from error
+
+    async def stream(self, path: str, params: Mapping[str, str]) -> AsyncIterator[list[bytes]]:
+        """The lines of a watch, in the batches in which they arrive. Ends when the server ends it; not repeated."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_S)
+        url = self._credentials.server + path
+        async with self._watching.get(url, params=params, headers=self._headers(), timeout=timeout) as response:
+            self._count("WATCH", response.status)
+            if response.status != 200:
+                raise self._refusal(response, await response.read())
+            rest = b""
+            async for chunk in response.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                if lines:
+                    yield lines
+
+    def jittered(self, pause: float) -> float:
+        """The pause, in seconds, moved by up to a half: not all callers come back at once."""
+        return pause * (0.5 + self._random.random())
+
+    async def _once(
+        self, verb: str, path: str, data: bytes | None, content_type: str, params: Mapping[str, str] | None
+    ) -> bytes:
+        assert self._session is not None, "use it as a context manager"
+        headers = self._headers()
+        if data is not None:
+            headers["Content-Type"] = content_type
+        timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        url = self._credentials.server + path
+        asked: AbstractAsyncContextManager[aiohttp.ClientResponse] = self._session.request(
+            verb, url, data=data, params=params, headers=headers, timeout=timeout
+        )
+        async with asked as response:
+            body = await response.read()
+            self._count(verb, response.status)
+            if response.status >= 400:
+                raise self._refusal(response, body)
+            return body
+
+    def _headers(self) -> CIMultiDict[str]:
+        # Compressed answers would cost the API server and us more than a cluster's own network does.
+        headers = CIMultiDict(self._credentials.headers, Accept=JSON)
+        headers["Accept-Encoding"] = "identity"
+        headers["User-Agent"] = USER_AGENT
+        if token := self._credentials.token():
+            headers["Authorization"] = f"Bearer {token}"
+        return headers
+
+    def _refusal(self, response: aiohttp.ClientResponse, body: bytes) -> ApiError:
+        if response.status == 401:
+            self._credentials.forget_token()
+        try:
+            status = msgspec.json.decode(body, type=StatusBody)
+        except msgspec.DecodeError:
+            status = StatusBody(reason=response.reason or "", message=body[:300].decode(errors="replace"))
+        later = response.headers.get("Retry-After", "")
+        return ApiError(response.status, status.reason, status.message, float(later) if later.isdigit() else None)
+
+
+def is_passing(error: ApiError | ClusterUnavailableError) -> bool:
+    """Whether a later attempt may succeed: the server says "later" or nothing, or our token has just rotated.
+
+    Not the 429 of a disruption budget: that may last for days.
+    """
+    if isinstance(error, ClusterUnavailableError):
+        return True
+    return error.status == 401 or error.status >= 500 or (error.status == 429 and not is_budget(error))
+
+
+def is_budget(error: ApiError) -> bool:
+    """A PodDisruptionBudget refuses an eviction: it says so with 429, too."""
+    return error.status == 429 and "disruption budget" in error.message

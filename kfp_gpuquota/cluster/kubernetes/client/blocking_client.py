@@ -1,0 +1,173 @@
+"""Calls to an API server for programs that do one thing at a time: the command line, and a step's launcher.
+
+The standard library only, as `server.client` has it and for the same reason: importing aiohttp costs a command a
+quarter of a second. Repeated: connection errors, 429 and 5xx, with growing pauses and the server's own Retry-After; and
+403 for a while after the server was away, for one that has just started refuses everybody until it has read its roles.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode, urlsplit
+
+from kfp_gpuquota.errors import (
+    AlreadyExistsError,
+    ClusterUnavailableError,
+    ConflictError,
+    GpuQuotaError,
+    NotFoundError,
+    RunError,
+    UnauthorizedError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
+
+Json = dict[str, Any]
+
+CALL_TIMEOUT_S: Final = 15.0
+JSON_PATCH: Final = "application/json-patch+json"
+MERGE_PATCH: Final = "application/merge-patch+json"
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 5.0
+_STARTING_S: Final = 30.0
+_LATER: Final = frozenset({429, 500, 502, 503, 504})
+_KINDS: Final = {404: NotFoundError, 409: ConflictError, 401: UnauthorizedError, 403: UnauthorizedError}
+
+
+class Calls:
+    """One API server. After `retry_for_s` without an answer ClusterUnavailableError; a refusal as the error it means:
+
+    NotFoundError, AlreadyExistsError, ConflictError, UnauthorizedError; UsageError for an object that is not valid.
+    """
+
+    def __init__(self, credentials: Credentials, *, retry_for_s: float) -> None:
+        self.credentials = credentials
+        self._retry_for_s = retry_for_s
+        self._starting_until = 0.0
+        self._connection: http.client.HTTPConnection | None = None
+        self._owner_pid = os.getpid()
+
+    def get(self, path: str, **query: object) -> Json:
+        """An object, or a list."""
+        return self._json("GET", path, query)
+
+    def create(self, path: str, body: Json) -> Json:
+        """Make an object. A repeated creation may meet its own first attempt: AlreadyExistsError."""
+        return self._json("POST", path, {}, body)
+
+    def patch(self, path: str, body: Json | list[Json]) -> Json:
+        """Change an object: by operations (a list), or by a merge."""
+        return self._json("PATCH", path, {}, body, JSON_PATCH if isinstance(body, list) else MERGE_PATCH)
+
+    def delete(self, path: str, **options: object) -> None:
+        """Remove an object, and what it owns; `options` are those of Kubernetes' DeleteOptions."""
+        self._json("DELETE", path, {}, {"propagationPolicy": "Background", **options})
+
+    def open(self, path: str, timeout_s: float, **query: object) -> http.client.HTTPResponse:
+        """A stream of its own connection: a watch, or a log that is followed. Its reader closes it."""
+        connection = self._new_connection(timeout_s)
+        try:
+            connection.request("GET", _url(path, query), headers=self._headers())
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException):
+            self._note_away()
+            raise
+        if response.status >= 300:
+            raise _refusal(response.status, response.read())
+        return response
+
+    def _json(
+        self, method: str, path: str, query: Mapping[str, object], body: object = None, kind: str = "application/json"
+    ) -> Json:
+        encoded = None if body is None else json.dumps(body)
+        deadline = time.monotonic() + self._retry_for_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                status, raw, after_s = self._attempt(method, _url(path, query), encoded, kind)
+            except (OSError, http.client.HTTPException) as failure:
+                self._forget()
+                self._note_away()
+                if time.monotonic() + pause_s > deadline:
+                    raise _unavailable(self.credentials.server, failure) from failure
+            else:
+                if status == 401:
+                    self.credentials.forget_token()
+                if not self._passes(status) or time.monotonic() + pause_s > deadline:
+                    return _answer(status, raw)
+                pause_s = max(pause_s, after_s)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _attempt(self, method: str, url: str, body: str | None, kind: str) -> tuple[int, bytes, float]:
+        if self._connection is None or self._owner_pid != os.getpid():
+            self._connection, self._owner_pid = self._new_connection(CALL_TIMEOUT_S), os.getpid()
+        self._connection.request(method, url, body=body, headers={**self._headers(), "Content-Type": kind})
+        with self._connection.getresponse() as response:  # closed here, for the reason that `server.client` gives
+            after = response.headers.get("Retry-After", "")
+            return response.status, response.read(), float(after) if after.isdecimal() else 0.0
+
+    def _new_connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        parts = urlsplit(self.credentials.server)
+        if self.credentials.tls is None:
+            return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+        return http.client.HTTPSConnection(
+            parts.hostname or "", parts.port, timeout=timeout_s, context=self.credentials.tls
+        )
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Accept": "application/json", "User-Agent": "gpuquota", **dict(self.credentials.headers)}
+        if token := self.credentials.token():
+            headers["Authorization"] = f"Bearer {token}"
+        return headers
+
+    def _note_away(self) -> None:
+        self._starting_until = time.monotonic() + _STARTING_S
+
+    def _passes(self, status: int) -> bool:
+        """Whether a later attempt may be answered otherwise."""
+        return status in _LATER or (status == http.client.FORBIDDEN and time.monotonic() < self._starting_until)
+
+    def _forget(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+
+def _url(path: str, query: Mapping[str, object]) -> str:
+    given = {name: value for name, value in query.items() if value not in (None, "")}
+    return f"{path}?{urlencode(given)}" if given else path
+
+
+def _answer(status: int, raw: bytes) -> Json:
+    if status >= 300:
+        raise _refusal(status, raw)
+    answer: Json = json.loads(raw) if raw else {}
+    return answer
+
+
+def _refusal(status: int, raw: bytes) -> GpuQuotaError:
+    try:
+        said = json.loads(raw)
+    except ValueError:
+        return RunError(f"the API server answered {status}: {raw[:200].decode(errors='replace')}")
+    message, reason = said.get("message", ""), said.get("reason", "")
+    if reason == "AlreadyExists":
+        return AlreadyExistsError(message)
+    if kind := _KINDS.get(status):
+        return kind(message)
+    if status in _LATER:  # still, after all that it was repeated
+        return ClusterUnavailableError(f"the API server answers {status}: {message}")
+    return UsageError(message) if status in {400, 422} else RunError(message)
+
+
+def _unavailable(server: str, failure: Exception) -> ClusterUnavailableError:
+    return ClusterUnavailableError(f"the API server {server} does not answer ({failure}); see: kubectl cluster-info")

@@ -1,0 +1,270 @@
+"""One process of the controller: reviews pods always, leads when it is its turn.
+
+Leading is to plan, to write and to serve workers. A process that leads no more ends, and is started again as one that
+stands by: what it believed of the cluster may be wrong by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.client.async_client import MERGE_PATCH, ApiError, Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE
+from kfp_gpuquota.cluster.kubernetes.client.leader_election import LeaderElection
+from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.controller import metrics
+from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
+from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
+from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
+from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
+from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
+from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
+from kfp_gpuquota.errors import ClusterUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
+
+ACCOUNT: Final = "gpuquota-controller"
+
+log = logging.getLogger(__name__)
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process is started; ports of 0 are any free one, a `webhook_port` of 0 is no webhook.
+
+    With `reviews_only` it never leads. `keys_namespace` holds the authority and the key; "": `namespace`, with which
+    they are deleted. `membership_shards` are URLs of the processes that serve workers; none: this one does.
+    """
+
+    kubeconfig: str | None = None
+    context: str | None = None
+    namespace: str = "gpuquota-system"
+    keys_namespace: str = ""
+    reviews_only: bool = False
+    webhook_port: int = 0
+    metrics_port: int = 0
+    membership_port: int = 0
+    advertise: str = ""
+    membership_shards: tuple[str, ...] = ()
+    runtime_image: str = ""
+    reservation_namespace: str = reservation_pods.NAMESPACE
+    agent_namespace: str = reservation_pods.AGENTS_NAMESPACE
+    reservation_image: str = reservation_pods.IMAGE
+    reservation_runtime_class: str = ""
+    reservation_priority_class: str = ""
+    leader_elect: bool = False
+    workers_ready_timeout: float = ReadyRules().timeout_s
+    workers_ready_tries: int = ReadyRules().tries
+    workers_ready_pause: float = ReadyRules().pause_s
+
+
+class Replica:
+    """One process."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._metrics = metrics.Metrics()
+        self._controller: Controller | None = None
+        self._policies, self._rules = PolicyBook(), RulesBook()
+        self._reviews = not options.webhook_port  # whether the port of reviews is open, where there is one
+
+    async def run(self) -> None:
+        """Until cancelled, or until it leads no more."""
+        options = self._options
+        async with AsyncExitStack() as stack:
+            credentials = load_credentials(options.kubeconfig, options.context)
+            connection = await stack.enter_async_context(Connection(credentials, count=self._metrics.count_call))
+            probes = metrics.serving(
+                self._metrics, options.metrics_port, ready=self._is_ready, look=self._look, healthy=self._is_healthy
+            )
+            log.info("metrics and probes on port %d", await stack.enter_async_context(probes))
+            certificates = await self._certificates(connection)
+            tasks = [] if options.reviews_only else [self._lead(connection, certificates)]
+            if options.webhook_port:
+                user = f"system:serviceaccount:{options.namespace}:{ACCOUNT}"
+                tasks += [self._policies_of(connection).run(), self._rules_of(connection).run()]
+                tasks.append(self._review(certificates, user))
+            else:
+                tasks.append(certificates.keep())
+            await first_to_end(*tasks)
+
+    def _policies_of(self, connection: Connection) -> Reflector[custom_types.PolicyObject]:
+        book = self._policies
+        self._reflector = Reflector(
+            connection, PATH, custom_types.PolicyObject, changed=book.put, gone=book.drop, optional=True
+        )
+        return self._reflector
+
+    def _rules_of(self, connection: Connection) -> Reflector[custom_types.QuotaPolicyObject]:
+        book, kind = self._rules, custom_types.QuotaPolicyObject
+        path = quota_policy.PATH
+        self._rules_reflector = Reflector(connection, path, kind, changed=book.put, gone=book.drop, optional=True)
+        return self._rules_reflector
+
+    async def _review(self, certificates: server.Certificates, user: str) -> None:
+        """Pods wait until the policies are known: what one forces would not hold for those that came before."""
+        await self._reflector.synced.wait()
+        await self._rules_reflector.synced.wait()
+        await server.serve(
+            certificates,
+            user,
+            self._options.webhook_port,
+            self._reviewed,
+            lambda: self._policies.all,
+            lambda: self._rules.rules,
+            self._listens,
+        )
+
+    def _listens(self) -> None:
+        self._reviews = True
+
+    async def _lead(self, connection: Connection, certificates: server.Certificates) -> None:
+        """Wait for its turn, and control until it is over."""
+        options = self._options
+        identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+        election = LeaderElection(connection, options.namespace, identity)
+        if options.leader_elect:
+            await self._label(connection, leads=False)
+            await election.acquire()
+            await self._label(connection, leads=True)
+        try:
+            self._metrics.leads.set(1)
+            key = await membership_service.read_or_make_key(connection, self._keys_namespace)
+            self._controller = controller = self._make_controller(connection, certificates, election, key)
+            certificates.renewed = controller.elastic.trust
+            holding = election.hold() if options.leader_elect else asyncio.Event().wait()
+            keeping = membership_service.keep_key(connection, self._keys_namespace, key)
+            await first_to_end(controller.run(), holding, keeping)
+        finally:
+            await election.release()
+
+    async def _label(self, connection: Connection, *, leads: bool) -> None:
+        if not self._options.membership_shards:  # else nobody looks for the leader
+            await _label(connection, leads=leads)
+
+    @property
+    def _keys_namespace(self) -> str:
+        return self._options.keys_namespace or self._options.namespace
+
+    def _make_controller(
+        self, connection: Connection, certificates: server.Certificates, election: LeaderElection, key: bytes
+    ) -> Controller:
+        options = self._options
+        settings = PodSettings(
+            coordinator=options.advertise or f"https://{socket.gethostname()}:{options.membership_port}",
+            authority=certificates.material.trusted if certificates.material else b"",
+            key=key,
+            runtime_image=options.runtime_image,
+            shards=options.membership_shards,
+        )
+        return Controller(
+            connection,
+            settings,
+            membership_port=options.membership_port,
+            tls=certificates.context,
+            metrics=self._metrics,
+            reserving=ReservationSettings(
+                namespace=options.reservation_namespace,
+                agents=options.agent_namespace,
+                image=options.reservation_image,
+                runtime_class=options.reservation_runtime_class,
+                priority_class=options.reservation_priority_class,
+            ),
+            ready=ReadyRules(options.workers_ready_timeout, options.workers_ready_tries, options.workers_ready_pause),
+            fence=election.validity if options.leader_elect else NO_FENCE,
+            epoch=election.epoch,
+        )
+
+    async def _certificates(self, connection: Connection) -> server.Certificates:
+        names = [*server.service_names(self._options.namespace), "127.0.0.1", "localhost"]
+        if host := urlsplit(self._options.advertise).hostname:
+            names.append(host)
+        certificates = server.Certificates(
+            connection,
+            self._keys_namespace,
+            list(dict.fromkeys(names)),
+            inject=bool(self._options.webhook_port) or not self._options.membership_shards,
+        )
+        await certificates.refresh(time.time())
+        return certificates
+
+    def _is_ready(self) -> bool:
+        """Return whether this replica may get requests: its webhook listens, and if it leads it has listed all.
+
+        A Service sends reviews to each ready replica, and the API server refuses a pod whose review is not answered.
+        """
+        if not self._reviews or self._options.reviews_only:
+            return self._reviews
+        return self._options.leader_elect if self._controller is None else self._controller.ready
+
+    def _is_healthy(self) -> str:
+        """What is wrong: plans that are needed are not made."""
+        health = self._controller.health if self._controller is not None else None
+        if health is None or health.healthy:
+            return ""
+        return f"no plan for {health.overdue_s:.0f} s, {health.failures} failures in a row"
+
+    def _look(self) -> None:
+        if self._controller is not None:
+            self._metrics.look(self._controller)
+
+    def _reviewed(self, verdict: Verdict, seconds: float) -> None:
+        self._metrics.reviews.labels(str(verdict.allowed)).observe(seconds)
+
+
+async def first_to_end(*running: Coroutine[Any, Any, Any]) -> None:
+    """Run them until one ends; the others are cancelled then, and what failed is raised."""
+    tasks = [asyncio.ensure_future(one) for one in running]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+async def until_told_to_stop(program: Coroutine[Any, Any, Any]) -> bool:
+    """Run it until SIGTERM or SIGINT comes; False where it has ended by itself."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await first_to_end(program, stop.wait())
+    return stop.is_set()
+
+
+async def _label(connection: Connection, *, leads: bool) -> None:
+    """The Service of the membership selects who leads, by a label on its own pod.
+
+    A container that was restarted finds the label of the one before: it is taken away until this one leads.
+    """
+    namespace, name = os.environ.get("POD_NAMESPACE"), os.environ.get("POD_NAME")
+    if not namespace or not name:
+        return
+    path = f"/api/v1/namespaces/{namespace}/pods"
+    body = {"metadata": {"labels": {labels.LEADER: "true" if leads else None}}}
+    try:
+        await connection.call("PATCH", f"{path}/{name}", body, content_type=MERGE_PATCH)
+    except (ApiError, ClusterUnavailableError) as error:
+        log.error("this pod's label as the leader's could not be set to %s; workers may miss it: %s", leads, error)

@@ -1,0 +1,246 @@
+"""What users see of jobs and quotas: their status, written by server-side apply, and no oftener than it pays.
+
+A status that says what the object says already is not written. What changes all the time (progress, what a team holds)
+is written once in a while; a change of phase at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import retry_fields
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status import status_of, with_condition
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus, GpuQuotaStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import Facts
+    from kfp_gpuquota.cluster.records import JobRecord
+
+QUIET_S: Final = 0.05
+SELDOM_S: Final = 5.0
+AGAIN_S: Final = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class StatusWriter:
+    """Writes statuses that differ from what was last written. `build(key)` gives (path, about, body, urgent)."""
+
+    def __init__(self, writer: Writer, build: Callable[[str], Built | None]) -> None:
+        self._writer, self._build = writer, build
+        self._dirty: dict[str, asyncio.TimerHandle] = {}
+        self._written: dict[str, tuple[float, bytes, Any]] = {}
+        self._under_way: set[str] = set()
+
+    def changed(self, key: str) -> None:
+        """It may have to be written."""
+        if key not in self._dirty and key not in self._under_way:
+            self._dirty[key] = asyncio.get_running_loop().call_later(QUIET_S, self._look, key)
+
+    def decided(self, key: str) -> None:
+        """Something of it may be urgent: what waits to be written with it, since it can wait, does not hold it up."""
+        timer = self._dirty.get(key)
+        if timer is not None and timer.when() > asyncio.get_running_loop().time() + QUIET_S:
+            timer.cancel()
+            del self._dirty[key]
+        self.changed(key)
+
+    def forget(self, key: str) -> None:
+        """The object is gone."""
+        self._written.pop(key, None)
+        if timer := self._dirty.pop(key, None):
+            timer.cancel()
+
+    def close(self) -> None:
+        """Write no more."""
+        for timer in self._dirty.values():
+            timer.cancel()
+        self._dirty.clear()
+
+    def _look(self, key: str) -> None:
+        self._dirty.pop(key, None)
+        built = self._build(key)
+        if built is None:
+            self.forget(key)
+            return
+        at, body, urgent = self._written.get(key, (0.0, b"", None))
+        encoded = msgspec.json.encode(built.body)
+        if encoded == body:
+            return
+        loop = asyncio.get_running_loop()
+        wait = 0.0 if built.urgent != urgent else at + SELDOM_S - loop.time()
+        if wait > 0:
+            self._dirty[key] = loop.call_later(wait, self._look, key)
+            return
+        self._written[key] = (loop.time(), encoded, built.urgent)
+        self._under_way.add(key)
+        self._writer.submit(_apply(built), partial(self._done, key, built), partial(self._failed, key))
+
+    def _done(self, key: str, built: Built, _answer: bytes) -> None:
+        self._under_way.discard(key)
+        if built.stored is not None:
+            built.stored()
+        self.changed(key)  # what came in the meantime
+
+    def _failed(self, key: str, error: Exception) -> None:
+        self._under_way.discard(key)
+        self._written.pop(key, None)
+        if isinstance(error, ApiError) and error.status == 404:
+            return
+        log.warning("the status of %s is written again in %g s: %s", key, AGAIN_S, error)
+        self._dirty[key] = asyncio.get_running_loop().call_later(AGAIN_S, self._look, key)
+
+
+class Built(msgspec.Struct, frozen=True):
+    """One status: where it goes, and what of it is worth a write at once when it differs. `stored` is called then."""
+
+    path: str
+    about: str
+    body: Any
+    urgent: Any
+    stored: Callable[[], None] | None = None
+
+
+def _apply(built: Built) -> Write:
+    return Write(
+        verb="PATCH",
+        path=f"{built.path}/status?fieldManager={labels.FIELD_MANAGER}&force=true",
+        about=built.about,
+        lane=Lane.STATUS,
+        body=built.body,
+        content_type=APPLY_PATCH,
+        level=logging.DEBUG,
+    )
+
+
+def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
+    """An ElasticJob's status; None for one that is gone."""
+    facts, record = jobs.book.facts.get(uid), jobs.book.jobs.get(uid)
+    if facts is None or facts.object.metadata.deletion_timestamp is not None:
+        return None
+    meta = facts.object.metadata
+    conditions = conditions_of(facts, record, time.time())
+    if record is None:
+        status = ElasticJobStatus(message=facts.refused, conditions=conditions, observed_generation=meta.generation)
+    else:
+        status = status_of(
+            facts.object,
+            record,
+            jobs.book.workers_of(uid),
+            generation=facts.generation,
+            reserved=facts.reserved,
+            membership_digest=facts.secret,
+            membership_shard=facts.shard,
+            conditions=conditions,
+            ended=facts.ended,
+            ran_s=facts.ran_s,
+            ranks=facts.ranks,
+            retries=retry_fields(facts.complaints, facts.requeue, facts.grow),
+        )
+    body = {
+        "apiVersion": labels.API_VERSION,
+        "kind": "ElasticJob",
+        "metadata": {"name": meta.name, "namespace": meta.namespace, "uid": meta.uid},
+        "status": _without_nulls(status),
+    }
+    held = status.gpus, status.workers, status.generation, status.ended
+    given_back = status.requeue_state, status.grow_state
+    reserved = status.generation_reserved  # numbers wait for it
+    urgent = (status.phase, status.message, status.intent, reserved, *held, *given_back, len(status.resizes))
+    path = f"/apis/{labels.API_VERSION}/namespaces/{meta.namespace}/elasticjobs/{meta.name}"
+    stored = partial(jobs.membership.status_stored, uid, reserved)
+    return Built(path, f"{meta.namespace}/{meta.name}", body, urgent, stored)
+
+
+def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Condition, ...]]) -> Built | None:
+    """A GpuQuota's status; None for one that is gone. `conditions` keeps what was said before, by name."""
+    quota = snapshot.quotas.get(name)
+    if quota is None:
+        conditions.pop(name, None)
+        return None
+    held, project = snapshot.held(name), snapshot.projects.get(name)
+    refused = snapshot.refused_quotas.get(name, "")
+    accepted = Condition("Accepted", "True", "Valid", "it is in force")
+    if refused:
+        kept = "the last good one stays in force" if project is not None else "no quota is in force"
+        accepted = Condition("Accepted", "False", "Invalid", f"{refused}; {kept}")
+    known = with_condition(conditions.get(name, quota.status.conditions), accepted, time.time())
+    conditions[name] = known
+    status = GpuQuotaStatus(
+        gpus=held.gpus,
+        borrowed=held.borrowed,
+        requested=held.requested,
+        waiting=held.waiting,
+        conditions=known,
+    )
+    body = {
+        "apiVersion": labels.API_VERSION,
+        "kind": "GpuQuota",
+        "metadata": {"name": name},
+        "status": {"gpus": 0, "borrowed": 0, "waiting": 0, **msgspec.to_builtins(status)},
+    }
+    return Built(f"/apis/{labels.API_VERSION}/gpuquotas/{name}", name, body, (accepted.status, accepted.message))
+
+
+def conditions_of(facts: Facts, record: JobRecord | None, now: float) -> tuple[Condition, ...]:
+    """Accepted, WorkersReady, CheckpointsKept, and of a job that has ended Complete or Failed."""
+    known: Sequence[Condition] = facts.conditions
+    for wanted in _wanted(facts, record, now):
+        known = with_condition(known, wanted, now)
+    facts.conditions = tuple(sorted(known, key=lambda c: c.type))
+    return facts.conditions
+
+
+def _wanted(facts: Facts, record: JobRecord | None, now: float) -> list[Condition]:
+    accepted = Condition("Accepted", "True", "Valid", "it can be what it asks for")
+    if facts.refused or record is None:
+        return [Condition("Accepted", "False", "Invalid", facts.refused)]
+    found = [accepted, _workers_ready(facts, record, now)]
+    if facts.object.spec.checkpoint is None:
+        text = "no checkpoint claim is given: what stops the whole job loses its work since it started"
+        found.append(Condition("CheckpointsKept", "False", "NoClaim", text))
+    else:
+        claim = facts.object.spec.checkpoint.claim_name
+        found.append(Condition("CheckpointsKept", "True", "Claim", f"on claim {claim}"))
+    phase = record.status.phase
+    message = record.status.reason.message if record.status.reason else ""
+    if phase.final:
+        found.append(Condition("Complete", str(phase is Phase.SUCCEEDED), phase.value, message))
+        found.append(Condition("Failed", str(phase is not Phase.SUCCEEDED), phase.value, message))
+    return found
+
+
+def _workers_ready(facts: Facts, record: JobRecord, now: float) -> Condition:
+    if facts.held_back:
+        return Condition("WorkersReady", "False", "PodRefused", facts.held_back)
+    trouble = next((text for text in facts.trouble.values() if text), "")
+    if trouble:
+        return Condition("WorkersReady", "False", trouble.partition(":")[0], trouble)
+    if facts.requeue is not None and facts.requeue.attempt == record.attempt:
+        rests = facts.requeue.until is None or now < facts.requeue.until  # after that it waits as others do
+        return Condition("WorkersReady", "False", "GivenUp", facts.requeue.message if rests else "")
+    running = record.status.phase is Phase.RUNNING
+    return Condition("WorkersReady", str(running), record.status.phase.value, "")
+
+
+def _without_nulls(status: ElasticJobStatus) -> dict[str, Any]:
+    """Apply takes what is left out away; null it would refuse for some fields."""
+    found: dict[str, Any] = msgspec.to_builtins(status)
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,264 @@
+"""Who knows how many pods start together, and what it says: pure.
+
+| what a pod is of | found by | its pods start together |
+|---|---|---|
+| PodGroup (scheduling.x-k8s.io, Volcano) | label, annotation | `minMember` of them |
+| JobSet | label | all replicas of all its jobs |
+| LeaderWorkerSet | label | the leader and its workers: each replica is a group of its own |
+| PyTorchJob, MPIJob, ... (kubeflow.org) | owner | all replicas, or `runPolicy.schedulingPolicy.minAvailable` |
+| RayCluster | owner | all replicas, or `minReplicas` where Ray scales it |
+| Job | owner | all, where it is Indexed and runs all its indexes at once |
+| Job of another kind, ReplicaSet, StatefulSet | owner | only those that a label puts into a group, all of them then |
+
+Only pods that ask for GPUs count: others are not gated. A Job that works off a queue is no gang: each of its pods does
+something of use alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import PodSpec, Struct
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+
+JOBSET_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
+LEADER_WORKER_LABEL: Final = "leaderworkerset.sigs.k8s.io/name"
+REPLICA_LABEL: Final = "leaderworkerset.sigs.k8s.io/group-index"
+POD_GROUP_LABEL: Final = "scheduling.x-k8s.io/pod-group"
+VOLCANO_ANNOTATION: Final = "scheduling.k8s.io/group-name"
+INDEX_ANNOTATION: Final = "batch.kubernetes.io/job-completion-index"
+_ONE_BY_ONE: Final = frozenset({"Job", "ReplicaSet", "StatefulSet"})  # where neither label nor index says otherwise
+
+
+class Owner(NamedTuple):
+    """An object of the pod's namespace. `replica`: which of its groups of pods, where it makes several."""
+
+    api_version: str
+    kind: str
+    namespace: str
+    name: str
+    replica: str = ""
+
+    @property
+    def path(self) -> str:
+        """Where it is read."""
+        prefix = "/apis" if "/" in self.api_version else "/api"
+        return f"{prefix}/{self.api_version}/namespaces/{self.namespace}/{self.kind.lower()}s/{self.name}"
+
+    @property
+    def group(self) -> str:
+        """What its pods are called as a group; no label has a '/' in its value."""
+        return f"{self.kind}/{self.name}" + (f"/{self.replica}" if self.replica else "")
+
+
+class Together(NamedTuple):
+    """How many of its pods start together: by itself, and where a label has made them a group. 1: each alone."""
+
+    pods: int = 1
+    labelled: int = 1
+
+
+ALONE: Final = Together()
+
+
+def owner_of(pod: Pod) -> Owner | None:
+    """Who says how many start together with the pod; None where nobody could."""
+    meta = pod.metadata
+    namespace, written, notes = meta.namespace, meta.labels, meta.annotations or {}
+    if name := written.get(POD_GROUP_LABEL):
+        return Owner("scheduling.x-k8s.io/v1alpha1", "PodGroup", namespace, name)
+    if name := notes.get(VOLCANO_ANNOTATION):
+        return Owner("scheduling.volcano.sh/v1beta1", "PodGroup", namespace, name)
+    if name := written.get(JOBSET_LABEL):
+        return Owner("jobset.x-k8s.io/v1alpha2", "JobSet", namespace, name)
+    if name := written.get(LEADER_WORKER_LABEL):
+        replica = written.get(REPLICA_LABEL, "")
+        return Owner("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", namespace, name, replica)
+    owner = next((o for o in meta.owner_references if o.controller), None)
+    if owner is None or _reader(owner.api_version, owner.kind) is None:
+        return None
+    if owner.kind in _ONE_BY_ONE and not (labels.POD_GROUP in written or INDEX_ANNOTATION in notes):
+        return None
+    return Owner(owner.api_version, owner.kind, namespace, owner.name)
+
+
+def together(owner: Owner, answer: bytes) -> Together:
+    """What the object says; ALONE for one that says nothing that can be read."""
+    read = _reader(owner.api_version, owner.kind)
+    if read is None:
+        return ALONE
+    try:
+        return read(msgspec.json.decode(answer, type=_Object).spec)
+    except msgspec.DecodeError:
+        return ALONE
+
+
+def _reader(api_version: str, kind: str) -> Callable[[msgspec.Raw], Together] | None:
+    group = api_version.partition("/")[0]
+    if group == "kubeflow.org" and kind.endswith("Job"):
+        return _training_job
+    return _READERS.get((group, kind))
+
+
+class _Object(Struct, frozen=True):
+    spec: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Template(Struct, frozen=True):
+    spec: PodSpec = PodSpec()
+
+    @property
+    def counts(self) -> bool:
+        """Its pods ask for GPUs."""
+        return gpus_of(self.spec) > 0
+
+
+class _Job(Struct, frozen=True):
+    parallelism: int | None = None
+    completions: int | None = None
+    completion_mode: str = ""
+    template: _Template = _Template()
+
+    @property
+    def at_once(self) -> int:
+        parallel = 1 if self.parallelism is None else self.parallelism
+        return parallel if self.completions is None else min(parallel, self.completions)
+
+
+class _JobTemplate(Struct, frozen=True):
+    spec: _Job = _Job()
+
+
+class _Replicated(Struct, frozen=True):
+    replicas: int = 1
+    template: _JobTemplate = _JobTemplate()
+
+
+class _JobSet(Struct, frozen=True):
+    replicated_jobs: tuple[_Replicated, ...] = ()
+
+
+class _Replicas(Struct, frozen=True):
+    replicas: int | None = None
+    min_replicas: int | None = None
+    num_of_hosts: int = 1
+    template: _Template = _Template()
+
+
+class _RayCluster(Struct, frozen=True):
+    enable_in_tree_autoscaling: bool = False
+    head_group_spec: _Replicas = _Replicas()
+    worker_group_specs: tuple[_Replicas, ...] = ()
+
+
+class _SchedulingPolicy(Struct, frozen=True):
+    min_available: int | None = None
+
+
+class _RunPolicy(Struct, frozen=True):
+    scheduling_policy: _SchedulingPolicy | None = None
+
+
+class _LeaderAndWorkers(Struct, frozen=True):
+    size: int = 1
+    worker_template: _Template = _Template()
+    leader_template: _Template | None = None
+
+
+class _LeaderWorkerSet(Struct, frozen=True):
+    startup_policy: str = ""
+    leader_worker_template: _LeaderAndWorkers = _LeaderAndWorkers()
+
+
+class _PodGroup(Struct, frozen=True):
+    min_member: int = 1
+
+
+def _job(spec: msgspec.Raw) -> Together:
+    job = msgspec.json.decode(spec, type=_Job)
+    size = job.at_once if job.template.counts else 1
+    whole = job.completion_mode == "Indexed" and job.at_once == job.completions
+    return Together(size if whole else 1, size)
+
+
+def _job_set(spec: msgspec.Raw) -> Together:
+    parts = (
+        one for one in msgspec.json.decode(spec, type=_JobSet).replicated_jobs if one.template.spec.template.counts
+    )
+    return _all(sum(one.replicas * one.template.spec.at_once for one in parts))
+
+
+def _training_job(spec: msgspec.Raw) -> Together:
+    """The operators' kinds differ in one field's name: pytorchReplicaSpecs, mpiReplicaSpecs, ..."""
+    fields = msgspec.json.decode(spec, type=dict[str, msgspec.Raw])
+    policy = msgspec.json.decode(fields.get("runPolicy", msgspec.Raw(b"{}")), type=_RunPolicy).scheduling_policy
+    roles = (raw for name, raw in fields.items() if name.endswith("ReplicaSpecs"))
+    parts = [part for raw in roles for part in msgspec.json.decode(raw, type=dict[str, _Replicas]).values()]
+    size = sum(_count(part.replicas) for part in parts if part.template.counts)
+    least = policy.min_available if policy is not None else None
+    return _all(size if least is None else min(size, least))
+
+
+def _ray_cluster(spec: msgspec.Raw) -> Together:
+    cluster = msgspec.json.decode(spec, type=_RayCluster)
+    scaled = cluster.enable_in_tree_autoscaling
+    workers = sum(
+        part.num_of_hosts * _count(part.min_replicas if scaled and part.min_replicas is not None else part.replicas)
+        for part in cluster.worker_group_specs
+        if part.template.counts
+    )
+    return _all(workers + cluster.head_group_spec.template.counts)
+
+
+def _leader_worker_set(spec: msgspec.Raw) -> Together:
+    """Where the leader is to be ready before there are workers, they cannot start together."""
+    found = msgspec.json.decode(spec, type=_LeaderWorkerSet)
+    if found.startup_policy == "LeaderReady":
+        return ALONE
+    group = found.leader_worker_template
+    leader = group.leader_template or group.worker_template
+    return _all(leader.counts + (group.size - 1) * group.worker_template.counts)
+
+
+def _replicas(spec: msgspec.Raw) -> Together:
+    found = msgspec.json.decode(spec, type=_Replicas)
+    return Together(1, max(1, _count(found.replicas)) if found.template.counts else 1)
+
+
+def _pod_group(spec: msgspec.Raw) -> Together:
+    return _all(msgspec.json.decode(spec, type=_PodGroup).min_member)
+
+
+def _all(size: int) -> Together:
+    return Together(max(1, size), max(1, size))
+
+
+def _count(replicas: int | None) -> int:
+    """Where none is given the API servers mean one."""
+    return 1 if replicas is None else replicas
+
+
+_READERS: Final[dict[tuple[str, str], Callable[[msgspec.Raw], Together]]] = {
+    ("batch", "Job"): _job,
+    ("jobset.x-k8s.io", "JobSet"): _job_set,
+    ("leaderworkerset.x-k8s.io", "LeaderWorkerSet"): _leader_worker_set,
+    ("ray.io", "RayCluster"): _ray_cluster,
+    ("scheduling.x-k8s.io", "PodGroup"): _pod_group,
+    ("scheduling.volcano.sh", "PodGroup"): _pod_group,
+    ("apps", "ReplicaSet"): _replicas,
+    ("apps", "StatefulSet"): _replicas,
+}
+
+
+def owner_kind(api_version: str, kind: str) -> str:
+    """Return an owner as the cluster's policy names it, for example apps/ReplicaSet; the version is not part of it."""
+    group, slash, _ = api_version.rpartition("/")
+    return f"{group if slash else 'core'}/{kind}"

@@ -1,0 +1,89 @@
+"""On which nodes a pod's volumes can be mounted: a zonal disk in its zone, a local one on its node.
+
+Kube-scheduler's VolumeBinding filter refuses all other nodes, so they must not be planned. What counts is the node
+affinity of the PersistentVolume that a claim is bound to. A claim that is not bound yet restricts nothing: its volume
+is made where the pod goes (WaitForFirstConsumer), or will be known here once it is bound.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import terms_of, within
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kfp_gpuquota.api.affinity import NodeTerm
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import PersistentVolume, PersistentVolumeClaim
+
+MAX_TERMS: Final = 64  # alternatives of one pod; beyond it the plan leaves volumes to kube-scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Volumes:
+    """Claims and volumes as last seen. `changed(namespace, claim)`: pods with that claim may use other nodes now."""
+
+    def __init__(self, changed: Callable[[str, str], None]) -> None:
+        self._changed = changed
+        self._claims: dict[tuple[str, str], tuple[str, str]] = {}  # (namespace, claim) -> (uid, volume)
+        self._claim_keys: dict[str, tuple[str, str]] = {}
+        self._terms: dict[str, tuple[NodeTerm, ...]] = {}  # volume -> where it can be mounted; anywhere: left out
+        self._volume_names: dict[str, str] = {}
+
+    def put_claim(self, claim: PersistentVolumeClaim) -> None:
+        """A claim is as given."""
+        meta = claim.metadata
+        key, value = (meta.namespace, meta.name), (meta.uid, claim.spec.volume_name)
+        before, self._claims[key] = self._claims.get(key), value
+        self._claim_keys[meta.uid] = key
+        if (before is None or before[1] != value[1]) and value[1] in self._terms:
+            self._changed(*key)
+
+    def drop_claim(self, uid: str) -> None:
+        """A claim is gone."""
+        key = self._claim_keys.pop(uid, None)
+        if key is not None and self._claims[key][0] == uid:
+            del self._claims[key]
+
+    def put_volume(self, volume: PersistentVolume) -> None:
+        """A volume is as given."""
+        name, affinity = volume.metadata.name, volume.spec.node_affinity
+        self._volume_names[volume.metadata.uid] = name
+        try:
+            terms = terms_of(affinity.required) if affinity is not None else ()
+        except InvalidFieldError as error:
+            log.warning("where the volume %s can be mounted is left to kube-scheduler: %s", name, error.message)
+            terms = ()
+        if terms == self._terms.get(name, ()):
+            return
+        self._terms[name] = terms
+        for key in [key for key, (_, bound_to) in self._claims.items() if bound_to == name]:
+            self._changed(*key)
+
+    def drop_volume(self, uid: str) -> None:
+        """A volume is gone."""
+        self._terms.pop(self._volume_names.pop(uid, ""), None)
+
+    def terms(self, namespace: str, claims: Iterable[str]) -> tuple[NodeTerm, ...]:
+        """Alternatives of which a node must fulfil one, so that all these claims can be mounted; () for any node."""
+        found: tuple[NodeTerm, ...] = ()
+        for claim in claims:
+            _, volume = self._claims.get((namespace, claim), ("", ""))
+            found = within(found, self._terms.get(volume, ()))
+            if len(found) > MAX_TERMS:
+                log.warning("%s: volumes with %d alternatives of nodes are not planned with", namespace, len(found))
+                return ()
+        return found
+
+    def apply(self, pod: PodView) -> PodView:
+        """The pod, only where its volumes can be mounted."""
+        if pod.stage is not Stage.WAITING or not pod.claims or not (terms := self.terms(pod.namespace, pod.claims)):
+            return pod
+        return msgspec.structs.replace(pod, place=pod.place.within(terms))

@@ -1,0 +1,156 @@
+"""The schema of QuotaPolicy: the cluster's rules. What needs several fields at once is a rule in CEL."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kfp_gpuquota.api.validation import MAX_COUNT, MAX_SECONDS
+from kfp_gpuquota.cluster.kubernetes.crd.structural import Schema, column, definition, rule
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import NAME, RECLAIM_SLACK_S, ReclaimRules, Unmanaged
+
+MAX_OWNERS: Final = 64
+MAX_EXEMPT: Final = 256
+MAX_POOLS: Final = 64
+_DEFAULT: Final = ReclaimRules()
+
+
+def quota_policy(metadata: Schema) -> Schema:
+    """Return the definition, as an object to apply."""
+    columns = [
+        column("Bound", "number", ".spec.reclaim.boundSeconds", "seconds in which a borrowed GPU is back"),
+        column("Unmanaged", "string", ".spec.unmanaged", "GPU pods in namespaces without a quota"),
+        column("Age", "date", ".metadata.creationTimestamp"),
+    ]
+    only_one = rule(
+        f"self.metadata.name == '{NAME}'",
+        f"name is '%s', but the cluster has one policy, whose name is {NAME}",
+        "self.metadata.name",
+    )
+    body = {
+        "description": "The cluster's rules for reclaims, owners and what stands outside of the quota.",
+        "type": "object",
+        "required": ["spec"],
+        "properties": {"metadata": metadata, "spec": _spec()},
+        "x-kubernetes-validations": [only_one],
+    }
+    return definition("QuotaPolicy", "quotapolicies", "qp", "Cluster", body, columns)
+
+
+def _spec() -> Schema:
+    owner = {"type": "string", "minLength": 3, "maxLength": 320, "pattern": "^-?[^/]+/[^/]+$"}
+    namespace = {"type": "string", "minLength": 1, "maxLength": 63}
+    properties = {
+        "reclaim": _reclaim(),
+        "unmanaged": {
+            "type": "string",
+            "enum": [mode.value for mode in Unmanaged],
+            "default": Unmanaged.IGNORE.value,
+            "description": "GPU pods in namespaces without the label gpuquota.dev/managed=true: outside of the quota"
+            " (ignore), refused (deny), or under defaultQuota, which every such namespace is given (default-quota).",
+        },
+        "defaultQuota": _default_quota(),
+        "exemptNamespaces": {
+            "type": "array",
+            "maxItems": MAX_EXEMPT,
+            "items": namespace,
+            "x-kubernetes-list-type": "set",
+            "description": "Left out of unmanaged, beside kube-* and gpuquota-*, such as those of GPU operators.",
+        },
+        "pools": {
+            "type": "object",
+            "maxProperties": MAX_POOLS,
+            "additionalProperties": {"type": "object", "properties": {"autoscaled": _autoscaled()}},
+            "description": "Node pools by their names, the values of the nodes' label gpuquota.dev/pool.",
+        },
+        "recreatingOwners": {
+            "type": "array",
+            "maxItems": MAX_OWNERS,
+            "items": owner,
+            "x-kubernetes-list-type": "set",
+            "description": "Owners, as apps.kruise.io/CloneSet, that create another pod in place of one that is gone:"
+            " added to the built-in ones; with a leading '-' taken from them. Pods of other owners are never moved.",
+        },
+    }
+    quota_given = rule(
+        "self.unmanaged != 'default-quota' || has(self.defaultQuota)",
+        "unmanaged is default-quota, but no defaultQuota is given; add one, for example {guaranteed: 0, limit: 4}",
+    )
+    return {"type": "object", "properties": properties, "x-kubernetes-validations": [quota_given]}
+
+
+def _default_quota() -> Schema:
+    count = {"type": "number", "minimum": 0, "maximum": MAX_COUNT}
+    fits = rule(
+        "!has(self.limit) || self.limit >= self.guaranteed",
+        "limit is %s, but it must be at least the guaranteed %s GPUs",
+        "self.limit",
+        "self.guaranteed",
+    )
+    return {
+        "type": "object",
+        "description": "The GpuQuota of namespaces that have none, where unmanaged is default-quota.",
+        "properties": {
+            "guaranteed": {**count, "default": 0, "description": "GPUs that each of them can always get back."},
+            "limit": {
+                **count,
+                "description": "The most that each may hold; without one it may borrow all that is idle.",
+            },
+            "parent": {"type": "string", "minLength": 1, "maxLength": 63, "description": "Their department."},
+        },
+        "x-kubernetes-validations": [fits],
+    }
+
+
+def _autoscaled() -> Schema:
+    count = {"type": "integer", "minimum": 1, "maximum": MAX_COUNT}
+    texts = {"type": "string", "maxLength": 63}
+    return {
+        "type": "object",
+        "required": ["maxGpus"],
+        "description": "An autoscaler adds nodes for its pending pods, so those within quota are opened without a node."
+        " A change holds from the controller's next start on.",
+        "properties": {
+            "maxGpus": {**count, "description": "The most GPUs that its nodes have together."},
+            "gpusPerNode": {**count, "default": 1, "description": "GPUs of each node that the autoscaler adds."},
+            "labels": {
+                "type": "object",
+                "maxProperties": 64,
+                "additionalProperties": texts,
+                "description": "Labels of these nodes that pods may select by.",
+            },
+        },
+    }
+
+
+def _reclaim() -> Schema:
+    def seconds(default: float, least: int, description: str) -> Schema:
+        bounds = {"minimum": least, "maximum": MAX_SECONDS}
+        return {"type": "number", "default": default, **bounds, "description": description}
+
+    needed = f"self.maxGracePeriodSeconds + self.maxMinRunTimeSeconds + {RECLAIM_SLACK_S}"
+    fits = rule(
+        f"{needed} <= self.boundSeconds",
+        "boundSeconds is %s, but maxGracePeriodSeconds, maxMinRunTimeSeconds and"
+        f" {RECLAIM_SLACK_S:g} s for the calls are %s",
+        "self.boundSeconds",
+        needed,
+    )
+    return {
+        "type": "object",
+        "description": "How long the return of a borrowed GPU may take, whatever its borrower sets.",
+        "default": {
+            "boundSeconds": _DEFAULT.bound_s,
+            "maxGracePeriodSeconds": _DEFAULT.max_grace_s,
+            "maxMinRunTimeSeconds": _DEFAULT.max_min_run_time_s,
+        },
+        "properties": {
+            "boundSeconds": seconds(_DEFAULT.bound_s, 1, "From the decision to reclaim a GPU to its release."),
+            "maxGracePeriodSeconds": seconds(
+                _DEFAULT.max_grace_s, 1, "The longest grace period of a pod that is stopped for others."
+            ),
+            "maxMinRunTimeSeconds": seconds(
+                _DEFAULT.max_min_run_time_s, 0, "For how long minRunTimeSeconds keeps borrowed GPUs from their owner."
+            ),
+        },
+        "x-kubernetes-validations": [fits],
+    }

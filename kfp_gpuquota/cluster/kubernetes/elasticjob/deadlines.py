@@ -1,0 +1,46 @@
+"""What becomes of a job when time passes: pure. Times are seconds since the epoch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+    from kfp_gpuquota.cluster.records import JobRecord
+
+
+class Due(StrEnum):
+    """What is to be done then."""
+
+    LEASE_ENDED = "lease-ended"
+    RAN_TOO_LONG = "ran-too-long"
+    FORGET = "forget"
+
+
+class Deadline(NamedTuple):
+    """The next one of a job."""
+
+    at: float
+    due: Due
+
+
+def next_deadline(job: ElasticJob, record: JobRecord, *, lease_seen_at: float, ran_s: float) -> Deadline | None:
+    """The first of what waits for time.
+
+    `lease_seen_at` is when its renewal was seen by our own clock: that of whoever renews may be another one. `ran_s` is
+    what its earlier starts took together.
+    """
+    status, spec = record.status, job.spec
+    if status.phase.final:
+        if spec.ttl_seconds_after_finished is None or status.finished_at is None:
+            return None
+        return Deadline(status.finished_at + spec.ttl_seconds_after_finished, Due.FORGET)
+    if record.ending:
+        return None
+    due: list[Deadline] = []
+    if spec.lease is not None and spec.lease.holder:
+        due.append(Deadline(lease_seen_at + spec.lease.duration_seconds, Due.LEASE_ENDED))
+    if spec.max_runtime_seconds is not None and status.started_at is not None:
+        due.append(Deadline(status.started_at + spec.max_runtime_seconds - ran_s, Due.RAN_TOO_LONG))
+    return min(due, default=None)

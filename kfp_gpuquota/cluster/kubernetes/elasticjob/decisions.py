@@ -1,0 +1,99 @@
+"""Decisions about ElasticJobs: written into their book, and then carried out on pods and memberships."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cluster.job_book import Change
+from kfp_gpuquota.cluster.records import with_status
+from kfp_gpuquota.cluster.transcript import Transcript
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from kfp_gpuquota.api import Reason, Worker
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import JobMembership
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import WorkerPods
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.records import Intent, JobRecord
+
+
+class Decisions:
+    """`changed(uid)`: a job's status is to be written. `decided(uid)`: what waits for time, too, may be another now."""
+
+    def __init__(
+        self,
+        book: Book,
+        membership: JobMembership,
+        workers: WorkerPods,
+        *,
+        changed: Callable[[str], None],
+        decided: Callable[[str], None],
+    ) -> None:
+        self._book, self._membership, self._workers = book, membership, workers
+        self._changed, self._decided = changed, decided
+
+    def plan(self, plan: scheduler.Plan) -> None:
+        """Carry out what the plan says of our jobs; the rest of it is somebody else's."""
+        ours = scheduler.Plan(
+            bind=tuple(b for b in plan.bind if b.job in self._book.jobs),
+            resize=tuple(r for r in plan.resize if r.job in self._book.jobs),
+            evict=tuple(e for e in plan.evict if e.job in self._book.jobs),
+            move=tuple(m for m in plan.move if m.job in self._book.jobs),
+        )
+        if not ours.empty:
+            with self.transcript() as transcript:
+                transcript.plan(ours)
+        for uid, reason in plan.waiting.items():
+            self._note_waiting(uid, reason)
+
+    def _note_waiting(self, uid: str, reason: Reason) -> None:
+        job = self._book.jobs.get(uid)
+        if job is None or self._book.facts[uid].held_back or job.status.reason == reason:
+            return
+        self._book.jobs[uid] = with_status(job, reason=reason)
+        self._changed(uid)
+
+    @contextmanager
+    def transcript(self) -> Iterator[Transcript]:
+        """Write a decision, remember it when the block ends, then carry it out."""
+        change = Change()
+        transcript = Transcript(self._book, change, time.time())
+        yield transcript
+        self._book.commit(change)
+        self._start_all(transcript.started)
+        self.stop_all(transcript.stopped)
+        for uid in change.jobs:
+            if uid in self._book.facts:
+                self._decided(uid)
+
+    def stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
+        """Stop the job with this intent."""
+        with self.transcript() as transcript:
+            transcript.stop(job, intent, reason)
+
+    def stop_all(self, workers: Iterable[str]) -> None:
+        """These workers are told to go: by their membership, and by their pods' deletion."""
+        records = [self._book.workers[worker] for worker in workers]
+        for uid in dict.fromkeys(record.worker.job_uid for record in records):
+            self._membership.update_target(uid)
+        for record in records:
+            self._workers.delete(record.worker.id, self._book.jobs[record.worker.job_uid].spec.grace_period_s)
+
+    def _start_all(self, workers: Iterable[str]) -> None:
+        by_job: dict[str, list[Worker]] = {}
+        for worker in workers:
+            record = self._book.workers[worker].worker
+            by_job.setdefault(record.job_uid, []).append(record)
+        for uid, started in by_job.items():
+            job = self._book.jobs[uid]
+            if job.status.phase is Phase.STARTING:
+                self._book.facts[uid].start_anew()
+                self._membership.open(job)
+            else:
+                self._membership.update_target(uid)
+            self._workers.make(uid, started)

@@ -1,0 +1,115 @@
+"""Whether a pipeline's run still waits for one of its steps, by the run's Argo Workflow. Pure.
+
+A step's pod can be gone while the step goes on: Argo makes the next attempt within its requeue time (10 s by default),
+after back-offs, and the attempt's image may have to be pulled. No number of seconds bounds that, the Workflow does: the
+step is waited for while its own node, or that of its executor, has not ended. With the retryStrategy that KFP ships for
+Argo (templateDefaults) these are Retry nodes, which stay Running between two attempts.
+
+Rejected: waiting while the Workflow runs. A step that has failed for good may be one of many, and its job would hold
+GPUs for as long as the others take.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import zlib
+from datetime import datetime  # noqa: TC003 (msgspec reads the annotations)
+from typing import Any, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata, OwnerReference, Struct
+
+KIND: Final = "Workflow"
+GROUP: Final = "argoproj.io"
+COLLECTION: Final = "/apis/argoproj.io/v1alpha1/namespaces/{namespace}/workflows"
+EXECUTOR: Final = ".executor"
+"""What a node's name ends with: every task of a pipeline is a template with one task of this name."""
+# Every level of a node's name may carry an attempt: run(0).root(0).train(0).executor(0). An iteration has two numbers:
+# iteration-iterations(0:0)(0).
+_ATTEMPTS: Final = re.compile(r"\(\d+\)(?=\.|$)")
+_FINAL: Final = frozenset({"Succeeded", "Failed", "Error", "Skipped", "Omitted"})
+
+
+class _Spec(Struct, frozen=True):
+    active_deadline_seconds: int | None = None
+    shutdown: str = ""
+
+
+class _Node(Struct, frozen=True):
+    name: str = ""
+    phase: str = ""
+
+
+class _Status(Struct, frozen=True):
+    phase: str = ""
+    finished_at: datetime | None = None
+    nodes: dict[str, _Node] | None = None
+    compressed_nodes: str = ""
+
+
+class Workflow(Struct, frozen=True):
+    """What of an Argo Workflow is read here."""
+
+    metadata: Metadata
+    spec: _Spec = _Spec()
+    status: _Status = _Status()
+
+
+def without_attempts(node: str) -> str:
+    """Return the node's name, the same for every attempt of it and of all that it is in."""
+    return _ATTEMPTS.sub("", node)
+
+
+def place_of(node: str) -> str:
+    """Return the place of a step in its run, by the name of its executor's node: "run-x7.root.train"."""
+    return without_attempts(node).removesuffix(EXECUTOR)
+
+
+def owner_of(references: tuple[OwnerReference, ...]) -> OwnerReference | None:
+    """Return the reference to the Workflow that owns an object."""
+    return next((one for one in references if one.kind == KIND and one.api_version.startswith(f"{GROUP}/")), None)
+
+
+def read(found: dict[str, Any]) -> Workflow:
+    """Return a Workflow as the API server gave it."""
+    return msgspec.convert(found, Workflow, strict=False)
+
+
+def is_over(workflow: Workflow) -> bool:
+    """Return whether the run makes no further attempt at any step.
+
+    KFP terminates a run by `activeDeadlineSeconds: 0`, Argo's own client by `shutdown`.
+    """
+    spec, status = workflow.spec, workflow.status
+    terminated = spec.active_deadline_seconds == 0 or bool(spec.shutdown)
+    ended = status.finished_at is not None or status.phase in _FINAL
+    return terminated or ended or workflow.metadata.deletion_timestamp is not None
+
+
+def awaits(workflow: Workflow, uid: str, place: str) -> bool:
+    """Return whether the run `uid` waits for the step at `place`; "" is any.
+
+    Nodes that cannot be read (Argo may keep those of very large runs in a database) count as waiting.
+    """
+    if workflow.metadata.uid != uid or is_over(workflow):
+        return False
+    nodes = nodes_of(workflow)
+    if not place or not nodes:
+        return True
+    mine = {place, place + EXECUTOR}
+    return any(node.phase not in _FINAL for node in nodes if without_attempts(node.name) in mine)
+
+
+def nodes_of(workflow: Workflow) -> list[_Node]:
+    """Return the run's nodes; none where they cannot be read."""
+    if workflow.status.nodes:
+        return list(workflow.status.nodes.values())
+    try:
+        packed = base64.b64decode(workflow.status.compressed_nodes)
+        text = zlib.decompress(packed, wbits=zlib.MAX_WBITS | 16)
+        return list(msgspec.json.decode(text, type=dict[str, _Node]).values())
+    except (binascii.Error, zlib.error, msgspec.DecodeError):
+        return []

@@ -1,0 +1,128 @@
+"""A plan, carried out on pods that somebody else made: admitted by a patch, told to go by the eviction API."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.api import ReasonCode
+from kfp_gpuquota.cluster.kubernetes.convert import requests
+from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_job
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import config_map, is_name
+from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Sharer
+from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kfp_gpuquota import scheduler
+    from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+    from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
+    from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Place, Reservations
+
+REFUSED_PAUSE_S: Final = 1.0
+
+_RECLAIMS: Final = frozenset({ReasonCode.RECLAIMED, ReasonCode.LENT_GPUS_RETURNED})
+
+log = logging.getLogger(__name__)
+
+
+class PodActions:
+    """Admissions and evictions. `noted(pod)` gets the answers of writes, which are news that the watch will repeat.
+
+    `told(pod, reason, message)` is for events that users see.
+    """
+
+    def __init__(
+        self,
+        pods: PlainPods,
+        writer: Writer,
+        noted: Callable[[Pod], None],
+        told: Callable[[PodView, str, str], None],
+        reservations: Reservations,
+        rules: RulesBook,
+        evictions: Evictions,
+    ) -> None:
+        self._pods, self._writer, self._noted, self._told = pods, writer, noted, told
+        self._reservations, self._rules = reservations, rules
+        self._evictions = evictions
+        self._pod = msgspec.json.Decoder(Pod)
+
+    def start(self, job: str, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
+        """Send as many of the job's waiting pods as there are placements."""
+        for pod, place in self._pods.paired(job, placements):
+            self._pods.assume_sent(pod.uid, place.node, place.devices)
+            admission = requests.admission(pod, place.node, place.devices, reason.message)
+            if pod.share:
+                self._prepare(pod, admission)
+            else:
+                self._admit(pod, admission)
+
+    def stop(self, workers: Iterable[str], reason: Reason) -> None:
+        """Tell these pods to go."""
+        for uid in workers:
+            if self._reservations.gives_up(uid):
+                self._pods.take_back(uid)  # it has not started: it goes on waiting, for another place
+            elif member := self._pods.members.get(uid):
+                self._pods.assume_leaving(uid)
+                self._told(member.view, "Evicted", self._explained(member.view, reason))
+                self._evictions.evict(member.view, bounded=reason.code in _RECLAIMS)
+
+    def _explained(self, pod: PodView, reason: Reason) -> str:
+        """Return the reason, and what is lost with the pod where its owner does not create another one."""
+        rules = self._rules.rules
+        return reason.message if rules.recreates(pod) else f"{reason.message}; {rules.consequence(pod)}"
+
+    def remake(self, pod: PodView, reason: str, why: str) -> None:
+        """Take away a pod that cannot stay where it is, for its owner to make it anew."""
+        if pod.uid in self._pods.members:
+            self._pods.assume_leaving(pod.uid)
+            self._told(pod, reason, why)
+            self._evictions.evict(pod, bounded=False)
+
+    def _prepare(self, pod: PodView, admission: Write) -> None:
+        """It shares GPUs: reserve them, wait until its part is free, tell the pod which they are, then admit it."""
+        name = f"{pod.namespace}/{pod.name}"
+        sharer = Sharer(
+            note_of(pod_job(pod), pod.uid, name, time.time()),
+            ready=partial(self._configure, pod, admission),
+            failed=partial(self._admission_failed, pod),
+            told=partial(self._told, pod),
+        )
+        self._reservations.prepare(sharer)
+
+    def _configure(self, pod: PodView, admission: Write, place: Place) -> None:
+        admission = requests.noting(admission, {labels.GPUS: ",".join(place.note.gpus)})
+        name = self._reservations.config_of(pod.uid)
+        if not is_name(name):  # it was gated by somebody else, and refers to no ConfigMap of ours
+            self._admit(pod, admission)
+            return
+        filled = config_map(pod, name, place)
+        failed = partial(self._admission_failed, pod)
+        self._writer.submit(filled, lambda _: self._admit(pod, admission), failed)
+
+    def _admit(self, pod: PodView, admission: Write) -> None:
+        self._writer.submit(admission, self._answered, partial(self._admission_failed, pod))
+
+    def _answered(self, answer: bytes) -> None:
+        self._noted(self._pod.decode(answer))
+
+    def _admission_failed(self, pod: PodView, error: Exception) -> None:
+        """The watch tells what the pod really is; until then it is left alone, so that nothing is tried in a hurry."""
+        log.warning("%s/%s could not be admitted: %s", pod.namespace, pod.name, error)
+        self._later(REFUSED_PAUSE_S, lambda: self._pods.take_back(pod.uid))
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(seconds, action)

@@ -1,0 +1,122 @@
+"""The default quota of namespaces that nobody manages, where the QuotaPolicy has `unmanaged: default-quota`.
+
+Each namespace that is neither labelled, nor exempt, nor has a GpuQuota of its own is given the default one (labelled
+gpuquota.dev/source=default, owned by the namespace, so that it goes with it), and then the label that gates its pods.
+Until then the API server refuses its GPU pods (policy gpuquota-unmanaged), so none starts ungated in between. The
+quota of a Profile replaces it, and an administrator may write it. Another mode leaves what was given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import Unmanaged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Namespace
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules, RulesBook
+
+SOURCE: Final = "default"
+AGAIN_S: Final = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class DefaultQuotas:
+    """Gives namespaces the default quota. `quotas` are those that exist, by name.
+
+    `claimed(namespace)`: a Profile asks for a quota of its own.
+    """
+
+    def __init__(
+        self, writer: Writer, rules: RulesBook, quotas: Mapping[str, GpuQuota], claimed: Callable[[str], bool]
+    ) -> None:
+        self._writer, self._rules, self._quotas, self._claimed = writer, rules, quotas, claimed
+        self._namespaces: dict[str, Namespace] = {}
+        self._names: dict[str, str] = {}
+        self._under_way: set[str] = set()
+        self._started = False
+
+    def start(self) -> None:
+        """All is listed: look at every namespace."""
+        self._started = True
+        self.rules_changed()
+
+    def rules_changed(self) -> None:
+        """The policy is another one."""
+        for name in list(self._namespaces):
+            self._look(name)
+
+    def put_namespace(self, namespace: Namespace) -> None:
+        """A namespace is as given."""
+        name = namespace.metadata.name
+        self._namespaces[name], self._names[namespace.metadata.uid] = namespace, name
+        self._look(name)
+
+    def drop_namespace(self, uid: str) -> None:
+        """A namespace is gone; its default quota, which it owns, goes with it."""
+        name = self._names.pop(uid, None)
+        if name is not None and self._namespaces[name].metadata.uid == uid:
+            del self._namespaces[name]
+
+    def _look(self, name: str) -> None:
+        namespace, rules = self._namespaces.get(name), self._rules.rules
+        if namespace is None or not self._started or name in self._under_way:
+            return
+        if rules.unmanaged is not Unmanaged.DEFAULT_QUOTA or rules.exempts(name) or self._claimed(name):
+            return
+        meta = namespace.metadata
+        if labels.MANAGED in meta.labels or meta.deletion_timestamp is not None:
+            return  # "false", set by an administrator, stays
+        self._under_way.add(name)
+        if name in self._quotas:
+            self._label(name)
+        else:
+            done, failed = (lambda _: self._label(name)), partial(self._refused, name)
+            self._writer.submit(default_quota(namespace, rules), done, failed)
+
+    def _label(self, name: str) -> None:
+        body = {"metadata": {"labels": {labels.MANAGED: "true"}}}
+        path = f"/api/v1/namespaces/{name}?fieldManager={labels.FIELD_MANAGER}"
+        write = Write(verb="PATCH", path=path, about=name, body=body, content_type=MERGE_PATCH)
+        self._writer.submit(write, lambda _: self._under_way.discard(name), partial(self._refused, name))
+
+    def _refused(self, name: str, error: Exception) -> None:
+        if isinstance(error, ApiError) and error.gone:
+            self._under_way.discard(name)
+            return
+        log.warning("namespace %s could not be given its default quota, again in %g s: %s", name, AGAIN_S, error)
+        asyncio.get_running_loop().call_later(AGAIN_S, self._again, name)
+
+    def _again(self, name: str) -> None:
+        self._under_way.discard(name)
+        self._look(name)
+
+
+def default_quota(namespace: Namespace, rules: ClusterRules) -> Write:
+    """Return the request that gives the namespace the default quota, without overwriting what others have set in it."""
+    meta = namespace.metadata
+    owner = {"apiVersion": "v1", "kind": "Namespace", "name": meta.name, "uid": meta.uid}
+    body = {
+        "apiVersion": labels.API_VERSION,
+        "kind": "GpuQuota",
+        "metadata": {"name": meta.name, "labels": {labels.SOURCE: SOURCE}, "ownerReferences": [owner]},
+        "spec": dict(rules.default_quota),
+    }
+    return Write(
+        verb="PATCH",
+        path=f"/apis/{labels.API_VERSION}/gpuquotas/{meta.name}?fieldManager={labels.FIELD_MANAGER}-defaults",
+        about=meta.name,
+        body=body,
+        content_type=APPLY_PATCH,
+    )

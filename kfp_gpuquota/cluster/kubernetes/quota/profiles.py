@@ -1,0 +1,185 @@
+"""Kubeflow's Profiles: the quota that a team's Profile asks for becomes a GpuQuota, and its namespace is managed.
+
+The Profile itself is never written: its own controller rewrites it at each reconcile. What is wrong with it is said
+in the mirrored quota's conditions and as an event on the Profile's namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota.quotas import project_of_plugin, quota_spec, says
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import msgspec
+
+    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Namespace, Profile
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
+
+PLUGIN: Final = "GpuQuota"
+SOURCE: Final = "profile"
+DEFAULT: Final = "default"  # of default_quotas.py
+AGAIN_S: Final = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class Profiles:
+    """Mirrors Profiles into GpuQuotas. `quotas` are those known; `told(namespace, reason, message)` is for events."""
+
+    def __init__(self, writer: Writer, quotas: dict[str, GpuQuota], told: Callable[[str, str, str], None]) -> None:
+        self._writer, self._quotas, self._told = writer, quotas, told
+        self._profiles: dict[str, Profile] = {}
+        self._names: dict[str, str] = {}
+        self._namespaces: dict[str, Namespace] = {}
+        self._namespace_names: dict[str, str] = {}
+        self._said: dict[str, str] = {}
+        self._started = False
+
+    def start(self) -> None:
+        """All is listed: bring quotas and namespaces in line with the Profiles."""
+        self._started = True
+        for name in {*self._profiles, *self._quotas}:
+            self._look(name)
+
+    def put_profile(self, profile: Profile) -> None:
+        """A Profile is as given."""
+        name = profile.metadata.name
+        self._profiles[name], self._names[profile.metadata.uid] = profile, name
+        if self._started:
+            self._mirror(name)
+
+    def drop_profile(self, uid: str) -> None:
+        """A Profile is gone; its quota, which it owns, goes with it."""
+        name = self._names.pop(uid, None)
+        if name is not None and self._profiles[name].metadata.uid == uid:
+            del self._profiles[name]
+
+    def put_namespace(self, namespace: Namespace) -> None:
+        """A namespace is as given."""
+        name = namespace.metadata.name
+        self._namespaces[name], self._namespace_names[namespace.metadata.uid] = namespace, name
+        if self._started:
+            self._label(name)
+
+    def drop_namespace(self, uid: str) -> None:
+        """A namespace is gone."""
+        name = self._namespace_names.pop(uid, None)
+        if name is not None and self._namespaces[name].metadata.uid == uid:
+            del self._namespaces[name]
+
+    def quota_changed(self, name: str) -> None:
+        """Somebody changed a mirrored quota by hand, or took it away: the Profile is what counts."""
+        if self._started and name in self._profiles:
+            self._mirror(name)
+
+    def _look(self, name: str) -> None:
+        quota = self._quotas.get(name)
+        if name in self._profiles:
+            self._mirror(name)
+        elif quota is not None and quota.metadata.labels.get(labels.SOURCE) == SOURCE:
+            self._drop(name)
+
+    def asks(self, name: str) -> bool:
+        """Return whether the namespace's Profile asks for a quota."""
+        profile = self._profiles.get(name)
+        return profile is not None and plugin_of(profile) is not None
+
+    def _mirror(self, name: str) -> None:
+        profile = self._profiles[name]
+        raw = plugin_of(profile)
+        quota = self._quotas.get(name)
+        if raw is None:
+            if quota is not None and quota.metadata.labels.get(labels.SOURCE) == SOURCE:
+                self._drop(name)
+            return
+        self._warn_of_resource_quota(profile)
+        try:
+            project = project_of_plugin(name, bytes(raw))
+        except InvalidFieldError as error:
+            self._say(name, "InvalidGpuQuota", f"{error.message}; the last good quota stays in force")
+            return
+        wanted = quota_spec(project)
+        if quota is not None and quota.metadata.labels.get(labels.SOURCE) == DEFAULT:
+            self._drop(name)  # its end is followed by the mirror: two sources' fields would be merged
+            return
+        if quota is None or not _says(quota, wanted):
+            self._write(name, mirrored(profile, wanted))
+        self._label(name)
+
+    def _drop(self, name: str) -> None:
+        self._write(name, Write(verb="DELETE", path=f"{_quotas_path()}/{name}", about=name))
+
+    def _label(self, name: str) -> None:
+        namespace = self._namespaces.get(name)
+        if namespace is None or not self.asks(name) or namespace.metadata.labels.get(labels.MANAGED):
+            return  # "false", set by an admin, stays
+        body = {"metadata": {"labels": {labels.MANAGED: "true"}}}
+        path = f"/api/v1/namespaces/{name}?fieldManager={labels.FIELD_MANAGER}"
+        self._write(name, Write(verb="PATCH", path=path, about=name, body=body, content_type=MERGE_PATCH))
+
+    def _write(self, name: str, write: Write) -> None:
+        self._writer.submit(write, lambda _: None, partial(self._refused, name, write))
+
+    def _refused(self, name: str, write: Write, error: Exception) -> None:
+        if isinstance(error, ApiError) and error.gone:
+            return
+        log.warning("%s %s was refused, and is looked at again in %g s: %s", write.verb, name, AGAIN_S, error)
+        asyncio.get_running_loop().call_later(AGAIN_S, self._look, name)
+
+    def _warn_of_resource_quota(self, profile: Profile) -> None:
+        hard = profile.spec.resource_quota_spec.hard if profile.spec.resource_quota_spec else {}
+        if counted := sorted(name for name in hard if labels.GPU_RESOURCE in name):
+            self._say(
+                profile.metadata.name,
+                "ResourceQuotaCountsGpus",
+                f"the Profile's resourceQuotaSpec counts {', '.join(counted)}, so the team cannot borrow GPUs beyond "
+                "it; leave GPUs to the GpuQuota plugin",
+            )
+
+    def _say(self, name: str, reason: str, message: str) -> None:
+        if self._said.get(f"{name} {reason}") != message:
+            self._said[f"{name} {reason}"] = message
+            self._told(name, reason, message)
+
+
+def plugin_of(profile: Profile) -> msgspec.Raw | None:
+    """The quota that a Profile asks for, as it is written there."""
+    return next((p.spec for p in profile.spec.plugins or () if p.kind == PLUGIN), None)
+
+
+def mirrored(profile: Profile, spec: dict[str, Any]) -> Write:
+    """Server-side apply: what others set beside our fields stays, and nothing is replaced."""
+    name = profile.metadata.name
+    owner = {"apiVersion": "kubeflow.org/v1", "kind": "Profile", "name": name, "uid": profile.metadata.uid}
+    body = {
+        "apiVersion": labels.API_VERSION,
+        "kind": "GpuQuota",
+        "metadata": {"name": name, "labels": {labels.SOURCE: SOURCE}, "ownerReferences": [owner]},
+        "spec": spec,
+    }
+    return Write(
+        verb="PATCH",
+        path=f"{_quotas_path()}/{name}?fieldManager={labels.FIELD_MANAGER}-profiles&force=true",
+        about=name,
+        body=body,
+        content_type=APPLY_PATCH,
+    )
+
+
+def _says(quota: GpuQuota, wanted: dict[str, Any]) -> bool:
+    return says(quota, wanted) and quota.metadata.labels.get(labels.SOURCE) == SOURCE
+
+
+def _quotas_path() -> str:
+    return f"/apis/{labels.API_VERSION}/gpuquotas"

@@ -1,0 +1,226 @@
+"""The cluster's rules, from the one QuotaPolicy that administrators write: pure, with defaults for what it leaves out.
+
+| rule | bounds | default |
+|---|---|---|
+| reclaim.boundSeconds | from the decision to reclaim a borrowed GPU, or the plan in which only minimum run times stand in the way, to the GPU's release | 120 |
+| reclaim.maxGracePeriodSeconds | the grace period of a pod that is stopped for others | 60 |
+| reclaim.maxMinRunTimeSeconds | how long `minRunTimeSeconds` keeps borrowed GPUs from their owner | 45 |
+| unmanaged | what becomes of GPU pods in namespaces without the label gpuquota.dev/managed=true | ignore |
+| pools.NAME.autoscaled | how far an autoscaler may grow a pool (autoscaled.py); from the controller's next start on | |
+| recreatingOwners | added to, or with a leading '-' taken from, the owners that create another pod in place of one that is gone | |
+
+A policy that cannot be leaves the one before it in force. Rejected: flags of the controller, which the API server's own
+policies (ValidatingAdmissionPolicy) cannot read.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
+from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import AutoscaledPool
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyPool, QuotaPolicyObject
+
+PATH: Final = f"/apis/{labels.API_VERSION}/quotapolicies"
+NAME: Final = "default"
+EXEMPT_PREFIXES: Final = ("kube-", "gpuquota-")
+RECLAIM_SLACK_S: Final = 15.0
+"""Of a reclaim's bound, what the calls to the API server, the kubelet's own second and a plan may take."""
+
+RECREATING_OWNERS: Final = frozenset(
+    {
+        "apps/DaemonSet",
+        "apps/ReplicaSet",
+        "apps/StatefulSet",  # a Notebook's and a LeaderWorkerSet's pods are a StatefulSet's
+        "batch/Job",  # a JobSet's and a TrainJob's pods are a Job's
+        "core/ReplicationController",
+        "kubeflow.org/JAXJob",
+        "kubeflow.org/MPIJob",
+        "kubeflow.org/MXJob",
+        "kubeflow.org/PaddleJob",
+        "kubeflow.org/PyTorchJob",
+        "kubeflow.org/TFJob",
+        "kubeflow.org/XGBoostJob",
+        "leaderworkerset.x-k8s.io/LeaderWorkerSet",
+        "ray.io/RayCluster",
+        f"{labels.GROUP}/ElasticJob",
+    }
+)
+"""Owners (API group/kind) whose controllers create another pod in place of one that is gone."""
+
+log = logging.getLogger(__name__)
+
+
+class Unmanaged(StrEnum):
+    """What becomes of GPU pods in namespaces that are not managed."""
+
+    IGNORE = "ignore"
+    DENY = "deny"
+    DEFAULT_QUOTA = "default-quota"
+
+
+class ReclaimRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the return of a borrowed GPU may take, and how much of that a borrower may ask for."""
+
+    bound_s: float = 120.0
+    max_grace_s: float = 60.0
+    max_min_run_time_s: float = 45.0
+
+    def __post_init__(self) -> None:
+        check_range("reclaim.boundSeconds", self.bound_s, 1, MAX_SECONDS, "s")
+        check_range("reclaim.maxGracePeriodSeconds", self.max_grace_s, 1, MAX_SECONDS, "s")
+        check_range("reclaim.maxMinRunTimeSeconds", self.max_min_run_time_s, 0, MAX_SECONDS, "s")
+        needed = self.max_grace_s + self.max_min_run_time_s + RECLAIM_SLACK_S
+        if needed > self.bound_s:
+            raise InvalidFieldError(
+                "reclaim.boundSeconds",
+                self.bound_s,
+                f"maxGracePeriodSeconds, maxMinRunTimeSeconds and {RECLAIM_SLACK_S:g} s for the calls are {needed:g} s",
+                hint=f"give at least {needed:g}, or lower one of the others",
+            )
+
+
+class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
+    """All rules of a cluster."""
+
+    reclaim: ReclaimRules = ReclaimRules()
+    unmanaged: Unmanaged = Unmanaged.IGNORE
+    default_quota: tuple[tuple[str, Any], ...] = ()
+    exempt_namespaces: frozenset[str] = frozenset()
+    recreating_owners: frozenset[str] = RECREATING_OWNERS
+    pools: tuple[AutoscaledPool, ...] = ()
+
+    def recreates(self, pod: PodView) -> bool:
+        """Whether the pod's owner creates another one in its place when it is gone."""
+        return pod.maker_kind in self.recreating_owners
+
+    def exempts(self, namespace: str) -> bool:
+        """Return whether `unmanaged` does not hold for the namespace."""
+        return namespace.startswith(EXEMPT_PREFIXES) or namespace in self.exempt_namespaces
+
+    def refuse_shares_in(self, pool: str) -> None:
+        """Raise InvalidFieldError for a pool whose nodes the plan does not use: a share is of one device of a node."""
+        if any(one.name == pool for one in self.pools):
+            raise InvalidFieldError(
+                labels.POOL, pool, "it is autoscaled, and gives whole GPUs only", hint="ask for nvidia.com/gpu there"
+            )
+
+    def consequence(self, pod: PodView) -> str:
+        """Return what follows from the pod's end, as the end of a message."""
+        group, _, kind = pod.maker_kind.partition("/")
+        if self.recreates(pod):
+            return f"its {kind} creates another pod, which waits for its turn"
+        if kind:
+            lost = f"its owner, a {kind} of {group}, does not create it again, so the {kind} may fail"
+        else:
+            lost = "it has no owner that creates it again"
+        return (
+            f"{lost}; label {labels.PREEMPTIBLE}=false keeps such pods within quota, and from being stopped for others"
+        )
+
+
+DEFAULT_RULES: Final = ClusterRules()
+
+
+def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
+    """Return what the policy says. Raises InvalidFieldError for one that cannot be."""
+    spec = stored.spec
+    given = {"bound_s": "boundSeconds", "max_grace_s": "maxGracePeriodSeconds"}
+    given["max_min_run_time_s"] = "maxMinRunTimeSeconds"
+    limits = spec.reclaim or {}
+    reclaim = {name: limits[wire] for name, wire in given.items() if wire in limits}
+    try:
+        return ClusterRules(
+            reclaim=msgspec.convert(reclaim, ReclaimRules),
+            unmanaged=msgspec.convert(spec.unmanaged, Unmanaged),
+            default_quota=tuple(sorted((spec.default_quota or {}).items())),
+            exempt_namespaces=frozenset(spec.exempt_namespaces or ()),
+            recreating_owners=_owners(spec.recreating_owners or ()),
+            pools=_pools(spec.pools or {}),
+        )
+    except msgspec.ValidationError as error:
+        raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None
+
+
+def _pools(given: Mapping[str, PolicyPool]) -> tuple[AutoscaledPool, ...]:
+    return tuple(
+        AutoscaledPool(
+            name=name,
+            max_gpus=pool.autoscaled.max_gpus,
+            gpus_per_node=pool.autoscaled.gpus_per_node,
+            labels=tuple(sorted((pool.autoscaled.labels or {}).items())),
+        )
+        for name, pool in sorted(given.items())
+        if pool.autoscaled is not None
+    )
+
+
+def _owners(given: Iterable[str]) -> frozenset[str]:
+    owners = set(RECREATING_OWNERS)
+    for one in given:
+        name = one.removeprefix("-")
+        group, slash, kind = name.partition("/")
+        if not (group and slash and kind) or "/" in kind:
+            raise InvalidFieldError(
+                "recreatingOwners",
+                one,
+                "it must be an API group and a kind",
+                hint="for example apps.kruise.io/CloneSet",
+            )
+        if one.startswith("-"):
+            owners.discard(name)
+        else:
+            owners.add(name)
+    return frozenset(owners)
+
+
+def default_policy() -> Write:
+    """Return the request that creates the policy with the schema's defaults, where administrators have written none.
+
+    The API server's own policies read it; without it they could not go by the defaults.
+    """
+    body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": NAME}, "spec": {}}
+    return Write(verb="POST", path=PATH, about=NAME, body=body)
+
+
+class RulesBook:
+    """The rules in force. `changed()` is called where they are others than before."""
+
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+        self._changed, self._uid = changed, ""
+        self.written = False
+        self.rules = DEFAULT_RULES
+
+    def put(self, stored: QuotaPolicyObject) -> None:
+        """A policy is as given; one of another name counts for nothing, and the API server refuses it."""
+        if stored.metadata.name != NAME:
+            return
+        self._uid, self.written = stored.metadata.uid, True
+        try:
+            self._replace(rules_of(stored))
+        except InvalidFieldError as error:
+            log.error("QuotaPolicy %s is left as it was: %s", NAME, error.message)
+
+    def drop(self, uid: str) -> None:
+        """The policy is gone: the defaults hold."""
+        if uid == self._uid:
+            self._uid = ""
+            self._replace(DEFAULT_RULES)
+
+    def _replace(self, rules: ClusterRules) -> None:
+        if rules != self.rules:
+            self.rules = rules
+            log.info("the cluster's rules are now: %s", rules)
+            self._changed()

@@ -1,0 +1,92 @@
+"""A project's quota as a GpuQuota or a Profile's plugin says it, and back: pure."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Project
+from kfp_gpuquota.api.quantity import MIB, parse_cores, parse_quantity
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota, GpuQuotaSpec
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def _mib(field: str, text: str) -> int:
+    return ceil(parse_quantity(field, text) / MIB)
+
+
+# field of Project: the quantity that its field here holds, as (name of the field here, how it is read)
+_QUANTITIES: Final[dict[str, tuple[str, Callable[[str, str], float]]]] = {
+    "guaranteed_cpu": ("guaranteed_cpu", parse_cores),
+    "limit_cpu": ("limit_cpu", parse_cores),
+    "guaranteed_memory_mib": ("guaranteed_memory", _mib),
+    "limit_memory_mib": ("limit_memory", _mib),
+}
+_AS_GIVEN: Final = ("guaranteed", "limit", "priority", "over_quota_weight", "parent", "pools")
+_WIRE: Final = dict(zip(GpuQuotaSpec.__struct_fields__, GpuQuotaSpec.__struct_encode_fields__, strict=True))
+
+
+def project_of(quota: GpuQuota) -> Project:
+    """The quota in the scheduler's words. Raises InvalidFieldError, for the object's condition."""
+    spec = quota.spec
+    given: dict[str, object] = {name: getattr(spec, name) for name in _AS_GIVEN}
+    for field, (name, parse) in _QUANTITIES.items():
+        text = getattr(spec, name)
+        given[field] = None if text is None else parse(_WIRE[name], str(text))
+    chosen = {name: value for name, value in given.items() if value is not None}
+    try:
+        return msgspec.convert({**chosen, "name": quota.metadata.name}, Project)
+    except msgspec.ValidationError as error:
+        raise InvalidFieldError("spec", chosen, str(error)) from None
+
+
+def project_of_plugin(name: str, spec: bytes) -> Project:
+    """The quota that a Profile's plugin asks for. Raises InvalidFieldError."""
+    try:
+        return project_of(GpuQuota(metadata=Metadata(name=name), spec=msgspec.json.decode(spec, type=_Strict)))
+    except msgspec.DecodeError as error:
+        raise InvalidFieldError("plugins.GpuQuota.spec", spec.decode(errors="replace"), str(error)) from None
+
+
+class _Strict(GpuQuotaSpec, frozen=True, forbid_unknown_fields=True):
+    """A slip in a field's name must not pass for the field's absence: nothing else checks a Profile's plugins."""
+
+
+def quota_spec(project: Project) -> dict[str, Any]:
+    """A project as the spec of a GpuQuota."""
+    spec: dict[str, Any] = {_WIRE[name]: getattr(project, name) for name in _AS_GIVEN}
+    spec["pools"] = msgspec.to_builtins(project.pools) or None
+    spec[_WIRE["guaranteed_cpu"]] = _cores(project.guaranteed_cpu)
+    spec[_WIRE["limit_cpu"]] = _cores(project.limit_cpu)
+    spec[_WIRE["guaranteed_memory"]] = _mebibytes(project.guaranteed_memory_mib)
+    spec[_WIRE["limit_memory"]] = _mebibytes(project.limit_memory_mib)
+    return without_nones(spec)
+
+
+def says(quota: GpuQuota, wanted: dict[str, Any]) -> bool:
+    """The object has what `quota_spec` has given, and no more."""
+    found = {wire: getattr(quota.spec, name) for name, wire in _WIRE.items()}
+    return without_nones(found) == wanted
+
+
+def without_nones(given: dict[str, Any]) -> dict[str, Any]:
+    """What is said of it, at any depth."""
+    return {
+        name: without_nones(value) if isinstance(value, dict) else value
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def _cores(cores: float | None) -> str | None:
+    return None if cores is None else f"{cores:g}"
+
+
+def _mebibytes(mib: int | None) -> str | None:
+    return None if mib is None else f"{mib}Mi"

@@ -1,0 +1,94 @@
+"""Workload policies as objects, and back: pure. What they mean is said in api/policy.py."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kfp_gpuquota.api import Kind
+from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
+from kfp_gpuquota.api.quantity import parse_mib
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
+
+PATH = f"/apis/{labels.API_VERSION}/workloadpolicies"
+
+log = logging.getLogger(__name__)
+
+
+def policy_of(stored: PolicyObject) -> WorkloadPolicy:
+    """Raises InvalidFieldError for one that cannot be."""
+    spec = stored.spec
+    part, size = spec.gpu_fraction_limit, spec.gpu_memory_limit
+    try:
+        return WorkloadPolicy(
+            name=stored.metadata.name,
+            project=spec.project,
+            kind=None if spec.kind is None else Kind(spec.kind),
+            gpu_fraction_limit=None if part is None else msgspec.convert(part, PartRule),
+            gpu_memory_limit_mib=None
+            if size is None
+            else MemoryRule(**{name: parse_mib(f"gpuMemoryLimit.{name}", str(text)) for name, text in size.items()}),
+        )
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None
+
+
+def policy_body(policy: WorkloadPolicy) -> dict[str, Any]:
+    """The object."""
+    spec: dict[str, Any] = {"project": policy.project, "kind": policy.kind}
+    if policy.gpu_fraction_limit is not None:
+        spec["gpuFractionLimit"] = msgspec.to_builtins(policy.gpu_fraction_limit)
+    if policy.gpu_memory_limit_mib is not None:
+        sizes = msgspec.to_builtins(policy.gpu_memory_limit_mib)
+        spec["gpuMemoryLimit"] = {name: f"{mib}Mi" for name, mib in sizes.items()}
+    given = {name: value for name, value in spec.items() if value is not None}
+    return {
+        "apiVersion": labels.API_VERSION,
+        "kind": "WorkloadPolicy",
+        "metadata": {"name": policy.name},
+        "spec": given,
+    }
+
+
+def set_by(annotations: Mapping[str, str] | None) -> dict[str, str]:
+    """Which policy has set which field, as admission has noted it."""
+    try:
+        return msgspec.json.decode((annotations or {}).get(labels.SET_BY, "{}"), type=dict[str, str])
+    except msgspec.DecodeError:
+        return {}
+
+
+class PolicyBook:
+    """The policies in force. One that cannot be leaves the one before it in force."""
+
+    def __init__(self) -> None:
+        self._policies: dict[str, WorkloadPolicy] = {}
+        self._names: dict[str, str] = {}
+        self.all: tuple[WorkloadPolicy, ...] = ()
+
+    def put(self, stored: PolicyObject) -> None:
+        """A policy is as given."""
+        self._names[stored.metadata.uid] = stored.metadata.name
+        try:
+            self._policies[stored.metadata.name] = policy_of(stored)
+        except InvalidFieldError as error:
+            log.error("policy %s is left as it was: %s", stored.metadata.name, error.message)
+        self._gather()
+
+    def drop(self, uid: str) -> None:
+        """A policy is gone, unless another one of its name has come."""
+        name = self._names.pop(uid, "")
+        if name not in self._names.values():
+            self._policies.pop(name, None)
+        self._gather()
+
+    def _gather(self) -> None:
+        self.all = tuple(self._policies.values())

@@ -1,0 +1,290 @@
+"""`python -m kfp_gpuquota.cluster.kubernetes.sharing.node_agent`: the memory agent of one node (docs/fractions.md).
+
+It watches its node's pods, samples the GPUs that are shared there, says on their reservations who may start, tells
+workloads what they may use, and, only where it is told to, ends processes that hold what an owner needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.client import logging_setup
+from kfp_gpuquota.cluster.kubernetes.client.async_client import MERGE_PATCH, Connection
+from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.client.event_recorder import Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+from kfp_gpuquota.cluster.kubernetes.controller import metrics
+from kfp_gpuquota.cluster.kubernetes.controller.process import until_told_to_stop
+from kfp_gpuquota.cluster.kubernetes.convert.requests import Write, pods_path
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger, reservation_pods
+from kfp_gpuquota.cluster.kubernetes.sharing.agent_metrics import AgentMetrics
+from kfp_gpuquota.cluster.kubernetes.sharing.node_shares import NodeShares
+from kfp_gpuquota.errors import DeviceError, GpuQuotaError
+from kfp_gpuquota.fractions import Kill, Policy, Round
+from kfp_gpuquota.fractions.agent import Agent, code_of, explain, what_it_can_do
+from kfp_gpuquota.fractions.devices import NvmlMemory, SimulatedMemory
+from kfp_gpuquota.fractions.processes import place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationView
+    from kfp_gpuquota.fractions.devices import DeviceMemory
+    from kfp_gpuquota.fractions.processes import Place
+
+NAME: Final = "gpuquota-node-agent"
+INTERVAL_S: Final = 0.1
+SOONEST_S: Final = 0.005  # what the watch tells together is looked at together
+LEDGER_EVERY_S: Final = 5.0
+AFTER_TROUBLE_S: Final = 5.0
+REMEMBERED: Final = 4096
+
+log = logging.getLogger(__name__)
+
+
+class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How an agent is started. `simulated`: a folder of simulated devices, for a node without GPUs."""
+
+    node: str
+    kubeconfig: str | None = None
+    context: str | None = None
+    reservation_namespace: str = reservation_pods.NAMESPACE
+    kubelet_root: str = "/var/lib/kubelet"
+    simulated: str = ""
+    metrics_port: int = 0
+    policy: Policy = Policy()
+
+
+class NodeAgent:
+    """One node's. `memory` and the rules are those of fractions/; `owner_of` says whose a process is, by default by its
+    cgroup.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        options: AgentOptions,
+        memory: DeviceMemory,
+        owner_of: Callable[[int], str] | None = None,
+    ) -> None:
+        self._options, self._memory = options, memory
+        self._shares = NodeShares(options.reservation_namespace, Path(options.kubelet_root))
+        self._agent = Agent(memory, owner_of or self._owner_of, options.policy)
+        self._writer = Writer(connection)
+        self._events = Recorder(self._writer, NAME)
+        self._pods = Reflector(
+            connection,
+            "/api/v1/pods",
+            Pod,
+            changed=self._pod_changed,
+            gone=self._pod_gone,
+            fields=f"spec.nodeName={options.node}",
+        )
+        self._pod = msgspec.json.Decoder(Pod)
+        self._saying: set[str] = set()
+        self._shown: dict[str, tuple[str, float]] = {}  # uid of a reservation -> (ledger on it, when it was written)
+        self._totals: dict[str, int] = {}
+        self._last = Round()
+        self._places: dict[int, Place] = {}
+        self._next: asyncio.TimerHandle | None = None
+        self.metrics = AgentMetrics()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._writer.close)
+            stack.callback(self._agent.close)
+            stack.callback(self._cancel)
+            serving = metrics.serving(
+                self.metrics, self._options.metrics_port, ready=self._pods.synced.is_set, look=self._look
+            )
+            log.info("metrics and probes on port %d", await stack.enter_async_context(serving))
+            log.info("on node %s it %s", self._options.node, what_it_can_do(self._options.policy))
+            await self._pods.run()
+
+    def _owner_of(self, pid: int) -> str:
+        """Asked when a process is first seen; where it ran is to be said when it is gone, too."""
+        if len(self._places) >= REMEMBERED:
+            self._places.clear()
+        self._places[pid] = place_of(pid)
+        return self._shares.owner_of(self._places[pid])
+
+    # What is seen
+
+    def put(self, pod: Pod) -> None:
+        """A pod of the node is as given."""
+        self._shares.put(pod)
+
+    def _pod_changed(self, pod: Pod) -> None:
+        if self._shares.put(pod) or self._next is None:
+            self._schedule(SOONEST_S)
+
+    def _pod_gone(self, uid: str) -> None:
+        self._shown.pop(uid, None)
+        if uid in self._shares.reservations:
+            self._schedule(SOONEST_S)
+        self._shares.drop(uid)
+
+    # The rounds
+
+    def _schedule(self, delay_s: float) -> None:
+        self._cancel()
+        self._next = asyncio.get_running_loop().call_later(delay_s, self._round)
+
+    def _cancel(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+        self._next = None
+
+    def _round(self) -> None:
+        """Nothing is sampled while nobody shares a GPU, nor before all that is there is known."""
+        self._next = None
+        if not self._shares.reservations or not self._pods.synced.is_set():
+            self._note(Round())
+            if not self._pods.synced.is_set():
+                self._schedule(INTERVAL_S)
+            return
+        try:
+            with self.metrics.rounds.time():
+                self.round()
+        except (DeviceError, OSError) as error:
+            log.error("GPU memory cannot be read, so nobody who shares a GPU starts: %s", error)
+            self._schedule(AFTER_TROUBLE_S)
+        else:
+            self._schedule(INTERVAL_S)
+
+    def round(self) -> None:
+        """Sample, decide, act, say. Raises DeviceError, OSError."""
+        self._totals = self._memory.totals()
+        done = self._agent.round(self._shares.shares(self._totals), time.monotonic())
+        self._note(done)
+        for view in self._shares.reservations.values():
+            if not view.leaving and view.uid not in self._saying:  # one write about it at a time
+                self._say(view, done)
+
+    def _say(self, view: ReservationView, done: Round) -> None:
+        """Who may start: at once. The ledger: now and then, and only where it has changed."""
+        now, notes = time.monotonic(), {}
+        if (ready := self._shares.ready_on(view, done.ready)) != view.ready:
+            notes[labels.READY] = ",".join(sorted(ready))
+        before, at = self._shown.get(view.uid, ("", -LEDGER_EVERY_S))
+        if now - at >= LEDGER_EVERY_S:
+            shown = gpu_ledger.written(done.rows, view.gpu, self._shares.notes(), self._totals.get(view.gpu, 0))
+            self._shown[view.uid] = (shown, now)
+            if shown != before:
+                notes[labels.LEDGER] = shown
+        if notes:
+            self._write(view, notes)
+
+    def _write(self, view: ReservationView, notes: dict[str, str]) -> None:
+        self._saying.add(view.uid)
+        body = {"metadata": {"uid": view.uid, "annotations": notes}}
+        namespace = self._options.reservation_namespace
+        write = Write(
+            verb="PATCH",
+            path=f"{pods_path(namespace)}/{view.name}",
+            about=f"{namespace}/{view.name}",
+            body=body,
+            content_type=MERGE_PATCH,
+        )
+        self._writer.submit(write, partial(self._said, view.uid), partial(self._not_said, view.uid))
+
+    def _said(self, uid: str, answer: bytes) -> None:
+        self._saying.discard(uid)
+        self._pods.note(self._pod.decode(answer))
+
+    def _not_said(self, uid: str, error: Exception) -> None:
+        log.warning("who may start could not be written on a reservation: %s", error)
+        self._shown.pop(uid, None)
+        asyncio.get_running_loop().call_later(INTERVAL_S, self._saying.discard, uid)
+
+    # What is told to people
+
+    def _look(self) -> None:
+        self.metrics.show(self._last.rows, self._shares.notes())
+
+    def _note(self, done: Round) -> None:
+        self._last = done
+        notes = self._shares.notes() if done.kills else {}
+        for kill in done.kills:
+            note, other = notes.get(kill.workload), notes.get(kill.beneficiary)
+            if note is not None and not kill.force:
+                self._tell(kill, note.uid, note.pod, "" if other is None else other.pod)
+
+    def _tell(self, kill: Kill, uid: str, pod: str, beneficiary: str) -> None:
+        reason = "".join(word.capitalize() for word in code_of(kill).split("-"))
+        namespace, _, name = pod.partition("/")
+        place = self._places.get(kill.process.pid)
+        message = explain(kill, f"pod {beneficiary}", self._shares.container_of(place) if place else "")
+        self._events.tell(Subject("Pod", name, namespace, uid), reason, message, warning=True)
+        self.metrics.ended.labels(namespace, name, reason, beneficiary, str(not kill.only_reported).lower()).inc()
+        self.metrics.over.labels(namespace, name).inc(kill.over_mib)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; the exit code."""
+    options = _parser().parse_args(arguments)
+    logging_setup.configure("text", options.log_level)
+    given = {name: value for name, value in vars(options).items() if name != "log_level"}
+    rules = {name: given.pop(name) for name in ("killer", "lend_silent", "yield_s", "term_s", "slack_mib")}
+    try:
+        return asyncio.run(_serve(AgentOptions(**given, policy=Policy(**rules))))
+    except GpuQuotaError as error:
+        log.error("%s", error.message)
+        return error.exit_code
+
+
+async def _serve(options: AgentOptions) -> int:
+    async with Connection(load_credentials(options.kubeconfig, options.context)) as connection:
+        await until_told_to_stop(NodeAgent(connection, options, _memory(options)).run())
+    return 0
+
+
+def _memory(options: AgentOptions) -> DeviceMemory:
+    if not options.simulated:
+        return NvmlMemory()
+    folders = {folder.name: folder for folder in sorted(Path(options.simulated).iterdir()) if folder.is_dir()}
+    log.warning("GPUs are simulated: %s", ", ".join(folders) or "there is none")
+    return SimulatedMemory(folders)
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = Policy()
+    parser = argparse.ArgumentParser(prog=NAME)
+    parser.add_argument("--node", default=os.environ.get("NODE_NAME"), help="its node; by default $NODE_NAME")
+    parser.add_argument("--kubeconfig", help="by default $KUBECONFIG, the pod's service account, ~/.kube/config")
+    parser.add_argument("--context", help="of the kubeconfig; by default its current one")
+    parser.add_argument("--reservation-namespace", default=reservation_pods.NAMESPACE)
+    parser.add_argument("--kubelet-root", default="/var/lib/kubelet", help="where the kubelet keeps pods' volumes")
+    parser.add_argument("--simulated", default="", metavar="FOLDER", help="of simulated devices, instead of NVML")
+    parser.add_argument("--metrics-port", type=int, default=0, help="0: any free one")
+    parser.add_argument(
+        "--killer",
+        action=argparse.BooleanOptionalAction,
+        default=default.killer,
+        help="end processes that hold what an owner needs, or that are over their limit; needs CAP_KILL",
+    )
+    parser.add_argument("--lend-silent", action=argparse.BooleanOptionalAction, default=default.lend_silent)
+    parser.add_argument("--yield-s", type=float, default=default.yield_s, help="how long a listening borrower has")
+    parser.add_argument("--term-s", type=float, default=default.term_s, help="from SIGTERM to SIGKILL")
+    parser.add_argument("--slack-mib", type=int, default=default.slack_mib, help="allowed above a limit")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,437 @@
+"""A Kubernetes cluster as its users see it: the same calls as of the embedded cluster, as the user's own identity.
+
+Nothing stands between a user and the API server: what this client may do is what RBAC lets its user do.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import time
+import uuid
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.queue import Queued, queued
+from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
+from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
+from kfp_gpuquota.cluster.kubernetes.user_client import views
+from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
+from kfp_gpuquota.cluster.records import Intent
+from kfp_gpuquota.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    InvalidFieldError,
+    NotFoundError,
+    RunError,
+    UsageError,
+)
+from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
+from kfp_gpuquota.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kfp_gpuquota.api import Job, JobSpec, Project
+    from kfp_gpuquota.api.policy import WorkloadPolicy
+    from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+RETRY_FOR_S: Final = 30.0
+_GROUP: Final = f"/apis/{labels.API_VERSION}"
+QUOTAS: Final = f"{_GROUP}/gpuquotas"
+_CANCELLED: Final = "gpuquota-cancel"
+_FOR_GOOD: Final = frozenset({Intent.CANCEL, Intent.FAIL, Intent.DELETE})
+_TAKE_OVERS: Final = 10
+
+
+class _Namespace(core_types.Struct, frozen=True):
+    metadata: core_types.Metadata
+
+
+class KubernetesClient:
+    """The jobs and quotas of one API server. A project is a namespace. Raises the errors of `kfp_gpuquota.errors`."""
+
+    def __init__(self, credentials: Credentials, *, image: str = "", retry_for_s: float = RETRY_FOR_S) -> None:
+        self.calls = Calls(credentials, retry_for_s=retry_for_s)
+        self._image = image
+        self._logs: dict[tuple[str, str], PodLog] = {}
+
+    @property
+    def namespace(self) -> str:
+        """The namespace that the credentials are for: the project where none is named."""
+        return self.calls.credentials.namespace
+
+    def health(self) -> Health:
+        """Who answers."""
+        return Health(version=__version__, pid=0, home=self.calls.credentials.server, started_at=0.0)
+
+    # Projects and nodes
+
+    def list_projects(self) -> tuple[ProjectView, ...]:
+        """All quotas, by name; malformed ones are left out, their condition tells."""
+        shown = []
+        for quota_ in self._items(QUOTAS, custom_types.GpuQuota):
+            with suppress(InvalidFieldError):
+                shown.append(views.project_view(quota_))
+        return tuple(sorted(shown, key=lambda view: view.project.name))
+
+    def get_project(self, name: str) -> ProjectView:
+        """One project; NotFoundError."""
+        try:
+            found = _decode(self.calls.get(f"{QUOTAS}/{quote(name)}"), custom_types.GpuQuota)
+        except NotFoundError:
+            raise NotFoundError(
+                f"project {name!r} has no GPU quota; an admin sets it in its Profile, or with: "
+                f"gpuquota project create {name} --guaranteed N"
+            ) from None
+        return views.project_view(found)
+
+    def create_project(self, project: Project) -> ProjectView:
+        """Make it; AlreadyExistsError."""
+        try:
+            self.calls.create(QUOTAS, views.gpu_quota(project))
+        except AlreadyExistsError:
+            raise AlreadyExistsError(
+                f"project {project.name!r} already exists; change it with: gpuquota project set {project.name}"
+            ) from None
+        return self.get_project(project.name)
+
+    def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
+        """Make it, or change its quota to what is given.
+
+        ConflictError where a Profile says it, and where it is not as `expected` any more.
+        """
+        if expected is not None and self.get_project(project.name).project != expected:
+            raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; look at it and try again")
+        path, wanted = f"{QUOTAS}/{quote(project.name)}", views.gpu_quota(project)
+        try:
+            before = _decode(self.calls.get(path), custom_types.GpuQuota)
+        except NotFoundError:
+            return self.create_project(project)
+        if before.metadata.labels.get(labels.SOURCE) == "profile":
+            raise ConflictError(
+                f"the quota of {project.name!r} stands in its Profile; change it there: kubectl edit profile "
+                f"{project.name} (spec.plugins, kind GpuQuota)"
+            )
+        cleared = dict.fromkeys(custom_types.GpuQuotaSpec.__struct_encode_fields__)
+        self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
+        return self.get_project(project.name)
+
+    def quota_gap(self, name: str) -> str:
+        """Pods of a namespace that is not labelled start without a quota; a department has no namespace."""
+        try:
+            found = _decode(self.calls.get(f"/api/v1/namespaces/{quote(name)}"), _Namespace)
+        except NotFoundError:
+            return f"there is no namespace {name!r}, which a team has and a department has not"
+        if found.metadata.labels.get(labels.MANAGED) == "true":
+            return ""
+        return (
+            f"pods in namespace {name!r} are not under the quota, only ElasticJobs are; put them under it with: "
+            f"kubectl label namespace {name} {labels.MANAGED}=true"
+        )
+
+    def delete_project(self, name: str) -> None:
+        """Remove its quota; its namespace stays. ConflictError while it has jobs."""
+        if jobs := [job.metadata.name for job in self._items(_jobs(name), custom_types.ElasticJob)]:
+            raise ConflictError(f"project {name!r} still has {len(jobs)} jobs; delete them first: {' '.join(jobs[:5])}")
+        self.calls.delete(f"{QUOTAS}/{quote(name)}")
+
+    def list_policies(self) -> tuple[WorkloadPolicy, ...]:
+        """All policies, by name; malformed ones are left out."""
+        shown = []
+        for stored in self._items(workload_policies.PATH, custom_types.PolicyObject):
+            with suppress(InvalidFieldError):
+                shown.append(workload_policies.policy_of(stored))
+        return tuple(sorted(shown, key=lambda policy: policy.name))
+
+    def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
+        """Make or replace it."""
+        path, wanted = f"{workload_policies.PATH}/{quote(policy.name)}", workload_policies.policy_body(policy)
+        try:
+            self.calls.create(workload_policies.PATH, wanted)
+        except AlreadyExistsError:
+            cleared = dict.fromkeys(custom_types.PolicySpec.__struct_encode_fields__)
+            self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
+        return workload_policies.policy_of(_decode(self.calls.get(path), custom_types.PolicyObject))
+
+    def delete_policy(self, name: str) -> None:
+        """NotFoundError where there is none."""
+        try:
+            self.calls.delete(f"{workload_policies.PATH}/{quote(name)}")
+        except NotFoundError:
+            raise NotFoundError(f"there is no policy {name!r}; see: gpuquota policy list") from None
+
+    def list_nodes(self) -> tuple[NodeView, ...]:
+        """All nodes with GPUs, and which pods hold their devices."""
+        from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger  # noqa: PLC0415 (it imports aiohttp, which a launcher lacks)
+
+        nodes = self._items("/api/v1/nodes", core_types.Node)
+        pods = self._items("/api/v1/pods", core_types.Pod, fieldSelector="spec.nodeName!=")
+        shown = (views.node_view(node, pods, gpu_ledger.views_of(node.metadata.name, pods)) for node in nodes)
+        return tuple(sorted((view for view in shown if view.node.devices), key=lambda view: view.node.name))
+
+    # Jobs
+
+    def submit(
+        self,
+        spec: JobSpec,
+        *,
+        lease: Lease | None = None,
+        request_id: str = "",
+        template: Json | None = None,
+        checkpoint: str = "",
+        ttl_s: float | None = None,
+        metadata: Json | None = None,
+    ) -> Job:
+        """Create an ElasticJob. Safe to repeat: the object carries the request's id. `checkpoint` names a volume claim.
+
+        It is deleted `ttl_s` after its end; `metadata` are annotations and owner references of it.
+
+        Raises UsageError where neither a pod template nor an image is given, NotFoundError for the namespace,
+        AlreadyExistsError for a name in use.
+        """
+        if template is None and not self._image:
+            raise UsageError("a job on Kubernetes runs in an image; name it: gpuquota submit -i IMAGE ...")
+        request_id = request_id or uuid.uuid4().hex
+        wanted = views.elastic_job(
+            spec,
+            template or views.pod_template(spec, self._image),
+            request_id=request_id,
+            lease=lease,
+            now=time.time(),
+        )
+        if checkpoint:
+            wanted["spec"]["checkpoint"] = {"claimName": checkpoint}
+        if ttl_s is not None:
+            wanted["spec"]["ttlSecondsAfterFinished"] = ttl_s
+        given = metadata or {}
+        wanted["metadata"]["annotations"] |= given.get("annotations", {})
+        wanted["metadata"]["ownerReferences"] = given.get("ownerReferences", [])
+        try:
+            made = self.calls.create(_jobs(spec.project), wanted)
+        except AlreadyExistsError:
+            made = self.calls.get(_job(spec.project, spec.name))
+            if (made["metadata"].get("annotations") or {}).get(views.REQUEST_ID) != request_id:
+                raise AlreadyExistsError(
+                    f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it "
+                    f"first: gpuquota delete -p {spec.project} {spec.name}"
+                ) from None
+        return views.job_of(_decode(made, custom_types.ElasticJob))
+
+    def list_jobs(
+        self, project: str = "", *, name: str = "", after: int | None = None, timeout_s: float = 0.0
+    ) -> JobList:
+        """All jobs, a project's, or its job of that `name` alone. With `after`: once one of them has changed since that
+        revision, or `timeout_s` is over.
+
+        With a name the API server sends and watches that one only: a project's launchers would else read all its jobs
+        on each change of any, which costs the square of their number.
+        """
+        if after is not None and timeout_s > 0:
+            self._await_change(project, name, after, timeout_s)
+        listed = self.calls.get(_jobs(project), **_named(name))
+        found = [_decode(item, custom_types.ElasticJob) for item in listed.get("items", [])]
+        pods = self._pods(project, name) if found else {}
+        jobs = []
+        for each in found:
+            with suppress(InvalidFieldError):
+                jobs.append(views.job_of(each, pods.get((each.metadata.namespace, each.metadata.name), ())))
+        return JobList(revision=int(listed["metadata"]["resourceVersion"]), jobs=tuple(jobs))
+
+    def job_pages(self, project: str, size: int) -> Iterator[JobList]:
+        """All jobs, or a project's, in one list: the API server's cache answers it as a whole."""
+        del size
+        yield self.list_jobs(project)
+
+    def queue(self, project: str) -> tuple[Queued, ...]:
+        """What waits for its turn in the project: ElasticJobs, and gated pods by their owners."""
+        waiting = []
+        for stored in self._items(_jobs(project), custom_types.ElasticJob):
+            with suppress(InvalidFieldError):
+                waiting.append(queued(views.job_of(stored)))
+        path = f"/api/v1/namespaces/{quote(project)}/pods"
+        pods = self._items(path, core_types.Pod, fieldSelector="spec.nodeName=")
+        return (*filter(None, waiting), *views.queued_pods(pods))
+
+    def get_job(self, project: str, name: str) -> Job:
+        """One job; NotFoundError."""
+        stored = _decode(self._found(project, name), custom_types.ElasticJob)
+        return views.job_of(stored, self._pods(project, name).get((project, name), ()))
+
+    def delete_job(self, project: str, name: str) -> None:
+        """Stop it where it runs, then forget it."""
+        self._found(project, name)
+        self.calls.delete(_job(project, name))
+
+    def cancel_job(self, project: str, name: str) -> Job:
+        """Stop it; it stays listed as Cancelled."""
+        lease = views.job_lease(Lease(holder=_CANCELLED, duration_s=0.0), time.time())
+        self._found(project, name)
+        self.calls.patch(_job(project, name), {"spec": {"lease": lease}})
+        return self.get_job(project, name)
+
+    def suspend_job(self, project: str, name: str) -> Job:
+        """Stop it after a checkpoint, and keep it out of the queue."""
+        return self._set_suspended(project, name, suspended=True)
+
+    def resume_job(self, project: str, name: str) -> Job:
+        """Put a suspended job back into the queue, with its age."""
+        return self._set_suspended(project, name, suspended=False)
+
+    def renew_lease(self, project: str, name: str, lease: Lease) -> None:
+        """Keep the job alive, in one call; ConflictError when another holder took it over, or it is being stopped."""
+        if lease.take_over:
+            self._take_over(project, name, lease)
+            return
+        renewed = views.job_lease(lease, time.time())
+        try:
+            self.calls.patch(
+                _job(project, name),
+                [
+                    {"op": "test", "path": "/spec/lease/holder", "value": lease.holder},
+                    {"op": "replace", "path": "/spec/lease", "value": renewed},
+                ],
+            )
+        except UsageError as error:  # the test failed, or there is no lease: both mean that it is not ours
+            if isinstance(error, NotFoundError):
+                raise
+            raise ConflictError(f"job {name!r} is held by somebody else than {lease.holder!r}: {error}") from None
+
+    def _take_over(self, project: str, name: str, lease: Lease) -> None:
+        """Become the holder of the lease that was read, or of none: two that take over at once do not both succeed."""
+        for _ in range(_TAKE_OVERS):
+            stored = _decode(self._found(project, name), custom_types.ElasticJob)
+            if _is_stopping(stored):
+                raise ConflictError(f"job {name!r} is being stopped, and cannot be taken over; submit it again instead")
+            version = {"op": "test", "path": "/metadata/resourceVersion", "value": stored.metadata.resource_version}
+            change = {"op": "add", "path": "/spec/lease", "value": views.job_lease(lease, time.time())}
+            try:
+                self.calls.patch(_job(project, name), [version, change])
+            except NotFoundError:
+                raise
+            except (ConflictError, UsageError):  # it has changed since it was read
+                continue
+            return
+        raise ConflictError(f"job {name!r} changes all the time, and could not be taken over")
+
+    def watch_jobs(self, project: str = "") -> Iterator[JobList]:
+        """The list now, and again after each change, for ever."""
+        after: int | None = None
+        while True:
+            listed = self.list_jobs(project, after=after, timeout_s=0.0 if after is None else LONG_POLL_S)
+            after = listed.revision
+            yield listed
+
+    def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
+        """Kubernetes keeps its own: see `kubectl get events`."""
+        del after, timeout_s
+        raise UsageError("on Kubernetes the history is that of the objects; see: kubectl get events -n NAMESPACE")
+
+    def secret_value(self, project: str, name: str, key: str) -> str:
+        """A value of a Secret; "" where there is none."""
+        try:
+            found = self.calls.get(f"/api/v1/namespaces/{quote(project)}/secrets/{quote(name)}")
+        except NotFoundError:
+            return ""
+        return base64.b64decode(found.get("data", {}).get(key, "")).decode()
+
+    # Logs
+
+    def read_log(
+        self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0
+    ) -> LogChunk:
+        """A piece of a worker's log from byte `offset`, of the job's first worker unless another is named."""
+        pod = worker or self._first_worker(project, name)
+        if not pod:
+            time.sleep(min(POLL_S, timeout_s))
+            over = self.get_job(project, name).status.phase.final
+            return LogChunk(text=b"", next_offset=offset, more=not over)
+        log = self._logs.get((project, pod))
+        if log is None or log.offset != offset:
+            if log is not None:
+                log.close()
+            log = self._logs[project, pod] = PodLog(self.calls, project, pod, offset)
+        text, more = log.read(timeout_s)
+        if not more:
+            del self._logs[project, pod]
+        return LogChunk(text=text, next_offset=offset + len(text), more=more)
+
+    def follow_log(self, project: str, name: str, *, worker: str = "", offset: int = 0) -> Iterator[bytes]:
+        """A worker's log from byte `offset` as it grows, until the worker has ended."""
+        return follow_log(self, project, name, worker, offset)
+
+    def stop_cluster(self) -> None:
+        """Not ours to stop."""
+        raise UsageError("a Kubernetes cluster is not stopped from here; remove the controller with: kubectl delete -k")
+
+    # Inside
+
+    def _found(self, project: str, name: str) -> Json:
+        try:
+            return self.calls.get(_job(project, name))
+        except NotFoundError:
+            raise NotFoundError(f"project {project!r} has no job {name!r}; see: gpuquota list -p {project}") from None
+
+    def _set_suspended(self, project: str, name: str, *, suspended: bool) -> Job:
+        phase = self.get_job(project, name).status.phase
+        if phase.final:
+            raise ConflictError(f"job {name!r} has ended ({phase.value}); submit it again instead")
+        self.calls.patch(_job(project, name), {"spec": {"suspend": suspended}})
+        return self.get_job(project, name)
+
+    def _items(self, path: str, kind: type[T], **query: object) -> list[T]:
+        return [_decode(item, kind) for item in self.calls.get(path, **query).get("items", [])]
+
+    def _pods(self, project: str, name: str = "") -> dict[tuple[str, str], list[core_types.Pod]]:
+        path = f"/api/v1/namespaces/{quote(project)}/pods" if project else "/api/v1/pods"
+        found: dict[tuple[str, str], list[core_types.Pod]] = {}
+        for pod in self._items(path, core_types.Pod, labelSelector=f"{labels.JOB}={name}" if name else labels.JOB):
+            found.setdefault((pod.metadata.namespace, pod.metadata.labels[labels.JOB]), []).append(pod)
+        return found
+
+    def _first_worker(self, project: str, name: str) -> str:
+        job = self.get_job(project, name)
+        return job.status.result_worker or next((worker.id for worker in job.status.workers), "")
+
+    def _await_change(self, project: str, name: str, after: int, timeout_s: float) -> None:
+        """Until one of the jobs has changed. A revision that is too old counts as a change."""
+        query = {"watch": "true", "resourceVersion": after, "timeoutSeconds": int(timeout_s) or 1, **_named(name)}
+        with suppress(RunError, UsageError, OSError, http.client.HTTPException):
+            stream = self.calls.open(_jobs(project), timeout_s + 5, **query)
+            with stream:
+                stream.readline()
+
+
+def _is_stopping(stored: custom_types.ElasticJob) -> bool:
+    """Whether the job has ended, or is being stopped for good: nobody can take it over."""
+    held = stored.spec.lease
+    cancelled = held is not None and (held.holder == _CANCELLED or held.duration_seconds == 0)
+    ending = Phase(stored.status.phase).final or stored.status.intent in _FOR_GOOD
+    return cancelled or ending or stored.metadata.deletion_timestamp is not None
+
+
+def _named(name: str) -> dict[str, str]:
+    """The query for the object of that name alone."""
+    return {"fieldSelector": f"metadata.name={name}"} if name else {}
+
+
+def _jobs(project: str) -> str:
+    return f"{_GROUP}/namespaces/{quote(project)}/elasticjobs" if project else f"{_GROUP}/elasticjobs"
+
+
+def _job(project: str, name: str) -> str:
+    return f"{_jobs(project)}/{quote(name)}"
+
+
+def _decode(item: Json, kind: type[T]) -> T:
+    return msgspec.json.decode(json.dumps(item), type=kind)

@@ -1,0 +1,79 @@
+"""The log of a pod, in pieces: the API server streams it, and knows no offsets."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+from kfp_gpuquota.errors import NotFoundError, RunError, UsageError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
+
+PIECE: Final = 1 << 16
+POLL_S: Final = 0.5
+SILENCE_S: Final = 25.0
+
+
+class PodLog:
+    """A pod's log that is followed, read up to `offset`."""
+
+    def __init__(self, calls: Calls, namespace: str, pod: str, offset: int) -> None:
+        self._calls = calls
+        self._path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(pod)}/log"
+        self.offset = offset
+        self._stream: http.client.HTTPResponse | None = None
+        self._over = False
+
+    def read(self, timeout_s: float) -> tuple[bytes, bool]:
+        """What is new within the time, and whether more may come."""
+        deadline = time.monotonic() + timeout_s
+        while self._stream is None:
+            try:
+                self._stream = self._calls.open(self._path, SILENCE_S, follow="true")
+                self._skip(self.offset)
+            except NotFoundError:
+                return b"", False
+            except (RunError, UsageError, OSError, http.client.HTTPException):  # its container has not started
+                self.close()
+                if time.monotonic() >= deadline:
+                    return b"", True
+                time.sleep(POLL_S)
+        try:
+            text = self._stream.read1(PIECE)
+        except (OSError, http.client.HTTPException):  # nothing for a while, or the server went away
+            self.close()
+            return b"", True
+        self.offset += len(text)
+        if text:
+            return text, True
+        self.close()
+        return b"", self._goes_on()
+
+    def _goes_on(self) -> bool:
+        """Whether there may be more: a stream ends with its pod, but also with the server that sends it.
+
+        A log has been read to its end when a stream that was opened after the pod's end has ended.
+        """
+        try:
+            pod = self._calls.get(self._path.removesuffix("/log"))
+        except NotFoundError:
+            return False
+        except (RunError, UsageError):
+            return True
+        time.sleep(POLL_S)  # a pod ends a moment after its container
+        before, self._over = self._over, pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
+        return not before
+
+    def close(self) -> None:
+        """Let go of the connection; it is followed anew by the next read."""
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
+
+    def _skip(self, size: int) -> None:
+        assert self._stream is not None
+        while size > 0 and (text := self._stream.read1(min(size, PIECE))):
+            size -= len(text)

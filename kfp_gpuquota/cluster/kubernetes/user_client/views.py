@@ -1,0 +1,310 @@
+"""Our vocabulary and the API server's objects, each as the other. Pure.
+
+What a client shows is derived from the object and its pods; what it asks for becomes an object.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_RESTARTS
+from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.queue import Queued
+from kfp_gpuquota.api.wire import NodeView, ProjectView
+from kfp_gpuquota.cluster.kubernetes.convert import nodes
+from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.size_history import progress_of, reason_of, resizes_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.quota import quotas
+from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import set_by
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kfp_gpuquota.api import JobSpec, Project
+    from kfp_gpuquota.api.wire import Lease, ShareView
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobStatus, GpuQuota
+
+Json = dict[str, Any]
+
+MAIN: Final = "main"
+REQUEST_ID: Final = f"{labels.GROUP}/request-id"
+# field of JobSpec: (name on the wire, the value that need not be written)
+_FIELDS: Final = {
+    "gpus": ("gpus", None),
+    "min_gpus": ("minGpus", None),
+    "max_gpus": ("maxGpus", None),
+    "gpus_per_worker": ("gpusPerWorker", None),
+    "gpu_fraction": ("gpuFraction", None),
+    "gpu_fraction_limit": ("gpuFractionLimit", None),
+    "gpu_memory_mib": ("gpuMemory", None),
+    "gpu_memory_limit_mib": ("gpuMemoryLimit", None),
+    "gpu_devices": ("gpuDevices", None),
+    "priority": ("priority", None),
+    "preemptible": ("preemptible", None),
+    "grace_period_s": ("gracePeriodSeconds", DEFAULT_GRACE_PERIOD_S),
+    "max_restarts": ("maxRestarts", DEFAULT_MAX_RESTARTS),
+    "cool_down_s": ("coolDownSeconds", DEFAULT_COOL_DOWN_S),
+    "min_run_time_s": ("minRunTimeSeconds", 0.0),
+    "node_pool": ("nodePool", ""),
+    "required_topology": ("requiredTopology", None),
+    "preferred_topology": ("preferredTopology", None),
+    "spread": ("spread", False),
+}
+_MEMORY: Final = frozenset({"gpuMemory", "gpuMemoryLimit"})
+
+
+class _Container(msgspec.Struct, frozen=True):
+    image: str = ""
+    command: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+
+
+class _Pod(msgspec.Struct, frozen=True):
+    containers: tuple[_Container, ...] = (_Container(),)
+
+
+class _Template(msgspec.Struct, frozen=True):
+    """Of a pod template what a client shows."""
+
+    spec: _Pod = _Pod()
+
+
+_PHASES: Final = {"Pending": WorkerPhase.STARTING, "Running": WorkerPhase.RUNNING}
+
+
+# What is asked for
+
+
+def elastic_job(spec: JobSpec, template: Json, *, request_id: str, lease: Lease | None, now: float) -> Json:
+    """The object to create. `template` is a pod template; its first container runs the job."""
+    asked: Json = {"kind": spec.kind.value, "template": template}
+    for field, (name, default) in _FIELDS.items():
+        value = getattr(spec, field)
+        if value is not None and value != default and not (spec.shared and field == "gpus"):
+            asked[name] = f"{value}Mi" if name in _MEMORY else value
+    if lease is not None:
+        asked["lease"] = job_lease(lease, now)
+    return {
+        "apiVersion": labels.API_VERSION,
+        "kind": "ElasticJob",
+        "metadata": {
+            "name": spec.name,
+            "namespace": spec.project,
+            "labels": spec.labels,
+            "annotations": {REQUEST_ID: request_id},
+        },
+        "spec": asked,
+    }
+
+
+def pod_template(spec: JobSpec, image: str) -> Json:
+    """A template for a command in an image, with what else the job asks of its pods."""
+    container: Json = {"name": MAIN, "image": image, "command": list(spec.command)}
+    if spec.environment:
+        container["env"] = [{"name": name, "value": value} for name, value in sorted(spec.environment.items())]
+    if spec.working_directory:
+        container["workingDir"] = spec.working_directory
+    requests = {"cpu": spec.cpu, "memory": None if spec.memory_mib is None else f"{spec.memory_mib}Mi"}
+    if asked := {name: str(value) for name, value in requests.items() if value is not None}:
+        container["resources"] = {"requests": asked}
+    pod: Json = {"containers": [container], "restartPolicy": "Never"}
+    if spec.node is not None:
+        pod["nodeSelector"] = {"kubernetes.io/hostname": spec.node}
+    if spec.node_selector:
+        pod["nodeSelector"] = {**pod.get("nodeSelector", {}), **spec.node_selector}
+    if spec.node_affinity:
+        terms = [{"matchExpressions": msgspec.to_builtins(term)["expressions"]} for term in spec.node_affinity]
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        pod["affinity"] = {"nodeAffinity": required}
+    if spec.tolerations:
+        pod["tolerations"] = [msgspec.to_builtins(toleration) for toleration in spec.tolerations]
+    return {"spec": pod}
+
+
+def job_lease(lease: Lease, now: float) -> Json:
+    """Who waits for the job, and from when on it counts."""
+    return {"holder": lease.holder, "durationSeconds": lease.duration_s, "renewTime": timestamp(now)}
+
+
+def gpu_quota(project: Project) -> Json:
+    """The object of a quota."""
+    return {
+        "apiVersion": labels.API_VERSION,
+        "kind": "GpuQuota",
+        "metadata": {"name": project.name},
+        "spec": quotas.quota_spec(project),
+    }
+
+
+def timestamp(at: float) -> str:
+    """As the API server wants a MicroTime."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+# What is there
+
+
+def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
+    """The job as clients see it, with its pods as workers. Raises InvalidFieldError for a malformed one."""
+    status = stored.status
+    ranks = {index: rank for rank, index in enumerate(status.ranks)}
+    known = (worker_of(pod, stored.metadata.uid) for pod in pods)
+    workers = sorted((_ranked(worker, ranks) for worker in known), key=lambda worker: worker.index)
+    return Job(
+        uid=stored.metadata.uid,
+        spec=msgspec.structs.replace(translate.elastic_job(stored), command=_command(stored)),
+        status=JobStatus(
+            phase=Phase(status.phase or Phase.PENDING),
+            reason=_trouble(status) or _reason(status.reason, status.message),
+            gpus=as_number(status.gpus),
+            generation=status.generation,
+            restarts=status.restarts,
+            evictions=status.evictions,
+            last_eviction=_eviction(stored),
+            exit_code=status.exit_code,
+            submitted_at=_seconds(stored.metadata.creation_timestamp) or 0.0,
+            started_at=_seconds(status.start_time),
+            finished_at=_seconds(status.completion_time),
+            result_worker=status.result_worker,
+            progress=progress_of(stored.status.progress),
+            workers=tuple(workers),
+            resizes=resizes_of(status.resizes),
+            set_by=set_by(stored.metadata.annotations),
+        ),
+    )
+
+
+def _command(stored: ElasticJob) -> tuple[str, ...]:
+    """What its first container runs; its image, where that one's entry point does."""
+    container = msgspec.json.decode(stored.spec.template, type=_Template).spec.containers[0]
+    return (*container.command, *container.args) or (container.image or "pod",)
+
+
+def _trouble(status: ElasticJobStatus) -> Reason | None:
+    """Why its pods do not come up: more than the decision that they should, which is what its message says."""
+    if Phase(status.phase or Phase.PENDING).final:
+        return None
+    found = (c.message for c in status.conditions if c.type == "WorkersReady" and c.status == "False" and c.message)
+    message = next(found, "")
+    return Reason(code=ReasonCode.PODS_NOT_READY, message=message) if message else None
+
+
+def worker_of(pod: Pod, job_uid: str) -> Worker:
+    """A pod of a job as its worker; its id is the pod's name."""
+    notes = pod.metadata.annotations or {}
+    phase = _PHASES.get(pod.status.phase, WorkerPhase.GONE)
+    if phase is not WorkerPhase.GONE and pod.metadata.deletion_timestamp is not None:
+        phase = WorkerPhase.LEAVING
+    index = pod.metadata.labels.get(labels.WORKER, "0")
+    ended = next((c.state.terminated for c in pod.status.container_statuses if c.state.terminated), None)
+    return Worker(
+        id=pod.metadata.name,
+        job_uid=job_uid,
+        index=int(index) if index.isdecimal() else 0,
+        node=pod.spec.node_name,
+        devices=tuple(int(part) for part in notes.get(labels.DEVICES, "").split(",") if part.isdecimal()),
+        phase=phase,
+        started_at=_seconds(pod.metadata.creation_timestamp) or 0.0,
+        exit_code=ended.exit_code if ended else None,
+    )
+
+
+def _ranked(worker: Worker, ranks: dict[int, int]) -> Worker:
+    rank = None if worker.phase is WorkerPhase.GONE else ranks.get(worker.index)
+    return worker if rank is None else msgspec.structs.replace(worker, rank=rank)
+
+
+def queued_pods(pods: Iterable[Pod]) -> list[Queued]:
+    """Pods that wait at the gate, those of one group or owner as one; malformed ones are left out."""
+    found: dict[str, Queued] = {}
+    for pod in pods:
+        with suppress(InvalidFieldError):
+            view = translate.pod_view(pod)
+            if view.stage is translate.Stage.WAITING:
+                whose, each = view.group or view.maker or view.uid, _queued_pod(pod, view)
+                found[whose] = min(found.get(whose, each), each, key=lambda one: one.key)
+    return list(found.values())
+
+
+def _queued_pod(pod: Pod, view: translate.PodView) -> Queued:
+    owner = next((o for o in pod.metadata.owner_references if o.controller), None)
+    spec = translate.pod_job(view)
+    return Queued(
+        name=view.group or (owner.name if owner is not None else view.name),
+        uid=view.uid,
+        priority=spec.effective_priority,
+        submitted_at=view.created,
+        pool=view.pool,
+    )
+
+
+def project_view(quota: GpuQuota) -> ProjectView:
+    """A quota and what its team holds. Raises InvalidFieldError for a malformed one."""
+    return ProjectView(
+        project=quotas.project_of(quota),
+        allocated=as_number(quota.status.gpus),
+        over_quota=as_number(quota.status.borrowed),
+        requested=as_number(quota.status.requested),
+    )
+
+
+def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ()) -> NodeView:
+    """A node and which pods hold its devices, with those that pods outside the quota hold.
+
+    Which these are only the kubelet knows: they are taken to be the first that nobody else has.
+    """
+    here = [pod for pod in pods if pod.spec.node_name == node.metadata.name and _holds(pod)]
+    shown, held = nodes.node_of(node), dict[int, tuple[str, ...]]()
+    for pod in here:
+        for device in _devices(pod):
+            held[device] = (*held.get(device, ()), pod.metadata.name)
+    for pod in here:
+        foreign = 0 if _devices(pod) else gpus_of(pod.spec)
+        free = [device.index for device in shown.devices if device.index not in held]
+        held.update((index, (pod.metadata.name,)) for index in free[:foreign])
+    return NodeView(node=shown, held=held, used=_used(held, shares), shares=tuple(shares))
+
+
+def _devices(pod: Pod) -> tuple[int, ...]:
+    """Those that a plan gave it, or that it reserves for several."""
+    from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods  # noqa: PLC0415 (it imports aiohttp)
+
+    reserved = reservation_pods.view_of(pod)
+    return worker_of(pod, "").devices if reserved is None else (reserved.device,)
+
+
+def _holds(pod: Pod) -> bool:
+    return pod.status.phase not in {"Succeeded", "Failed"}
+
+
+def _used(held: Iterable[int], shares: Iterable[ShareView]) -> dict[int, float]:
+    """The part of each device that is held: of a shared one what its sharers have asked for."""
+    parts: dict[int, float] = {}
+    for share in shares:
+        parts[share.device] = parts.get(share.device, 0.0) + share.request_mib / (share.total_mib or 1)
+    return {device: min(1.0, round(parts.get(device, 1.0), 2)) for device in held}
+
+
+def _reason(code: str, message: str) -> Reason | None:
+    return reason_of(code, message) if message else None
+
+
+def _eviction(stored: ElasticJob) -> Eviction | None:
+    last = stored.status.last_eviction
+    if last is None:
+        return None
+    reason = _reason(last.reason, last.message) or Reason(code=ReasonCode.PREEMPTED, message=last.message)
+    return Eviction(at=last.time.timestamp(), reason=reason)
+
+
+def _seconds(at: datetime | None) -> float | None:
+    return None if at is None else at.timestamp()

@@ -1,0 +1,160 @@
+"""Moving preemptible workers, only where every one of them finds a new place that is idle now.
+
+Used in two ways: to make room for a waiting job without stopping anything (`consolidate`), and to give victims of a
+reclaim a place elsewhere instead of stopping them (`resettle`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.placement import domains, placement
+from kfp_gpuquota.scheduler.state.model import Host, Job, Request, Status, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Queue
+
+Candidate = tuple[tuple[int, float, int, int, float, int, str], Host, list[Task]]
+
+_TRIES: Final = 16
+"""Hosts on which moves are tried out for one task: the cheapest ones; others hardly ever succeed where these fail."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What one cycle found out: what would have to move from a host, by the host's version; and what has no place.
+
+    That a task has no place elsewhere is believed for the rest of the cycle: moves hardly ever make one.
+    """
+
+    candidates: dict[tuple[Host, Request], tuple[int, Candidate | None]] = field(default_factory=dict)
+    mobile: dict[tuple[Queue, Request], bool] = field(default_factory=dict)
+
+    def may_move(self, ledger: Ledger, task: Task) -> bool:
+        """Somewhere is room for a task like this one."""
+        key = (task.job.queue, task.request)
+        if key not in self.mobile:
+            self.mobile[key] = placement.choose_host(ledger, _copy(task), 1, future=False) is not None
+        return self.mobile[key]
+
+
+def consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known, sheltered: Collection[Job] = ()) -> bool:
+    """Nominate all tasks where others, but not `sheltered` ones, are moved away from, or change nothing."""
+    job = tasks[0].job
+    return domains.within_required(ledger, job, tasks, lambda: _consolidate(ledger, tasks, known, sheltered))
+
+
+def _consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known, sheltered: Collection[Job]) -> bool:
+    mark = ledger.mark()
+    for done, task in enumerate(tasks):
+        host = placement.choose_host(ledger, task, len(tasks) - done, future=True)
+        if host is not None:
+            placement.put(ledger, task, host, future=True)
+        elif not _clear(ledger, task, known, sheltered):
+            ledger.rollback(mark)
+            return False
+    return True
+
+
+def resettle(ledger: Ledger, evicted: Sequence[Task]) -> None:
+    """Move victims to idle places elsewhere: all workers of a job that go, or none of it."""
+    by_job: dict[Job, list[Task]] = {}
+    if not ledger.any_idle and all(task.request.whole and task.request.devices for task in evicted):
+        return
+    for task in evicted:
+        if task.job.movable:
+            by_job.setdefault(task.job, []).append(task)
+    for tasks in by_job.values():
+        mark = ledger.mark()
+        if not all(_find_place(ledger, task) for task in tasks):
+            ledger.rollback(mark)
+
+
+def _clear(ledger: Ledger, task: Task, known: Known, sheltered: Collection[Job]) -> bool:
+    for _, host, moves in nsmallest(_TRIES, _candidates(ledger, task, known, sheltered), key=lambda c: c[0]):
+        mark = ledger.mark()
+        for moved in moves:
+            ledger.set(moved, Status.LEAVING, moved.node, moved.devices)
+        placement.put(ledger, task, host, future=True)
+        if all(_find_place(ledger, moved) for moved in moves):
+            return True
+        ledger.rollback(mark)
+    return False
+
+
+def _candidates(ledger: Ledger, task: Task, known: Known, sheltered: Collection[Job]) -> list[Candidate]:
+    found: list[Candidate] = []
+    if not placement.room_elsewhere(ledger, task):
+        return found
+    for host in ledger.hosts.values():
+        if not host.ready or not host.tasks or not placement.may_use(host, task):
+            continue
+        version, candidate = known.candidates.get((host, task.request), (-1, None))
+        if version != host.version:
+            candidate = _candidate(ledger, host, task, known, sheltered)
+            known.candidates[host, task.request] = (host.version, candidate)
+        if candidate is not None:
+            found.append(candidate)
+    return found
+
+
+def _candidate(ledger: Ledger, host: Host, task: Task, known: Known, sheltered: Collection[Job]) -> Candidate | None:
+    movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
+    movable = [t for t in movable if t.job.movable and t.job not in sheltered and not domains.bound_to_domain(t.job)]
+    moves = _moves(host, task, [t for t in movable if known.may_move(ledger, t)])
+    if not moves:
+        return None
+    last = moves[-1].job
+    size = sum(_size(t, host) for t in moves)
+    restarted = sum(not t.job.resumable for t in moves)
+    return (restarted, size, len(moves), last.priority, -last.submitted_at, -moves[-1].index, host.name), host, moves
+
+
+def _moves(host: Host, task: Task, movable: list[Task]) -> list[Task]:
+    """One small task that suffices, or as few large ones as it takes; the youngest of equals first.
+
+    Tasks of jobs that resume from a checkpoint come before those that would start from the beginning.
+    """
+    room = placement.Room(host, task)
+    movable.sort(key=lambda t: (not t.job.resumable, _size(t, host), *_youngest(t)))
+    for candidate in movable:
+        if room.suffices((candidate,)):
+            return [candidate]
+    movable.sort(key=lambda t: (not t.job.resumable, -_size(t, host), *_youngest(t)))
+    chosen: list[Task] = []
+    for candidate in movable:
+        chosen.append(candidate)
+        if room.suffices(chosen):
+            return chosen
+    return []
+
+
+def _youngest(task: Task) -> tuple[int, float, str, int]:
+    job = task.job
+    return job.priority, -job.submitted_at, job.uid, -task.index
+
+
+def _size(task: Task, host: Host) -> float:
+    return task.request.amount(host.gpu_memory_mib).gpu
+
+
+def _find_place(ledger: Ledger, task: Task) -> bool:
+    """Bind a copy of the leaving task where it can start now, its queue's limit permitting both for a moment."""
+    copy = _copy(task)
+    if quota.barred_by_limit(task.job, ledger.amount(copy), future=False):
+        return False
+    host = placement.choose_host(ledger, copy, 1, future=False)
+    if host is None:
+        return False
+    placement.put(ledger, copy, host, future=False)
+    return True
+
+
+def _copy(task: Task) -> Task:
+    return Task(job=task.job, request=task.request, index=task.index, priority=task.priority, moved=task)

@@ -1,0 +1,341 @@
+"""One cycle: idle GPUs first, then what must be taken from others, then what is left is lent.
+
+    allocate      bind on idle GPUs, or nominate on those that become idle, taking back what is only lent
+    consolidate   move preemptible jobs together where that makes room
+    reclaim       take from queues above their share
+    preempt       take from lower priorities of the same queue
+    evict_stale   stop gangs that have been below their minimum for too long
+    lend          what is idle then goes to elastic jobs above their request
+
+Every action looks at the waiting jobs in the same fair order, and decides on the real ledger; the caller reads the
+changes off it and rolls them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.scheduler.actions.consolidation import Known, consolidate
+from kfp_gpuquota.scheduler.actions.victims import make_room
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.fairness.agenda import Agenda
+from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares
+from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.placement.finder import Finders
+from kfp_gpuquota.scheduler.placement.units import Attempt, Mode
+from kfp_gpuquota.scheduler.state import usage
+from kfp_gpuquota.scheduler.state.groups import below, next_tasks
+from kfp_gpuquota.scheduler.state.model import NEVER, UNLIMITED, Amount, Job, Status, Task
+from kfp_gpuquota.scheduler.state.order import shape_amount
+from kfp_gpuquota.scheduler.state.progress import gain
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Group, Queue, Request, Shape
+
+Try = Callable[[Job, list[Task], Amount], bool]
+"""Serve a job what it asks for next, or change nothing."""
+
+Alike = tuple[tuple["Request", ...], "Group | None", bool, str]
+"""What decides whether tasks have room: requests, the gang's parts, whether they are spread, and the node pool."""
+
+ACTIONS: Final = ("allocate", "consolidate", "reclaim", "preempt", "evict_stale", "lend")
+
+
+class Cycle:
+    """The working state of one plan. `cause[job]` is the job for which a victim was taken, and how."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        growable: Iterable[Job] = (),
+        *,
+        below: Iterable[Job] = (),
+        sheltered: Iterable[Job] = (),
+        now: float = 0.0,
+        in_order: bool = False,
+        strict: bool = False,
+    ) -> None:
+        self.ledger = ledger
+        self.below = below
+        self.in_order = in_order
+        self.strict = strict
+        self.takes = True
+        self.barred: set[Job] = set()
+        self.actions: Sequence[str] = ()
+        self.now = now
+        self._mark = ledger.mark()
+        self.growable = growable
+        self.touched: dict[Job, None] = {}
+        self.losers: dict[Job, None] = {}
+        self.pledged: dict[Job, None] = {}
+        self.causes: dict[Task, tuple[Job, str]] = {}
+        self.taken: list[tuple[int, Job]] = []
+        self.room: dict[Alike, tuple[int, bool]] = {}
+        self.finders = Finders(ledger)
+        self.moves = Known()
+        self.sheltered = _sheltered(sheltered, now)
+        self.sheltered_from_reclaim = _sheltered(self.sheltered, now, ledger.reclaim_shelter_s)
+        self.held_off: dict[tuple[Queue, Shape], float] = {}
+        self.unsheltered = Finders(ledger)
+        self.again_at: float | None = None
+        for pool in ledger.pools:
+            assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
+
+    def _used(self) -> Callable[[Queue], float] | None:
+        """What a queue borrowed lately, where that counts; then shares change while nothing happens."""
+        half_life_s = self.ledger.half_life_s
+        if half_life_s is None:
+            return None
+        if any(queue.waiting for queue in self.ledger.queues.values()):
+            self._too_early(self.now + half_life_s / usage.LOOKS_PER_HALF_LIFE)
+        return lambda queue: usage.used_by(queue, self.now, half_life_s)
+
+    def run(self, actions: Sequence[str] = ACTIONS) -> None:
+        """Carry out the actions in order, on the ledger."""
+        self.actions = actions
+        tries: dict[str, Try] = {
+            "allocate": self._allocate,
+            "consolidate": self._consolidate,
+            "reclaim": self._reclaim,
+            "preempt": self._preempt,
+        }
+        for action in actions:
+            if action == "lend":
+                self._lend()
+            elif action == "evict_stale":
+                self._evict_stale()
+            elif action in tries:
+                self._each(action, tries[action])
+
+    def give_up(self, lost: Collection[Job]) -> None:
+        """Undo what was taken for these jobs and what followed, and go on.
+
+        Where others come first, what they took stands, but for as many before the first lost one as were undone after
+        it: where placement is tight those mostly turn out to be lost, too. The rest is for the next cycle. Where a lost
+        job is the first of all, the others have their turn without it.
+        """
+        first = next(i for i, (_, job) in enumerate(self.taken) if job in lost)
+        keep = max(2 * first - len(self.taken), (first + 1) // 2)
+        self.ledger.rollback(self.taken[keep][0])
+        del self.taken[keep:]
+        self._forget()
+        if keep:
+            self.takes = False
+        else:
+            self.barred.update(lost)
+        self.run(self.actions)
+
+    def _forget(self) -> None:
+        changed = self.changed()
+        self.causes = {task: self.causes[task] for task in changed if task in self.causes}
+        self.touched = dict.fromkeys(task.job for task in changed)
+        self.losers = dict.fromkeys(task.job for task in self.causes)
+        self.pledged = dict.fromkeys(task.job for task in changed if task.status is Status.NOMINATED)
+
+    def follow(self, touched: dict[Job, None]) -> Cycle:
+        """The cycle after this one, in which the `touched` jobs ask for what they then lack."""
+        after = Cycle(self.ledger, now=self.now, in_order=self.in_order)
+        after.touched = touched
+        return after
+
+    def changed(self) -> list[Task]:
+        """The tasks that this cycle placed, moved or stopped, in the order of their first change."""
+        return list(dict.fromkeys(change[0] for change in self.ledger.since(self._mark)))
+
+    def _each(self, action: str, attempt: Try) -> None:
+        agenda = Agenda(self.ledger, self.touched, in_order=self.in_order, useful=self._useful(action))
+        if action == "allocate" and not self.strict:
+            agenda.close_where(lambda job: not self._has_room(job))
+        while (head := agenda.next()) is not None:
+            group, job = head
+            if job in self.losers or self._must_rest(job):
+                agenda.skipped(group, job)
+                continue
+            mark = self.ledger.mark()
+            if attempt(job, next_tasks(job), group.amount):
+                self._note(action, job, mark)
+                agenda.served(group, job)
+            elif self.strict:
+                return
+            else:
+                agenda.failed(group)
+                if action == "reclaim" and quota.barred_by_share(job, group.amount):
+                    agenda.close_behind(job)
+
+    def _useful(self, action: str) -> Callable[[Queue], bool]:
+        """A quick test of whether the action can do anything for a queue's jobs; all else is for the action to find."""
+        if action == "reclaim":
+            return lambda queue: any(queue.claim(r) < queue.share[r] for r in range(3))
+        if action == "preempt":
+            return lambda queue: any(queue.priorities.values())
+        if action == "consolidate":
+            return self._may_fit_elsewhere
+        return lambda _: True
+
+    def _may_fit_elsewhere(self, queue: Queue) -> bool:
+        """As much is idle in the queue's node pool as one of its jobs needs."""
+        idle = self.ledger.capacity(queue.pool)[0] - self.ledger.held_gpus.get(queue.pool, 0.0)
+        memory = self.ledger.gpu_memory_mib
+        return any(shape_amount(shape, memory).gpu <= idle for shape in queue.waiting)
+
+    def _note(self, action: str, job: Job, mark: int) -> None:
+        causes = len(self.causes)
+        for task, before, _, _ in self.ledger.since(mark):
+            if task.status is Status.NOMINATED:
+                self.pledged[job] = None
+            if before is Status.HELD and task.status is not Status.HELD:
+                self.causes[task] = (job, action)
+                self.losers[task.job] = None
+        if len(self.causes) > causes:
+            self.taken.append((mark, job))
+
+    def _allocate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
+        if quota.barred_by_guarantee(job, amount):
+            return False
+        # What joins a gang that is only nominated is nominated, too: it must not start alone.
+        if (
+            job not in self.pledged
+            and not quota.barred_by_limit(job, amount, future=False)
+            and placement.place_all(self.ledger, tasks, future=False)
+        ):
+            return True
+        if not quota.barred_by_limit(job, amount, future=True) and placement.place_all(self.ledger, tasks, future=True):
+            return True
+        return self._anything_lent() and self._make_room(job, tasks, amount, Mode.LENT)
+
+    def _has_room(self, job: Job) -> bool:
+        """A job without room is out before queues are compared by what their first job would hold."""
+        if self._anything_lent():
+            return True
+        tasks = next_tasks(job)
+        alike = (tuple(task.request for task in tasks), job.groups, job.spread, job.queue.pool)
+        if self.room.get(alike, (-1, False))[0] != self.ledger.state:
+            mark = self.ledger.mark()
+            found = placement.place_all(self.ledger, tasks, future=True)
+            self.ledger.rollback(mark)
+            self.room[alike] = (self.ledger.state, found)
+        return self.room[alike][1]
+
+    def _patient(self, job: Job) -> bool:
+        """The job has not waited long enough yet to take from others."""
+        return self._too_early(job.waiting_since + job.preemption_delay_s)
+
+    def _must_rest(self, job: Job) -> bool:
+        """The job was deferred, or shrunk soon after it had grown: it does not grow at once again. A gang is made whole
+        at once.
+
+        Counting from the shrinking was rejected: who gives a GPU back for a moment, once, wants it back when it is
+        idle. What is to be avoided is growing again and again in vain.
+        """
+        if job.deferred_until > self.now and not (job.active and below(job)):
+            return self._too_early(job.deferred_until)
+        flaps = job.shrunk_at >= job.grown_at > NEVER and job.active > 0 and not below(job)
+        return flaps and self._too_early(job.grown_at + job.cool_down_s)
+
+    def _too_early(self, until: float) -> bool:
+        """The decision waits for that time: the plan says so."""
+        if self.now >= until:
+            return False
+        self.again_at = until if self.again_at is None else min(self.again_at, until)
+        return True
+
+    def _anything_lent(self) -> bool:
+        return self.ledger.lent_tasks > 0
+
+    def _consolidate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
+        if quota.barred_by_guarantee(job, amount) or quota.barred_by_limit(job, amount, future=True):
+            return False
+        return self._may_take(job) and consolidate(self.ledger, tasks, self.moves, self.sheltered)
+
+    def _reclaim(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
+        if self._patient(job) or quota.barred_by_guarantee(job, amount) or quota.barred_by_share(job, amount):
+            return False
+        return self._make_room(job, tasks, amount, Mode.RECLAIM)
+
+    def _preempt(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
+        if self._patient(job) or quota.barred_by_guarantee(job, amount):
+            return False
+        if not any(n and priority < job.priority for priority, n in job.queue.priorities.items()):
+            return False
+        return self._make_room(job, tasks, amount, Mode.PREEMPT)
+
+    def _may_take(self, job: Job) -> bool:
+        return self.takes and job not in self.barred
+
+    def _make_room(self, job: Job, tasks: list[Task], amount: Amount, mode: Mode) -> bool:
+        if not self._may_take(job):
+            return False
+        sheltered = self.sheltered_from_reclaim if mode is Mode.RECLAIM else self.sheltered
+        attempt = Attempt(self.ledger, job, tasks, mode, amount, sheltered=sheltered)
+        if make_room(attempt, self.finders):
+            return True
+        if sheltered and mode is not Mode.LENT:
+            self._note_held_off(job, Attempt(self.ledger, job, tasks, mode, amount), min(sheltered.values()))
+        return False
+
+    def _note_held_off(self, job: Job, attempt: Attempt, until: float) -> None:
+        """Where only minimum run times stand in the way, the plan is made again when the first of them is over."""
+        mark = self.ledger.mark()
+        if make_room(attempt, self.unsheltered):
+            self.ledger.rollback(mark)
+            self._too_early(until)
+            if job.filed is not None:
+                self.held_off[job.queue, job.filed[0]] = until
+
+    def _evict_stale(self) -> None:
+        for job in sorted(self.below, key=lambda j: j.uid):
+            if job.active and below(job) and self._stale(job):
+                for task in [t for t in job.tasks.values() if t.status is Status.HELD]:
+                    self.ledger.set(task, Status.LEAVING, task.node, task.devices)
+                    self.causes[task] = (job, "evict_stale")
+                self.losers[job] = None
+
+    def _stale(self, job: Job) -> bool:
+        """The gang has been below its minimum for too long. Where nobody said since when, only zero is too long."""
+        if job.below_since is None:
+            return job.stale_after_s == 0
+        return job.stale_after_s >= 0 and not self._too_early(job.below_since + job.stale_after_s)
+
+    def _lend(self) -> None:
+        """One worker at a time, to the queue to which the least is lent and the job that it helps most."""
+        if not self.ledger.any_idle:
+            return
+        # What starts in this plan starts with all that is lent to it: to grow right afterwards would cost a switch.
+        jobs = dict.fromkeys([*self.growable, *(job for job in self.touched if job not in self.pledged)])
+        heap = [(self._lend_key(job), job) for job in jobs if self._may_borrow(job) and self._settled(job)]
+        heapify(heap)
+        while heap and self.ledger.any_idle:
+            key, job = heappop(heap)
+            outdated = key != self._lend_key(job)
+            if outdated or (self._lend_to(job) and self._may_borrow(job)):
+                heappush(heap, (self._lend_key(job), job))
+
+    def _lend_key(self, job: Job) -> tuple[float, float, int, int, float, str]:
+        queue = job.queue
+        share = queue.lent[0] / max(queue.weights[0], 1e-9)
+        return (share, -gain(job.throughput, job.active), job.lent, -job.priority, job.submitted_at, job.uid)
+
+    def _may_borrow(self, job: Job) -> bool:
+        return job.preemptible and job not in self.losers and job.wanted <= job.active < job.most
+
+    def _settled(self, job: Job) -> bool:
+        """The job has not grown for a while, and was not deferred. What this plan gives it is one change."""
+        return not self._too_early(max(job.grown_at + job.cool_down_s, job.deferred_until))
+
+    def _lend_to(self, job: Job) -> bool:
+        task = Task(job=job, request=job.request, index=job.next_index + job.active)
+        amount = self.ledger.amount(task)
+        if quota.barred_by_limit(job, amount, future=False):
+            return False
+        return placement.place_all(self.ledger, [task], future=False)
+
+
+def _sheltered(jobs: Iterable[Job], now: float, most_s: float = UNLIMITED) -> dict[Job, float]:
+    """Return until when each job is not to be stopped as a whole, of those for which that is not yet over."""
+    until = {job: job.started_at + min(job.min_run_time_s, most_s) for job in jobs}
+    return {job: end for job, end in until.items() if now < end}

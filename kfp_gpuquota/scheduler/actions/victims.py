@@ -1,0 +1,130 @@
+"""Making room for a waiting job: the cheapest units are stopped whose going lets it start, and no more.
+
+For each task a host is chosen on which the most valuable unit that must go is the least valuable (a bottleneck order),
+and on that host every unit that is not needed is spared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.scheduler.actions.consolidation import resettle
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.placement import domains, placement
+from kfp_gpuquota.scheduler.placement.units import Attempt, Mode, Unit, cheapest_below
+from kfp_gpuquota.scheduler.state.groups import below
+from kfp_gpuquota.scheduler.state.model import Status, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfp_gpuquota.scheduler.placement.finder import Finders
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+
+_SPARE_AT_MOST: Final = 32
+"""Sparing tries each unit again: beyond this many it costs more than it can save."""
+
+
+def make_room(attempt: Attempt, finders: Finders) -> bool:
+    """Evict victims and nominate all tasks in their places, or change nothing."""
+    if attempt.job.groups is None:
+        return _make_room(attempt, finders)
+    return domains.within_required(attempt.ledger, attempt.job, attempt.tasks, lambda: _make_room(attempt, finders))
+
+
+def _make_room(attempt: Attempt, finders: Finders) -> bool:
+    mark = attempt.ledger.mark()
+    units = _find(attempt, mark, finders)
+    if units is None:
+        return False
+    # What one task needs on its host was pruned there; only several tasks, or limits, leave more to spare.
+    several = len(attempt.tasks) > 1 or attempt.limited
+    if several and 1 < len(units) <= _SPARE_AT_MOST and not _spare(attempt, units, mark):
+        attempt.ledger.rollback(mark)
+        _find(attempt, mark, finders)
+    if attempt.mode is not Mode.LENT:
+        _resettle(attempt, mark)
+    return True
+
+
+def _resettle(attempt: Attempt, mark: int) -> None:
+    """Victims that find an idle place elsewhere move there; the most valuable are asked first."""
+    gone = [t for t, before, _, _ in attempt.ledger.since(mark) if before is Status.HELD and t.job.preemptible]
+    gone = [t for t in gone if t.status is Status.LEAVING and t.job.active < t.job.wanted]
+    gone = [t for t in gone if not domains.bound_to_domain(t.job)]
+    gone.sort(key=lambda t: (-t.job.priority, t.job.submitted_at, t.job.uid, t.index))
+    resettle(attempt.ledger, gone)
+
+
+def _find(attempt: Attempt, mark: int, finders: Finders) -> list[Unit] | None:
+    """Room for one task after the other; the units evicted for all of them."""
+    units: list[Unit] = []
+    attempt.evicted = attempt.limited = False
+    for done, task in enumerate(attempt.tasks):
+        if not _room_for(attempt, task, len(attempt.tasks) - done, units, finders):
+            attempt.ledger.rollback(mark)
+            return None
+    if not _meet_limits(attempt, units):
+        attempt.ledger.rollback(mark)
+        return None
+    return units
+
+
+def _room_for(attempt: Attempt, task: Task, more: int, units: list[Unit], finders: Finders) -> bool:
+    ledger = attempt.ledger
+    host = placement.choose_host(ledger, task, more, future=True)
+    if host is None:
+        found = finders.cheapest(attempt, task)
+        if found is None:
+            return False
+        host, chosen = found
+        for unit in chosen:
+            _evict(ledger, unit)
+        attempt.evicted = True
+        units.extend(chosen)
+    placement.put(ledger, task, host, future=True)
+    return True
+
+
+def _evict(ledger: Ledger, unit: Unit) -> None:
+    for task in unit.tasks:
+        if task.status is Status.BOUND:  # given a place by this very plan
+            ledger.set(task, Status.PENDING, None)
+        else:
+            ledger.set(task, Status.LEAVING, task.node, task.devices)
+
+
+def _meet_limits(attempt: Attempt, units: list[Unit]) -> bool:
+    """Evict more where a limit or a department's fair share, and not the devices, stands in the way."""
+    for queue in attempt.job.queue.path:
+        while quota.exceeds(queue, attempt.amount, fairly=attempt.mode is Mode.RECLAIM):
+            unit = cheapest_below(attempt, queue)
+            if unit is None:
+                return False
+            _evict(attempt.ledger, unit)
+            units.append(unit)
+            attempt.limited = True
+    return True
+
+
+def _spare(attempt: Attempt, units: list[Unit], mark: int) -> bool:
+    """Try again without each unit, the most valuable first, and keep what still works."""
+    ledger, needed = attempt.ledger, list(units)
+    for unit in sorted(units, key=lambda u: u.key, reverse=True):
+        fewer = [u for u in needed if u is not unit]
+        ledger.rollback(mark)
+        if _works(attempt, fewer):
+            needed = fewer
+    ledger.rollback(mark)
+    return _works(attempt, needed)
+
+
+def _works(attempt: Attempt, units: Sequence[Unit]) -> bool:
+    for unit in units:
+        _evict(attempt.ledger, unit)
+    if any(unit.job.active and below(unit.job) for unit in units):
+        return False
+    if not placement.place_all(attempt.ledger, attempt.tasks, future=True):
+        return False
+    fairly = attempt.mode is Mode.RECLAIM
+    return not any(quota.exceeds(queue, attempt.amount, fairly=fairly) for queue in attempt.job.queue.path)

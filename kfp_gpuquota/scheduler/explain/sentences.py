@@ -1,0 +1,173 @@
+"""Why: one plain sentence for everything that is decided, with names and not uids."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.api.quantity import MIB, show_mib
+from kfp_gpuquota.scheduler.state.groups import below
+from kfp_gpuquota.scheduler.state.model import GPU, MILLI, Job, Request, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def gpus(micro: float) -> str:
+    """'1 GPU', '2 GPUs', '0.5 GPUs'."""
+    number = count(micro)
+    return f"{number} GPU" if number == "1" else f"{number} GPUs"
+
+
+def count(micro: float) -> str:
+    """A number of GPUs without its unit."""
+    return f"{micro / GPU:g}"
+
+
+def started(job: Job, workers: int) -> Reason:
+    """Why a waiting job starts now."""
+    held = asked(job, workers)
+    requested = ""
+    if workers < job.wanted:
+        requested = f" of the {count(_gpus(job, job.wanted))} requested"
+    elif workers > job.wanted:
+        requested = f", {count(_gpus(job, workers - job.wanted))} more than requested: nobody else needs them"
+    return Reason(code=ReasonCode.FITS, message=f"starts with {held}{requested}", project=job.queue.name)
+
+
+def expanded(job: Job, before: int, after: int) -> Reason:
+    """Why a running job grows."""
+    more = gpus(_gpus(job, after - before))
+    verb = "is" if more == "1 GPU" else "are"
+    return Reason(
+        code=ReasonCode.IDLE_GPUS,
+        message=f"expanded from {_sizes(job, before, after)}: {more} {verb} idle",
+        project=job.queue.name,
+    )
+
+
+def shrunk(job: Job, before: int, after: int, cause: tuple[Job, str]) -> Reason:
+    """Why a running job gives workers back."""
+    return _taken(job, f"shrunk from {_sizes(job, before, after)}", cause)
+
+
+def stopped(job: Job, cause: tuple[Job, str]) -> Reason:
+    """Why a running job stops and returns to the queue."""
+    then = "back in the queue with its age" if job.movable else "lost, since its owner does not create it again"
+    return _taken(job, f"stopped, and {then}", cause)
+
+
+def moved(task: Task, to: str, cause: tuple[Job, str]) -> Reason:
+    """Why a worker goes elsewhere."""
+    node = task.node.name if task.node is not None else "its node"
+    return Reason(
+        code=ReasonCode.CONSOLIDATED,
+        message=f"moved from {node} to {to}: {cause[0].name} needs {size_needed(cause[0])}",
+        beneficiary=cause[0].uid,
+        project=cause[0].queue.name,
+    )
+
+
+def nominated(job: Job, workers: Sequence[Task]) -> Reason:
+    """Why a job that has its place does not start yet."""
+    names = sorted({t.job.name for t in workers})
+    who = f" of {', '.join(names)}" if names else ""
+    noun = "worker" if len(workers) == 1 else "workers"
+    verb = "is" if len(workers) == 1 else "are"
+    act = "starts" if below(job) or not job.tasks else "grows"
+    return Reason(
+        code=ReasonCode.WAITS_FOR_RELEASE,
+        message=f"{act} when {len(workers)} {noun}{who} {verb} gone",
+        project=job.queue.name,
+    )
+
+
+def suspended(job: Job) -> Reason:
+    """Why a suspended job waits."""
+    return Reason(code=ReasonCode.SUSPENDED, message="suspended by its user", project=job.queue.name)
+
+
+def emptying(job: Job) -> Reason:
+    """Why a job whose own workers still leave waits."""
+    left = len(job.tasks)
+    noun = "worker has" if left == 1 else "workers have"
+    return Reason(
+        code=ReasonCode.WAITS_FOR_RELEASE,
+        message=f"back in the queue when {left} of its own {noun} left",
+        project=job.queue.name,
+    )
+
+
+def _taken(victim: Job, what: str, cause: tuple[Job, str]) -> Reason:
+    beneficiary, action = cause
+    code, why = _CAUSES[action]
+    if action in ("allocate", "reclaim") and victim.queue is not beneficiary.queue and _guaranteed(beneficiary):
+        why = "project {project} takes back its guaranteed {gpus} for {job}"
+    words = {"project": beneficiary.queue.label, "job": beneficiary.name, "gpus": _own(size_needed(beneficiary))}
+    message = f"{what}: {why.format(**words)}"
+    return Reason(code=code, message=message, beneficiary=beneficiary.uid, project=beneficiary.queue.name)
+
+
+def _guaranteed(job: Job) -> bool:
+    """With this job its project is still within what it is guaranteed."""
+    return all(job.queue.claim(r) <= job.queue.deserved[r] for r in range(3))
+
+
+def _own(size: str) -> str:
+    """'its guaranteed GPU', but 'its guaranteed 2 GPUs'."""
+    return size.removeprefix("1 ")
+
+
+_CAUSES = {
+    "allocate": (ReasonCode.LENT_GPUS_RETURNED, "it was only lent, and {job} of project {project} needs it"),
+    "reclaim": (ReasonCode.RECLAIMED, "project {project} takes back its share for {job}"),
+    "preempt": (ReasonCode.PREEMPTED, "{job} has a higher priority in project {project}"),
+    "evict_stale": (ReasonCode.STALE_GANG, "it ran below its minimum for too long, and a gang runs whole"),
+    "consolidate": (ReasonCode.CONSOLIDATED, "it makes room for {job} and gets a place elsewhere"),
+}
+
+
+def _sizes(job: Job, before: int, after: int) -> str:
+    return f"{count(_gpus(job, before))} to {count(_gpus(job, after))} GPUs"
+
+
+def size_needed(job: Job) -> str:
+    """What a job asks for next, for a sentence."""
+    return asked(job, max(1, job.gang if not job.tasks else 1))
+
+
+def asked(job: Job, workers: int) -> str:
+    """What so many workers ask for: '2 GPUs', '0.25 of a GPU', '40Gi of each of 8 GPUs', and CPU and memory."""
+    if job.groups is not None and job.groups.children:
+        tasks = (*job.tasks.values(), *job.pending)
+        return f"{gpus(sum(t.request.devices * t.request.share for t in tasks))} for {len(tasks)} workers"
+    request = job.request
+    parts = [_devices(request, workers)] if request.devices else []
+    parts += [cpus(workers * request.cpu)] if request.cpu else []
+    parts += [memory(workers * request.memory)] if request.memory else []
+    return ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + (parts[-1] if parts else "a place")
+
+
+def _devices(request: Request, workers: int) -> str:
+    if request.whole:
+        return gpus(workers * request.devices * GPU)
+    part = show_mib(request.memory_mib) if request.memory_mib else count(request.share)
+    each = f"{part} of a GPU" if request.devices == 1 else f"{part} of each of {request.devices} GPUs"
+    return each if workers == 1 else f"{workers} times {each}"
+
+
+def cpus(milli: float) -> str:
+    """'1 CPU', '0.5 CPUs'."""
+    number = f"{milli / MILLI:g}"
+    return f"{number} CPU" if number == "1" else f"{number} CPUs"
+
+
+def memory(size: float) -> str:
+    """'4Gi of memory'."""
+    return f"{show_mib(ceil(size / MIB))} of memory"
+
+
+def _gpus(job: Job, workers: int) -> float:
+    request = job.request
+    return workers * request.devices * request.share

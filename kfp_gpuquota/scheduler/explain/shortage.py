@@ -1,0 +1,205 @@
+"""What the nodes lack for a task: too small altogether, or held by others. Devices first, then CPU, memory, places."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kfp_gpuquota.api import ReasonCode
+from kfp_gpuquota.api.quantity import show_mib
+from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory
+from kfp_gpuquota.scheduler.placement import domains, placement
+from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Host, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Task
+
+Details = tuple[tuple[str, str | float], ...]
+
+
+class Cause(NamedTuple):
+    """One cause: the sentence after what is needed, and the change that helps, as words and as numbers.
+
+    `binding`: nothing else needs to be said, such as why it is not taken from others.
+    """
+
+    code: ReasonCode
+    why: str
+    helps: str = ""
+    details: Details = ()
+    binding: bool = True
+
+
+def are(n: float) -> str:
+    """'1 is', '2 are'."""
+    return "is" if n == 1 else "are"
+
+
+def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
+    """What no waiting helps against."""
+    task = tasks[0]
+    if task.request.plain and not ledger.special:
+        return _too_large_for(ledger.by_size, task.request.devices, len(tasks))
+    hosts = _usable(ledger, task)
+    if not hosts:
+        return _nowhere(task.request, task.job.queue.pool)
+    room = [_places(host, task.request) for host in hosts]
+    if not any(room):
+        return _too_large(hosts, task.request)
+    if sum(room) < len(tasks):
+        return Cause(ReasonCode.TOO_LARGE, f"the nodes that it may use have room for {sum(room):g} such workers")
+    return None
+
+
+def missing(ledger: Ledger, tasks: Sequence[Task]) -> Cause:
+    """What is not free now. Not `binding` where it is simply held by others."""
+    request = tasks[0].request
+    most = domains.most_room(ledger, tasks)
+    if most is not None and most[1] < len(tasks):
+        why = f"no {most[0]} has room for more than {most[1]:g} of {len(tasks)} workers"
+        details: Details = (("topology", most[0]), ("largest_block", most[1]))
+        return Cause(ReasonCode.FRAGMENTED, why, "enough is released in one of them", details, binding=False)
+    if request.plain and not ledger.special:
+        return _missing_devices(_idle_whole(ledger), request.devices, len(tasks))
+    hosts = _usable(ledger, tasks[0])
+    if request.whole:
+        free = {host.name: host.idle_whole for host in hosts}
+        fitting = [host for host in hosts if host.idle_whole >= request.devices]
+        if not fitting or sum(n // max(1, request.devices) for n in free.values()) < len(tasks):
+            return _missing_devices(free, request.devices, len(tasks))
+    else:
+        fitting = [host for host in hosts if len(_fitting(host, request)) >= request.devices]
+        if not fitting:
+            return _missing_share(hosts, request)
+    return _missing_other(fitting, request)
+
+
+def _idle_whole(ledger: Ledger) -> dict[str, int]:
+    return {name: n for n, names in ledger.by_idle.items() if n for name in names}
+
+
+def _usable(ledger: Ledger, task: Task) -> list[Host]:
+    return [host for host in ledger.hosts.values() if host.ready and placement.may_use(host, task, anywhere=True)]
+
+
+def _fitting(host: Host, request: Request) -> list[int]:
+    share = request.share_of(host.gpu_memory_mib)
+    return [d for d in host.devices if host.idle(d) >= share]
+
+
+def _places(host: Host, request: Request) -> float:
+    """How many such tasks an empty host has room for."""
+    share = request.share_of(host.gpu_memory_mib)
+    room = [host.max_tasks]
+    if request.devices:
+        # Fractions of a device for tasks with several devices may interleave; a lower bound is enough to refuse.
+        each = GPU // share if share <= GPU else 0
+        room.append(len(host.devices) * each // request.devices if each else 0)
+    room += [total // need for need, total in ((request.cpu, host.cpu), (request.memory, host.memory)) if need]
+    return min(room)
+
+
+def _nowhere(request: Request, pool: str) -> Cause:
+    if request.nodes is not None:
+        names = ", ".join(sorted(request.nodes))
+        return Cause(ReasonCode.NO_SUCH_NODE, f"node {names} does not exist, is not ready, or keeps it off")
+    if pool:
+        return Cause(ReasonCode.NODE_AFFINITY, f"node pool {pool} has no ready node that it may use")
+    why = "no node that is ready has the labels it asks for, or none whose taints it tolerates"
+    if request.rules.barred:
+        barred = ", ".join(sorted(request.rules.barred))
+        why += f"; on {barred} there was lately no room for a worker of it, or it did not come up"
+    return Cause(ReasonCode.NODE_AFFINITY, why)
+
+
+def _too_large_for(sizes: dict[int, int], size: int, tasks: int) -> Cause | None:
+    largest = max((n for n, hosts in sizes.items() if hosts), default=0)
+    if size > largest:
+        return Cause(ReasonCode.TOO_LARGE, f"the largest node has {largest}")
+    room = sum(n * (devices // size) for devices, n in sizes.items()) if size else tasks
+    if tasks > room:
+        return Cause(ReasonCode.TOO_LARGE, f"the cluster has room for {gpus(room * size * GPU)} in workers of {size}")
+    return None
+
+
+def _too_large(hosts: Iterable[Host], request: Request) -> Cause:
+    """Which of its needs no node could ever meet; the first that none meets, else all of them together."""
+    hosts = list(hosts)
+    devices, mib = max(len(h.devices) for h in hosts), max(h.gpu_memory_mib for h in hosts)
+    cpu, size = max(h.cpu for h in hosts), max(h.memory for h in hosts)
+    if request.devices > devices:
+        return Cause(ReasonCode.TOO_LARGE, f"the largest node that it may use has {devices}")
+    if request.memory_mib > mib:
+        what = f"the largest GPU that it may use has {show_mib(mib)}" if mib else "its GPUs' memory is not known"
+        return Cause(ReasonCode.TOO_LARGE, what)
+    if request.cpu > cpu:
+        return Cause(ReasonCode.TOO_LARGE, f"the largest node that it may use has {cpus(cpu)}")
+    if request.memory > size:
+        return Cause(ReasonCode.TOO_LARGE, f"the largest node that it may use has {memory(size)}")
+    return Cause(ReasonCode.TOO_LARGE, "no node that it may use has all of that together")
+
+
+def _missing_devices(free: dict[str, int], size: int, tasks: int) -> Cause:
+    idle = sum(free.values())
+    short = size * tasks - idle
+    block = max(free.values(), default=0)
+    where = min((name for name, n in free.items() if n == block), default="") if block else ""
+    known: Details = (("idle_gpus", idle), ("largest_block", block), ("node", where))
+    if short <= 0 and block < size:
+        why = f"{idle} {are(idle)} idle, but the largest free block on one node is {block} on {where}"
+        helps = f"{size - block} more {are(size - block)} released there"
+        return Cause(ReasonCode.FRAGMENTED, why, helps, known)
+    helps = f"{max(short, 1)} more {are(max(short, 1))} released"
+    return Cause(ReasonCode.NO_FREE_GPUS, f"{idle} {are(idle)} idle", helps, known, binding=False)
+
+
+def _missing_share(hosts: Sequence[Host], request: Request) -> Cause:
+    """On one device: how much of one is idle at the most. On several: on how many there is enough."""
+    if request.devices > 1:
+        best = max(hosts, key=lambda h: (len(_fitting(h, request)), h.name))
+        n = len(_fitting(best, request))
+        why, helps = f"at most {n} of a node's GPUs have that much idle, on {best.name}", "more of them have"
+        known: Details = (("largest_block", n), ("node", best.name))
+        return Cause(ReasonCode.NO_FREE_GPUS, why, helps, known, binding=False)
+    lacks, name, left = min((_lack(host, request) for host in hosts), default=(GPU, "", 0))
+    why = f"the most that is idle of a GPU is {count(max(0, left))} on {name}"
+    known = (("largest_share", max(0, left) / GPU), ("node", name))
+    return Cause(ReasonCode.NO_FREE_GPUS, why, f"{count(lacks)} more of it is released", known, binding=False)
+
+
+def _lack(host: Host, request: Request) -> tuple[int, str, int]:
+    """What the host's best device lacks, the host, and what is idle of that device."""
+    left = max((host.idle(d) for d in host.devices), default=0)
+    return request.share_of(host.gpu_memory_mib) - left, host.name, left
+
+
+def _missing_other(hosts: Sequence[Host], request: Request) -> Cause:
+    """There are devices; CPU, memory or places on their nodes are held by others."""
+    kinds = (
+        (ReasonCode.NO_FREE_CPU, request.cpu, cpus),
+        (ReasonCode.NO_FREE_MEMORY, request.memory, memory),
+    )
+    for r, (code, need, show) in enumerate(kinds):
+        left = {host.name: _left(host, r) for host in hosts}
+        most = max(left.values(), default=0.0)
+        if need > most:
+            where = min(name for name, n in left.items() if n == most)
+            why = f"where GPUs are idle, at most {show(max(0, most))} {are(2)} left, on {where}"
+            return Cause(
+                code, why, f"{show(need - most)} more {are(2)} released there", (("node", where),), binding=False
+            )
+    return Cause(
+        ReasonCode.NODE_FULL,
+        "no node has room for all of that together",
+        "more is released on one node",
+        (("nodes", len(hosts)),),
+        binding=False,
+    )
+
+
+def _left(host: Host, r: int) -> float:
+    total = (host.cpu, host.memory)[r]
+    used, leaving, _ = host.other
+    return total if total == UNLIMITED else total - used[r] - leaving[r]

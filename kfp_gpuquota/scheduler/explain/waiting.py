@@ -1,0 +1,93 @@
+"""Why a job waits: the binding cause, and the smallest change that would let it start.
+
+Causes are an ordered list, first match wins: what cannot be, what the quota forbids, what the nodes forbid.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.scheduler.explain import shortage
+from kfp_gpuquota.scheduler.explain.sentences import count, cpus, gpus, memory, size_needed
+from kfp_gpuquota.scheduler.explain.shortage import Cause
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.state.model import GPU, MILLI, Amount, Job, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+
+_SHOW = (gpus, cpus, memory)
+_NAMES = ("GPUs", "CPUs", "bytes of memory")
+_UNITS = (GPU, MILLI, 1)
+
+
+def waits(ledger: Ledger, job: Job, tasks: Sequence[Task], sheltered_s: float | None = None) -> Reason:
+    """Why this job, and every other of its shape, cannot start.
+
+    With `sheltered_s` only minimum run times of others stand in the way, the first of them for that long.
+    """
+    queue = job.queue
+    if not queue.known:
+        message = f"project {queue.name} does not exist; create it with: gpuquota project create {queue.name}"
+        return Reason(code=ReasonCode.OVER_LIMIT, message=message, project=queue.name)
+    amount = quota.total(ledger, tasks)
+    cause = shortage.impossible(ledger, tasks) or _forbidden(job, amount)
+    cause = cause or _no_room(ledger, job, tasks, sheltered_s)
+    message = f"needs {size_needed(job)}; {cause.why}"
+    if cause.helps:
+        message += f", so it starts when {cause.helps}"
+    details: dict[str, str | int | float] = {"needed_gpus": amount.gpu / GPU, **dict(cause.details)}
+    return Reason(code=cause.code, message=message, project=queue.name, details=details)
+
+
+def _forbidden(job: Job, amount: Amount) -> Cause | None:
+    barred = quota.barred_by_guarantee(job, amount)
+    if barred is not None:
+        queue, _, r = barred
+        short = queue.fixed[r] + amount[r] - queue.deserved[r]
+        return Cause(
+            ReasonCode.OVER_QUOTA_BUILD,
+            f"project {queue.label} uses {_SHOW[r](queue.fixed[r])} of its guaranteed {_SHOW[r](queue.deserved[r])} "
+            "for jobs that cannot be preempted, and such jobs do not borrow",
+            f"those release {_SHOW[r](short)} or the guaranteed quota grows by as much",
+            (("queue", queue.name), ("short", short / _UNITS[r]), ("resource", _NAMES[r])),
+        )
+    barred = quota.barred_by_limit(job, amount, future=True)
+    if barred is not None:
+        queue, _, r = barred
+        short = queue.held[r] + amount[r] - queue.limit[r]
+        return Cause(
+            ReasonCode.OVER_LIMIT,
+            f"project {queue.label} holds {_number(queue.held[r], r)} of its limit of {_number(queue.limit[r], r)}",
+            f"it releases {_SHOW[r](short)} or its limit grows by as much",
+            (("queue", queue.name), ("short", short / _UNITS[r]), ("resource", _NAMES[r])),
+        )
+    return None
+
+
+def _no_room(ledger: Ledger, job: Job, tasks: Sequence[Task], sheltered_s: float | None) -> Cause:
+    """What is missing on the nodes, and why it is not taken from others."""
+    missing = shortage.missing(ledger, tasks)
+    if missing.binding:
+        return missing
+    if sheltered_s is not None:
+        why = "what may be taken for it has not yet run for its minimum time"
+        helps = f"{missing.helps} or that has passed, for the first of them in {sheltered_s:.0f} s"
+        details = (*missing.details, ("min_run_time_left_s", round(sheltered_s, 3)))
+        return Cause(ReasonCode.MIN_RUN_TIME, why, helps, details)
+    barred = quota.barred_by_share(job, quota.total(ledger, tasks))
+    if barred is None:
+        return missing._replace(why=f"{missing.why}, and nothing that runs may be taken for it")
+    queue, _, r = barred
+    held, share = _number(queue.claim(r), r), _number(queue.share[r], r)
+    lent = f" ({_number(queue.lent[r], r)} more are only lent to it)" if queue.lent[r] else ""
+    why = f"{missing.why}, and project {queue.label} holds {held} of its fair share of {share}{lent}"
+    return missing._replace(code=ReasonCode.OVER_FAIR_SHARE, why=why)
+
+
+def _number(value: float, r: int) -> str:
+    """GPUs go without their unit: what is spoken of are GPUs."""
+    return count(value) if r == 0 else _SHOW[r](value)

@@ -1,0 +1,181 @@
+"""Placement within topology domains: hosts that have the same labels, such as a rack or a zone.
+
+A job (or a part of it) may *require* that its tasks share a domain of some level, and *prefer* that they share a
+narrower one. Domains are tried from the preferred level up to the required one, at each level the one with the least
+room first in which all fit: so large domains stay free. Where none of the preferred level has room for all, as few of
+them as possible are used, the roomiest first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.state import groups
+from kfp_gpuquota.scheduler.state.model import GPU, Group, Host, Job, Task, Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+
+Domain = list[Host]
+_EVERYWHERE = -1
+
+
+def place(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
+    """Bind (or, with `future`, nominate) every task within its domain, or change nothing."""
+    job = tasks[0].job
+    hosts = [host for host in ledger.hosts.values() if host.ready]
+    group = job.groups or Group("", gang=job.gang)
+    return _place(ledger, group, list(tasks), hosts, future=future)
+
+
+def within_required(ledger: Ledger, job: Job, tasks: Sequence[Task], attempt: Callable[[], bool]) -> bool:
+    """`attempt` in one domain of the level that the job requires after the other, the roomiest first, until it works.
+
+    For taking from others, where what fits is not known beforehand. Only what the whole job requires is looked at.
+    """
+    topology = None if job.groups is None else job.groups.topology
+    for task in tasks:
+        task.within = None
+    if topology is None or topology.required is None:
+        return attempt()
+    hosts = [host for host in ledger.hosts.values() if host.ready]
+    held = groups.active_tasks(job)
+    for domain in reversed(_domains(hosts, topology, topology.required, tasks[0], future=True)):
+        if not _holds(domain, held):
+            continue
+        for task in tasks:
+            task.within = frozenset(domain)
+        if attempt():
+            return True
+    return False
+
+
+def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None:
+    """(label, how many of the tasks fit now in the roomiest of the domains that the job requires); None without one."""
+    topology = None if tasks[0].job.groups is None else tasks[0].job.groups.topology
+    if topology is None or topology.required is None:
+        return None
+    hosts = [host for host in ledger.hosts.values() if host.ready]
+    found = _domains(hosts, topology, topology.required, tasks[0], future=False)
+    room = (sum(_room(host, tasks[0], future=False) for host in domain) for domain in found)
+    return topology.levels[topology.required], max(room, default=0)
+
+
+def bound_to_domain(job: Job) -> bool:
+    """Its workers cannot be moved one by one: they must stay together."""
+    return job.groups is not None and any(
+        g.topology is not None and g.topology.required is not None for g in _all(job.groups)
+    )
+
+
+def _all(group: Group) -> Iterator[Group]:
+    yield group
+    for child in group.children:
+        yield from _all(child)
+
+
+def _place(ledger: Ledger, group: Group, tasks: list[Task], hosts: Domain, *, future: bool) -> bool:
+    """All of the group's tasks in one of its domains among the hosts, or nothing."""
+    mine = {leaf.name for leaf in groups.leaves(group)}
+    chosen = [task for task in tasks if task.group in mine]
+    if not chosen:
+        return True
+    mark = ledger.mark()
+    for areas in _areas(group, chosen, hosts, future=future):
+        inside = [host for area in areas for host in area]
+        if group.children:
+            placed = all(_place(ledger, child, chosen, inside, future=future) for child in group.children)
+        else:
+            placed = _fill(ledger, chosen, areas, future=future)
+        if placed:
+            return True
+        ledger.rollback(mark)
+    return False
+
+
+def _fill(ledger: Ledger, tasks: Sequence[Task], areas: Sequence[Domain], *, future: bool) -> bool:
+    """Each task in the first of the areas that has room for it, going on from the last."""
+    sets = [frozenset(area) for area in areas]
+    for done, task in enumerate(tasks):
+        for area in sets:
+            task.within = area
+            host = placement.choose_host(ledger, task, len(tasks) - done if len(sets) == 1 else 1, future=future)
+            if host is not None:
+                placement.put(ledger, task, host, future=future)
+                break
+        else:
+            return False
+    return True
+
+
+def _areas(group: Group, tasks: Sequence[Task], hosts: Domain, *, future: bool) -> Iterable[list[Domain]]:
+    """Where the group may go, best first: each a list of domains to be filled one after the other."""
+    topology = group.topology
+    if topology is None:
+        yield [hosts]
+        return
+    narrowest = topology.preferred if topology.preferred is not None else topology.required
+    widest = _EVERYWHERE if topology.required is None else topology.required
+    held = _held_by(group, tasks[0].job)
+    for level in range(_EVERYWHERE if narrowest is None else narrowest, widest - 1, -1):
+        for domain in _domains(hosts, topology, level, tasks[0], future=future):
+            if (level >= 0 and not _holds(domain, held)) or not _may_hold(domain, tasks, future=future):
+                continue
+            if narrowest is not None and level < narrowest:
+                parts = _domains(domain, topology, narrowest, tasks[0], future=future)
+                rest = [host for host in domain if not any(host in part for part in parts)]
+                yield [*reversed(parts), rest]
+            else:
+                yield [domain]
+
+
+def _held_by(group: Group, job: Job) -> list[Task]:
+    mine = {leaf.name for leaf in groups.leaves(group)}
+    return [task for task in groups.active_tasks(job) if task.group in mine]
+
+
+def _holds(domain: Domain, held: Iterable[Task]) -> bool:
+    return all(task.node in domain for task in held)
+
+
+def _may_hold(domain: Domain, tasks: Sequence[Task], *, future: bool) -> bool:
+    """A quick no, where all tasks are alike: there is room for fewer of them."""
+    if any(task.request is not tasks[0].request and task.request != tasks[0].request for task in tasks):
+        return True
+    return sum(_room(host, tasks[0], future=future) for host in domain) >= len(tasks)
+
+
+def _domains(hosts: Domain, topology: Topology, level: int, task: Task, *, future: bool) -> list[Domain]:
+    """The domains of a level among the hosts, those with the least room first, within wider ones in the same order."""
+    found = [hosts]
+    for key in topology.levels[: level + 1]:
+        found = [part for domain in found for part in _parts(domain, key, task, future=future)]
+    return found
+
+
+def _parts(domain: Domain, key: str, task: Task, *, future: bool) -> list[Domain]:
+    by_value: dict[str, Domain] = {}
+    for host in domain:
+        value = host.labels.get(key)
+        if value is not None:
+            by_value.setdefault(value, []).append(host)
+    room = {value: sum(_room(host, task, future=future) for host in part) for value, part in by_value.items()}
+    return [by_value[value] for value in sorted(by_value, key=lambda value: (room[value], value))]
+
+
+def _room(host: Host, task: Task, *, future: bool) -> float:
+    """How many tasks like this one fit on the host, at the most."""
+    request = task.request
+    if not placement.may_use(host, task, anywhere=True):
+        return 0
+    if request.whole and request.devices:
+        room: float = (host.future_whole if future else host.idle_whole) // request.devices
+    elif request.devices:
+        share, free = request.share_of(host.gpu_memory_mib), host.future if future else host.idle
+        room = sum(free(d) // share for d in host.devices) // request.devices if share <= GPU else 0
+    else:
+        room = host.max_tasks
+    return room

@@ -1,0 +1,143 @@
+"""Where the cheapest victims are: hosts in heaps by what their cheapest sufficient set costs, kept up to date lazily.
+
+Thousands of jobs alike take from others in one cycle. Between two of them only the hosts that changed are looked at
+again; every other entry is checked when it comes to the top. That is sound because what a host costs only grows while
+its own tasks do not change: queues and elastic jobs that lose workers become dearer, never cheaper.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.placement.units import Attempt, Mode, Stage, Unit, all_allowed, needed_on, units_on
+from kfp_gpuquota.scheduler.state.model import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfp_gpuquota.scheduler.placement.units import UnitKey
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+    from kfp_gpuquota.scheduler.state.model import Host, Queue, Request, Task
+
+FinderKey = tuple[Mode, "Queue", int, "Request", frozenset["Queue"], frozenset["Host"] | None]
+Cost = tuple["UnitKey", int, str]
+Entry = tuple[Cost, int, int, "Host", list[Unit], tuple[int, ...]]
+
+
+class Finders:
+    """One finder for every kind of attempt in a cycle."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._finders: dict[FinderKey, Finder] = {}
+
+    def cheapest(self, attempt: Attempt, task: Task) -> tuple[Host, list[Unit]] | None:
+        """The host on which room for the task costs the least, with the units that must go."""
+        priority = attempt.job.priority if attempt.mode is Mode.PREEMPT else 0
+        key = (attempt.mode, attempt.job.queue, priority, task.request, attempt.within, task.within)
+        if key not in self._finders:
+            self._finders[key] = Finder(self._ledger)
+        return self._finders[key].cheapest(attempt, task)
+
+
+class Finder:
+    """Hosts by cost, in one heap per queue that the dearest unit on the host belongs to.
+
+    One heap for all would be reordered by every eviction, since the first thing compared is how far above its share
+    the victim's queue is.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._heaps: dict[Queue, list[Entry]] = {}
+        self._seen: int | None = None
+        self._dropped: list[Host] = []
+        self._known: dict[Host, list[Unit]] = {}
+        self._serial = 0
+
+    def cheapest(self, attempt: Attempt, task: Task) -> tuple[Host, list[Unit]] | None:
+        """The host and the units that must go there."""
+        self._refresh(attempt, task)
+        while True:
+            tops = [(self._rank(attempt, queue, heap[0]), queue) for queue, heap in self._heaps.items() if heap]
+            if not tops:
+                return None
+            _, queue = min(tops, key=lambda top: top[0])
+            found = self._check(attempt, task, queue)
+            if found is not None:
+                return found
+
+    def _check(self, attempt: Attempt, task: Task, queue: Queue) -> tuple[Host, list[Unit]] | None:
+        """The top entry of the queue's heap if it still holds, after putting right or dropping it if not."""
+        heap = self._heaps[queue]
+        _, _, version, host, chosen, sizes = heap[0]
+        if version == host.version and sizes == _sizes(chosen) and all_allowed(attempt, chosen):
+            return host, chosen
+        heappop(heap)
+        if version == host.version:
+            better = needed_on(attempt, host, task, self._units_on(attempt, host))
+            if better is None:
+                self._dropped.append(host)
+            else:
+                self._push(better, host)
+        return None
+
+    def look_at(self, attempt: Attempt, task: Task, host: Host) -> None:
+        """Take the host up as it is now."""
+        if host.ready and host.tasks and placement.may_use(host, task):
+            chosen = needed_on(attempt, host, task, self._units_on(attempt, host))
+            if chosen is not None:
+                self._push(chosen, host)
+
+    def _units_on(self, attempt: Attempt, host: Host) -> list[Unit]:
+        """The host's units in order; those known from before less the ones that went, where that is all that changed.
+
+        It is where they are whole jobs of one queue that run on this host alone: what others lose does not touch them.
+        """
+        if len(attempt.tasks) > 1:
+            return units_on(attempt, host)
+        held = sum(task.status is Status.HELD for task in host.tasks)
+        left = [unit for unit in self._known.get(host, ()) if unit.tasks[0].status is Status.HELD]
+        if left and sum(len(unit.tasks) for unit in left) == held:
+            self._known[host] = left
+            return left
+        units = units_on(attempt, host)
+        alone = all(u.stage is Stage.WHOLE and all(t.node is host for t in u.tasks) for u in units)
+        if alone and len({u.job.queue for u in units}) == 1 and sum(len(u.tasks) for u in units) == held:
+            self._known[host] = units
+        return units
+
+    def _refresh(self, attempt: Attempt, task: Task) -> None:
+        log = self._ledger.touched_hosts
+        changed: Iterable[Host] = self._ledger.hosts.values()
+        if self._seen is not None:
+            # A host that was of no use in the middle of an attempt may be of use after that was rolled back.
+            changed = dict.fromkeys([*log[self._seen :], *(() if attempt.evicted else self._dropped)])
+        for host in changed:
+            self.look_at(attempt, task, host)
+        self._seen = len(log)
+        if not attempt.evicted:
+            self._dropped.clear()
+
+    def _push(self, chosen: list[Unit], host: Host) -> None:
+        heap = self._heaps.setdefault(chosen[-1].job.queue, [])
+        self._serial += 1
+        heappush(heap, (_cost(chosen, host), self._serial, host.version, host, chosen, _sizes(chosen)))
+
+    @staticmethod
+    def _rank(attempt: Attempt, queue: Queue, entry: Entry) -> tuple[bool, float, float, Cost]:
+        return (entry[0][0][0], -attempt.ratio(queue), -queue.created, entry[0])
+
+
+def _sizes(chosen: list[Unit]) -> tuple[int, ...]:
+    """What else the units depend on: how many workers their jobs have, wherever those run."""
+    return tuple(unit.job.active for unit in chosen)
+
+
+def _cost(chosen: list[Unit], host: Host) -> Cost:
+    """What the dearest unit is worth, apart from its queue; then how many workers go."""
+    dearest = chosen[-1].key
+    key = (dearest[0], 0.0, 0.0, *dearest[3:])
+    return (key, sum(len(u.tasks) for u in chosen), host.name)

@@ -1,0 +1,91 @@
+"""Where a share of a GPU leaves the most that others can use: `fragmentation.Packer` over a plan's hosts.
+
+The mix of demands is that of the jobs which run or wait, each with the hosts that its rules admit. It is used for
+shares that start now, and for single workers with whole devices where there are shares; elsewhere whole devices are
+counted, and what is nominated depends on what leaves. Made when a plan places its first share, and brought up to date
+with the hosts that changed since.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.scheduler.placement.fragmentation import WHOLE, Demand, Machine, Packer
+from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Host, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+
+_ENDLESS = 1 << 50
+_MIB = 1 << 20
+
+
+class Packing:
+    """The hosts of a ledger as machines, in the order of their names."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        mix = _mix(ledger)
+        self._kinds = {kind: at for at, kind in enumerate(dict.fromkeys((r.rules, pool) for r, pool in mix))}
+        self._hosts = sorted((host for host in ledger.hosts.values() if host.ready), key=lambda host: host.name)
+        self._rows = {host: row for row, host in enumerate(self._hosts)}
+        machines = [self._machine(host) for host in self._hosts]
+        self._models = {machine.model for machine in machines}
+        self._packer = Packer(machines, _counted((self._demand(r, pool), n) for (r, pool), n in mix.items()))
+        self._packer.set_idle({row: _idle(host) for host, row in self._rows.items()})
+        self._seen = len(ledger.touched_hosts)
+
+    def ranked(self, request: Request, pool: str) -> Iterator[Host]:
+        """The hosts that have devices, CPU and memory for it, those first where it fragments least."""
+        touched = self._ledger.touched_hosts
+        changed = dict.fromkeys(touched[self._seen :])
+        self._packer.set_idle({self._rows[host]: _idle(host) for host in changed if host in self._rows})
+        self._seen = len(touched)
+        return (self._hosts[row] for row in self._packer.ranked(self._demand(request, pool)))
+
+    def _machine(self, host: Host) -> Machine:
+        """Hosts that the same kinds of request may use are of one model."""
+        admits = (pool == host.pool and host.admits(rules) for rules, pool in self._kinds)
+        return Machine(host.name, len(host.devices), _ENDLESS, _ENDLESS, "".join("-+"[yes] for yes in admits))
+
+    def _demand(self, request: Request, pool: str) -> Demand:
+        share = min(GPU, request.share_of(self._ledger.gpu_memory_mib))
+        at = self._kinds.get((request.rules, pool))
+        models = frozenset(model for model in self._models if at is None or model[at] == "+")
+        some = models if len(models) < len(self._models) else None
+        return Demand(request.devices, -(-share * WHOLE // GPU), request.cpu, -(-request.memory // _MIB), some)
+
+
+def _idle(host: Host) -> tuple[list[int], int, int]:
+    """Thousandths of each device, milli-CPUs and MiB that something may take now."""
+    used, leaving, nominated = host.other
+    free = [_left(total, used[r] + max(leaving[r], nominated[r])) for r, total in enumerate((host.cpu, host.memory))]
+    devices = [max(0, host.idle(device)) * WHOLE // GPU for device in host.devices]
+    return devices, free[0], free[1] // _MIB
+
+
+def _left(total: float, taken: float) -> int:
+    return _ENDLESS if total == UNLIMITED else max(0, int(total - taken))
+
+
+def _mix(ledger: Ledger) -> Counter[tuple[Request, str]]:
+    """How many tasks ask for what, in which node pool."""
+    mix: Counter[tuple[Request, str]] = Counter()
+    for queue in ledger.queues.values():
+        for shape, entries in queue.waiting.items():
+            for request in shape.requests:
+                mix[request, queue.pool] += len(entries)
+        for job in queue.running:
+            mix[job.request, queue.pool] += job.active
+    return mix
+
+
+def _counted(demands: Iterable[tuple[Demand, int]]) -> Counter[Demand]:
+    """Several requests may be one demand: names of nodes are not told apart."""
+    counted: Counter[Demand] = Counter()
+    for demand, number in demands:
+        counted[demand] += number
+    return counted

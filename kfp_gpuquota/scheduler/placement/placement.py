@@ -1,0 +1,249 @@
+"""Where tasks go: the fullest node on which they fit, workers of one job near each other."""
+
+from __future__ import annotations
+
+from heapq import merge
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.scheduler.state.model import GPU, Host, Status, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+
+
+_BUSY: Final = 0.25
+"""The part of a node pool's devices that must be held before it matters what kind of room is left."""
+
+
+def place_all(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
+    """Bind (or, with `future`, nominate) every task, or change nothing."""
+    if tasks[0].job.groups is not None:
+        from kfp_gpuquota.scheduler.placement import domains  # noqa: PLC0415
+
+        return domains.place(ledger, tasks, future=future)
+    mark, done = ledger.mark(), 0
+    apart = ledger.one_by_one or tasks[0].job.spread
+    while done < len(tasks):
+        host = choose_host(ledger, tasks[done], len(tasks) - done, future=future)
+        if host is None:
+            ledger.rollback(mark)
+            return False
+        done += _fill(ledger, host, tasks[: done + 1] if apart else tasks, done, future=future)
+    return True
+
+
+def _fill(ledger: Ledger, host: Host, tasks: Sequence[Task], done: int, *, future: bool) -> int:
+    """Place as many of the tasks from `done` on the host as are alike and fit; at least one. Returns how many."""
+    first, placed = tasks[done], 0
+    for task in tasks[done:]:
+        if placed and (task.request is not first.request or not fits(host, task, future=future)):
+            break
+        put(ledger, task, host, future=future)
+        placed += 1
+    return placed
+
+
+def put(ledger: Ledger, task: Task, host: Host, *, future: bool) -> None:
+    """Give the task devices of a host on which it fits."""
+    devices = pick_devices(host, task, future=future)
+    if devices is None:
+        raise AssertionError(f"{host.name} has no room for a task of {task.job.name}")
+    ledger.set(task, Status.NOMINATED if future else Status.BOUND, host, devices)
+
+
+def choose_host(ledger: Ledger, task: Task, more: int, *, future: bool) -> Host | None:
+    """The best host for the task, when `more` tasks like it (itself included) are still to be placed."""
+    more = 1 if ledger.one_by_one else more
+    for host in _preferred(ledger, task, more, future=future):
+        if fits(host, task, future=future):
+            return host
+    return None
+
+
+def fits(host: Host, task: Task, *, future: bool) -> bool:
+    """The task may be placed on the host, now or when what leaves is gone."""
+    return (
+        host.ready
+        and may_use(host, task)
+        and _other_fits(host, task, future=future)
+        and (pick_devices(host, task, future=future) is not None)
+    )
+
+
+def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
+    """The task would fit on the host when what leaves, and `others`, are gone."""
+    freed: dict[int, int] = {}
+    other = [0.0, 0.0, 0.0]
+    for victim in others:
+        if victim.node is host:
+            share = victim.request.share_of(host.gpu_memory_mib)
+            for device in victim.devices:
+                freed[device] = freed.get(device, 0) + share
+            other = [other[0] + victim.request.cpu, other[1] + victim.request.memory, other[2] + 1]
+    request = task.request
+    if request.devices:
+        share = request.share_of(host.gpu_memory_mib)
+        if sum(host.future(d) + freed.get(d, 0) >= share for d in host.devices) < request.devices:
+            return False
+    return _other_fits(host, task, future=True, freed=other)
+
+
+class Room:
+    """Whether a task fits on a host without some others. In the common case it is a matter of counting devices."""
+
+    def __init__(self, host: Host, task: Task) -> None:
+        request = task.request
+        self._host, self._task = host, task
+        self._countable = request.whole and host.countable and not request.cpu and not request.memory
+        self._short = request.devices - host.future_whole
+
+    def suffices(self, others: Iterable[Task]) -> bool:
+        """The task fits when these have gone."""
+        if not self._countable:
+            return fits_without(self._host, self._task, others)
+        host = self._host
+        return sum(len(task.devices) for task in others if task.node is host) >= self._short
+
+
+def room_elsewhere(ledger: Ledger, task: Task) -> bool:
+    """A quick no: less will be free in the whole node pool than the task needs, wherever the others go."""
+    pool = task.job.queue.pool
+    held = ledger.held_gpus.get(pool, 0.0)
+    return held + ledger.amount(task).gpu <= ledger.capacity(pool)[0]
+
+
+def may_use(host: Host, task: Task, *, anywhere: bool = False) -> bool:
+    """The task's affinity admits the host, it tolerates the host's taints, and is limited to no others at the moment.
+
+    That last is not asked `anywhere`.
+    """
+    request = task.request
+    if task.within is not None and not anywhere and host not in task.within:
+        return False
+    if host.pool != task.job.queue.pool or (request.nodes is not None and host.name not in request.nodes):
+        return False
+    return host.admits(request.rules)
+
+
+def pick_devices(host: Host, task: Task, *, future: bool) -> tuple[int, ...] | None:
+    """Devices of the host for the task: the fullest on which its share fits, idle before leaving ones."""
+    count = task.request.devices
+    if not count:
+        return ()
+    if task.request.whole and (host.future_whole if future else host.idle_whole) < count:
+        return None
+    if task.request.whole:
+        return _whole_devices(host, count, future=future)
+    share = task.request.share_of(host.gpu_memory_mib)
+    free = host.future if future else host.idle
+    fitting = [d for d in host.devices if free(d) >= share]
+    if len(fitting) < count:
+        return None
+    fitting.sort(key=lambda d: (host.idle(d) < share, free(d), d))
+    return tuple(sorted(fitting[:count]))
+
+
+def _whole_devices(host: Host, count: int, *, future: bool) -> tuple[int, ...]:
+    """The first whole devices that are free, idle before leaving ones."""
+    idle: list[int] = []
+    coming: list[int] = []
+    for device in host.devices:
+        used, leaving, nominated = host.taken[device]
+        if not used and not nominated:
+            (coming if leaving else idle).append(device)
+    if not future or len(idle) >= count:
+        return tuple(idle[:count])
+    return tuple(sorted(idle + coming[: count - len(idle)]))
+
+
+def _preferred(ledger: Ledger, task: Task, more: int, *, future: bool) -> Iterable[Host]:
+    """Hosts in the order in which they should be tried: where the job already is, where all of it fits, the rest."""
+    devices = task.request.devices
+    if task.job.spread:
+        yield from _spread(ledger, task, future=future)
+        return
+    if not future and not ledger.one_by_one and _mixes(ledger, task, more):
+        yield from _gentle(ledger, task)
+        return
+    if not task.request.whole:
+        yield from _packed(ledger, task, future=future)
+        return
+    if task.job.hosts and more <= 1:
+        yield from _near(task, future=future)
+    if more > 1:
+        yield from ledger.hosts_with(devices * more, future=future)
+    yield from ledger.hosts_with(devices, future=future) if more <= 1 else _roomiest(ledger, devices, future=future)
+
+
+def _near(task: Task, *, future: bool) -> Iterable[Host]:
+    """The hosts where the job already has workers, the fullest first."""
+    return sorted(task.job.hosts, key=lambda h: (h.future_whole if future else h.idle_whole, h.name))
+
+
+def _spread(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:
+    """The hosts with the fewest workers of the job first, among them the emptiest."""
+    taken = task.job.hosts
+    count = task.request.devices if task.request.whole else 0
+    hosts = list(ledger.hosts_with(count, future=future))
+    return sorted(hosts, key=lambda h: (taken.get(h, 0), -(h.future_whole if future else h.idle_whole), h.name))
+
+
+def _roomiest(ledger: Ledger, devices: int, *, future: bool) -> Iterable[Host]:
+    """The emptiest first: a gang too large for any one host is spread over as few as possible."""
+    index = ledger.by_future if future else ledger.by_idle
+    for count in sorted(index, reverse=True):
+        if count >= devices:
+            for name in index[count]:
+                yield ledger.hosts[name]
+
+
+def _mixes(ledger: Ledger, task: Task, more: int) -> bool:
+    """A share, or a single worker with whole devices where shares are: what is left matters in more than number.
+
+    Not while most of the node pool is idle: it costs a look at every host, and what is left over is of use anyway.
+    """
+    if task.request.whole and (more > 1 or not ledger.shared_hosts or task.job.hosts or not task.request.devices):
+        return False
+    pool = task.job.queue.pool
+    held = ledger.held_gpus.get(pool, 0.0) + ledger.leaving_gpus.get(pool, 0.0)
+    return held > _BUSY * ledger.capacity(pool)[0]
+
+
+def _gentle(ledger: Ledger, task: Task) -> Iterable[Host]:
+    """The hosts in the order in which it leaves the most for others; devices are then the fullest that fit."""
+    if ledger.packing is None:
+        from kfp_gpuquota.scheduler.placement.packing import Packing  # noqa: PLC0415 (numpy, which most plans do not need)
+
+        ledger.packing = Packing(ledger)
+    return ledger.packing.ranked(task.request, task.job.queue.pool)
+
+
+def _packed(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:
+    """For shared devices: the host whose best device is the fullest, then the fullest host.
+
+    Only hosts where devices are shared already are looked at one by one: on the others a device is idle or is not.
+    """
+    index = ledger.by_future if future else ledger.by_idle
+    partly = sorted(key for key in (_packing_key(host, task, future=future) for host in ledger.shared_hosts) if key[0])
+    wholly = ((GPU, n * GPU, name) for n in sorted(index) if n for name in index[n] if not ledger.hosts[name].shared)
+    return (ledger.hosts[name] for _, _, name in merge(partly, wholly))
+
+
+def _packing_key(host: Host, task: Task, *, future: bool) -> tuple[int, int, str]:
+    """What the fullest device with enough left has left (0: there is none), what is left on the host, its name."""
+    free = host.future if future else host.idle
+    left = [free(d) for d in host.devices]
+    share = task.request.share_of(host.gpu_memory_mib)
+    return (min((n for n in left if n >= share), default=0), sum(left), host.name)
+
+
+def _other_fits(host: Host, task: Task, *, future: bool, freed: Sequence[float] = (0, 0, 0)) -> bool:
+    request = task.request
+    used, leaving, nominated = host.other
+    for i, (need, total) in enumerate(((request.cpu, host.cpu), (request.memory, host.memory), (1, host.max_tasks))):
+        coming = nominated[i] if future else max(leaving[i], nominated[i])
+        if need and used[i] + coming - freed[i] + need > total:
+            return False
+    return True

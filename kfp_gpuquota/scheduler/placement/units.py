@@ -1,0 +1,207 @@
+"""What may be taken from whom: units, and the cheapest set of them that makes a task fit on one host.
+
+A *unit* is what goes together: one worker that is lent or above the gang, or a whole job at its gang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from kfp_gpuquota.scheduler.fairness import quota
+from kfp_gpuquota.scheduler.placement import placement
+from kfp_gpuquota.scheduler.state.groups import loose
+from kfp_gpuquota.scheduler.state.model import NOTHING, Amount, Host, Job, Queue, Status, Task
+from kfp_gpuquota.scheduler.state.order import dominant_share
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
+
+UnitKey = tuple[bool, float, float, "Stage", tuple[int, bool, float, float, str], int]
+
+
+class Mode(IntEnum):
+    """From whom a waiting job may take."""
+
+    LENT = 0
+    RECLAIM = 1
+    PREEMPT = 2
+
+
+class Stage(IntEnum):
+    """How much a unit's going costs, before anything else is compared."""
+
+    LENT = 0
+    ELASTIC = 1
+    WHOLE = 2
+
+
+class Unit(NamedTuple):
+    """Tasks of one job that go together; the smallest key goes first."""
+
+    key: UnitKey
+    stage: Stage
+    job: Job
+    tasks: tuple[Task, ...]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try to make room for `tasks` of `job`. The `sheltered` jobs cannot be stopped as a whole."""
+
+    ledger: Ledger
+    job: Job
+    tasks: Sequence[Task]
+    mode: Mode
+    amount: Amount
+    ratios: dict[Queue, float] = field(default_factory=dict)
+    within: frozenset[Queue] = frozenset()
+    sheltered: Collection[Job] = ()
+    evicted: bool = False
+    limited: bool = False
+
+    def __post_init__(self) -> None:
+        self.within = frozenset(q for q in self.job.queue.path if quota.within_guarantee(q, self.amount))
+
+    def ratio(self, queue: Queue) -> float:
+        """How far above what it keeps the queue is; the same during one attempt."""
+        if queue not in self.ratios:
+            self.ratios[queue] = dominant_share(queue, [queue.claim(r) for r in range(3)])
+        return self.ratios[queue]
+
+
+def units_on(attempt: Attempt, host: Host) -> list[Unit]:
+    """What may be taken on the host, the cheapest first."""
+    return sorted(_units(attempt, _by_job(host.tasks)), key=lambda u: u.key)
+
+
+def needed_on(attempt: Attempt, host: Host, task: Task, units: Sequence[Unit]) -> list[Unit] | None:
+    """The cheapest of the host's units that make the task fit there, in order of value; None where all do not."""
+    room = placement.Room(host, task)
+    chosen: list[Unit] = []
+    for unit in units:
+        before = [u for u in chosen if u.job is not unit.job] if unit.stage is Stage.WHOLE else chosen
+        if not _allowed(attempt, unit, before):
+            continue
+        chosen = [*before, unit]
+        if room.suffices(t for u in chosen for t in u.tasks):
+            return _pruned(room, chosen)
+    return None
+
+
+def _pruned(room: placement.Room, chosen: list[Unit]) -> list[Unit]:
+    """Without the units that turn out not to be needed, the most valuable spared first."""
+    for unit in chosen[-2::-1]:
+        fewer = [u for u in chosen if u is not unit]
+        if room.suffices(t for u in fewer for t in u.tasks):
+            chosen = fewer
+    return chosen
+
+
+def all_allowed(attempt: Attempt, chosen: Sequence[Unit]) -> bool:
+    """The queues may still lose these units, one after the other."""
+    if attempt.mode is not Mode.RECLAIM:
+        return True
+    if len(chosen) == 1:
+        return _allowed(attempt, chosen[0], ())
+    return all(_allowed(attempt, unit, chosen[:i]) for i, unit in enumerate(chosen))
+
+
+def cheapest_below(attempt: Attempt, queue: Queue) -> Unit | None:
+    """The cheapest unit in the subtree of the queue, wherever it runs."""
+    held = {job: [t for t in job.tasks.values() if t.status is Status.HELD] for job in _jobs_below(queue)}
+    units = (u for u in _units(attempt, {j: t for j, t in held.items() if t}) if _allowed(attempt, u, ()))
+    return min(units, key=lambda u: u.key, default=None)
+
+
+def _jobs_below(queue: Queue) -> Iterable[Job]:
+    yield from queue.running
+    for child in queue.children.values():
+        yield from _jobs_below(child)
+
+
+def _by_job(tasks: Iterable[Task]) -> dict[Job, list[Task]]:
+    grouped: dict[Job, list[Task]] = {}
+    for task in tasks:
+        if task.status is Status.HELD:
+            grouped.setdefault(task.job, []).append(task)
+    return grouped
+
+
+def _units(attempt: Attempt, grouped: dict[Job, list[Task]]) -> list[Unit]:
+    units: list[Unit] = []
+    for job, tasks in grouped.items():
+        if job is attempt.job:
+            continue
+        single: list[Task] = []
+        if job.active > job.gang:
+            tasks.sort(key=lambda t: (t.priority, -t.index))
+            single = loose(job, tasks)
+            _add_single(attempt, job, single, units)
+        if len(tasks) > len(single) and attempt.mode is not Mode.LENT and may_be_victim(attempt, job):
+            everything = tasks if job.active == 1 else _all_of(job)
+            if len(everything) == job.active and job not in attempt.sheltered:
+                units.append(_unit(attempt, Stage.WHOLE, job, tuple(everything)))
+    return units
+
+
+def _all_of(job: Job) -> list[Task]:
+    """Its workers, those that hold their devices first, and those that this plan would start."""
+    held = [t for t in job.tasks.values() if t.status is Status.HELD]
+    return held + [t for t in job.pending if t.status is Status.BOUND] if len(held) < job.active else held
+
+
+def _add_single(attempt: Attempt, job: Job, tasks: list[Task], units: list[Unit]) -> None:
+    lent = job.lent
+    elastic = attempt.mode is not Mode.LENT and may_be_victim(attempt, job)
+    for i, task in enumerate(tasks):
+        if i < lent:
+            units.append(_unit(attempt, Stage.LENT, job, (task,)))
+        elif elastic:
+            units.append(_unit(attempt, Stage.ELASTIC, job, (task,)))
+
+
+def may_be_victim(attempt: Attempt, job: Job) -> bool:
+    """The rules that do not depend on how much was taken already."""
+    if not job.preemptible:
+        return False
+    same = job.queue is attempt.job.queue
+    if attempt.mode is Mode.PREEMPT:
+        return same and job.priority < attempt.job.priority
+    return not same
+
+
+def _unit(attempt: Attempt, stage: Stage, job: Job, tasks: tuple[Task, ...]) -> Unit:
+    key = (
+        stage is not Stage.LENT,
+        -attempt.ratio(job.queue),
+        -job.queue.created,
+        stage,
+        # A job that does not return to the queue loses all of its work, and then the one furthest from its last
+        # checkpoint the most; a worker above the gang takes nothing with it.
+        (job.priority, not job.movable, -job.saved_at if stage is Stage.WHOLE else 0.0, -job.submitted_at, job.uid),
+        -tasks[0].index,
+    )
+    return Unit(key, stage, job, tasks)
+
+
+def _allowed(attempt: Attempt, unit: Unit, before: Sequence[Unit]) -> bool:
+    """A queue may lose the unit, after those before it, only while it holds more than it keeps."""
+    if unit.stage is Stage.LENT or attempt.mode is not Mode.RECLAIM:
+        return True
+    levels = quota.rivals(attempt.job.queue, unit.job.queue)
+    if levels is None:
+        return False
+    reclaimer, victim = levels
+    if not before and unit.job.surplus <= unit.job.lent:
+        return quota.may_lose(victim, NOTHING, attempt.amount, guaranteed=reclaimer in attempt.within)
+    gone = [t for u in before if u.stage is not Stage.LENT and victim in u.job.queue.path for t in u.tasks]
+    if unit.stage is Stage.WHOLE:
+        # The gang is looked at as what is left when everything above it has gone.
+        gone.extend(unit.tasks[: unit.job.surplus - unit.job.lent])
+    return quota.may_lose(
+        victim, quota.total(attempt.ledger, gone), attempt.amount, guaranteed=reclaimer in attempt.within
+    )

@@ -1,0 +1,121 @@
+"""Gangs made of parts: sets of tasks with a minimum each, in a tree; a job without one is a single set.
+
+A set is *whole* when it has its minimum, an inner group when enough of its children are (all, or `fewest`). What the
+gang lacks is placed together; above it, the part that is the least above its own minimum is next.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.scheduler.state.model import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfp_gpuquota.scheduler.state.model import Group, Job, Task
+
+_PLACED = (Status.HELD, Status.BOUND, Status.NOMINATED)
+Counts = dict[str, int]
+
+
+def below(job: Job) -> bool:
+    """The job has less than its gang."""
+    if job.groups is None:
+        return job.active < job.gang
+    return not _whole(job.groups, active_by_set(job))
+
+
+def next_tasks(job: Job) -> list[Task]:
+    """What the job asks for next: what its gang lacks together, then one task at a time; nothing where it cannot be."""
+    if job.groups is None:
+        count = max(1, job.gang - job.active)
+        tasks = job.pending[job.placed : job.placed + count]
+        return tasks if len(tasks) == count else []
+    active, waiting = active_by_set(job), _waiting_by_set(job)
+    if not _whole(job.groups, active):
+        return _lacking(job.groups, active, waiting) or []
+    return _further(job.groups, active, waiting)
+
+
+def loose(job: Job, tasks: list[Task]) -> list[Task]:
+    """Those of the tasks, in their order, that may each go alone."""
+    if job.groups is None:
+        return tasks[: max(0, job.active - job.gang)]
+    if below(job):
+        return []
+    active, spare = active_by_set(job), []
+    gangs = {leaf.name: leaf.gang for leaf in leaves(job.groups)}
+    for task in tasks:
+        if active[task.group] > gangs[task.group]:
+            active[task.group] -= 1
+            spare.append(task)
+    return spare
+
+
+def leaves(group: Group) -> Iterable[Group]:
+    """The sets of tasks below a group, itself where it is one."""
+    if not group.children:
+        yield group
+    for child in group.children:
+        yield from leaves(child)
+
+
+def active_by_set(job: Job) -> Counts:
+    """How many tasks of each set have a place."""
+    counts = {leaf.name: 0 for leaf in leaves(job.groups)} if job.groups is not None else {}
+    for task in active_tasks(job):
+        counts[task.group] = counts.get(task.group, 0) + 1
+    return counts
+
+
+def active_tasks(job: Job) -> list[Task]:
+    """The tasks that have a place: those that run, and those that this plan gives one."""
+    return [task for task in dict.fromkeys([*job.tasks.values(), *job.pending]) if task.status in _PLACED]
+
+
+def _waiting_by_set(job: Job) -> dict[str, list[Task]]:
+    waiting: dict[str, list[Task]] = {}
+    for task in job.pending:
+        if task.status is Status.PENDING:
+            waiting.setdefault(task.group, []).append(task)
+    return waiting
+
+
+def _whole(group: Group, active: Counts) -> bool:
+    if not group.children:
+        return active[group.name] >= group.gang
+    return sum(_whole(child, active) for child in group.children) >= group.needed
+
+
+def _lacking(group: Group, active: Counts, waiting: dict[str, list[Task]]) -> list[Task] | None:
+    """The tasks that make the group whole; None where too few wait."""
+    if not group.children:
+        short = max(0, group.gang - active[group.name])
+        tasks = waiting.get(group.name, [])[:short]
+        return tasks if len(tasks) == short else None
+    short = group.needed - sum(_whole(child, active) for child in group.children)
+    found: list[Task] = []
+    for child in group.children:
+        if short > 0 and not _whole(child, active):
+            lacking = _lacking(child, active, waiting)
+            if lacking is not None:
+                found, short = found + lacking, short - 1
+    return found if short <= 0 else None
+
+
+def _further(group: Group, active: Counts, waiting: dict[str, list[Task]]) -> list[Task]:
+    """What comes after the gang: of the child that is the least above what it needs. A set's gang comes together."""
+    if not group.children:
+        return waiting.get(group.name, [])[: max(1, group.gang - active[group.name])]
+    for child in sorted(group.children, key=lambda child: _ratio(child, active)):
+        tasks = _further(child, active, waiting)
+        if tasks:
+            return tasks
+    return []
+
+
+def _ratio(group: Group, active: Counts) -> float:
+    if not group.children:
+        return active[group.name] / max(1, group.gang)
+    return sum(_whole(child, active) for child in group.children) / max(1, group.needed)

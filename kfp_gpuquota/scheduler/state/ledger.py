@@ -1,0 +1,333 @@
+"""Who holds what: the one place where a task's devices and its queues' amounts are counted, with undo.
+
+A plan is tried out on the real ledger and rolled back, so that a cycle costs what it changes and not the size of the
+cluster (rejected: copying the cluster for each attempt).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job, Queue, Request, Status, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfp_gpuquota.scheduler.placement.packing import Packing
+
+Change = tuple[Task, Status, Host | None, tuple[int, ...]]
+
+_USED, _LEAVING, _NOMINATED = 0, 1, 2
+_COLUMN = {Status.HELD: _USED, Status.BOUND: _USED, Status.NOMINATED: _NOMINATED, Status.LEAVING: _LEAVING}
+
+
+class Ledger:
+    """Hosts, queues and what tasks take of them. `by_idle[n]` and `by_future[n]`: names of hosts with n whole GPUs.
+
+    `half_life_s`: after which what queues borrowed counts half in their shares; None: it does not count.
+    `reclaim_shelter_s`: for no longer does a minimum run time keep borrowed resources from those who reclaim them.
+    `held_gpus` and `leaving_gpus` are micro-GPUs by node pool, `lent_tasks` counts tasks above what their job requests.
+    `touched_queues` logs the queues whose tasks changed since the ledger was settled. `state` names what is held: after
+    a rollback it is what it was. `packing`: of shares, during a plan. `one_by_one`: each task of a gang is packed by
+    itself, and shares onto the fullest device, as KAI-Scheduler does, instead of next to the others and where they
+    fragment least.
+    """
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, Host] = {}
+        self.queues: dict[str, Queue] = {}
+        self.by_idle: dict[int, list[str]] = {}
+        self.by_future: dict[int, list[str]] = {}
+        self.totals: dict[str, list[float]] = {}
+        self.boundless: dict[str, list[int]] = {}
+        self.special = 0
+        self.one_by_one = False
+        self.half_life_s: float | None = None
+        self.reclaim_shelter_s = UNLIMITED
+        self.packing: Packing | None = None
+        self.gpu_memory_mib = 0
+        self.by_size: dict[int, int] = {}
+        self.leaving: dict[Task, None] = {}
+        self.shared_hosts: dict[Host, None] = {}
+        self.touched_hosts: list[Host] = []
+        self.touched_queues: list[Queue] = []
+        self.held_gpus: dict[str, float] = {}
+        self.leaving_gpus: dict[str, float] = {}
+        self.lent_tasks = 0
+        self.state = 0
+        self._last_state = 0
+        self._journal: list[Change] = []
+        self._states: list[int] = []
+
+    def put_host(self, host: Host) -> None:
+        """Add or replace a host; the tasks on a replaced one stay where they are."""
+        old = self.hosts.get(host.name)
+        if old is not None:
+            self._unindex(old)
+            self._count_capacity(old, -1)
+            host.taken, host.other, host.tasks = old.taken, old.other, old.tasks
+            host.shared = old.shared
+            self.shared_hosts.pop(old, None)
+            self._note_shared(host)
+            for task in host.tasks:
+                task.node = host
+                task.job.hosts[host] = task.job.hosts.pop(old, 0) or task.job.hosts[host]
+        self.hosts[host.name] = host
+        self._count_capacity(host, 1)
+        self._recount(host)
+        self._index(host)
+        self._note_memory(host, old)
+
+    def _note_memory(self, host: Host, old: Host | None) -> None:
+        """Keep the memory of the smallest device; looked for again only where a host changes that had it."""
+        sizes: Iterable[int] = (self.gpu_memory_mib, host.gpu_memory_mib)
+        if old is not None and old.gpu_memory_mib == self.gpu_memory_mib:
+            sizes = (other.gpu_memory_mib for other in self.hosts.values())
+        self.gpu_memory_mib = min((size for size in sizes if size), default=0)
+
+    def drop_host(self, host: Host) -> None:
+        """Forget a host that holds nothing."""
+        self._unindex(host)
+        self._count_capacity(host, -1)
+        del self.hosts[host.name]
+
+    def capacity(self, pool: str = "") -> Amount:
+        """What the ready hosts of a node pool have together; no bound where one of them says none."""
+        totals, boundless = self.totals.get(pool, [0.0] * 3), self.boundless.get(pool, [0] * 3)
+        return Amount(*(UNLIMITED if n else total for n, total in zip(boundless, totals, strict=True)))
+
+    def roots(self, pool: str) -> list[Queue]:
+        """The queues of a node pool that have no parent."""
+        return [queue for queue in self.queues.values() if queue.parent is None and queue.pool == pool]
+
+    @property
+    def pools(self) -> list[str]:
+        """The node pools in which there are queues."""
+        return sorted({queue.pool for queue in self.queues.values()})
+
+    @property
+    def any_idle(self) -> bool:
+        """Some ready host has a whole GPU that is idle."""
+        return any(names for count, names in self.by_idle.items() if count)
+
+    def hosts_with(self, devices: int, *, future: bool) -> Iterable[Host]:
+        """Ready hosts with at least that many whole GPUs free, the fullest first, then by name."""
+        index = self.by_future if future else self.by_idle
+        for count in sorted(index):
+            if count >= devices:
+                for name in index[count]:
+                    yield self.hosts[name]
+
+    def set(self, task: Task, status: Status, host: Host | None, devices: tuple[int, ...] = ()) -> None:
+        """Change where the task stands; undone by `rollback` to a mark taken before."""
+        self._journal.append((task, task.status, task.node, task.devices))
+        self._states.append(self.state)
+        self._change(task, status, host, devices)
+        self._last_state += 1
+        self.state = self._last_state
+
+    def mark(self) -> int:
+        """A point to roll back to."""
+        return len(self._journal)
+
+    def rollback(self, mark: int) -> None:
+        """Undo every change since the mark."""
+        while len(self._journal) > mark:
+            self._change(*self._journal.pop())
+            self.state = self._states.pop()
+
+    def since(self, mark: int) -> list[Change]:
+        """What was changed since the mark, oldest first, each with what it was before."""
+        return self._journal[mark:]
+
+    def settle(self) -> None:
+        """What was changed so far is history now."""
+        self._journal.clear()
+        self._states.clear()
+        self.touched_hosts.clear()
+        self.touched_queues.clear()
+        self.packing = None
+
+    def amount(self, task: Task) -> Amount:
+        """What the task counts against quotas: by its device's memory where it is placed, else by the smallest."""
+        memory = task.node.gpu_memory_mib if task.node is not None else self.gpu_memory_mib
+        return task.request.amount(memory)
+
+    def _change(self, task: Task, status: Status, host: Host | None, devices: tuple[int, ...]) -> None:
+        before, old = task.node, _COLUMN.get(task.status)
+        stays = before is host and task.devices == devices
+        if before is not None and not stays:
+            self._count_host(task, before, old, None)
+            del before.tasks[task]
+        if old is not None:
+            self._count_job(task, before, old, -1)
+        new = _COLUMN.get(status)
+        if old == _LEAVING:
+            del self.leaving[task]
+        if new == _LEAVING:
+            self.leaving[task] = None
+        task.status, task.node, task.devices = status, host, devices
+        if host is not None:
+            if not stays:
+                host.tasks[task] = None
+            self._count_host(task, host, old if stays else None, new)
+        if new is not None:
+            self._count_job(task, host, new, 1)
+
+    def _count_job(self, task: Task, host: Host | None, column: int, sign: int) -> None:
+        job, lent = task.job, False
+        leaving = column == _LEAVING
+        if not leaving:
+            lent = job.active + (sign > 0) > job.wanted
+            job.active += sign
+            _note_running(job, sign)
+            if task.status is not Status.HELD and task.moved is None:
+                job.placed += sign
+        amount = task.request.amount(0 if host is None else host.gpu_memory_mib)
+        in_pool, pool = (self.leaving_gpus if leaving else self.held_gpus), job.queue.pool
+        in_pool[pool] = in_pool.get(pool, 0.0) + sign * amount.gpu
+        self.lent_tasks += sign * lent
+        self.touched_queues.append(job.queue)
+        count_queues(job, amount, sign, leaving=leaving, lent=lent)
+
+    def _count_host(self, task: Task, host: Host, old: int | None, new: int | None) -> None:
+        """Count the task in column `new` instead of `old`; None is outside the host."""
+        host.version += 1
+        self.touched_hosts.append(host)
+        request = task.request
+        if old is not None:
+            _count_other(host.other[old], request, -1)
+        if new is not None:
+            _count_other(host.other[new], request, 1)
+        if (old is None) != (new is None):
+            _note_present(task, host, 1 if old is None else -1)
+            if not request.whole:
+                self._note_shared(host)
+        if task.devices:
+            _count_devices(host, task.devices, request.share_of(host.gpu_memory_mib), old, new)
+            self._reindex(host)
+
+    def _note_shared(self, host: Host) -> None:
+        if host.shared:
+            self.shared_hosts[host] = None
+        else:
+            self.shared_hosts.pop(host, None)
+
+    def _reindex(self, host: Host) -> None:
+        if not host.ready:
+            return
+        idle, future = host.filed
+        if host.idle_whole != idle:
+            _shift(self.by_idle, host.name, idle, host.idle_whole)
+        if host.future_whole != future:
+            _shift(self.by_future, host.name, future, host.future_whole)
+        host.filed = (host.idle_whole, host.future_whole)
+
+    def _recount(self, host: Host) -> None:
+        future = idle = 0
+        for device in host.devices:
+            used, leaving, nominated = host.taken.setdefault(device, [0, 0, 0])
+            if not used and not nominated:
+                future += 1
+                idle += not leaving
+        host.idle_whole, host.future_whole = idle, future
+
+    def _index(self, host: Host) -> None:
+        if host.ready:
+            host.filed = (host.idle_whole, host.future_whole)
+            insort(self.by_idle.setdefault(host.idle_whole, []), host.name)
+            insort(self.by_future.setdefault(host.future_whole, []), host.name)
+
+    def _unindex(self, host: Host) -> None:
+        if host.ready:
+            _discard(self.by_idle[host.idle_whole], host.name)
+            _discard(self.by_future[host.future_whole], host.name)
+
+    def _count_capacity(self, host: Host, sign: int) -> None:
+        if host.ready:
+            size = len(host.devices)
+            self.by_size[size] = self.by_size.get(size, 0) + sign
+            self.special += sign * host.special
+            totals = self.totals.setdefault(host.pool, [0.0] * 3)
+            boundless = self.boundless.setdefault(host.pool, [0] * 3)
+            for r, value in enumerate((GPU * size, host.cpu, host.memory)):
+                if value < UNLIMITED:
+                    totals[r] += sign * value
+                else:
+                    boundless[r] += sign
+
+
+def _count_other(column: list[float], request: Request, sign: int) -> None:
+    if request.cpu or request.memory:
+        column[0] += sign * request.cpu
+        column[1] += sign * request.memory
+    column[2] += sign
+
+
+def _note_present(task: Task, host: Host, sign: int) -> None:
+    """Keep the host's count of shared devices' tasks, and the job's of its hosts."""
+    if task.devices and not task.request.whole:
+        host.shared += sign
+    hosts = task.job.hosts
+    hosts[host] = hosts.get(host, 0) + sign
+    if not hosts[host]:
+        del hosts[host]
+
+
+def _count_devices(host: Host, devices: tuple[int, ...], share: int, old: int | None, new: int | None) -> None:
+    """Change the columns of the devices, and how many of them are idle or coming as a whole."""
+    taken, present = host.taken, host.devices
+    futures = idles = 0
+    for d in devices:
+        cell = taken.get(d) or taken.setdefault(d, [0, 0, 0])
+        used, leaving, nominated = cell
+        was = not (used or nominated)
+        was_idle = was and not leaving
+        if old is not None:
+            cell[old] -= share
+        if new is not None:
+            cell[new] += share
+        if d in present:
+            used, leaving, nominated = cell
+            now = not (used or nominated)
+            futures += now - was
+            idles += (now and not leaving) - was_idle
+    host.future_whole += futures
+    host.idle_whole += idles
+
+
+def _note_running(job: Job, sign: int) -> None:
+    """Keep the queue's index of what runs: by job, and how many preemptible ones by priority."""
+    queue = job.queue
+    if job.active == (sign > 0):
+        if sign > 0:
+            queue.running[job] = None
+        else:
+            queue.running.pop(job, None)
+        if job.preemptible:
+            queue.priorities[job.priority] = queue.priorities.get(job.priority, 0) + sign
+
+
+def count_queues(job: Job, amount: Amount, sign: int, *, leaving: bool, lent: bool) -> None:
+    """Add one task's amount (or take it away) to what its queue and all ancestors hold."""
+    resources = [(r, sign * value) for r, value in enumerate(amount) if value]
+    for queue in job.queue.path:
+        queue.version += 1
+        columns = [queue.leaving] if leaving else [queue.held]
+        if not leaving and lent:
+            columns.append(queue.lent)
+        if not leaving and not job.preemptible:
+            columns.append(queue.fixed)
+        for column in columns:
+            for r, value in resources:
+                column[r] += value
+
+
+def _shift(index: dict[int, list[str]], name: str, old: int, new: int) -> None:
+    _discard(index[old], name)
+    insort(index.setdefault(new, []), name)
+
+
+def _discard(names: list[str], name: str) -> None:
+    del names[bisect_left(names, name)]

@@ -1,0 +1,354 @@
+"""Everything the scheduler knows, indexed for planning. Events are the only way to change it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from functools import singledispatchmethod
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api.quantity import MIB
+from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
+from kfp_gpuquota.scheduler.state import events, progress, usage
+from kfp_gpuquota.scheduler.state.groups import below, next_tasks
+from kfp_gpuquota.scheduler.state.intake import bar, new_job, update
+from kfp_gpuquota.scheduler.state.ledger import Ledger
+from kfp_gpuquota.scheduler.state.model import (
+    BOUNDLESS,
+    MILLI,
+    NOTHING,
+    UNLIMITED,
+    Amount,
+    Host,
+    Job,
+    Queue,
+    Status,
+    Task,
+)
+from kfp_gpuquota.scheduler.state.order import job_key, shape_of
+from kfp_gpuquota.scheduler.state.tree import graft, set_quota
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfp_gpuquota.api import Project
+
+
+class State:
+    """An indexed snapshot of the cluster.
+
+    `apply` raises `NotFoundError` for an event about a job or worker that was never announced, `AlreadyExistsError` for
+    a job announced twice, and `InvalidFieldError` for departments that contain each other; the state is as it was.
+
+    With `usage_half_life_s` what a queue borrowed counts in its fair share of what may be borrowed, half as much after
+    that time.
+    """
+
+    def __init__(self, *, usage_half_life_s: float | None = None) -> None:
+        self.ledger = Ledger()
+        self.ledger.half_life_s = usage_half_life_s
+        self.jobs: dict[str, Job] = {}
+        self.workers: dict[str, Task] = {}
+        self.growable: dict[str, Job] = {}
+        self.below: dict[str, Job] = {}
+        self.sheltered: dict[str, Job] = {}
+        self.suspended: dict[str, Job] = {}
+        self.emptying: dict[str, Job] = {}
+        self.deferred: dict[str, Job] = {}
+        self.projects: dict[str, Project] = {}
+        self.last_at = 0.0
+
+    def apply(self, event: events.Event) -> None:
+        """Take note of what happened."""
+        _handler_of(type(event))(self, event)
+
+    @singledispatchmethod
+    def _apply(self, event: events.Event) -> None:
+        raise TypeError(f"not an event: {event!r}")
+
+    @_apply.register
+    def _(self, event: events.NodeChanged) -> None:
+        node = event.node
+        self.ledger.put_host(
+            Host(
+                name=node.name,
+                devices=tuple(sorted(d.index for d in node.devices)),
+                gpu_memory_mib=node.gpu_memory_mib,
+                ready=node.ready,
+                cpu=UNLIMITED if node.cpu is None else round(node.cpu * MILLI),
+                memory=UNLIMITED if node.memory_mib is None else node.memory_mib * MIB,
+                max_tasks=UNLIMITED if node.max_workers is None else node.max_workers,
+                labels=node.labels,
+                taints=node.taints,
+                pool=node.pool,
+            )
+        )
+
+    @_apply.register
+    def _(self, event: events.NodeRemoved) -> None:
+        host = self.ledger.hosts.get(event.name)
+        if host is None:
+            return
+        self.ledger.put_host(Host(name=host.name, devices=(), ready=False))
+        self._forget_empty(event.name)
+
+    @_apply.register
+    def _(self, event: events.QuotaChanged) -> None:
+        project = self.projects[event.project.name] = event.project
+        known = (queue.pool for queue in self.ledger.queues.values() if queue.name == project.name)
+        for pool in sorted({"", *project.pools, *known}):
+            self._configure(project, pool)
+
+    @_apply.register
+    def _(self, event: events.QuotaRemoved) -> None:
+        self.projects.pop(event.name, None)
+        for key, queue in list(self.ledger.queues.items()):
+            if queue.name != event.name:
+                continue
+            queue.deserved, queue.limit, queue.known = NOTHING, NOTHING, False
+            if not queue.children and not any(job.queue is queue for job in self.jobs.values()):
+                graft(queue, None)
+                del self.ledger.queues[key]
+
+    @_apply.register
+    def _(self, event: events.JobSubmitted) -> None:
+        if event.uid in self.jobs:
+            raise AlreadyExistsError(f"job {event.uid!r} was submitted already")
+        spec = event.spec
+        if spec.project in self.projects and _key(spec.project, spec.node_pool) not in self.ledger.queues:
+            self._configure(self.projects[spec.project], spec.node_pool)
+        job = new_job(event.uid, spec, self._queue(spec.project, spec.node_pool), event.at, event.parts)
+        job.movable = event.movable
+        self.add_job(job)
+
+    @_apply.register
+    def _(self, event: events.JobUpdated) -> None:
+        job = self._job(event.uid)
+        self.ledger.settle()
+        update(job, event.spec, self.ledger)
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.JobRemoved) -> None:
+        job = self._job(event.uid)
+        job.removed = True
+        for task in list(job.tasks.values()):
+            if task.status is not Status.LEAVING:
+                self.ledger.set(task, Status.LEAVING, task.node, task.devices)
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.JobCompleting) -> None:
+        job = self._job(event.uid)
+        job.completing = True
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.JobSuspended) -> None:
+        job = self._job(event.uid)
+        job.suspended = True
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.JobResumed) -> None:
+        job = self._job(event.uid)
+        job.suspended = False
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.JobDeferred) -> None:
+        job = self._job(event.uid)
+        job.deferred_until, job.deferred_for = event.until, event.reason
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.NodesBarred) -> None:
+        job = self._job(event.uid)
+        bar(job, frozenset(event.nodes))
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.WorkerStarted) -> None:
+        job = self._job(event.job)
+        host = self.ledger.hosts.get(event.node)
+        if host is None:
+            host = Host(name=event.node, devices=(), ready=False)
+            self.ledger.put_host(host)
+        self._note_usage(job, event.at)
+        task = _take_pending(job, event.part) or Task(job=job, request=job.request, index=0, group=event.part)
+        progress.note_started(job, event.at)
+        task.id, task.started_at, task.index = event.worker, event.at, job.next_index
+        job.next_index += 1
+        job.tasks[event.worker] = self.workers[event.worker] = task
+        status = Status.LEAVING if job.removed else Status.HELD
+        self.ledger.set(task, status, host, event.devices)
+        self._changed(job)
+
+    @_apply.register
+    def _(self, event: events.WorkerLeaving) -> None:
+        task = self._worker(event.worker)
+        self._note_usage(task.job, event.at)
+        self.ledger.set(task, Status.LEAVING, task.node, task.devices)
+        progress.note_shrunk(task.job, event.at)
+        self._changed(task.job)
+
+    @_apply.register
+    def _(self, event: events.WorkerGone) -> None:
+        task = self._worker(event.worker)
+        job, host = task.job, task.node
+        if task.status is Status.LEAVING:  # a crash is no decision: what it took may be replaced at once
+            progress.note_shrunk(job, event.at)
+        self._note_usage(job, event.at)
+        self.ledger.set(task, Status.PENDING, None)
+        del job.tasks[event.worker], self.workers[event.worker]
+        if not job.removed and job.active + len(job.pending) < job.wanted:
+            again = Task(job=job, request=task.request, index=0, priority=task.priority, group=task.group)
+            job.pending.append(again)
+        job.below_since = event.at if job.below_since is None else job.below_since
+        self._changed(job)
+        if host is not None:
+            self._forget_empty(host.name)
+
+    @_apply.register
+    def _(self, event: events.ProgressReported) -> None:
+        progress.note_progress(self._job(event.job), event)
+
+    def queues_of(self, project: str) -> list[Queue]:
+        """The project's queues: one in nodes of no pool, and one in each pool that it has had anything to do with."""
+        keys = (_key(project, pool) for pool in dict.fromkeys(("", *self.ledger.totals, *self._pools_of(project))))
+        return [self.ledger.queues[key] for key in keys if key in self.ledger.queues]
+
+    def _pools_of(self, project: str) -> Iterable[str]:
+        return self.projects[project].pools if project in self.projects else ()
+
+    def add_job(self, job: Job) -> None:
+        """Take up a job made by hand (richer than a `JobSpec` can say), with its queue among the ledger's."""
+        self.jobs[job.uid] = job
+        self._changed(job)
+
+    def add_queue(self, queue: Queue, parent: Queue | None = None) -> None:
+        """Take up a queue made by hand, below `parent`."""
+        self.ledger.queues[_key(queue.name, queue.pool)] = queue
+        graft(queue, parent)
+
+    @_apply.register
+    def _(self, event: events.UsageRecalled) -> None:
+        queue = self._queue(event.project)
+        queue.used, queue.used_until = event.gpu_seconds, event.at
+
+    def _note_usage(self, job: Job, at: float | None) -> None:
+        """What its queues hold changes, at that time; where nobody says when, at the last one that was said."""
+        self.last_at = max(self.last_at, at or 0.0)
+        if self.ledger.half_life_s is not None:
+            usage.note(job.queue.path, self.last_at, self.ledger.half_life_s)
+
+    def _job(self, uid: str) -> Job:
+        if uid not in self.jobs:
+            raise NotFoundError(f"job {uid!r} is not known to the scheduler")
+        return self.jobs[uid]
+
+    def _worker(self, worker: str) -> Task:
+        if worker not in self.workers:
+            raise NotFoundError(f"worker {worker!r} is not known to the scheduler")
+        return self.workers[worker]
+
+    def _configure(self, project: Project, pool: str) -> None:
+        """Give the project's queue in the node pool its place and quota."""
+        queue = self._queue(project.name, pool)
+        parent = None if project.parent is None else self._parent(project.parent, pool)
+        if parent is not queue.parent:
+            graft(queue, parent)
+        set_quota(queue, project)
+
+    def _queue(self, name: str, pool: str = "") -> Queue:
+        key = _key(name, pool)
+        if key not in self.ledger.queues:
+            self.add_queue(Queue(name=name, pool=pool, limit=NOTHING, known=False))
+        return self.ledger.queues[key]
+
+    def _parent(self, name: str, pool: str) -> Queue:
+        """A department; one that nobody has described yet stands in nobody's way."""
+        key = _key(name, pool)
+        if key not in self.ledger.queues:
+            self.add_queue(Queue(name=name, pool=pool, deserved=BOUNDLESS))
+            if name in self.projects:
+                self._configure(self.projects[name], pool)
+        return self.ledger.queues[key]
+
+    def _forget_empty(self, name: str) -> None:
+        host = self.ledger.hosts[name]
+        if not host.devices and not host.ready and not host.tasks:
+            self.ledger.drop_host(host)
+
+    def _changed(self, job: Job) -> None:
+        """Bring every index that mentions the job up to date."""
+        self.ledger.settle()
+        _unfile(job)
+        if job.removed and not job.tasks:
+            del self.jobs[job.uid]
+        job.completing = job.completing and bool(job.tasks)
+        considered = not job.removed and not job.suspended and not job.completing
+        tasks = next_tasks(job) if considered else []
+        if tasks:
+            _file(job, tasks)
+        _request(job, self.ledger, considered=considered)
+        self._note(self.growable, job, considered and job.wanted <= job.active < job.most)
+        short = considered and job.active > 0 and below(job)
+        self._note(self.below, job, short)
+        if not short:
+            job.below_since = None
+        self._note(self.sheltered, job, job.min_run_time_s > 0 and job.active > 0)
+        self._note(self.suspended, job, job.suspended and not job.removed)
+        self._note(self.emptying, job, considered and not tasks and below(job))
+        self._note(self.deferred, job, considered and job.deferred_for is not None)
+
+    @staticmethod
+    def _note(index: dict[str, Job], job: Job, belongs: bool) -> None:  # noqa: FBT001 - a predicate's value
+        if belongs:
+            index[job.uid] = job
+        else:
+            index.pop(job.uid, None)
+
+
+# A singledispatchmethod makes a new function at each access (Python 3.11), which costs as much as many events do.
+_handler_of = State.__dict__["_apply"].dispatcher.dispatch
+
+
+def _take_pending(job: Job, part: str) -> Task | None:
+    """The first of its tasks of that part that is still to be started."""
+    index = next((i for i, task in enumerate(job.pending) if task.group == part), None)
+    return None if index is None else job.pending.pop(index)
+
+
+def _key(name: str, pool: str) -> str:
+    """A queue among the ledger's; a name has no '@'."""
+    return f"{name}@{pool}" if pool else name
+
+
+def _file(job: Job, tasks: list[Task]) -> None:
+    job.filed = (shape_of(job, tasks), job_key(job))
+    insort(job.queue.waiting.setdefault(job.filed[0], []), (job.filed[1], job), key=lambda e: e[0])
+
+
+def _unfile(job: Job) -> None:
+    if job.filed is None:
+        return
+    shape, key = job.filed
+    entries = job.queue.waiting[shape]
+    del entries[bisect_left(entries, key, key=lambda e: e[0])]
+    if not entries:
+        del job.queue.waiting[shape]
+    job.filed = None
+
+
+def _request(job: Job, ledger: Ledger, *, considered: bool) -> None:
+    """Count what the job holds and wants towards its queue's request, without what is only lent to it."""
+    held = [t for t in job.tasks.values() if t.status is Status.HELD]
+    wants = (held + job.pending if considered else held)[: job.wanted]
+    gpu = cpu = memory = 0.0
+    for task in wants:
+        amount = ledger.amount(task)
+        gpu, cpu, memory = gpu + amount.gpu, cpu + amount.cpu, memory + amount.memory
+    before, job.requested = job.requested, Amount(gpu, cpu, memory)
+    for queue in job.queue.path:
+        for r in range(3):
+            queue.requested[r] += job.requested[r] - before[r]

@@ -1,0 +1,58 @@
+"""The tree of queues: their quotas, and moving one with all that it holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api import PoolQuota
+from kfp_gpuquota.api.quantity import MIB
+from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.scheduler.state.model import GPU, MILLI, UNLIMITED, Amount, Queue
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import Project
+
+
+def set_quota(queue: Queue, project: Project) -> None:
+    """The project's quota in the queue's node pool is the queue's from now on."""
+    if queue.pool:
+        quota = project.pools.get(queue.pool, PoolQuota())
+        queue.deserved, queue.limit = _amount(quota.guaranteed, None, None), _amount(quota.limit, None, None)
+    else:
+        queue.deserved = _amount(project.guaranteed, project.guaranteed_cpu, project.guaranteed_memory_mib)
+        queue.limit = _amount(project.limit, project.limit_cpu, project.limit_memory_mib)
+    queue.priority, queue.weights, queue.known = project.priority, (project.over_quota_weight,) * 3, True
+
+
+def _amount(gpus: float | None, cpu: float | None, memory_mib: int | None) -> Amount:
+    given = ((gpus, GPU), (cpu, MILLI), (memory_mib, MIB))
+    return Amount(*(UNLIMITED if value is None else round(value * unit) for value, unit in given))
+
+
+def graft(queue: Queue, parent: Queue | None) -> None:
+    """Hang the queue below another parent, with all that its subtree holds."""
+    if parent is not None and queue in parent.path:
+        raise InvalidFieldError("parent", parent.name, f"it is itself below {queue.name!r}")
+    for above in queue.path[1:]:
+        _add_totals(above, queue, -1)
+    if queue.parent is not None:
+        del queue.parent.children[queue.name]
+    queue.parent = parent
+    if parent is not None:
+        parent.children[queue.name] = queue
+    _set_path(queue)
+    for above in queue.path[1:]:
+        _add_totals(above, queue, 1)
+
+
+def _set_path(queue: Queue) -> None:
+    queue.path = (queue, *(queue.parent.path if queue.parent is not None else ()))
+    for child in queue.children.values():
+        _set_path(child)
+
+
+def _add_totals(above: Queue, queue: Queue, sign: int) -> None:
+    for name in ("held", "leaving", "lent", "fixed", "requested"):
+        total, part = getattr(above, name), getattr(queue, name)
+        for r in range(3):
+            total[r] += sign * part[r]
