@@ -18,12 +18,12 @@ from pathlib import Path
 
 from common import print_conditions, print_result
 
-from kfp_gpuquota.dsl.relay import Relay
-from kfp_gpuquota.dsl.staging import Staging
+from kfp_gpuquota.dsl.launcher.relay import Relay
+from kfp_gpuquota.dsl.launcher.staging import Staging
 
 WORKER = """
 import sys, time, resource
-from kfp_gpuquota.dsl.remote import RelayClient
+from kfp_gpuquota.dsl.worker.remote import RelayClient
 mount, source, copy, place, size = sys.argv[1:]
 client = RelayClient(mount)
 began = time.perf_counter()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.submission import JobHandle, get_job, submit
     from kfp_gpuquota.dsl.component import component, set_gpus
     from kfp_gpuquota.dsl.pipeline import pipeline
-    from kfp_gpuquota.dsl.route import route_pipeline
+    from kfp_gpuquota.dsl.pipelines.route import route_pipeline
     from kfp_gpuquota.errors import GpuQuotaError
 
 __all__ = [
@@ -39,7 +39,7 @@ _HOMES = {
     "component": "kfp_gpuquota.dsl.component",
     "connect": "kfp_gpuquota.cluster.connect",
     "pipeline": "kfp_gpuquota.dsl.pipeline",
-    "route_pipeline": "kfp_gpuquota.dsl.route",
+    "route_pipeline": "kfp_gpuquota.dsl.pipelines.route",
     "set_gpus": "kfp_gpuquota.dsl.component",
 }
 

@@ -80,7 +80,7 @@ def follow_to_the_end(reached: ClusterClient, project: str, name: str, *, outliv
     Of a job that ended without one it is 1, after an interrupt 130: the job then goes on where it
     `outlives_interrupt`, which is said.
     """
-    from kfp_gpuquota.dsl.narration import Narrator, conclusion  # noqa: PLC0415
+    from kfp_gpuquota.dsl.launcher.narration import Narrator, conclusion  # noqa: PLC0415
 
     narrator = Narrator()
 
@@ -145,7 +145,7 @@ def _job_log(
 
     `seen(job)` is told what becomes of it while nobody is followed, and after each one who was.
     """
-    from kfp_gpuquota.dsl.logs import to_follow  # noqa: PLC0415
+    from kfp_gpuquota.dsl.launcher.log_stream import to_follow  # noqa: PLC0415
 
     reached.get_job(project, name)
     followed: list[str] = []

@@ -19,9 +19,9 @@ from kfp_gpuquota.errors import ClusterUnavailableError, DefinitionError, Unauth
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.dsl.check import Cluster, PipelineCheck, StepCheck
-    from kfp_gpuquota.dsl.kfp_server import KfpServer
-    from kfp_gpuquota.dsl.package import Package
+    from kfp_gpuquota.dsl.pipelines.check import Cluster, PipelineCheck, StepCheck
+    from kfp_gpuquota.dsl.pipelines.kfp_server import KfpServer
+    from kfp_gpuquota.dsl.pipelines.pipeline_file import Package
 
 app = typer.Typer(help="Kubeflow pipelines under the quota.", no_args_is_help=True)
 
@@ -66,7 +66,7 @@ def route(
     if out is None:
         typer.echo(routed.text(), nl=False)
         return
-    from kfp_gpuquota.dsl.check import check_pipeline  # noqa: PLC0415
+    from kfp_gpuquota.dsl.pipelines.check import check_pipeline  # noqa: PLC0415
 
     try:
         out.write_text(routed.text(), encoding="utf-8")
@@ -154,11 +154,11 @@ def run(
     if local + bool(host) + kubeflow > 1:
         raise UsageError("--local, --host and --kubeflow are places to run at; give one of them")
     loaded = _loaded(file, pipeline).routed(project or None, launcher_image or None)
-    from kfp_gpuquota.dsl.arguments import arguments_from  # noqa: PLC0415
+    from kfp_gpuquota.dsl.pipelines.arguments import arguments_from  # noqa: PLC0415
 
     values = arguments_from(loaded.spec, arguments or [])
     if host or kubeflow:
-        from kfp_gpuquota.dsl.kfp_server import KfpServer  # noqa: PLC0415
+        from kfp_gpuquota.dsl.pipelines.kfp_server import KfpServer  # noqa: PLC0415
 
         token = _token(token_file, existing_token)
         server = KfpServer(host, token=token, cookie=cookie, headers=_headers(header or []), ca_cert=ca_cert)
@@ -166,7 +166,7 @@ def run(
             run_id = found.submit(loaded, values, root=root, namespace=namespace)
         say(f"run {run_id} submitted to {host or f'the Kubeflow in namespace {kubeflow_namespace}'}")
         return
-    from kfp_gpuquota.dsl import run as runs  # noqa: PLC0415
+    from kfp_gpuquota.dsl.pipelines import run as runs  # noqa: PLC0415
 
     if problems := _checked(loaded, project, _cluster()[0]).problems:
         more = f" (and {len(problems) - 1} more; see: gpuquota pipeline check {file})" if len(problems) > 1 else ""
@@ -182,7 +182,7 @@ def _reached(server: KfpServer, kubeflow: str, profile: str, service_account: st
         yield server
         return
     from kfp_gpuquota.cluster.connect import kube_calls, kube_context  # noqa: PLC0415
-    from kfp_gpuquota.dsl.port_forward import forwarded, profile_token  # noqa: PLC0415
+    from kfp_gpuquota.dsl.pipelines.port_forward import forwarded, profile_token  # noqa: PLC0415
 
     with forwarded(kube_context() or "", kubeflow) as host:
         found = replace(server, host=host)
@@ -215,14 +215,14 @@ def _loaded(file: Path, name: str) -> Package:
         )
     if name and file.suffix != ".py":
         raise UsageError(f"--pipeline chooses among the pipelines of a Python file, and {file} holds one pipeline")
-    from kfp_gpuquota.dsl.source import load  # noqa: PLC0415
+    from kfp_gpuquota.dsl.pipelines.source import load  # noqa: PLC0415
 
     return load(file, name)
 
 
 def _checked(loaded: Package, project: str, cluster: Cluster | None) -> PipelineCheck:
     from kfp_gpuquota.cluster.connect import PROJECT_VARIABLE, load_settings  # noqa: PLC0415
-    from kfp_gpuquota.dsl.check import check_pipeline  # noqa: PLC0415
+    from kfp_gpuquota.dsl.pipelines.check import check_pipeline  # noqa: PLC0415
 
     configured = os.environ.get(PROJECT_VARIABLE) or load_settings().project
     return check_pipeline(loaded.spec, project or None, configured=configured, cluster=cluster, platform=loaded.more)
@@ -231,7 +231,7 @@ def _checked(loaded: Package, project: str, cluster: Cluster | None) -> Pipeline
 def _cluster() -> tuple[Cluster | None, str]:
     """(its limits, ""), or (None, why they are not known). Checking a file is no reason to start a cluster."""
     from kfp_gpuquota.cluster.connect import URL_VARIABLE, connect, embedded_home, kube_context  # noqa: PLC0415
-    from kfp_gpuquota.dsl.check import Cluster  # noqa: PLC0415
+    from kfp_gpuquota.dsl.pipelines.check import Cluster  # noqa: PLC0415
 
     if kube_context() is None and not os.environ.get(URL_VARIABLE) and not embedded_home().is_locked():
         return None, "no cluster runs here; start it with: gpuquota cluster start"

@@ -11,8 +11,8 @@ from kfp.dsl import placeholders as kfp_placeholders
 from kfp.dsl.component_task_config import TaskConfigField, TaskConfigPassthrough
 from kfp.dsl.pipeline_task import PipelineTask, TaskState
 
-from kfp_gpuquota.dsl import route
-from kfp_gpuquota.dsl.options import Options, checked, from_environment, to_environment
+from kfp_gpuquota.dsl.pipelines import route
+from kfp_gpuquota.dsl.spec.options import Options, checked, from_environment, to_environment
 from kfp_gpuquota.errors import DefinitionError
 
 if TYPE_CHECKING:

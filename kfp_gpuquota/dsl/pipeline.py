@@ -10,7 +10,7 @@ from google.protobuf import json_format  # type: ignore[import-untyped]
 from kfp.dsl import base_component
 from kfp.pipeline_spec import pipeline_spec_pb2
 
-from kfp_gpuquota.dsl.route import LAUNCHER_IMAGE, route_pipeline
+from kfp_gpuquota.dsl.pipelines.route import LAUNCHER_IMAGE, route_pipeline
 from kfp_gpuquota.errors import DefinitionError
 
 if TYPE_CHECKING:

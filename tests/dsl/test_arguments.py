@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kfp_gpuquota.dsl.arguments import arguments_from
+from kfp_gpuquota.dsl.pipelines.arguments import arguments_from
 from kfp_gpuquota.errors import UsageError
 
 TYPES = {

@@ -10,7 +10,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.api import Device, Node, Project
-from kfp_gpuquota.dsl.check import Cluster, PipelineCheck, check_pipeline
+from kfp_gpuquota.dsl.pipelines.check import Cluster, PipelineCheck, check_pipeline
 from kfp_gpuquota.errors import DefinitionError
 
 GOLDEN = Path(__file__).parent / "golden"

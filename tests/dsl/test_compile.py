@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from kfp import compiler, components, dsl
 
 import kfp_gpuquota as gpuquota
-from kfp_gpuquota.dsl.route import COMMAND
+from kfp_gpuquota.dsl.pipelines.route import COMMAND
 from tests.dsl import pipelines
 
 GOLDEN = Path(__file__).parent / "golden"

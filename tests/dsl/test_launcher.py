@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Phase, ReasonCode, WorkerPhase
-from kfp_gpuquota.dsl.launcher import EXIT_TAKEN_OVER
+from kfp_gpuquota.dsl.launcher.launcher import EXIT_TAKEN_OVER
 from tests.dsl.steps import Step
 
 if TYPE_CHECKING:

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import LogChunk
-from kfp_gpuquota.dsl.logs import LogFollower, leader_unheard, lines_of, ran_beside, shown_rank, to_follow
-from kfp_gpuquota.dsl.remote import ENDED
+from kfp_gpuquota.dsl.launcher.log_stream import (
+    LogFollower,
+    leader_unheard,
+    lines_of,
+    ran_beside,
+    shown_rank,
+    to_follow,
+)
+from kfp_gpuquota.dsl.worker.remote import ENDED
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.cluster_client import ClusterClient

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api.validation import check_name
-from kfp_gpuquota.dsl.naming import job_name, numbered
+from kfp_gpuquota.dsl.spec.naming import job_name, numbered
 
 
 def _executor_input(attempt: int = 0, epochs: int = 3) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from kfp_gpuquota.api import (
     Worker,
     WorkerPhase,
 )
-from kfp_gpuquota.dsl.narration import Narrator, conclusion, progress_of
+from kfp_gpuquota.dsl.launcher.narration import Narrator, conclusion, progress_of
 
 SPEC = JobSpec(name="train", project="team-a", command=("true",), gpus=1, min_gpus=1, max_gpus=2)
 WAITS = Reason(code=ReasonCode.NO_FREE_GPUS, message="all 2 GPUs are in use; 1 more is needed")

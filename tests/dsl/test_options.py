@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import Kind
-from kfp_gpuquota.dsl.options import Options, checked, from_environment, to_environment
+from kfp_gpuquota.dsl.spec.options import Options, checked, from_environment, to_environment
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kfp_gpuquota.dsl import own_pod
-from kfp_gpuquota.dsl.naming import label_value
+from kfp_gpuquota.dsl.spec import own_pod
+from kfp_gpuquota.dsl.spec.naming import label_value
 
 RECORDINGS = "GPUQUOTA_KFP_RECORDINGS"
 

@@ -8,7 +8,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from kfp import components
 
-from kfp_gpuquota.dsl.package import parse
+from kfp_gpuquota.dsl.pipelines.pipeline_file import parse
 from kfp_gpuquota.errors import DefinitionError
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.yaml"))

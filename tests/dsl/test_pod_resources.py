@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kfp_gpuquota.api.environment import WORKER_VARIABLES
-from kfp_gpuquota.dsl import worker
-from kfp_gpuquota.dsl.options import Options, from_environment, to_environment
-from kfp_gpuquota.dsl.pod_resources import VARIABLE, parsed, with_extended
-from kfp_gpuquota.dsl.route import route_pipeline
-from kfp_gpuquota.dsl.step import Step, step_from
+from kfp_gpuquota.dsl.launcher.step import Step, step_from
+from kfp_gpuquota.dsl.pipelines.route import route_pipeline
+from kfp_gpuquota.dsl.spec.options import Options, from_environment, to_environment
+from kfp_gpuquota.dsl.spec.pod_resources import VARIABLE, parsed, with_extended
+from kfp_gpuquota.dsl.worker import start
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 Json = dict[str, Any]
@@ -148,4 +148,4 @@ def test_a_distroless_image_with_a_shell_is_not() -> None:
     ],
 )
 def test_inputs_lie_where_kfp_puts_them(artifact: Json, path: str) -> None:
-    assert worker.input_path(artifact) == path
+    assert start.input_path(artifact) == path

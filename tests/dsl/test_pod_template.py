@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfp_gpuquota.dsl.pod_template import BOOTSTRAP, MOUNT, worker_template
+from kfp_gpuquota.dsl.spec.pod_template import BOOTSTRAP, MOUNT, worker_template
 
 
 def own_pod(**spec: Any) -> dict[str, Any]:

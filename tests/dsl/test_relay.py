@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.dsl import remote
-from kfp_gpuquota.dsl import worker as worker_module
-from kfp_gpuquota.dsl.pod_template import BOOTSTRAP
-from kfp_gpuquota.dsl.relay import Relay
-from kfp_gpuquota.dsl.remote import RelayClient, RelayError
-from kfp_gpuquota.dsl.staging import Staging
+from kfp_gpuquota.dsl.launcher.relay import Relay
+from kfp_gpuquota.dsl.launcher.staging import Staging
+from kfp_gpuquota.dsl.spec.pod_template import BOOTSTRAP
+from kfp_gpuquota.dsl.worker import remote
+from kfp_gpuquota.dsl.worker import start as worker_module
+from kfp_gpuquota.dsl.worker.remote import RelayClient, RelayError
 from tests.patience import until
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kfp_gpuquota.dsl.staging import Staging
-from kfp_gpuquota.dsl.worker import redirected
+from kfp_gpuquota.dsl.launcher.staging import Staging
+from kfp_gpuquota.dsl.worker.start import redirected
 
 
 @pytest.fixture

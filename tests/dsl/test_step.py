@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.connect import Settings, save_settings
-from kfp_gpuquota.dsl.step import Step, passed_on, step_from
+from kfp_gpuquota.dsl.launcher.step import Step, passed_on, step_from
 from kfp_gpuquota.errors import InvalidFieldError, UsageError
 
 if TYPE_CHECKING:

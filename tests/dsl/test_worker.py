@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.dsl import worker
-from kfp_gpuquota.dsl.placeholders import disguise
+from kfp_gpuquota.dsl.spec.placeholders import disguise
+from kfp_gpuquota.dsl.worker import start
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ EXECUTOR_INPUT = {
 
 
 def test_every_output_is_redirected_and_no_input_is() -> None:
-    mine = worker.redirected(EXECUTOR_INPUT, TAG)
+    mine = start.redirected(EXECUTOR_INPUT, TAG)
     assert mine == {
         "inputs": EXECUTOR_INPUT["inputs"],
         "outputs": {
@@ -59,7 +59,7 @@ def test_every_output_is_redirected_and_no_input_is() -> None:
 
 def test_redirecting_leaves_the_given_executor_input_alone() -> None:
     before = json.dumps(EXECUTOR_INPUT)
-    worker.redirected(EXECUTOR_INPUT, TAG)
+    start.redirected(EXECUTOR_INPUT, TAG)
     assert json.dumps(EXECUTOR_INPUT) == before
 
 
@@ -70,7 +70,7 @@ def test_redirecting_leaves_the_given_executor_input_alone() -> None:
 )
 def test_a_redirected_path_is_the_final_one_with_the_tag_taken_out(outputs: dict[str, str]) -> None:
     given_input = {"outputs": {"parameters": {k: {"outputFile": v} for k, v in outputs.items()}, "outputFile": "/o/e"}}
-    mine = worker.redirected(given_input, TAG)
+    mine = start.redirected(given_input, TAG)
     back = {k: v["outputFile"].replace(f"{TAG}/", "") for k, v in mine["outputs"]["parameters"].items()}
     assert back == outputs
 
@@ -90,7 +90,7 @@ def test_a_redirected_path_is_the_final_one_with_the_tag_taken_out(outputs: dict
 )
 def test_a_disguised_placeholder_is_filled_in_by_the_worker(placeholder: str, value: str) -> None:
     assert "{{$" not in disguise(placeholder)
-    assert worker.revealed(disguise(placeholder), EXECUTOR_INPUT) == value
+    assert start.revealed(disguise(placeholder), EXECUTOR_INPUT) == value
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_what_is_not_an_outputs_placeholder_stays_with_kfp(element: str) -> None
 @given(st.text())
 def test_text_without_a_placeholder_reaches_the_command_unchanged(text: str) -> None:
     if "{{$" not in text and "{{gpuquota" not in text:
-        assert worker.revealed(disguise(text), EXECUTOR_INPUT) == text
+        assert start.revealed(disguise(text), EXECUTOR_INPUT) == text
 
 
 def _run(step_file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-I", "-S", worker.__file__, str(step_file)]
+    command = [sys.executable, "-I", "-S", start.__file__, str(step_file)]
     variables = {"PATH": os.environ["PATH"], "ELASTIC_WORKER_ID": "w-0", **environment}
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 

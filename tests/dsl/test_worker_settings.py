@@ -10,8 +10,8 @@ import pytest
 from kfp import kubernetes
 
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import NO_DEVICES
-from kfp_gpuquota.dsl.platform_config import RESERVED_PATHS, check_config
-from kfp_gpuquota.dsl.pod_template import worker_template
+from kfp_gpuquota.dsl.pipelines.platform_config import RESERVED_PATHS, check_config
+from kfp_gpuquota.dsl.spec.pod_template import worker_template
 from kfp_gpuquota.errors import DefinitionError
 from tests.dsl.kubernetes_settings import USES, config_of
 from tests.kfp_backend import shapes

@@ -14,7 +14,7 @@ import pytest
 from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
-from kfp_gpuquota.dsl.narration import Narrator
+from kfp_gpuquota.dsl.launcher.narration import Narrator
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over
 from tests.kubernetes.installation import jobs_of

@@ -13,9 +13,9 @@ import pytest
 import tests.dsl
 from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
 from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
-from kfp_gpuquota.dsl.kfp_server import KfpServer
-from kfp_gpuquota.dsl.package import parse
-from kfp_gpuquota.dsl.port_forward import PORT, forwarded, profile_token
+from kfp_gpuquota.dsl.pipelines.kfp_server import KfpServer
+from kfp_gpuquota.dsl.pipelines.pipeline_file import parse
+from kfp_gpuquota.dsl.pipelines.port_forward import PORT, forwarded, profile_token
 from kfp_gpuquota.errors import ClusterUnavailableError
 from tests.dsl.kfp_server import TOKEN
 from tools.devcluster import binaries

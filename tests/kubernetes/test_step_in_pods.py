@@ -13,7 +13,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.dsl.route import route_pipeline
+from kfp_gpuquota.dsl.pipelines.route import route_pipeline
 from kfp_gpuquota.version import __version__
 from tests.kfp_backend.backend import RUNNER, Backend, Run
 from tests.kfp_backend.shapes import Step

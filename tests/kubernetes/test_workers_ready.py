@@ -10,7 +10,7 @@ import pytest
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
-from kfp_gpuquota.dsl.narration import Narrator, conclusion
+from kfp_gpuquota.dsl.launcher.narration import Narrator, conclusion
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over, pod_body
 from tests.kubernetes.test_elastic_job import path_of

@@ -8,8 +8,8 @@ import msgspec
 
 from kfp_gpuquota.api import Kind, Node, Project
 from kfp_gpuquota.cluster.admission import check_fits
-from kfp_gpuquota.dsl.options import PROJECT, Options, from_environment
-from kfp_gpuquota.dsl.route import GPUS_ARGUMENT, is_routed, route_pipeline
+from kfp_gpuquota.dsl.pipelines.route import GPUS_ARGUMENT, is_routed, route_pipeline
+from kfp_gpuquota.dsl.spec.options import PROJECT, Options, from_environment
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from kfp_gpuquota.errors import JobFailedError
 if TYPE_CHECKING:
     from types import FrameType
 
-    from kfp_gpuquota.dsl.package import Package
+    from kfp_gpuquota.dsl.pipelines.pipeline_file import Package
 
 Json = dict[str, Any]
 _COLOUR = re.compile(r"\x1b\[\d+m")

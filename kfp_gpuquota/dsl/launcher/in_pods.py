@@ -14,10 +14,11 @@ from kfp_gpuquota.api import WorkerPhase
 from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.dsl import own_pod, worker
-from kfp_gpuquota.dsl.pod_template import worker_template
-from kfp_gpuquota.dsl.relay import Relay
-from kfp_gpuquota.dsl.run_watch import RunWatch
+from kfp_gpuquota.dsl.launcher.relay import Relay
+from kfp_gpuquota.dsl.launcher.run_watch import RunWatch
+from kfp_gpuquota.dsl.spec import own_pod
+from kfp_gpuquota.dsl.spec.pod_template import worker_template
+from kfp_gpuquota.dsl.worker import start as worker
 from kfp_gpuquota.errors import AlreadyExistsError, GpuQuotaError, UsageError
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import Lease
     from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
-    from kfp_gpuquota.dsl.staging import Staging
-    from kfp_gpuquota.dsl.step import Step
+    from kfp_gpuquota.dsl.launcher.staging import Staging
+    from kfp_gpuquota.dsl.launcher.step import Step
 
 Json = dict[str, Any]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kfp.compiler import Compiler
 from kfp.dsl.base_component import BaseComponent
 
-from kfp_gpuquota.dsl.package import Package, parse
+from kfp_gpuquota.dsl.pipelines.pipeline_file import Package, parse
 from kfp_gpuquota.errors import DefinitionError, GpuQuotaError, NotFoundError, UsageError
 
 if TYPE_CHECKING:

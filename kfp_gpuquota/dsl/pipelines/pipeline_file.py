@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import yaml  # type: ignore[import-untyped]
 
-from kfp_gpuquota.dsl.route import route_pipeline
+from kfp_gpuquota.dsl.pipelines.route import route_pipeline
 from kfp_gpuquota.errors import DefinitionError
 
 Json = dict[str, Any]

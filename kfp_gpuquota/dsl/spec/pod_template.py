@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import NO_DEVICES
-from kfp_gpuquota.dsl.worker import POD_NAME
+from kfp_gpuquota.dsl.worker.start import POD_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.dsl.naming import numbered
-from kfp_gpuquota.dsl.staging import Staging
+from kfp_gpuquota.dsl.launcher.staging import Staging
+from kfp_gpuquota.dsl.spec.naming import numbered
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import Lease
-    from kfp_gpuquota.dsl.place import Place
-    from kfp_gpuquota.dsl.step import Step
+    from kfp_gpuquota.dsl.launcher.step import Step
+    from kfp_gpuquota.dsl.launcher.worker_location import Place
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 

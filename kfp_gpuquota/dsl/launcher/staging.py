@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kfp_gpuquota.dsl.worker import STAGING, local_path, output_locations
+from kfp_gpuquota.dsl.worker.start import STAGING, local_path, output_locations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

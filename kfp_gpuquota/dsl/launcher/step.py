@@ -12,10 +12,10 @@ import msgspec
 from kfp_gpuquota.api.environment import WORKER_VARIABLES
 from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.connect import current_project
-from kfp_gpuquota.dsl import pod_resources
-from kfp_gpuquota.dsl.lease import DURATION_S, DURATION_VARIABLE
-from kfp_gpuquota.dsl.naming import job_name, label_value
-from kfp_gpuquota.dsl.options import PREFIX, PROJECT, Options, from_environment
+from kfp_gpuquota.dsl.spec import pod_resources
+from kfp_gpuquota.dsl.spec.lease import DURATION_S, DURATION_VARIABLE
+from kfp_gpuquota.dsl.spec.naming import job_name, label_value
+from kfp_gpuquota.dsl.spec.options import PREFIX, PROJECT, Options, from_environment
 from kfp_gpuquota.errors import InvalidFieldError, UsageError
 
 if TYPE_CHECKING:

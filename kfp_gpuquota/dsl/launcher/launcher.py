@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.api import Phase, ReasonCode
 from kfp_gpuquota.api.wire import Lease
 from kfp_gpuquota.cluster.connect import connect
-from kfp_gpuquota.dsl.lease import AFTER_STOP_S, RENEWALS, LeaseKeeper
-from kfp_gpuquota.dsl.logs import LogFollower, tail
-from kfp_gpuquota.dsl.narration import Narrator, conclusion, progress_of, succeeded
-from kfp_gpuquota.dsl.place import place_of
-from kfp_gpuquota.dsl.step import Step, step_from
-from kfp_gpuquota.dsl.submission import claim
+from kfp_gpuquota.dsl.launcher.log_stream import LogFollower, tail
+from kfp_gpuquota.dsl.launcher.narration import Narrator, conclusion, progress_of, succeeded
+from kfp_gpuquota.dsl.launcher.step import Step, step_from
+from kfp_gpuquota.dsl.launcher.submission import claim
+from kfp_gpuquota.dsl.launcher.worker_location import place_of
+from kfp_gpuquota.dsl.spec.lease import AFTER_STOP_S, RENEWALS, LeaseKeeper
 from kfp_gpuquota.errors import ClusterUnavailableError, GpuQuotaError, JobFailedError
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import JobList
-    from kfp_gpuquota.dsl.place import Place
-    from kfp_gpuquota.dsl.staging import Staging
+    from kfp_gpuquota.dsl.launcher.staging import Staging
+    from kfp_gpuquota.dsl.launcher.worker_location import Place
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 LONG_POLL_S: Final = 20.0

@@ -27,14 +27,14 @@ import kfp_server_api  # type: ignore[import-untyped]
 import urllib3.exceptions
 from kfp.client import ServiceAccountTokenVolumeCredentials
 
-from kfp_gpuquota.dsl.options import PROJECT
-from kfp_gpuquota.dsl.route import is_routed
+from kfp_gpuquota.dsl.pipelines.route import is_routed
+from kfp_gpuquota.dsl.spec.options import PROJECT
 from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.dsl.package import Package
+    from kfp_gpuquota.dsl.pipelines.pipeline_file import Package
 
 Json = dict[str, Any]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.environment import WORKER_VARIABLES
 from kfp_gpuquota.api.validation import check_name
-from kfp_gpuquota.dsl import pod_resources
-from kfp_gpuquota.dsl.lease import DURATION_VARIABLE
-from kfp_gpuquota.dsl.options import PREFIX, PROJECT, Options, checked, to_environment
-from kfp_gpuquota.dsl.placeholders import EXECUTOR_INPUT, disguise
-from kfp_gpuquota.dsl.platform_config import check_config, executor_configs
+from kfp_gpuquota.dsl.pipelines.platform_config import check_config, executor_configs
+from kfp_gpuquota.dsl.spec import pod_resources
+from kfp_gpuquota.dsl.spec.lease import DURATION_VARIABLE
+from kfp_gpuquota.dsl.spec.options import PREFIX, PROJECT, Options, checked, to_environment
+from kfp_gpuquota.dsl.spec.placeholders import EXECUTOR_INPUT, disguise
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 if TYPE_CHECKING:

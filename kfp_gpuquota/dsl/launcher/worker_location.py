@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from kfp_gpuquota.cluster.connect import kube_context
-from kfp_gpuquota.dsl import worker
+from kfp_gpuquota.dsl.worker import start
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import Lease
     from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
-    from kfp_gpuquota.dsl.staging import Staging
-    from kfp_gpuquota.dsl.step import Step
+    from kfp_gpuquota.dsl.launcher.staging import Staging
+    from kfp_gpuquota.dsl.launcher.step import Step
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 
@@ -55,7 +55,7 @@ def place_of(client: ClusterClient) -> Place:
     """Where this launcher's workers run."""
     if kube_context() is None:
         return Beside(client)
-    from kfp_gpuquota.dsl.in_pods import InPods  # noqa: PLC0415 (on one machine none of it is needed)
+    from kfp_gpuquota.dsl.launcher.in_pods import InPods  # noqa: PLC0415 (on one machine none of it is needed)
 
     return InPods(cast("KubernetesClient", client))
 
@@ -73,7 +73,7 @@ class Beside:
     def submit(self, step: Step, name: str, staging: Staging, lease: Lease) -> Job:
         """Queue the step's job under this name."""
         staging.create(step.argv, step.environment)
-        command = (sys.executable, "-I", "-S", worker.__file__, str(staging.step_file))
+        command = (sys.executable, "-I", "-S", start.__file__, str(staging.step_file))
         spec = step.options.job_spec(
             name=name, project=step.project, command=command, working_directory=str(Path.cwd()), labels=step.labels
         )

@@ -34,13 +34,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import parse_qs, urlsplit
 
-from kfp_gpuquota.dsl import remote, worker
+from kfp_gpuquota.dsl.worker import remote, start
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kfp_gpuquota.dsl.staging import Staging
+    from kfp_gpuquota.dsl.launcher.staging import Staging
 
 Json = dict[str, Any]
 
@@ -97,7 +97,7 @@ def input_paths(executor_input: Json) -> list[str]:
     """Where the step's input artifacts lie in this pod."""
     listed = executor_input.get("inputs", {}).get("artifacts", {}).values()
     artifacts = (artifact for each in listed for artifact in each.get("artifacts", []))
-    return [worker.input_path(artifact) for artifact in artifacts if "/" in artifact.get("uri", "")]
+    return [start.input_path(artifact) for artifact in artifacts if "/" in artifact.get("uri", "")]
 
 
 @cache
@@ -106,7 +106,7 @@ def package() -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("gpuquota_remote/__init__.py", "")
-        for module in (worker, remote):
+        for module in (start, remote):
             path = Path(cast(str, module.__file__))
             archive.write(path, f"gpuquota_remote/{path.name}")
         for name, path in _elastic_runtime():

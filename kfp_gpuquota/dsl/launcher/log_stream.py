@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import WorkerPhase
-from kfp_gpuquota.dsl.remote import ENDED
+from kfp_gpuquota.dsl.worker.remote import ENDED
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
