@@ -1,8 +1,8 @@
 """Simulated workers over real TLS against membership shards as processes of their own: see `controller.py`.
 
 The generator is the leader of the shards, as a controller is, and starts two processes that hold the workers' ends.
-Each worker speaks the protocol of `elastic_runtime.membership.coordinator_client`: it reconnects at once, then after pauses that double
-from 50 ms to 1 s, says in which generation it trains, and gives a sign of life each second.
+Each worker speaks the protocol of `elastic_runtime.membership.coordinator_client`: it reconnects at once, then after
+pauses that double from 50 ms to 1 s, says in which generation it trains, and gives a sign of life each second.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""The prepared loaders: which samples this worker reads, through the user's own DataLoader."""

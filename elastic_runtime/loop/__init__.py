@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""The training loop: the job as a script sees it, its global steps, and how this worker joins, repeats and leaves."""

@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""The plan of an epoch: order of samples, batches, micro-batches, position. Pure, and equal on every worker."""

@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""This worker's process beside the training: memory limits, progress, reports, timing, signals and the exit."""

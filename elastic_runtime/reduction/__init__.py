@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""Gradients over the workers: buckets, fast and exact sums, and the few numbers that travel with them."""

@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""The training's state: what belongs to it, how it is packed, sent to joiners and written as checkpoints."""

@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""What a script must not do, found and named before it gives a wrong result."""

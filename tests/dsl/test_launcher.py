@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Phase, ReasonCode, WorkerPhase
-from kfp_gpuquota.dsl.launcher.launcher import EXIT_TAKEN_OVER
+from kfp_gpuquota.dsl.launcher.main import EXIT_TAKEN_OVER
 from tests.dsl.steps import Step
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ def test_an_elastic_step_that_never_joins_elastic_runtime_is_warned(cluster: Emb
 
 
 def test_the_launcher_never_imports_kfp() -> None:
-    program = "import sys, kfp_gpuquota.dsl.launcher; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    program = "import sys, kfp_gpuquota.dsl.launcher.main; print(sorted({m.split('.')[0] for m in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert "'kfp_gpuquota'" in loaded
     assert not [name for name in ("'kfp'", "'torch'", "'aiohttp'", "'numpy'") if name in loaded]

@@ -27,8 +27,8 @@ from tests.patience import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kfp_gpuquota.cluster.kubernetes.client.request import Write
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
-    from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
 
 TEMPLATE = msgspec.Raw(b'{"spec": {"containers": [{"name": "main"}]}}')
 META = Metadata(name="job", namespace="team", uid="u", creation_timestamp=datetime(2026, 11, 21, tzinfo=UTC))

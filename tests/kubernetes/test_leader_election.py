@@ -13,8 +13,8 @@ from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.client.fence import LeaseValidity, StaleLeaseError
 from kfp_gpuquota.cluster.kubernetes.client.leader_election import LeaderElection
+from kfp_gpuquota.cluster.kubernetes.client.request import Write
 from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
-from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.sharing.reservations import AGENT, Place, R
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+    from kfp_gpuquota.cluster.kubernetes.client.request import Write
 
 SETTINGS = ReservationSettings()
 NODES, GPUS, MOST = ("one", "two"), 2, 3

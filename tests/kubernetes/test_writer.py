@@ -12,8 +12,8 @@ from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, Connec
 from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
 from kfp_gpuquota.cluster.kubernetes.client.event_recorder import NAMESPACE_BURST, Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, Fence
+from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.client.write_queue import SLOTS, Writer
-from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -10,7 +10,8 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes.client import logging_setup
-from kfp_gpuquota.cluster.kubernetes.controller.process import Options, Replica, until_told_to_stop
+from kfp_gpuquota.cluster.kubernetes.client.signals import until_stopped
+from kfp_gpuquota.cluster.kubernetes.controller.process import Options, Replica
 from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.errors import GpuQuotaError
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(options: Options) -> int:
-    return 0 if await until_told_to_stop(Replica(options).run()) else LEADS_NO_MORE
+    return 0 if await until_stopped(Replica(options).run()) else LEADS_NO_MORE
 
 
 def _urls(text: str) -> tuple[str, ...]:

@@ -1,1 +1,4 @@
-"""See the package's layers in pyproject.toml."""
+"""Compiled pipelines: steps are routed through the quota, checked, run on this machine or submitted to a KFP server.
+
+Only this package and the decorators import kfp.
+"""

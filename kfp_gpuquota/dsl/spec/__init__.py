@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""What a step asks for and what its pods are: shared by the compiled pipeline and the launcher. Pure, without kfp."""

@@ -18,7 +18,7 @@ import time
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from . import worker
+from . import start
 
 Json = dict[str, Any]
 
@@ -135,7 +135,7 @@ def main(directory: str) -> int:
     try:
         step = json.loads(relay.read("/step"))
         fetch_inputs(relay, step["executor_input"])
-        mine = worker.redirected(step["executor_input"], f"{step['tag']}/{os.environ[worker.POD_NAME]}")
+        mine = start.redirected(step["executor_input"], f"{step['tag']}/{os.environ[start.POD_NAME]}")
         code = run(step, mine)
         if code == 0:
             send_outputs(relay, mine)
@@ -150,7 +150,7 @@ def fetch_inputs(relay: RelayClient, executor_input: Json) -> None:
     """Every input artifact to the place where the step's command looks for it."""
     listed = executor_input.get("inputs", {}).get("artifacts", {}).values()
     for artifact in (artifact for each in listed for artifact in each.get("artifacts", [])):
-        root = worker.input_path(artifact)
+        root = start.input_path(artifact)
         if "/" not in root or os.path.exists(root):  # noqa: PTH110 (there by a volume that is shared)
             continue
         for relative, size, mode in json.loads(relay.read(f"/list?path={quote(root)}")):
@@ -161,9 +161,9 @@ def fetch_inputs(relay: RelayClient, executor_input: Json) -> None:
 
 def run(step: Json, mine: Json) -> int:
     """The original command as a child, for its outputs are to be sent when it has ended."""
-    for place, key in worker.output_locations(mine):
-        os.makedirs(os.path.dirname(worker.local_path(place[key])), exist_ok=True)  # noqa: PTH103, PTH120
-    argv = [worker.revealed(element, mine) for element in step["argv"]]
+    for place, key in start.output_locations(mine):
+        os.makedirs(os.path.dirname(start.local_path(place[key])), exist_ok=True)  # noqa: PTH103, PTH120
+    argv = [start.revealed(element, mine) for element in step["argv"]]
     environment = {**os.environ, **step["environment"]}
     if importlib.machinery.PathFinder.find_spec("elastic_runtime", sys.path[1:]) is None:  # the image's own goes first
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], environment.get("PYTHONPATH")]))
@@ -171,7 +171,7 @@ def run(step: Json, mine: Json) -> int:
         child = subprocess.Popen(argv, env=environment)
     except OSError as error:
         sys.stderr.write(f"gpuquota: cannot run {argv[0]!r}: {error.strerror}\n")
-        return worker.EXIT_NOT_FOUND
+        return start.EXIT_NOT_FOUND
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: child.send_signal(received))
     code = child.wait()
@@ -180,7 +180,7 @@ def run(step: Json, mine: Json) -> int:
 
 def send_outputs(relay: RelayClient, mine: Json) -> None:
     """All that the command has written into this worker's own places. Raises RelayError."""
-    places = [worker.local_path(place[key]) for place, key in worker.output_locations(mine)]
+    places = [start.local_path(place[key]) for place, key in start.output_locations(mine)]
     directories = dict.fromkeys(os.path.dirname(place) for place in places)  # noqa: PTH120
     for _ in range(SENDS):
         files = [
@@ -192,6 +192,6 @@ def send_outputs(relay: RelayClient, mine: Json) -> None:
         for file in files:
             relay.upload(file, file)
         sizes = [(file, os.path.getsize(file)) for file in files]  # noqa: PTH202
-        if relay.complete(os.environ[worker.POD_NAME], sizes):
+        if relay.complete(os.environ[start.POD_NAME], sizes):
             return
     raise RelayError(f"the step's launcher was replaced {SENDS} times while the outputs were sent")

@@ -1,4 +1,4 @@
-"""What each worker of a step's job starts with: `python3 -I -S worker.py STEP_FILE`.
+"""What each worker of a step's job starts with: `python3 -I -S start.py STEP_FILE`.
 
 It sends the outputs of the step's original command to a place of this worker's own, and then becomes that command.
 The standard library only, and no import of this package: it runs in whatever image the step has.

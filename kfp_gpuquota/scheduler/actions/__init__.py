@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""One scheduling cycle: allocate what is idle, reclaim and preempt, consolidate, and lend what is left."""

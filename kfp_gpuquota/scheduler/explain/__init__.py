@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""Why: the sentences for every decision, and why a job waits."""

@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""How much each queue may have, and whose job is considered next."""

@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""On which nodes and devices tasks go, and what could be taken from whom to make room."""

@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""What the scheduler reasons about: jobs, queues, nodes and who holds what, indexed, changed by events only."""

@@ -7,19 +7,24 @@ cluster (rejected: copying the cluster for each attempt).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kfp_gpuquota.scheduler.state.model import GPU, UNLIMITED, Amount, Host, Job, Queue, Request, Status, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from kfp_gpuquota.scheduler.placement.packing import Packing
+    from collections.abc import Iterable, Iterator
 
 Change = tuple[Task, Status, Host | None, tuple[int, ...]]
 
 _USED, _LEAVING, _NOMINATED = 0, 1, 2
 _COLUMN = {Status.HELD: _USED, Status.BOUND: _USED, Status.NOMINATED: _NOMINATED, Status.LEAVING: _LEAVING}
+
+
+class Packing(Protocol):
+    """Hosts in the order in which a share fragments them least: `placement.packing`."""
+
+    def ranked(self, request: Request, pool: str) -> Iterator[Host]:
+        """Hosts that have devices, CPU and memory for the request, the best first."""
 
 
 class Ledger:

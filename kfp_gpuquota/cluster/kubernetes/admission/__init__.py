@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""The webhook: reviews of new pods, its server and its certificates. A review is pure; only `server` does I/O."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer

@@ -29,7 +29,7 @@ from kfp_gpuquota.cluster.kubernetes.client.async_client import (
 )
 from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, StaleLeaseError
 from kfp_gpuquota.cluster.kubernetes.client.logging_setup import because_of, cause, fields
-from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane
+from kfp_gpuquota.cluster.kubernetes.client.request import Lane
 from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.client.fence import Fence
-    from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+    from kfp_gpuquota.cluster.kubernetes.client.request import Write
 
 SLOTS: Final = {Lane.ADMIT: 24, Lane.RELEASE: 24, Lane.CREATE: 16, Lane.STATUS: 6, Lane.EVENT: 2, Lane.OTHER: 6}
 RESERVED: Final = 2

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.client.fence import Fence
-    from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane
+    from kfp_gpuquota.cluster.kubernetes.client.request import Lane
     from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
 
 LONGEST_REST_S: Final = 0.5

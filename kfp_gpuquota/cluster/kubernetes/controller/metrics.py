@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-from kfp_gpuquota.cluster.kubernetes.client.sockets import listen
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
     from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
 
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -79,44 +73,3 @@ class Metrics:
             self.held.labels(name).set(held.gpus)
             self.waiting.labels(name).set(held.waiting)
             self.guaranteed.labels(name).set(project.guaranteed)
-
-
-class Registered(Protocol):
-    """Metrics of any process."""
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        """Where they are kept."""
-
-
-@asynccontextmanager
-async def serving(
-    metrics: Registered,
-    port: int,
-    *,
-    ready: Callable[[], bool],
-    look: Callable[[], None],
-    healthy: Callable[[], str] = lambda: "",
-) -> AsyncIterator[int]:
-    """/metrics, /healthz and /readyz; gives the port. `healthy()` says what is wrong, "" where nothing is."""
-
-    async def show(_: web.Request) -> web.Response:
-        look()
-        return web.Response(body=generate_latest(metrics.registry), content_type="text/plain")
-
-    async def health(_: web.Request) -> web.Response:
-        wrong = healthy()
-        return web.Response(status=503, text=wrong) if wrong else web.Response(text="ok")
-
-    async def readiness(_: web.Request) -> web.Response:
-        return web.Response(text="ok") if ready() else web.Response(status=503, text="not ready")
-
-    app = web.Application()
-    app.add_routes([web.get("/metrics", show), web.get("/healthz", health), web.get("/readyz", readiness)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listen(port)).start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()

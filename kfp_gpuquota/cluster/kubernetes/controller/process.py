@@ -9,22 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 import uuid
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.client import probes
 from kfp_gpuquota.cluster.kubernetes.client.async_client import MERGE_PATCH, ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.client.leader_election import LeaderElection
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.client.signals import first_to_end
 from kfp_gpuquota.cluster.kubernetes.controller import metrics
 from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service
@@ -39,8 +40,6 @@ from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import Reservation
 from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
 
 ACCOUNT: Final = "gpuquota-controller"
@@ -93,10 +92,10 @@ class Replica:
         async with AsyncExitStack() as stack:
             credentials = load_credentials(options.kubeconfig, options.context)
             connection = await stack.enter_async_context(Connection(credentials, count=self._metrics.count_call))
-            probes = metrics.serving(
+            served = probes.serving(
                 self._metrics, options.metrics_port, ready=self._is_ready, look=self._look, healthy=self._is_healthy
             )
-            log.info("metrics and probes on port %d", await stack.enter_async_context(probes))
+            log.info("metrics and probes on port %d", await stack.enter_async_context(served))
             certificates = await self._certificates(connection)
             tasks = [] if options.reviews_only else [self._lead(connection, certificates)]
             if options.webhook_port:
@@ -229,29 +228,6 @@ class Replica:
 
     def _reviewed(self, verdict: Verdict, seconds: float) -> None:
         self._metrics.reviews.labels(str(verdict.allowed)).observe(seconds)
-
-
-async def first_to_end(*running: Coroutine[Any, Any, Any]) -> None:
-    """Run them until one ends; the others are cancelled then, and what failed is raised."""
-    tasks = [asyncio.ensure_future(one) for one in running]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-
-
-async def until_told_to_stop(program: Coroutine[Any, Any, Any]) -> bool:
-    """Run it until SIGTERM or SIGINT comes; False where it has ended by itself."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await first_to_end(program, stop.wait())
-    return stop.is_set()
 
 
 async def _label(connection: Connection, *, leads: bool) -> None:

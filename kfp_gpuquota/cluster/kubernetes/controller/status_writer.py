@@ -17,7 +17,7 @@ import msgspec
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH, ApiError
-from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import retry_fields
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status import status_of, with_condition
 from kfp_gpuquota.cluster.kubernetes.objects import labels

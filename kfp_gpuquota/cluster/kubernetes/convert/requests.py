@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON, JSON_PATCH, MERGE_PATCH
+from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON_PATCH, MERGE_PATCH
+from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 
@@ -18,41 +17,6 @@ if TYPE_CHECKING:
 REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 _AFFINITY: Final = "/spec/affinity"
 _TERMS: Final = f"{_AFFINITY}/nodeAffinity/{REQUIRED}/nodeSelectorTerms"
-
-
-class Lane(StrEnum):
-    """What a request does; each kind has slots of its own in the writer."""
-
-    ADMIT = "admit"  # a gated pod may start
-    RELEASE = "release"  # a pod is evicted or deleted
-    CREATE = "create"  # a pod, and what it mounts
-    STATUS = "status"
-    EVENT = "event"
-    OTHER = "other"
-
-
-class Write(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. `about` is "namespace/name" of its object, or a name alone. `level` is that of its line in the log:
-    what is written again and again is for debugging only.
-    """
-
-    verb: str
-    path: str
-    about: str
-    lane: Lane = Lane.OTHER
-    body: Any = None
-    content_type: str = JSON
-    level: int = logging.INFO
-
-    @property
-    def namespace(self) -> str:
-        """Of the object; "" where it has none."""
-        return self.about.partition("/")[0] if "/" in self.about else ""
-
-
-def pods_path(namespace: str) -> str:
-    """Where a namespace's pods are."""
-    return f"/api/v1/namespaces/{namespace}/pods"
 
 
 def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) -> Write:

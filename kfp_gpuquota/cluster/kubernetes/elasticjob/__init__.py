@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""The ElasticJob's life: its record, its workers' pods, their membership, time limits and status."""

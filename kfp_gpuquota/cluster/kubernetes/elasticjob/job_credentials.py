@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
-from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.elasticjob import pod_builder
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.job_book import Change
+from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import index_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service, pod_builder
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status import RESERVED_AT_ONCE, index_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status import RESERVED_AT_ONCE
 from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
 from kfp_gpuquota.cluster.kubernetes.shards.messages import shard_of
 from kfp_gpuquota.cluster.lifecycle import progressed, resized

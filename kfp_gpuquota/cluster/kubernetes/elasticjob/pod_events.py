@@ -10,8 +10,9 @@ import msgspec
 from kfp_gpuquota.api import Phase, Worker, WorkerPhase
 from kfp_gpuquota.cluster.job_book import Change
 from kfp_gpuquota.cluster.kubernetes.convert.pods import KILLED, PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import FIRST_HOLD_S, Facts
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status import counting, worker_id, worker_record
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status import counting, worker_record
 from kfp_gpuquota.cluster.lifecycle import after_worker_gone
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 

@@ -16,8 +16,8 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
 from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert import requests
-from kfp_gpuquota.cluster.kubernetes.convert.requests import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.elasticjob import pod_builder
 from kfp_gpuquota.cluster.kubernetes.elasticjob.job_credentials import JobSecrets
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
@@ -102,7 +102,7 @@ class WorkerPods:
         namespace = body["metadata"]["namespace"]
         write = Write(
             verb="POST",
-            path=requests.pods_path(namespace),
+            path=pods_path(namespace),
             about=f"{namespace}/{body['metadata']['name']}",
             lane=Lane.CREATE,
             body=body,

@@ -12,6 +12,7 @@ from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes.convert import pods
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
+from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import pod_name
 from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import NOTHING_GIVEN_BACK, RetryFields
 from kfp_gpuquota.cluster.kubernetes.elasticjob.size_history import progress_of, resizes_of, size_changes
@@ -87,16 +88,6 @@ def _seconds(time: datetime | None) -> float | None:
 
 def _time(seconds: float | None) -> datetime | None:
     return None if seconds is None else datetime.fromtimestamp(int(seconds), UTC)
-
-
-def worker_id(job_uid: str, index: int) -> str:
-    """As the embedded cluster calls them."""
-    return f"{job_uid}-{index}"
-
-
-def index_of(worker: str) -> int:
-    """Of a worker by its id."""
-    return bounded_number(worker.rpartition("-")[2]) or 0
 
 
 def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:

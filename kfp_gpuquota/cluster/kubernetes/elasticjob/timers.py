@@ -12,7 +12,7 @@ import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
-from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+from kfp_gpuquota.cluster.kubernetes.client.request import Write
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.objects import labels

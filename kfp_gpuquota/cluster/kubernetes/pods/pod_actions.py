@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.cluster.kubernetes.client.request import Write
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
-    from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
     from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.request import Write
 from kfp_gpuquota.cluster.kubernetes.convert.owners import ALONE, Together, together
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
-from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

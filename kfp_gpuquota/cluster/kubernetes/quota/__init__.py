@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""What administrators write: GpuQuota, Profile, WorkloadPolicy and QuotaPolicy, as projects and rules."""

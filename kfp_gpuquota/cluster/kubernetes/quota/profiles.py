@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
-from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
+from kfp_gpuquota.cluster.kubernetes.client.request import Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.quota.quotas import project_of_plugin, quota_spec, says
 from kfp_gpuquota.errors import InvalidFieldError

@@ -18,11 +18,10 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry, Gauge
 
 from kfp_gpuquota.cluster.kubernetes.admission import server
-from kfp_gpuquota.cluster.kubernetes.client import logging_setup
+from kfp_gpuquota.cluster.kubernetes.client import logging_setup, probes
 from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
-from kfp_gpuquota.cluster.kubernetes.controller import metrics
-from kfp_gpuquota.cluster.kubernetes.controller.process import first_to_end, until_told_to_stop
+from kfp_gpuquota.cluster.kubernetes.client.signals import first_to_end, until_stopped
 from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import LIMITS
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.set_threshold(GARBAGE_AFTER)
     logging_setup.configure(options.log_format, options.log_level)
     try:
-        asyncio.run(until_told_to_stop(_run(options)))
+        asyncio.run(until_stopped(_run(options)))
     except GpuQuotaError as error:
         log.error("%s", error.message)
         return error.exit_code
@@ -77,8 +76,8 @@ async def _run(options: argparse.Namespace) -> None:
             shown.workers.set(jobs.service.connected)
             shown.leader.set(control.connected)
 
-        probes = metrics.serving(shown, options.metrics_port, ready=lambda: True, look=look)
-        log.info("metrics and probes on port %d", await stack.enter_async_context(probes))
+        served = probes.serving(shown, options.metrics_port, ready=lambda: True, look=look)
+        log.info("metrics and probes on port %d", await stack.enter_async_context(served))
         log.info("workers are served on port %d", port)
         await first_to_end(certificates.keep(), membership_service.keep_key(connection, options.keys_namespace, key))
 

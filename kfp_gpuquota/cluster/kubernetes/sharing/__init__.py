@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""GPUs that several pods share: reservations in the controller, and the memory agent on each node."""

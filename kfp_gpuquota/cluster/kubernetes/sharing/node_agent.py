@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client import logging_setup
+from kfp_gpuquota.cluster.kubernetes.client import logging_setup, probes
 from kfp_gpuquota.cluster.kubernetes.client.async_client import MERGE_PATCH, Connection
 from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.event_recorder import Recorder, Subject
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.client.request import Write, pods_path
+from kfp_gpuquota.cluster.kubernetes.client.signals import until_stopped
 from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
-from kfp_gpuquota.cluster.kubernetes.controller import metrics
-from kfp_gpuquota.cluster.kubernetes.controller.process import until_told_to_stop
-from kfp_gpuquota.cluster.kubernetes.convert.requests import Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger, reservation_pods
@@ -109,7 +108,7 @@ class NodeAgent:
             stack.push_async_callback(self._writer.close)
             stack.callback(self._agent.close)
             stack.callback(self._cancel)
-            serving = metrics.serving(
+            serving = probes.serving(
                 self.metrics, self._options.metrics_port, ready=self._pods.synced.is_set, look=self._look
             )
             log.info("metrics and probes on port %d", await stack.enter_async_context(serving))
@@ -250,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _serve(options: AgentOptions) -> int:
     async with Connection(load_credentials(options.kubeconfig, options.context)) as connection:
-        await until_told_to_stop(NodeAgent(connection, options, _memory(options)).run())
+        await until_stopped(NodeAgent(connection, options, _memory(options)).run())
     return 0
 
 

@@ -26,7 +26,7 @@ import msgspec
 from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.convert.pods import elastic_owner
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status import worker_id
+from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods, share_annotations
@@ -35,9 +35,9 @@ from kfp_gpuquota.errors import RunError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kfp_gpuquota.cluster.kubernetes.client.request import Write
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
-    from kfp_gpuquota.cluster.kubernetes.convert.requests import Write
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings, ReservationView
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote

@@ -1,1 +1,1 @@
-"""See the package's layers in pyproject.toml."""
+"""A Kubernetes cluster for the command line and the launcher: the same calls, as the user's own identity."""

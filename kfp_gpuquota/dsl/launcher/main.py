@@ -285,7 +285,3 @@ def _say_last(text: str) -> None:
 def _on_signal(number: int, _frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the last call
     raise _StoppedError(number)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,7 @@
+"""The program that a routed step runs in place of its own command."""
+
+import sys
+
+from kfp_gpuquota.dsl.launcher.main import main
+
+sys.exit(main())
