@@ -6,6 +6,7 @@ Only the module of the command that is run is imported: all of them take a tenth
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import inspect
 import os
@@ -46,6 +47,9 @@ COMMANDS: Final = {
     "whatif": ("what-if",),
 }
 """Modules, and the commands that each registers."""
+
+COLLECTED_AFTER: Final = 100_000
+"""New objects before a pass of the garbage collector: most commands end before, and drop nothing that it would find."""
 
 _MODULES: Final = {command: module for module, commands in COMMANDS.items() for command in commands}
 
@@ -140,6 +144,7 @@ def _prepare(commands: typer.Typer) -> None:
 
 def main() -> None:
     """Run a command: errors are one sentence on stderr, and the exit code is 1 (it failed) or 2 (a mistake)."""
+    gc.set_threshold(COLLECTED_AFTER)
     try:
         try:
             application(sys.argv[1:])()

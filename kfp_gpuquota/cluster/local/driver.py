@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
 RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 60.0
+REST_SHARE: Final = 3.0
+"""So many times its duration each plan leaves to requests, in the long run: thousands of submissions share plans."""
+BURST_S: Final = 0.2
+"""So much of that may be owed: a few arrivals are each planned at once."""
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +85,7 @@ class Driver:
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
         self._pace = Pace()
+        self._debt_until = 0.0
         self._start_failures: dict[str, int] = {}
         self._killed_for: dict[str, str] = {}
         self.health = PlanningHealth(self._loop.time)
@@ -90,8 +95,10 @@ class Driver:
         """Something changed: plan in the next turn of the loop."""
         if self._planning is None:
             self.health.requested()
-            delay_s = max(self._pace.delay_s, self.health.pause_s)
-            self._planning = self._loop.call_later(delay_s, self._plan) if delay_s else self._loop.call_soon(self._plan)
+            delay_s = max(self._pace.delay_s, self.health.pause_s, self._debt_until - BURST_S - self._loop.time())
+            self._planning = (
+                self._loop.call_later(delay_s, self._plan) if delay_s > 0 else self._loop.call_soon(self._plan)
+            )
 
     def recover(self) -> None:
         """Take up what an earlier daemon left: adopt what runs, learn how the rest ended, do what was not done."""
@@ -152,8 +159,11 @@ class Driver:
 
     def _plan_once(self) -> None:
         self._planning = None
+        began = self._loop.time()
         now = self._state.clock()
         plan = scheduler.plan(self._state.scheduler, now)
+        ended = self._loop.time()
+        self._debt_until = max(self._debt_until, began) + REST_SHARE * (ended - began)
         self._plan_again(None if plan.again_at is None else plan.again_at - now)
         for uid, reason in plan.waiting.items():
             self._state.note_waiting(uid, reason)

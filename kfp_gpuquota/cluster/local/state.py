@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -61,7 +62,8 @@ class ClusterState(JobBook):
         self._by_request: dict[str, str] = {}
         self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
         self._waiters: set[asyncio.Future[None]] = set()
-        self._load()
+        with _uncollected():
+            self._load()
         self.clock = SteadyClock(self._newest_record())
         self._recall_usage()
 
@@ -212,7 +214,7 @@ class ClusterState(JobBook):
     def note_waiting(self, uid: str, reason: Reason | None) -> None:
         """Remember why a job waits; the next plan says so again, so nothing is written."""
         job = self.jobs[uid]
-        if job.status.reason != reason:
+        if job.status.reason is not reason and job.status.reason != reason:
             self.jobs[uid] = with_status(job, reason=reason)
             self.wake()
 
@@ -341,6 +343,17 @@ class ClusterState(JobBook):
             return
         for event in recalled(self._store.load_events(0, KEPT_EVENTS), self.projects, self.clock(), half_life_s):
             self.scheduler.apply(event)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Load without passes of the garbage collector, which find nothing, and keep what was loaded out of later ones."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _behind(jobs: list[JobRecord], at: float, uid: str) -> list[JobRecord]:
