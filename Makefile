@@ -55,6 +55,9 @@ types: $(VENV)/.dev  ## Types (strict)
 layers: $(VENV)/.dev  ## Import layers
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.dev  ## The documentation as a site, in out/docs; any warning is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs out/docs
+
 clean:  ## Remove what these commands made
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 

@@ -14,11 +14,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from elastic_runtime.data.dataloader import Batches, like, restart_processes
+from elastic_runtime.data.dataloader import Batches, like
 from elastic_runtime.data.sample_stamps import sample_stamp
 from elastic_runtime.data.sources import SeededDataset, SeededIndices, Source, has_own_batches
 from elastic_runtime.errors import UsageError
 from elastic_runtime.plan.order import mix_seed, order_stamp
+from elastic_runtime.torch_internals.modules import drop_loader_processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -144,7 +145,7 @@ class ElasticLoader:
         if not self._inner.num_workers or self._given.persistent_workers:
             return
         if self._begun_with is None or self._begun_with != stamp(self.dataset):
-            restart_processes(self._inner)
+            drop_loader_processes(self._inner)
         self._begun_with = None
 
     def sample(self) -> Any:

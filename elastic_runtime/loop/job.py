@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import logging
-import sys
 import weakref
 from contextlib import contextmanager
 from functools import partial
@@ -294,7 +292,7 @@ class Job:
         error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002  (torch's own signature)
         foreach: bool | None = None,  # noqa: FBT001
     ) -> torch.Tensor:
-        """torch.nn.utils.clip_grad_norm_ for replicated and for sharded models; returns the total norm, a scalar.
+        """`torch.nn.utils.clip_grad_norm_` for replicated and sharded models; returns the total norm, a scalar.
 
         It acts where a global step is complete. Elsewhere, and where a peer is lost in the middle of it (the step is
         going to be repeated then), there are no gradients: it returns 0, as torch does for none. With a GradScaler,
@@ -403,7 +401,6 @@ class Job:
         return self._session
 
     def _start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
-        atexit.register(_finish_early, self._prepared)
         if not self._prepared.started:
             self._take_schedulers()
         self._prepared.start(total_steps=total_steps, last_step=last_step)
@@ -472,9 +469,3 @@ def _take_from_others(model: torch.nn.Module) -> None:
 
 def _named(name: str, parts: list[Any]) -> list[tuple[str, Stateful]]:
     return [(name if number == 0 else f"{name}{number + 1}", part) for number, part in enumerate(parts)]
-
-
-def _finish_early(session: Session) -> None:
-    """At the process's end: one that was left by an exception is not over."""
-    if not hasattr(sys, "last_type") and not session.leaving:
-        session.finish_early()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 import torch.distributed as dist
 
-from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.errors import CollectiveError, LoopError, RunError
 from elastic_runtime.loop.savers import Saving
 from elastic_runtime.membership import torchrun
 from elastic_runtime.membership.coordinator_client import Coordinator
@@ -47,6 +47,9 @@ RELEASE_S = 5.0
 
 _log = logging.getLogger("elastic_runtime")
 
+MAX_FAILURES = 5
+"""Of a collective in a row, at one point of the training and between the same members."""
+
 
 class Member:
     """Without a coordinator it is alone: rank 0 of 1, for ever."""
@@ -64,6 +67,8 @@ class Member:
         self.streams = RandomStreams()
         self._voice = Voice(environment.worker_id, lambda: self._generations.adopted)
         self._holds_state = self.leaving = False
+        self._failed_at: object = None
+        self._failures = 0  # in a row, at that point of the training
         secret = Secret(lambda: environment.token().encode(), bool(environment.coordinator) and environment.local)
         self._generations = Generations(environment.worker_id, self._store, self._voice.say, _backend, secret)
         shown = Progress(sys.stderr, wanted=progress)
@@ -97,6 +102,11 @@ class Member:
     def generation(self) -> int:
         """The number of the generation in force; 0 before the first, and alone."""
         return self._generations.adopted.number if self._generations.adopted else 0
+
+    @property
+    def awaited(self) -> bool:
+        """Whether something outside of this process waits for the training's end: a cluster, or a checkpoint."""
+        return self.coordinated or bool(self._environment.checkpoint_dir or self._environment.report_file)
 
     @property
     def group(self) -> Group | None:
@@ -240,9 +250,26 @@ class Member:
             self.leave_if_told(state)
             raise error or CollectiveError("this process was told to end")
         if error:
+            self._bound_failures(state, error)
             _log.warning("generation %d: %s; recovering", self.generation, error)
             self._tell_failed(self._generations.adopted, state, error)
         self._settle(state, self._next(after=self.generation), "recovered")
+
+    def _bound_failures(self, state: TrainingState, error: CollectiveError) -> None:
+        """Raise RunError where the same members have failed at one point of the training again and again.
+
+        A lost peer changes the members. What fails without one, such as a sum that the library refuses, would be
+        repeated permanently.
+        """
+        adopted = self._generations.adopted
+        point = (adopted.members if adopted else (), state.position.step, state.rounds)
+        self._failures = self._failures + 1 if point == self._failed_at else 1
+        self._failed_at = point
+        if self._failures >= MAX_FAILURES:
+            raise RunError(
+                f"the workers could not exchange data at step {state.position.step} {MAX_FAILURES} times in a row, and "
+                f"none of them was lost; the last failure: {error}"
+            ) from error
 
     def meet(self) -> None:
         """Wait for all members. CollectiveError where one was lost."""

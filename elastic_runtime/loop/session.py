@@ -7,6 +7,10 @@ loss is noticed. Everything else in a loop is the script's own.
 
 from __future__ import annotations
 
+import atexit
+import sys
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -52,6 +56,7 @@ class Session:
         self.started = self.finished = False
         self._released = False
         self._catching_up = False  # another's state is ahead of this worker's place in the loop
+        self._at_exit: Callable[[], None] | None = None
         self._counted = self._moved = False  # in this iteration: its step, early; the membership
         self.watches: list[Watch] = []
         self.rounds = Rounds(state, member, self._recover_between_steps)
@@ -140,6 +145,7 @@ class Session:
             self._state.sample_stamp = self.loader.sample_stamp()
             self._warm_up()
         self.started = True
+        self._finish_at_exit()
         self._member.join(self._state, self._mode)
         self._memory.follow()
 
@@ -204,8 +210,20 @@ class Session:
         own = {id(parameter) for _, parameter in self._state.parameters()}
         return any(id(parameter) in own for parameter in parameters)
 
+    def _finish_at_exit(self) -> None:
+        """Have the training finished at the process's end, where something waits for that; else it may be collected
+        as soon as the script drops it, as in a notebook that trains several models.
+        """
+        if self._at_exit is None:
+            held = partial(_returned, self) if self._member.awaited else weakref.ref(self)
+            self._at_exit = partial(_finish_left, held)
+            atexit.register(self._at_exit)
+
     def _end(self) -> None:
         self.finished = True
+        if self._at_exit:
+            atexit.unregister(self._at_exit)
+            self._at_exit = None
         self.release()
         self._member.at_rest.end()
         self._member.finish(self.position.step)
@@ -363,3 +381,14 @@ class Session:
 
     def _tell_progress(self, *, force: bool = False) -> None:
         self._member.tell_progress(self.position, self._total_steps, force=force)
+
+
+def _returned(session: Session) -> Session:
+    return session
+
+
+def _finish_left(held: Callable[[], Session | None]) -> None:
+    """At the process's end: a training that was left by an exception is not over."""
+    session = held()
+    if session and not hasattr(sys, "last_type") and not session.leaving:
+        session.finish_early()

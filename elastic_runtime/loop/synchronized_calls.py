@@ -10,21 +10,25 @@ takes over the state of a round that it has not begun, and runs the script on to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from elastic_runtime.errors import CollectiveError
+import torch
+
+from elastic_runtime.errors import CollectiveError, UsageError
 from elastic_runtime.state.packing import pack, unpack
 from elastic_runtime.state.transfer import gather_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from elastic_runtime.loop.member import Member
     from elastic_runtime.state.training_state import TrainingState
 
 Result = TypeVar("Result")
+SUMMABLE: Final = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+"""What both gloo and NCCL sum."""
 _LIBRARIES = ("gloo", "nccl")
 _OWN_COLLECTIVE = (
     "within job.repeat a lost worker breaks off every collective, and only job.all_reduce and job.all_gather are done "
@@ -70,11 +74,20 @@ class Rounds:
             return result
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum in place over all workers. CollectiveError where one is lost."""
+        """Sum in place over all workers. UsageError for what cannot be summed, CollectiveError where one is lost."""
+        if tensor.dtype not in SUMMABLE or tensor.layout is not torch.strided:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in SUMMABLE))
+            raise UsageError(
+                f"all_reduce got a {tensor.dtype} tensor of layout {tensor.layout}; convert it to a dense tensor of "
+                f"one of: {names}"
+            )
         group = self._member.group
         if group is not None and group.size > 1:
             self._member.check()
-            group.wait([group.all_reduce(tensor)])
+            dense = tensor.contiguous()
+            group.wait([group.all_reduce(dense)])
+            if dense is not tensor:
+                tensor.copy_(dense)
         return tensor
 
     def all_gather(self, value: Result) -> list[Result]:

@@ -58,6 +58,7 @@ class Coordinator:
         self._outbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._connection: http.client.HTTPConnection | None = None
         self._greeting = threading.Lock()  # what is said during the greeting follows it, and is not dropped
+        self._replacing = threading.Lock()  # held for an assignment only
         self._away = Away()
         self._accepted_at: float | None = None
         self._parted = False  # goodbye was said on this connection
@@ -129,7 +130,8 @@ class Coordinator:
             parting = self._closing.is_set()
             said = [_chunk(event) for event in self._standing()]
             connection.sock.sendall(b"".join([*said, *([_LAST_CHUNK] if parting else [])]))
-            self._connection, self._parted = connection, parting
+            with self._replacing:
+                self._connection, self._parted = connection, parting
         response = connection.getresponse()
         if response.status == 401 and self._accepted_lately():
             raise OSError(f"the coordinator answered {_message(response)}")
@@ -163,10 +165,14 @@ class Coordinator:
             try:
                 connection.sock.sendall(_LAST_CHUNK if event is None else _chunk(event))
             except OSError:
-                self._drop()
+                self._drop(connection)
 
-    def _drop(self) -> None:
-        connection, self._connection = self._connection, None
+    def _drop(self, failed: http.client.HTTPConnection | None = None) -> None:
+        """Close the connection; where one `failed`, that one, and not what the reader has opened in its place since."""
+        with self._replacing:
+            connection = failed or self._connection
+            if connection is self._connection:
+                self._connection = None
         if connection is not None and connection.sock is not None:
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it

@@ -205,8 +205,3 @@ class Generations:
         """Keep connections open until nobody needs them, or long enough."""
         with self._changed:
             self._changed.wait_for(lambda: self._order.kind == "Release", timeout_s)
-
-    @property
-    def must_recover(self) -> bool:
-        """Whether the generation in force has been ended from outside."""
-        return self.interrupt.is_set

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_runtime.errors import CollectiveError
 from elastic_runtime.membership.pickled_objects import Exchange
-from elastic_runtime.torch_internals import drop_group, make_default
+from elastic_runtime.torch_internals import all_gather_flat, drop_group, make_default, reduce_scatter_flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,23 +43,22 @@ class Pending(Protocol):
 
 
 class Interrupt:
-    """Set by the orders' thread when what the loop waits for will not come."""
+    """Ends the loop's waits for peers. Set by the coordinator's thread or a signal handler, cleared by the loop.
+
+    A plain flag that the waits poll: a handler runs in the loop's own thread, perhaps while that clears the flag, and
+    would wait permanently for the lock of a threading.Event.
+    """
 
     def __init__(self) -> None:
-        self._set = threading.Event()
+        self.is_set = False
 
     def set(self) -> None:
         """End the waits."""
-        self._set.set()
+        self.is_set = True
 
     def clear(self) -> None:
-        """It was noticed."""
-        self._set.clear()
-
-    @property
-    def is_set(self) -> bool:
-        """Whether waits end."""
-        return self._set.is_set()
+        """Let waits last again."""
+        self.is_set = False
 
 
 class Group:
@@ -152,12 +151,12 @@ class Group:
     def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Equal parts of all ranks, in order, as one flat tensor. `part` may lie in `whole` already."""
         with _lost_peers_reported():
-            self.wait([self._group._allgather_base(whole, part)])  # noqa: SLF001  (torch's own name for it)
+            self.wait([all_gather_flat(self._group, whole, part)])
 
     def reduce_scatter_into(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         """This rank's part of the sum of all ranks' `whole`, a flat tensor of equal parts."""
         with _lost_peers_reported():
-            self.wait([self._group._reduce_scatter_base(part, whole, dist.ReduceScatterOptions())])  # noqa: SLF001
+            self.wait([reduce_scatter_flat(self._group, part, whole)])
 
     def mesh(self, device: str, name: str) -> DeviceMesh:
         """The one-dimensional mesh of its ranks, once it is published. No two may have one name: torch keeps what it

@@ -7,6 +7,7 @@ votes for the next generation, rank 0's buffers, and which parameters were used.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -80,6 +81,7 @@ class Layout:
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
         self._parameters = list(parameters)
         self._handles: list[RemovableHandle] = []
+        self._on_gradient: Callable[[Slot, torch.Tensor], None] = _ignore
         self._trained = self._trainable()
         self.slots = [Slot(name, p, 0, 0) for name, p in self._parameters if p.requires_grad]
         if not self.slots:
@@ -113,9 +115,17 @@ class Layout:
         return whole[size - self._tail_size : size]
 
     def hook(self, on_gradient: Callable[[Slot, torch.Tensor], None]) -> None:
-        """Call `on_gradient` with each gradient as it is complete."""
+        """Call `on_gradient` with each gradient as it is complete.
+
+        The hooks refer to this layout weakly: a cycle from a parameter through its hook and back is not collected.
+        """
         self.unhook()
-        self._handles = [_register(slot.parameter, partial(_fire, slot, on_gradient)) for slot in self.slots]
+        self._on_gradient, this = on_gradient, weakref.ref(self)
+        self._handles = [_register(slot.parameter, partial(_fire, this, at)) for at, slot in enumerate(self.slots)]
+
+    def received(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Pass a complete gradient on."""
+        self._on_gradient(slot, gradient)
 
     def unhook(self) -> None:
         """Leave the parameters alone."""
@@ -155,10 +165,14 @@ class Layout:
             slot.parameter.grad = None
 
 
-def _fire(slot: Slot, on_gradient: Callable[[Slot, torch.Tensor], None], parameter: torch.Tensor) -> None:
-    gradient = parameter.grad
-    if gradient is not None:
-        on_gradient(slot, gradient)
+def _ignore(_slot: Slot, _gradient: torch.Tensor) -> None:
+    """No hooks are registered."""
+
+
+def _fire(held: weakref.ref[Layout], at: int, parameter: torch.Tensor) -> None:
+    layout, gradient = held(), parameter.grad
+    if layout is not None and gradient is not None:
+        layout.received(layout.slots[at], gradient)
 
 
 def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:

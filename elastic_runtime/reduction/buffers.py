@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import UsageError
+from elastic_runtime.torch_internals.modules import BatchNorm, is_persistent, own_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,7 +46,7 @@ class Place:
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor that is registered there now."""
-        found: torch.Tensor | None = self.module._buffers[self.name]  # noqa: SLF001  (a property costs ten times this)
+        found: torch.Tensor | None = own_buffers(self.module)[self.name]
         if found is None:
             raise UsageError(f"buffer {self.path!r} became None during the training; assign a tensor of zeros instead")
         return found
@@ -56,7 +57,7 @@ class Place:
         if found.shape == value.shape and found.dtype == value.dtype:
             found.data.copy_(value)
         else:
-            self.module._buffers[self.name] = value.clone()  # noqa: SLF001
+            own_buffers(self.module)[self.name] = value.clone()
 
 
 class FollowedBuffers:
@@ -65,7 +66,7 @@ class FollowedBuffers:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         places = [place for module in modules for place in _places(module)]
         if sum(place.tensor.numel() for place in places) > MAX_NUMEL:
-            places = [p for p in places if isinstance(p.module, torch.nn.modules.batchnorm._NormBase)]  # noqa: SLF001
+            places = [p for p in places if isinstance(p.module, BatchNorm)]
         self._places = [p for p in places if _kind(p.tensor.dtype) in _NARROW | _WIDE]
         self._kept: list[torch.Tensor] = []
         self._saved = [p.tensor.detach().clone() for p in self._places]
@@ -145,12 +146,11 @@ def _places(model: torch.nn.Module) -> Iterator[Place]:
     """Each buffer once, though modules may share it."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        for name, tensor in module._buffers.items():  # noqa: SLF001
+        for name, tensor in own_buffers(module).items():
             if tensor is None or not tensor.numel() or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            persistent = name not in module._non_persistent_buffers_set  # noqa: SLF001
-            yield Place(module, name, f"{prefix}.{name}".lstrip("."), persistent)
+            yield Place(module, name, f"{prefix}.{name}".lstrip("."), is_persistent(module, name))
 
 
 def _kind(dtype: torch.dtype) -> torch.dtype:

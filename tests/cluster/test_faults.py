@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kfp_gpuquota.api import Phase, Project
+from kfp_gpuquota.api import JobSpec, Phase, Project, ReasonCode
 from kfp_gpuquota.api.wire import Lease
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.home import Home
@@ -24,6 +25,7 @@ from kfp_gpuquota.cluster.local.shim import start_time
 from kfp_gpuquota.cluster.local.start import await_stop, ensure_running
 from kfp_gpuquota.errors import ClusterStartError, StateFileError
 from tests.conftest import running_cluster
+from tests.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,6 +130,19 @@ def test_the_end_of_a_worker_on_a_full_disk_is_recorded_when_there_is_space_agai
         while not exit_file.exists():
             time.sleep(0.01)
     assert team.wait_for_phase("job", "Failed").status.exit_code == 5
+
+
+@pytest.mark.slow
+def test_a_lease_that_ends_while_nothing_can_be_written_cancels_its_job_later(team: EmbeddedCluster) -> None:
+    spec = JobSpec(name="job", project="team-a", command=("sleep", "infinity"), gpus=1, grace_period_s=1.0)
+    team.client.submit(spec, lease=Lease(holder="me", duration_s=0.1))
+    with contextlib.closing(sqlite3.connect(team.home.database, isolation_level=None)) as database:
+        database.execute("BEGIN IMMEDIATE")
+        until(lambda: "is cancelled later, since its lease has ended" in team.home.log_file.read_text())
+        database.execute("ROLLBACK")
+    reason = team.wait_for("job", lambda job: job.status.phase.final).status.reason
+    assert reason is not None
+    assert reason.code is ReasonCode.LEASE_ENDED
 
 
 class full_disk:  # noqa: N801 (reads like a statement)

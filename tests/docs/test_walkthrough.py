@@ -1,4 +1,4 @@
-"""The README's walk-through, typed as it stands."""
+"""The documentation's walk-through, typed as it stands; and links between pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def commands() -> list[str]:
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/tutorials/walkthrough.md").read_text()
     blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
     return [line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")]
 
@@ -55,6 +55,6 @@ def _clean_up(home: Home) -> None:
 
 
 def test_every_page_that_is_linked_exists() -> None:
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -6,6 +6,8 @@ import http.client
 import json
 import os
 import resource
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -115,6 +117,23 @@ def test_a_launcher_learns_that_a_worker_has_sent_everything(step: Step) -> None
     done = worker(step)
     assert completed == ["w0"]
     assert done.stdout.splitlines()[-1] == f"{remote.ENDED}0"
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_file_leaves_no_traceback_in_the_steps_log(
+    step: Step, capfd: pytest.CaptureFixture[str]
+) -> None:
+    relay = step.serve("true")
+    mine = worker_module.redirected(step.executor_input, f"{step.staging.tag}/w0")
+    target = mine["outputs"]["artifacts"]["model"]["artifacts"][0]["uri"]
+    host, port = relay.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"PUT /file?path={target} HTTP/1.1\r\nAuthorization: Bearer {relay.token}\r\nContent-Length: 1000000"
+        connection.sendall(f"{head}\r\n\r\nabc".encode())
+        until(lambda: list(Path(target).parent.glob("*.part")))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    until(lambda: not list(Path(target).parent.glob("*.part")))
+    relay.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_outputs_are_sent_again_to_a_launcher_that_was_made_anew_in_the_meantime(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -52,6 +55,44 @@ def test_alone_it_trains_what_a_plain_loop_trains_to_the_bit() -> None:
     assert sorted(i for batch in batches[:7] for i in batch) == list(range(50))
     for name, value in plain_loop(batches).items():
         assert torch.equal(value, state[name])
+
+
+def train_for_a_while(how: str) -> tuple[weakref.ref[nn.Module], weakref.ref[torch.optim.Optimizer]]:
+    job = elastic_runtime.init(global_batch_size=8)
+    model, optimizer, _ = build(Plan())
+    loader = DataLoader(DATA, batch_size=8)
+    model, optimizer, loader = job.prepare(model, optimizer, loader)
+    held = weakref.ref(model), weakref.ref(optimizer)
+    for _epoch in job.epochs(1):
+        for x, y, _indices in loader:
+            job.backward(nn.functional.cross_entropy(model(x), y))
+            if how == "break":
+                return held
+            if how == "interrupted":
+                with contextlib.suppress(KeyboardInterrupt):
+                    raise KeyboardInterrupt
+                return held
+            optimizer.step()
+            optimizer.zero_grad()
+    return held
+
+
+@pytest.mark.parametrize("how", ["whole", "break", "interrupted"])
+def test_the_memory_of_a_training_that_the_script_dropped_is_free(how: str) -> None:
+    held = train_for_a_while(how)
+    gc.collect()
+    assert [each() for each in held] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(2, dtype=torch.int16), torch.zeros(2, dtype=torch.bool), torch.zeros(2).to_sparse()]
+)
+def test_a_tensor_that_cannot_be_summed_over_workers_is_refused_alone_already(tensor: torch.Tensor) -> None:
+    job = elastic_runtime.init(global_batch_size=8)
+    model, optimizer, _ = build(Plan())
+    job.prepare(model, optimizer, DataLoader(DATA, batch_size=8))
+    with pytest.raises(UsageError, match="convert it to a dense tensor of one of: bfloat16, float16"):
+        job.all_reduce(tensor)
 
 
 def test_micro_batches_change_nothing_but_rounding() -> None:

@@ -66,7 +66,7 @@ def test_a_damaged_newest_one_falls_back_to_the_one_before_and_says_so(
 
 def test_a_writer_killed_at_any_instant_leaves_a_whole_newest_one(tmp_path: Path) -> None:
     code = (
-        "import sys, torch; from elastic_runtime import checkpoint\n"
+        "import sys, torch; from elastic_runtime.state import checkpoint\n"
         "for step in range(1, 10**6):\n"
         "    checkpoint.save(sys.argv[1], step, {'w': torch.full((50_000,), float(step))})\n"
         "    print(step, flush=True)\n"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +28,9 @@ from elastic_runtime.membership.coordinator_client import FIRST_PAUSE_S, Coordin
 from elastic_runtime.membership.environment import Environment
 from elastic_runtime.membership.generations import Generation, Generations
 from elastic_runtime.membership.orders import Order
+from elastic_runtime.membership.process_group import Interrupt
 from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
+from tests import forked
 from tests.cluster.test_faults import CLOCK
 from tests.elastic_runtime.harness import JOB, Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, build, train, trained_alone, worker_main
@@ -320,6 +324,36 @@ class Doorman:
         self._thread.join(PATIENCE_S)
 
 
+def test_a_failed_send_on_an_old_connection_leaves_the_new_one_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()[:2]
+        environment = Environment(worker_id="w0", coordinator=f"http://{host}:{port}")
+        worker = Coordinator(environment, lambda _: None, list, print)
+        old, new = http.client.HTTPConnection(host, port), http.client.HTTPConnection(host, port)
+        for connection in (old, new):
+            connection.connect()
+        worker._connection = new
+        worker._drop(old)
+        assert worker._connection is new
+        assert [each.sock is None for each in (old, new)] == [True, False]
+        worker._drop()
+        assert [each.sock is None for each in (old, new)] == [True, True]
+
+
+def interrupt_in_a_signal_handler(_arguments: list[str]) -> None:
+    """Clear an interrupt over and over, while a signal's handler in the same thread sets it."""
+    interrupt = Interrupt()
+    signal.signal(signal.SIGALRM, lambda *_: interrupt.set())
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    for _ in range(200_000):
+        interrupt.clear()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def test_a_signal_handler_sets_an_interrupt_that_the_loop_is_clearing() -> None:
+    assert forked.run(interrupt_in_a_signal_handler, timeout=30).returncode == 0
+
+
 @pytest.mark.slow
 def test_attempts_to_reconnect_become_rarer_up_to_a_limit_and_begin_anew_after_an_answer(
     monkeypatch: pytest.MonkeyPatch,
@@ -396,14 +430,14 @@ def test_an_order_of_an_older_generation_changes_nothing(generations: Generation
     assert voted.number == 7
     generations.on_order(late)
     assert generations.vote() is voted
-    assert not generations.must_recover
+    assert not generations.interrupt.is_set
     assert generations.adopted is not None
     assert generations.adopted.number == 5
 
 
 def test_a_worker_that_waits_for_a_generation_does_not_enter_an_older_one(generations: Generations) -> None:
     generations.on_order(Order("Recover", 8, ("w1",)))
-    assert generations.must_recover
+    assert generations.interrupt.is_set
     generations.on_order(Order("Recover", 6, ("w2",)))
     found = generations.wait_for_next(after=5)
     assert found is not None

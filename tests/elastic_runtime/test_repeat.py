@@ -127,6 +127,39 @@ def test_a_collective_of_the_scripts_own_that_a_loss_breaks_off_is_told_what_to_
         assert "only job.all_reduce and job.all_gather are done" in (tmp_path / "log-0").read_text()
 
 
+def failing_alike(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+    """Two workers whose shared work fails each time, though neither is lost."""
+    torch.set_num_threads(1)
+    job = elastic_runtime.init(global_batch_size=16)
+    model = nn.Linear(12, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader: Any = DataLoader(Points(plan.samples), batch_size=4)
+    model, optimizer, loader = job.prepare(model, optimizer, loader)
+
+    def fail() -> None:
+        raise CollectiveError("the library refuses this")
+
+    for _epoch in job.epochs(plan.epochs):
+        for x, y, _indices in loader:
+            if gate:
+                gate.pass_through(index, job.step)
+            job.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.step == 7:
+                job.repeat(fail)
+
+
+def test_work_that_fails_again_and_again_though_no_worker_is_lost_ends_the_training(tmp_path: Path) -> None:
+    with Cluster(tmp_path, replace(Plan(), body=failing_alike)) as cluster:
+        cluster.start(0, 1)
+        cluster.let_go()
+        for worker in ("w0", "w1"):
+            cluster.processes[worker].join(PATIENCE_S)
+            assert cluster.processes[worker].exitcode == 1
+        assert "step 8 5 times in a row, and none of them was lost; the last failure" in cluster.logs()
+
+
 def missing_a_sum(plan: Plan, index: int, directory: Path, gate: Gate | None, *, nth: int) -> None:
     """In its n-th step the second worker loses what the others have: the end of a sum, with a connection."""
     if index == 1:

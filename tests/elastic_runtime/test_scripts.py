@@ -578,6 +578,38 @@ def test_sigterm_in_a_long_validation_saves_the_epoch_that_was_trained(tmp_path:
     assert second.stdout.split("\n")[:2] == ["validating 4", "validating 6"]
 
 
+PREEMPTED = """
+import os, signal, torch
+from torch.utils.data import DataLoader
+import elastic_runtime
+from tests.elastic_runtime.training import Points
+
+model = torch.nn.Linear(12, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = elastic_runtime.init(global_batch_size=25)
+_, _, loader = job.prepare(model, optimizer, DataLoader(Points(50), batch_size=25))
+
+@job.on_preempt
+def note(line):
+    print(line["event"], line["step"], job.step, flush=True)
+
+for epoch in job.epochs(3):
+    for x, _, _ in loader:
+        if job.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        job.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_a_preempted_worker_calls_the_scripts_function_before_it_ends(tmp_path: Path) -> None:
+    environment = {**os.environ, "ELASTIC_CHECKPOINT_DIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", PREEMPTED], env=environment, stdout=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stdout) == (128 + signal.SIGTERM, b"left 4 4\n")
+
+
 HANDLES = """
 import os, signal, sys
 import elastic_runtime

@@ -50,6 +50,7 @@ PREVIOUS_RUN: Final = "previous"
 """In the place of a worker whose log is read: the first worker of the run before the present one."""
 LOG_POLL_S: Final = 0.1
 EVENT_POLL_S: Final = 0.5
+LEASE_RETRY_S: Final = 2.0  # between attempts to write that a lease has ended
 
 log = logging.getLogger(__name__)
 
@@ -383,7 +384,12 @@ class LocalCluster:
         job = self._state.jobs.get(uid)
         if job is not None and not job.status.phase.final and not job.ending:
             message = f"nobody has waited for it any more for {job.lease_s:g} s: its launcher has ended"
-            self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=message))
+            try:
+                self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=message))
+            except StateFileError as error:
+                log.error("job %s is cancelled later, since its lease has ended: %s", job.spec.name, error)
+                again = asyncio.get_running_loop().call_later(LEASE_RETRY_S, self._lease_ended, uid)
+                self._leases[uid] = again
 
 
 def _check_directory(directory: str) -> None:

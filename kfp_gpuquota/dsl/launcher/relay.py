@@ -26,6 +26,7 @@ import io
 import json
 import os
 import secrets
+import sys
 import threading
 import zipfile
 from functools import cache
@@ -134,6 +135,11 @@ class _Server(http.server.ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], handler: type[_Handler], relay: Relay) -> None:
         super().__init__(address, handler)
         self.relay = relay
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing where a worker has ended in the middle of a request: its end is reported by the cluster."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
