@@ -9,7 +9,9 @@ from kfp_gpuquota.cli.forwarding import port_pair
 from kfp_gpuquota.cli.main import application
 from kfp_gpuquota.cli.names import job_name, job_names, matches, resource
 from kfp_gpuquota.cli.output import table
+from kfp_gpuquota.cli.pipeline import with_unknown_project
 from kfp_gpuquota.cli.submit import whole_command, without_bare_command
+from kfp_gpuquota.dsl.pipelines.check import Cluster, PipelineCheck
 from kfp_gpuquota.errors import UsageError
 
 
@@ -86,3 +88,12 @@ def test_the_stored_help_is_that_of_the_commands(
         application()(prog_name="gpuquota", args=["--help"])
     with open(HELP_FILE) as file:  # noqa: PTH123
         assert capsys.readouterr().out == file.read()
+
+
+def test_a_project_that_does_not_exist_is_a_problem_of_a_pipeline_whose_steps_name_their_own() -> None:
+    found = PipelineCheck(pipeline="p", routed=(), unrouted=(), problems=())
+    cluster = Cluster(projects={}, nodes=())
+    (problem,) = with_unknown_project(found, "nosuch", cluster).problems
+    assert problem.startswith("--project is nosuch, and there is no such project")
+    assert with_unknown_project(found, "", cluster) == found
+    assert with_unknown_project(found, "nosuch", None) == found
