@@ -19,7 +19,7 @@ from elastic_runtime.errors import SettingsError
 from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.reduction.exact import ExactReducer
 from elastic_runtime.reduction.gradients import FastReducer
-from elastic_runtime.reduction.step_metadata import Tail
+from elastic_runtime.reduction.step_metadata import StepMetadata
 from elastic_runtime.validation.agreement import Agreement
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Mode:
     ) -> None:
         """`make_reducer` gets the number of values in the tail."""
         self._buffers, self._streams = buffers, streams
-        self.tail = Tail(buffers, agreement)
+        self.tail = StepMetadata(buffers, agreement)
         self.reducer = make_reducer(self.tail.size)
 
     def remember(self) -> None:
