@@ -27,6 +27,7 @@ from tests.conftest import running_cluster
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.xdist_group("habits")
 SLEEP = ("--", "sleep", "infinity")
 
 
@@ -301,10 +302,11 @@ def test_the_log_before_a_restart_is_at_hand(team: Cli) -> None:
 
 
 def test_a_running_cluster_takes_on_another_shape_and_keeps_its_jobs(team: Cli) -> None:
-    before = team.cluster.wait_for_phase("used", "Running").status.workers[0].pid
+    team("submit", "shaped", "-g", "0.1", *SLEEP)
+    before = team.cluster.wait_for_phase("shaped", "Running").status.workers[0].pid
     shape = ("--gpu-memory", "16Gi")
     refused = team.run("cluster", "start", "--gpus", "1", "--nodes", "1", *shape)
     if refused.code:  # one of the jobs of this file is on another GPU
         assert refused.err.startswith("Error: the cluster keeps its shape: a worker still runs on GPUs [")
     assert "5 GPUs" in team("cluster", "start", "--gpus", "5", *shape)
-    assert team.cluster.wait_for_phase("used", "Running").status.workers[0].pid == before
+    assert team.cluster.wait_for_phase("shaped", "Running").status.workers[0].pid == before

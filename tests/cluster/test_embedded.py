@@ -183,7 +183,7 @@ def test_an_unknown_project_is_named_with_the_next_step(embedded_cluster: Embedd
 
 def test_a_project_with_jobs_cannot_be_deleted(two_teams: EmbeddedCluster) -> None:
     two_teams.submit("job", "true")
-    with pytest.raises(ConflictError, match="still has 1 jobs"):
+    with pytest.raises(ConflictError, match="still has 1 job"):
         two_teams.client.delete_project("team-a")
     two_teams.client.delete_project("team-b")
     assert [shown.project.name for shown in two_teams.client.list_projects()] == ["team-a"]
