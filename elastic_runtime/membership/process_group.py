@@ -24,7 +24,7 @@ from elastic_runtime.torch_internals import all_gather_flat, drop_group, make_de
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from elastic_runtime.membership.rendezvous_store import CoordinatorStore
+    from elastic_runtime.torch_internals import Store
 
 POLL = timedelta(milliseconds=10)
 LOOK_EVERY_S = 0.0002
@@ -79,7 +79,7 @@ class Group:
         second: dist.ProcessGroup | None = None,
         *,
         polls: bool | None = None,
-        store: CoordinatorStore | None = None,
+        store: Store | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self._exchange = Exchange(store, rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -16,12 +16,15 @@ from kfp_gpuquota.cli.logs import follow_to_the_end
 from kfp_gpuquota.cli.mistakes import Command
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.cli.output import Format, show
+from kfp_gpuquota.cli.rehearsal import rehearse_here
 from kfp_gpuquota.cli.terminal import say
 from kfp_gpuquota.cluster.submission import forwarded_environment, most_gpus
 from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_VARIABLE: Final = "a variable is given as NAME=VALUE"
 
 GpusOption = Annotated[
     str | None,
@@ -122,6 +125,13 @@ ProgramArgsOption = Annotated[
 LabelOption = Annotated[
     list[str] | None, typer.Option("--label", "-l", metavar="K=V", help="A label of the job; may be repeated.")
 ]
+RehearseOption = Annotated[
+    bool,
+    typer.Option(
+        "--rehearse",
+        help="Run the command here with ELASTIC_REHEARSE=1 first; submit it where that finds nothing.",
+    ),
+]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
 CommandArgument = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND [ARG]")]
 
@@ -180,6 +190,7 @@ def submit(
     min_run_time: MinRunTimeOption = 0.0,
     follow: FollowOption = False,
     label: LabelOption = None,
+    rehearse: RehearseOption = False,
     program: ProgramOption = None,
     args: ProgramArgsOption = None,
     project: ProjectOption = "",
@@ -192,6 +203,7 @@ def submit(
     Examples:
       gpuquota submit train1 -g 1 -- python train.py
       gpuquota submit elastic1 -g 1 --elastic -- python train.py
+      gpuquota submit elastic1 -g 1 --elastic --rehearse -- python train.py
       gpuquota submit elastic2 -g 2 --min-gpus 1 --max-gpus 4 -- python train.py
       gpuquota submit train2 -g 1 --follow -- python train.py
       gpuquota submit notebook -g 1 --interactive -- jupyter lab
@@ -201,6 +213,12 @@ def submit(
     """
     if follow and output not in {Format.TABLE, Format.WIDE}:
         raise UsageError(f"--follow shows the job's log where -o {output.value} shows its record; choose one of them")
+    if rehearse:
+        rehearse_here(
+            list(whole_command(command or [], program, args or [])),
+            pairs("environment", environment or [], _VARIABLE),
+            working_dir,
+        )
     reached = client(image or "")
     here = not on_kubernetes()
     project = project_or_configured(project)
@@ -236,7 +254,7 @@ def submit(
         node=node,
         environment={
             **(forwarded_environment() if here else {}),
-            **pairs("environment", environment or [], "a variable is given as NAME=VALUE"),
+            **pairs("environment", environment or [], _VARIABLE),
         },
         working_directory=str(Path(working_dir or ".").absolute()) if here else working_dir or "",
         grace_period_s=grace_period,
