@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kfp_gpuquota.cli.main import command
+from kfp_gpuquota.cli.main import application
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
 
@@ -29,7 +29,7 @@ def command_line() -> str:
     """Return a page with the help text of every command."""
     lines = ["# Command line", "", "Every command works on the embedded cluster of this machine, or, with `--context`,"]
     lines += ["on a Kubernetes cluster.", ""]
-    return "\n".join([*lines, *_help(command, "gpuquota", None)]) + "\n"
+    return "\n".join([*lines, *_help(typer.main.get_command(application()), "gpuquota", None)]) + "\n"
 
 
 def kinds() -> str:

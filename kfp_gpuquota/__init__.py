@@ -9,18 +9,32 @@ they never import kfp, which takes half a second.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Final
 
+TYPE_CHECKING = False  # as in `typing`, whose import alone would double the time of starting a program
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.connect import connect
+    from kfp_gpuquota.cluster.submission import JobHandle, get_job, submit
     from kfp_gpuquota.dsl.component import component, set_gpus
     from kfp_gpuquota.dsl.pipeline import pipeline
     from kfp_gpuquota.dsl.pipelines.route import route_pipeline
     from kfp_gpuquota.errors import GpuQuotaError
 
-__all__ = ["GpuQuotaError", "component", "connect", "pipeline", "route_pipeline", "set_gpus"]
+__all__ = [
+    "GpuQuotaError",
+    "JobHandle",
+    "component",
+    "connect",
+    "get_job",
+    "pipeline",
+    "route_pipeline",
+    "set_gpus",
+    "submit",
+]
 
-_HOMES: Final = {
+_HOMES = {
+    "JobHandle": "kfp_gpuquota.cluster.submission",
+    "get_job": "kfp_gpuquota.cluster.submission",
+    "submit": "kfp_gpuquota.cluster.submission",
     "GpuQuotaError": "kfp_gpuquota.errors",
     "component": "kfp_gpuquota.dsl.component",
     "connect": "kfp_gpuquota.cluster.connect",

@@ -55,9 +55,9 @@ class InvalidFieldError(UsageError):
     code = "invalid-field"
 
     def __init__(self, field: str, value: object, rule: str, *, hint: str = "") -> None:
-        self.field, self.value, self.rule = field, value, rule
-        tail = f"; {hint}" if hint else ""
-        super().__init__(f"{field} is {_shown(value)}, but {rule}{tail}")
+        self.field, self.value = field, value
+        self.rule = f"{rule}; {hint}" if hint else rule
+        super().__init__(f"{field} is {_shown(value)}, but {self.rule}")
 
 
 class DefinitionError(UsageError, TypeError):

@@ -17,12 +17,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from kfp_gpuquota.api.job import JobSpec
 
 PREFIX: Final = "gpuquota.dev/"
 FRACTION: Final = "gpu-fraction"
@@ -51,6 +55,20 @@ def share_of_pod(annotations: Mapping[str, str], environment: Mapping[str, str])
     return share
 
 
+def with_limit_variable(spec: JobSpec) -> JobSpec:
+    """Return the job with the limit that RUNAI_GPU_MEMORY_LIMIT in its environment gives, where it asks for a share.
+
+    Raises InvalidFieldError for what cannot be read, or contradicts the job's own limit.
+    """
+    text = spec.environment.get(LIMIT_VARIABLE)
+    if text is None or not spec.shared:
+        return spec
+    fields = ("gpu_fraction", "gpu_fraction_limit", "gpu_memory_mib", "gpu_memory_limit_mib")
+    share = {field: value for field in fields if (value := getattr(spec, field)) is not None}
+    _add_variable(share, text)
+    return msgspec.structs.replace(spec, **share)
+
+
 def asks_for_share(annotations: Mapping[str, str]) -> bool:
     """Whether any of the annotations is there, readable or not."""
     return any(name in annotations or PREFIX + name in annotations for name in SHARE_ANNOTATIONS)
@@ -73,7 +91,7 @@ def _add_variable(share: dict[str, Any], text: str) -> None:
     limit = _fraction(LIMIT_VARIABLE, text) if by_fraction else parse_mib(LIMIT_VARIABLE, text)
     if share.setdefault(field, limit) != limit:
         raise InvalidFieldError(
-            LIMIT_VARIABLE, text, "the pod's annotation gives another limit", hint="leave out one of the two"
+            LIMIT_VARIABLE, text, "the request itself gives another limit", hint="leave out one of the two"
         )
 
 

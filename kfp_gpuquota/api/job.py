@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import msgspec
 
 from kfp_gpuquota.api.affinity import NodeTerm, Toleration, check_label_key, check_labels
-from kfp_gpuquota.api.quantity import show_mib
+from kfp_gpuquota.api.quantity import show_gpus, show_mib
 from kfp_gpuquota.api.reason import Reason
 from kfp_gpuquota.api.share import check_share
 from kfp_gpuquota.api.validation import (
@@ -195,15 +195,18 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_count("gpus", self.gpus, 1)
         check_count("min_gpus", self.smallest, 1)
         check_count("max_gpus", self.largest, 1)
+        requested = show_gpus(self.gpus)
         if self.smallest > self.gpus:
-            raise InvalidFieldError("min_gpus", self.smallest, f"it cannot exceed the requested {self.gpus} GPUs")
+            raise InvalidFieldError("min_gpus", self.smallest, f"it cannot exceed the requested {requested}")
         if self.largest < self.gpus:
-            raise InvalidFieldError("max_gpus", self.largest, f"it cannot be below the requested {self.gpus} GPUs")
+            raise InvalidFieldError(
+                "max_gpus", self.largest, f"it cannot be below the requested {show_gpus(self.gpus)}"
+            )
         check_count("gpus_per_worker", self.worker_gpus, 1)
-        for field, gpus in (("gpus", self.gpus), ("min_gpus", self.smallest), ("max_gpus", self.largest)):
-            if gpus % self.worker_gpus:
+        for field, count in (("gpus", self.gpus), ("min_gpus", self.smallest), ("max_gpus", self.largest)):
+            if count % self.worker_gpus:
                 raise InvalidFieldError(
-                    field, gpus, f"it must be a multiple of gpus_per_worker, which is {self.worker_gpus}"
+                    field, count, f"it must be a multiple of gpus_per_worker, which is {self.worker_gpus}"
                 )
 
     def _check_scheduling(self) -> None:
@@ -278,11 +281,20 @@ class Eviction(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason
 
 
+class Occurrence(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to a job, and why; `at` is in seconds since the epoch."""
+
+    at: float
+    reason: Reason
+
+
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a job.
 
     `gpus` is held now, where a share of a device counts as that; `result_worker` is the worker whose outputs are the
-    job's. `set_by` says which policy has set a field of its spec: {field: policy}.
+    job's. `set_by` says which policy has set a field of its spec: {field: policy}. `last_failure` is when and why it
+    last lost a worker; `moves` counts how often the scheduler moved one of its workers to another place, `last_move` is
+    the last of them.
     """
 
     phase: Phase = Phase.PENDING
@@ -292,6 +304,9 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     evictions: int = 0
     last_eviction: Eviction | None = None
+    last_failure: Occurrence | None = None
+    moves: int = 0
+    last_move: Occurrence | None = None
     exit_code: int | None = None
     submitted_at: float = 0.0
     started_at: float | None = None

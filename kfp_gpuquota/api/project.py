@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import force_setattr
 
+from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.validation import (
     MAX_COUNT,
     MAX_MIB,
@@ -109,7 +110,8 @@ def _check_quota(quota: PoolQuota | Project, prefix: str) -> None:
         limit = check_gpus(f"{prefix}limit", quota.limit)
         force_setattr(quota, "limit", limit)
         if limit < guaranteed:
-            raise InvalidFieldError(f"{prefix}limit", limit, f"it must be at least the guaranteed {guaranteed} GPUs")
+            rule = f"it must be at least the guaranteed {show_gpus(guaranteed)}"
+            raise InvalidFieldError(f"{prefix}limit", limit, rule)
 
 
 def _check_amounts(of: str, guaranteed: float | None, limit: float | None, most: int, unit: str) -> None:

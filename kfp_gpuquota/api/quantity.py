@@ -16,6 +16,9 @@ from typing import Final
 from kfp_gpuquota.errors import InvalidFieldError
 
 MIB: Final = 1 << 20
+MOST_BARE_MIB: Final = 10_000_000
+"""A larger number of MiB (9.5 TiB) is one of bytes, written without its unit."""
+
 LARGEST: Final = (1 << 63) - 1
 
 _FORM = re.compile(r"([+-]?)(\d+\.?\d*|\.\d+)(?:([KMGTPE]i|[numkMGTPE]?)|[eE]([+-]?\d+))", re.ASCII)
@@ -59,6 +62,18 @@ def parse_mib(field: str, text: str) -> int:
     return ceil(value / MIB)
 
 
+def parse_gpu_memory(field: str, text: str) -> int:
+    """GPU memory in MiB: a bare number is MiB, as in the annotation `gpu-memory`; "4G" is 3815. InvalidFieldError."""
+    if not (text.isascii() and text.isdecimal()):
+        return parse_mib(field, text)
+    if len(text) > _LONGEST or int(text) > MOST_BARE_MIB:
+        raise InvalidFieldError(
+            field, text, f"a number without a unit is MiB, and more than {MOST_BARE_MIB} are more than a GPU has",
+            hint=f"write {parse_mib(field, text[:_LONGEST])}Mi where bytes are meant, or {text[:_LONGEST]}Mi",
+        )  # fmt: skip
+    return parse_mib(field, f"{text}Mi")
+
+
 def parse_cores(field: str, text: str) -> float:
     """A number of CPU cores, rounded up to thousandths: "500m" is 0.5. Raises InvalidFieldError."""
     return ceil(parse_quantity(field, text) * 1000) / 1000
@@ -67,6 +82,11 @@ def parse_cores(field: str, text: str) -> float:
 def show_mib(mib: int) -> str:
     """The amount as people write it: "40Gi", "1500Mi"."""
     return f"{mib // 1024}Gi" if mib and mib % 1024 == 0 else f"{mib}Mi"
+
+
+def show_gpus(count: float) -> str:
+    """A number of GPUs with its unit: "1 GPU", "2 GPUs", "0.5 GPUs"."""
+    return "1 GPU" if count == 1 else f"{as_number(count)} GPUs"
 
 
 def as_number(value: float) -> int | float:

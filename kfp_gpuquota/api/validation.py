@@ -70,7 +70,8 @@ def check_count(field: str, value: int, low: int = 0, unit: str = "GPUs", high: 
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidFieldError(field, value, "it must be a whole number")
     if value < low:
-        raise InvalidFieldError(field, value, f"it must be at least {low} {unit}")
+        unit = unit.removesuffix("s") if low == 1 else unit
+        raise InvalidFieldError(field, value, f"it must be at least {low} {unit}".rstrip())
     if value > high:
         raise InvalidFieldError(field, value, f"it must be at most {high} {unit}")
 

@@ -10,7 +10,7 @@ from kfp_gpuquota.api.job import Job, JobSpec
 from kfp_gpuquota.api.node import Node
 from kfp_gpuquota.api.project import Project
 from kfp_gpuquota.api.reason import Reason
-from kfp_gpuquota.api.validation import MAX_SECONDS, Seconds, check_range
+from kfp_gpuquota.api.validation import MAX_SECONDS, PositiveCount, Priority, Seconds, check_range
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,13 +36,25 @@ class SubmitJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     lease: Lease | None = None
 
 
+class JobUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST .../update: new size bounds or another priority; None leaves a field as it is."""
+
+    min_gpus: PositiveCount | None = None
+    max_gpus: PositiveCount | None = None
+    priority: Priority | None = None
+
+
 class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
-    """A project and what it holds now, in GPUs, a share of one as such; `over_quota` is the part above guaranteed."""
+    """A project and what it holds now, in GPUs, a share of one as such; `over_quota` is the part above guaranteed.
+
+    `lent` is the part above what its jobs request: it does not count where fair shares are compared.
+    """
 
     project: Project
     allocated: int | float
     over_quota: int | float
     requested: int | float
+    lent: int | float = 0
 
 
 class ShareView(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,10 +88,14 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobList(msgspec.Struct, frozen=True, kw_only=True):
-    """All jobs as of `revision`; ask with after=revision to wait for the next change."""
+    """All jobs as of `revision`; ask with after=revision to wait for the next change.
+
+    Of a list in pages, `next_page` is what to ask for the following one with; "" after the last.
+    """
 
     revision: int
     jobs: tuple[Job, ...]
+    next_page: str = ""
 
 
 class EventKind(StrEnum):
@@ -92,12 +108,14 @@ class EventKind(StrEnum):
     JOB_STARTED = "job-started"
     JOB_RESIZED = "job-resized"
     JOB_EVICTED = "job-evicted"
+    JOB_UPDATED = "job-updated"
     JOB_SUSPENDED = "job-suspended"
     JOB_RESUMED = "job-resumed"
     JOB_ENDED = "job-ended"
     JOB_DELETED = "job-deleted"
     WORKER_STARTED = "worker-started"
     WORKER_GONE = "worker-gone"
+    WORKER_MOVED = "worker-moved"
     GPU_MEMORY_RECLAIMED = "gpu-memory-reclaimed"
 
 
@@ -177,11 +195,15 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One error: a stable code, a sentence with the next step, and the field at fault where there is one."""
+    """One error: a stable code, a sentence with the next step, and the field at fault where there is one.
+
+    `rule` is the part of the sentence that follows the field and its value.
+    """
 
     code: str
     message: str
     field: str = ""
+    rule: str = ""
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kfp_gpuquota.api.quantity import as_number, parse_mib
+from kfp_gpuquota.api.quantity import as_number, parse_gpu_memory, parse_mib, show_gpus
 from kfp_gpuquota.cli.amounts import pairs, whole_number
 from kfp_gpuquota.cli.options import OutputOption, client
 from kfp_gpuquota.cli.output import Format, age, in_json, show, table
 from kfp_gpuquota.cli.terminal import say, say_data
-from kfp_gpuquota.errors import StateFileError
+from kfp_gpuquota.errors import ClusterStartError, ConflictError, StateFileError
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.local.devices import ClusterConfig
     from kfp_gpuquota.cluster.local.home import Home
 
 app = typer.Typer(help="The embedded cluster on this machine.", no_args_is_help=True)
@@ -83,6 +84,8 @@ def start(
 ) -> None:
     """Start the cluster; other commands start it by themselves where it does not run.
 
+    One that runs takes on the shape that is given: its jobs go on, and none of their GPUs may be missing in it.
+
     GPUs are this machine's; where it has none, CPU slots stand for them. A simulated node is a label on such slots.
 
     Examples:
@@ -97,8 +100,7 @@ def start(
         DEFAULT_LOG_LIMIT_MIB,
         ClusterConfig,
     )
-    from kfp_gpuquota.cluster.local.start import ensure_running, start_with  # noqa: PLC0415
-    from kfp_gpuquota.errors import ConflictError  # noqa: PLC0415
+    from kfp_gpuquota.cluster.local.start import ensure_running  # noqa: PLC0415
     from kfp_gpuquota.fractions import Policy  # noqa: PLC0415
 
     home = embedded_home()
@@ -106,15 +108,13 @@ def start(
     kept = (log_limit, keep_ended_days, keep_ended_jobs)
     if all(given is None for given in (*amounts, *kept)) and not gpu_memory_killer and not lend_silent:
         ensure_running(home)
-    elif home.is_locked():
-        raise ConflictError("the cluster already runs; stop it first to give it another shape: gpuquota cluster stop")
     else:
         sizes = pairs("pool", pool or [], "a node pool is given as POOL=NODES")
         pools = {name: whole_number("pool", count, "nodes") for name, count in sizes.items()}
         config = ClusterConfig(
             nodes=nodes or 1,
             gpus_per_node=gpus_per_node,
-            gpu_memory_mib=None if gpu_memory is None else parse_mib("gpu_memory", gpu_memory),
+            gpu_memory_mib=None if gpu_memory is None else parse_gpu_memory("gpu_memory", gpu_memory),
             cpus_per_node=cpus_per_node,
             memory_per_node_mib=None if memory_per_node is None else parse_mib("memory_per_node", memory_per_node),
             pools=pools,
@@ -124,9 +124,29 @@ def start(
             keep_ended_jobs=DEFAULT_KEEP_ENDED_JOBS if keep_ended_jobs is None else keep_ended_jobs,
             memory_policy=Policy(killer=gpu_memory_killer, lend_silent=lend_silent),
         )
-        start_with(home, config)
+        _start_as(home, config)
     say(f"the cluster runs in {home.root}")
     status()
+
+
+def _start_as(home: Home, config: ClusterConfig) -> None:
+    """Start the cluster in a shape; of one that runs the daemon is started again, and its jobs go on.
+
+    Raises ConflictError where a running job would lose its GPUs: the cluster then keeps its shape.
+    """
+    from kfp_gpuquota.cluster.local.start import await_stop, ensure_running, start_with  # noqa: PLC0415
+
+    runs = home.is_locked()
+    if runs:
+        client().stop_cluster()
+        await_stop(home)
+    try:
+        start_with(home, config)
+    except ClusterStartError as error:
+        if not runs:
+            raise
+        ensure_running(home)
+        raise ConflictError(f"the cluster keeps its shape: {error.args[-1]}") from None
 
 
 @app.command("backup", short_help="Copy the cluster's state to a file.")
@@ -216,7 +236,6 @@ def _salvage_if_damaged(home: Home) -> None:
 def _stopped_home(what: str) -> Home:
     """The cluster's directory. Raises ConflictError while its daemon runs."""
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
-    from kfp_gpuquota.errors import ConflictError  # noqa: PLC0415
 
     home = embedded_home()
     if home.is_locked():
@@ -262,14 +281,12 @@ def status(output: OutputOption = Format.TABLE) -> None:
     health, nodes = reached.health(), reached.list_nodes()
     total = sum(len(view.node.devices) for view in nodes)
     held = as_number(sum(sum(view.used.values()) for view in nodes))
+    models = ", ".join(sorted({device.model for view in nodes for device in view.node.devices}))
     rows = [
         ("directory", health.home),
         ("daemon", f"pid {health.pid}, version {health.version}, up {age(health.started_at)}"),
-        (
-            "nodes",
-            f"{len(nodes)} with {total} GPUs ({', '.join(sorted({d.model for v in nodes for d in v.node.devices}))})",
-        ),
-        ("in use", f"{held} of {total} GPUs"),
+        ("nodes", f"{len(nodes)} with {show_gpus(total)} ({models})"),
+        ("in use", f"{held} of {show_gpus(total)}"),
     ]
     show(
         {"health": health, "nodes": len(nodes), "gpus": total, "held": held},

@@ -1,20 +1,43 @@
-"""Where the program `gpuquota` begins: a missing extra is a sentence, not a traceback."""
+"""Where the program `gpuquota` begins: a missing extra is a sentence, not a traceback.
+
+Nothing is imported here that every start would pay for: `gpuquota --help` reads a file.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
+
+NEEDED = ("typer", "msgspec")
+HELP_FILE = os.path.join(os.path.dirname(__file__), "help.txt")  # noqa: PTH118, PTH120 (pathlib takes 8 ms)
+HELP_WIDTH = 80
 
 
 def main() -> None:
     """Run the command line, if what it needs is installed."""
-    if missing := [name for name in ("typer", "msgspec") if importlib.util.find_spec(name) is None]:
+    if sys.argv[1:] in (["--help"], ["-h"]) and _shows_help():
+        return
+    import importlib.util  # noqa: PLC0415 (help needs none)
+
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         sys.stderr.write(f"Error: {', '.join(missing)} is not installed; run: pip install 'kfp-gpuquota[cluster]'\n")
         sys.exit(1)
     from kfp_gpuquota.cli.main import main as run  # noqa: PLC0415
 
     run()
+
+
+def _shows_help() -> bool:
+    """Print the stored help, which is 80 columns wide; return False where it does not fit or cannot be written."""
+    try:
+        if sys.stdout.isatty() and os.get_terminal_size().columns < HELP_WIDTH:
+            return False
+        with open(HELP_FILE, encoding="utf-8") as file:  # noqa: PTH123
+            sys.stdout.write(file.read())
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True
 
 
 def kubectl_plugin() -> None:

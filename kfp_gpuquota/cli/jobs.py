@@ -1,26 +1,25 @@
-"""`gpuquota suspend`, `resume`, `wait`, `delete` and `exec`: touching a job."""
+"""`gpuquota suspend`, `resume`, `wait` and `delete`: stopping jobs, and waiting for them."""
 
 from __future__ import annotations
 
-import json
-import shlex
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.cli.options import JobArgument, ProjectOption, client, on_kubernetes, project_or_configured
+from kfp_gpuquota.cli.completion import complete_job
+from kfp_gpuquota.cli.names import job_names, matches
+from kfp_gpuquota.cli.options import ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.tables import phase_text
 from kfp_gpuquota.cli.terminal import say
-from kfp_gpuquota.errors import ConflictError, JobFailedError, NotFoundError, UsageError
+from kfp_gpuquota.errors import JobFailedError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
-JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...")]
+JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...", autocompletion=complete_job)]
 POLL_S = 5.0
 
 
@@ -30,7 +29,6 @@ def register(app: typer.Typer) -> None:
     app.command("resume", short_help="Put suspended jobs back into the queue.")(resume)
     app.command("wait", short_help="Wait until jobs have ended, or reached a status.")(wait)
     app.command("delete", short_help="Stop jobs and forget them.")(delete)
-    app.command("exec", short_help="Run a command beside a job's worker.")(execute)
 
 
 def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
@@ -40,7 +38,7 @@ def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
       gpuquota suspend train1 train2
     """
     reached, project = client(), project_or_configured(project)
-    for name in jobs:
+    for name in job_names(jobs):
         reached.suspend_job(project, name)
         say(f"job {name} suspended")
 
@@ -52,7 +50,7 @@ def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
       gpuquota resume train1
     """
     reached, project = client(), project_or_configured(project)
-    for name in jobs:
+    for name in job_names(jobs):
         reached.resume_job(project, name)
         say(f"job {name} resumed")
 
@@ -76,35 +74,45 @@ def wait(
     deadline = None if timeout is None else time.monotonic() + timeout
     failed = [
         job
-        for job in (_wait_for(reached, project, name, wanted, deadline) for name in jobs)
+        for job in (_wait_for(reached, project, name, wanted, deadline) for name in job_names(jobs))
         if _is_failure(job, wanted)
     ]
     for job in failed:
         why = f": {job.status.reason.message}" if job.status.reason else ""
-        say(f"job {job.spec.name} is {job.status.phase.value.lower()}{why}", err=True)
+        say(f"job {job.spec.name} {phase_text(job.status.phase)}{why}", err=True)
     if failed:
         raise typer.Exit(1)
 
 
 def delete(
-    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB...]")] = None,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB...]", autocompletion=complete_job)] = None,
     project: ProjectOption = "",
     *,
     ended: Annotated[bool, typer.Option("--ended", help="All jobs of the project that have ended.")] = False,
+    all_jobs: Annotated[bool, typer.Option("--all", help="All jobs of the project, also those that run.")] = False,
+    selector: Annotated[
+        str, typer.Option("--selector", "-l", metavar="K=V,...", help="All jobs of the project with these labels.")
+    ] = "",
     wait_for_end: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when they are gone.")] = True,
 ) -> None:
     """Stop jobs and forget them, their logs and their checkpoints.
 
     Examples:
       gpuquota delete elastic1 filler1
+      gpuquota delete job/train1
       gpuquota delete --ended
+      gpuquota delete --all -l team=vision
     """
-    if bool(jobs) == ended:
+    jobs = job_names(jobs or [])
+    several = ended or all_jobs or bool(selector)
+    if bool(jobs) == several:
         raise UsageError("name the jobs, or give --ended for all that have ended: gpuquota delete JOB...")
     reached, project = client(), project_or_configured(project)
     listed = reached.list_jobs(project).jobs
     known = {job.spec.name: job.uid for job in listed}
-    jobs = jobs or [job.spec.name for job in listed if job.status.phase.final]
+    jobs = jobs or [
+        job.spec.name for job in listed if matches(job.spec.labels, selector) and (job.status.phase.final or not ended)
+    ]
     if missing := [name for name in jobs if name not in known]:
         raise NotFoundError(
             f"project {project!r} has no job {', '.join(map(repr, missing))}, and nothing was deleted; see what it has "
@@ -116,55 +124,6 @@ def delete(
         _wait_until_gone(reached, project, {known[name] for name in jobs})
     for name in jobs:
         say(f"job {name} deleted")
-
-
-def execute(
-    job: JobArgument,
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARG]")],
-    project: ProjectOption = "",
-    worker: Annotated[int | None, typer.Option("--worker", help="The worker's index; else the first.")] = None,
-) -> None:
-    """Run a command with the environment, the directory and the GPUs of a running worker.
-
-    Examples:
-      gpuquota exec train1 -- nvidia-smi
-      gpuquota exec train1 -- bash
-    """
-    found = client().get_job(project_or_configured(project), job)
-    running = [w for w in found.status.workers if w.phase == "Running" and worker in (None, w.index)]
-    if not running:
-        raise ConflictError(f"job {job!r} has no such worker running; see its workers with: gpuquota describe {job}")
-    run = _exec_in_pod if on_kubernetes() else _exec_here
-    ended = run(found, running[0].id, command)
-    sys.exit(ended.returncode if ended.returncode >= 0 else 128 - ended.returncode)
-
-
-def kubectl_exec(context: str, namespace: str, pod: str, command: list[str], *, terminal: bool) -> list[str]:
-    """The command that runs another one in a pod's first container, which is the one that trains."""
-    named = [f"--context={context}"] if context else []
-    return ["kubectl", *named, "exec", f"--namespace={namespace}", "-it" if terminal else "-i", pod, "--", *command]
-
-
-def _exec_in_pod(job: Job, pod: str, command: list[str]) -> subprocess.CompletedProcess[bytes]:
-    """By kubectl, whose terminal handling and streams are nothing to do a second time."""
-    from kfp_gpuquota.cluster.connect import kube_context  # noqa: PLC0415
-
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    line = kubectl_exec(kube_context() or "", job.spec.project, pod, command, terminal=terminal)
-    try:
-        return subprocess.run(line, check=False)
-    except OSError as error:
-        raise UsageError(f"kubectl, which does this, cannot be run ({error.strerror}): {shlex.join(line)}") from error
-
-
-def _exec_here(job: Job, worker: str, command: list[str]) -> subprocess.CompletedProcess[bytes]:
-    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
-
-    spec = json.loads((embedded_home().worker(job.uid, worker) / "spec.json").read_text())
-    try:
-        return subprocess.run(command, env=spec["environment"], cwd=spec["working_directory"], check=False)
-    except OSError as error:
-        raise UsageError(f"cannot run {command[0]!r}: {error.strerror}") from error
 
 
 def _phase(text: str) -> Phase | None:

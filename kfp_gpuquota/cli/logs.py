@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.options import JobArgument, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.terminal import say, write_log
-from kfp_gpuquota.errors import NotFoundError
+from kfp_gpuquota.errors import NotFoundError, UsageError
+
+PREVIOUS: Final = "previous"
+"""In the place of a worker: the first one of the run before the present one."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +35,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
     tail: Annotated[int | None, typer.Option("--tail", min=0, metavar="N", help="Begin with the last N lines.")] = None,
     worker: Annotated[str, typer.Option("--worker", help="The worker's index or id; else the first.")] = "",
+    previous: Annotated[bool, typer.Option("--previous", help="What it printed before its last restart.")] = False,
 ) -> None:
     """Show what a job's first worker printed; with -f, go on with another one where that one leaves before the others.
 
@@ -39,9 +43,14 @@ def logs(
       gpuquota logs train1
       gpuquota logs train1 -f --tail 20
       gpuquota logs train1 -f --worker 2
+      gpuquota logs train1 --previous
     """
+    if previous and (worker or follow):
+        raise UsageError("--previous shows the first worker before the last restart; leave out --worker and --follow")
     reached, project = client(), project_or_configured(project)
-    _say_if_not_started(reached.get_job(project, job))
+    found = reached.get_job(project, job)
+    _say_if_not_started(found)
+    worker = PREVIOUS if previous else worker
 
     def begin(which: str) -> int:
         if tail is None:
@@ -56,13 +65,20 @@ def logs(
         chunks = reached.follow_log(project, job, worker=worker, offset=begin(worker))
     else:
         chunks = _job_log(reached, project, job, begin)
-    write_log(chunks)
+    written = write_log(chunks)
+    if not written and not follow and not worker and min((w.index for w in found.status.workers), default=0):
+        say(
+            f"nothing was printed since job {job} was started again; see what it printed before with: "
+            f"gpuquota logs {job} -p {project} --previous",
+            err=True,
+        )
 
 
-def follow_to_the_end(reached: ClusterClient, project: str, name: str) -> int:
+def follow_to_the_end(reached: ClusterClient, project: str, name: str, *, outlives_interrupt: bool = True) -> int:
     """Show a job's log on stdout, and on stderr what becomes of it, until it has ended; its exit status as one's own.
 
-    Of a job that ended without one it is 1. Interrupted (130) it goes on without anybody who follows.
+    Of a job that ended without one it is 1, after an interrupt 130: the job then goes on where it
+    `outlives_interrupt`, which is said.
     """
     from kfp_gpuquota.dsl.launcher.narration import Narrator, conclusion  # noqa: PLC0415
 
@@ -79,6 +95,8 @@ def follow_to_the_end(reached: ClusterClient, project: str, name: str) -> int:
         say(f"job {name} was deleted", err=True)
         return 1
     except KeyboardInterrupt:
+        if not outlives_interrupt:
+            return 130
         again, stop = f"gpuquota logs {name} -p {project} -f", f"gpuquota delete {name} -p {project}"
         say(f"\njob {name} goes on; follow it again with: {again}; stop it with: {stop}", err=True)
         return 130

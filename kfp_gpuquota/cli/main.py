@@ -1,38 +1,99 @@
-"""`gpuquota`: its commands, and how errors end."""
+"""`gpuquota`: its commands, and how errors end.
+
+Only the module of the command that is run is imported: all of them take a tenth of a second.
+"""
 
 from __future__ import annotations
 
+import errno
+import gc
+import importlib
 import inspect
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kfp_gpuquota.cli import cluster, jobs, logs, pipeline, policies, projects, show, simulate, submit, whatif
+from kfp_gpuquota.cli.mistakes import Command
 from kfp_gpuquota.cli.terminal import say
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.version import __version__
 
-app = typer.Typer(
-    name="gpuquota",
-    help="GPU quotas, borrowing and elastic training: on this machine, or on Kubernetes.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(projects.app, name="project")
-app.add_typer(pipeline.app, name="pipeline")
-app.add_typer(policies.app, name="policy")
-app.add_typer(projects.config, name="config")
-submit.register(app)
-show.register(app)
-logs.register(app)
-jobs.register(app)
-simulate.register(app)
-whatif.register(app)
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+GROUPS: Final = {
+    "cluster": ("cluster", "app"),
+    "project": ("projects", "app"),
+    "pipeline": ("pipeline", "app"),
+    "policy": ("policies", "app"),
+    "config": ("projects", "config"),
+}
+"""Groups of commands: the module and the name in it that define each."""
+
+COMMANDS: Final = {
+    "submit": ("submit",),
+    "run": ("run",),
+    "update": ("update",),
+    "listing": ("list", "get", "events"),
+    "show": ("describe", "explain"),
+    "top": ("top",),
+    "logs": ("logs",),
+    "jobs": ("suspend", "resume", "wait", "delete"),
+    "access": ("exec", "bash", "attach", "port-forward"),
+    "simulate": ("simulate",),
+    "whatif": ("what-if",),
+}
+"""Modules, and the commands that each registers."""
+
+COLLECTED_AFTER: Final = 100_000
+"""New objects before a pass of the garbage collector: most commands end before, and drop nothing that it would find."""
+
+_MODULES: Final = {command: module for module, commands in COMMANDS.items() for command in commands}
+
+
+def application(words: Sequence[str] = ()) -> typer.Typer:
+    """Return the program: all of it, or as much as the command line `words` needs."""
+    app = typer.Typer(
+        name="gpuquota",
+        help="GPU quotas, borrowing and elastic training: on this machine, or on Kubernetes.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
+    app.callback()(choose_cluster)
+    first = _first_word(words)
+    groups, modules = list(GROUPS), list(COMMANDS)
+    if "_GPUQUOTA_COMPLETE" not in os.environ and first in {*GROUPS, *_MODULES}:
+        groups = [first] if first in GROUPS else []
+        modules = [_MODULES[first]] if first in _MODULES else []
+    for group in groups:
+        name, attribute = GROUPS[group]
+        app.add_typer(getattr(_imported(name), attribute), name=group)
+    for name in modules:
+        _imported(name).register(app)
+    _prepare(app)
+    return app
+
+
+def _imported(module: str) -> ModuleType:
+    return importlib.import_module(f"kfp_gpuquota.cli.{module}")
+
+
+def _first_word(words: Sequence[str]) -> str:
+    """The command: the first word that is neither an option nor the value of --context."""
+    remaining = iter(words)
+    for word in remaining:
+        if word == "--context":
+            next(remaining, None)
+        elif not word.startswith("-"):
+            return word
+        elif not word.startswith("--context="):
+            return ""
+    return ""
 
 
 def _show_version(*, wanted: bool) -> None:
@@ -41,7 +102,6 @@ def _show_version(*, wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def choose_cluster(
     context: Annotated[
         str,
@@ -65,34 +125,51 @@ def choose_cluster(
         os.environ["GPUQUOTA_CONTEXT"] = context
 
 
-def keep_examples(commands: typer.Typer) -> None:
-    """The lines of an example are not to be filled like a paragraph: a backspace before them says so to click."""
+def _prepare(commands: typer.Typer) -> None:
+    """Report mistakes in the words of the command line, and print examples line by line.
+
+    Lines of an example are not to be filled like a paragraph: a backspace before them says so to click.
+    """
     for command in commands.registered_commands:
         assert command.callback is not None
+        if not issubclass(command.cls or object, Command):
+            command.cls = Command
         command.help = (
             inspect.cleandoc(command.callback.__doc__ or "").replace("\b\n", "").replace("\nExample", "\n\b\nExample")
         )
     for group in commands.registered_groups:
         assert group.typer_instance is not None
-        keep_examples(group.typer_instance)
-
-
-keep_examples(app)
-command = typer.main.get_command(app)
+        _prepare(group.typer_instance)
 
 
 def main() -> None:
     """Run a command: errors are one sentence on stderr, and the exit code is 1 (it failed) or 2 (a mistake)."""
+    gc.set_threshold(COLLECTED_AFTER)
     try:
-        command()
+        try:
+            application(sys.argv[1:])()
+        finally:
+            sys.stdout.flush()
     except GpuQuotaError as error:
         say(f"Error: {error.message}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
+    except OSError as error:
+        _end_of_output(error)
+
+
+def _end_of_output(error: OSError) -> None:
+    """End where nobody reads on (141, as of a shell's SIGPIPE), or where the output cannot be written (1)."""
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123 (a number that stdout's flush at exit can use)
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
         sys.exit(141)
+    if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}:
+        say(f"Error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", err=True)
+        sys.exit(1)
+    say(f"Error: the output cannot be written: {error.strerror}", err=True)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

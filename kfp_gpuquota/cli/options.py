@@ -6,12 +6,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kfp_gpuquota.cli.completion import complete_job, complete_project
+from kfp_gpuquota.cli.names import resource
 from kfp_gpuquota.cli.output import Format
+from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
-JobArgument = Annotated[str, typer.Argument(metavar="JOB")]
+
+def _job(text: str) -> str:
+    """The name in "train1" and "job/train1"."""
+    return resource(text, "job")
+
+
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", callback=_job, autocompletion=complete_job)]
 ProjectOption = Annotated[
     str,
     typer.Option(
@@ -20,6 +29,7 @@ ProjectOption = Annotated[
         "--namespace",
         "-n",
         metavar="PROJECT",
+        autocompletion=complete_project,
         help="The project (on Kubernetes the namespace); else the configured one.",
     ),
 ]
@@ -56,3 +66,20 @@ def project_or_all(given: str) -> str:
     from kfp_gpuquota.cluster.connect import listed_project  # noqa: PLC0415
 
     return listed_project(given)
+
+
+def listed_project_or_error(reached: ClusterClient, given: str) -> str:
+    """As `project_or_all`. Raises NotFoundError for a project that does not exist."""
+    chosen = project_or_all(given)
+    if not chosen:
+        return ""
+    try:
+        reached.get_project(chosen)
+    except NotFoundError:
+        if given:
+            raise
+        raise NotFoundError(
+            f"the configured project {chosen!r} does not exist any more; choose another one with: gpuquota config "
+            "project NAME, or list the jobs of all: gpuquota list -A"
+        ) from None
+    return chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import time
 from enum import StrEnum
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kfp_gpuquota.api import Job
+from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.cli.terminal import say, say_data, visible
+from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +25,7 @@ class Format(StrEnum):
 
     TABLE = "table"
     WIDE = "wide"
+    NAME = "name"
     JSON = "json"
     YAML = "yaml"
 
@@ -32,7 +37,9 @@ def show(content: object, output: Format, tabulated: str = "") -> None:
 
 
 def rendered(content: object, output: Format, tabulated: str) -> str:
-    """`content` (structs) as JSON or YAML, or the table made of it."""
+    """Return `content` (structs) as JSON, YAML or names, or the table made of it."""
+    if output is Format.NAME:
+        return "\n".join(_names(content))
     if output is Format.JSON:
         return in_json(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
     if output is Format.YAML:
@@ -40,13 +47,33 @@ def rendered(content: object, output: Format, tabulated: str) -> str:
     return tabulated
 
 
+def _names(content: object) -> Iterator[str]:
+    """ "job/train1" for each job, project or node, as kubectl prints names. UsageError for what has none."""
+    for each in content if isinstance(content, list | tuple) else (content,):
+        if isinstance(each, Job):
+            yield f"job/{each.spec.name}"
+        elif isinstance(each, ProjectView):
+            yield f"project/{each.project.name}"
+        elif isinstance(each, NodeView):
+            yield f"node/{each.node.name}"
+        else:
+            raise UsageError("-o name is for jobs, projects and nodes; choose one of table, wide, json, yaml here")
+
+
 def in_json(text: str) -> str:
     """JSON escapes ASCII's control characters by itself; others may be written as escapes as well."""
     return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Aligned columns as kubectl prints them, numbers to the right.
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that stdout is; None where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, width: int | None = None, headers: bool = True
+) -> str:
+    """Aligned columns as kubectl prints them, numbers to the right; longer lines are cut to `width`, where given.
 
     Not rich's table: a thousand jobs take it half a second, and a script cannot cut its frames.
     """
@@ -54,7 +81,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     shown = [["" if cell is None else visible(str(cell)).replace("\n", "\\x0a") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *shown, strict=True)]
     right = [bool(rows) and all(isinstance(row[index], int | float) for row in rows) for index in range(len(columns))]
-    return "\n".join(_line(line, widths, right) for line in (list(columns), *shown))
+    lines = (_line(line, widths, right) for line in ((list(columns), *shown) if headers else shown))
+    return "\n".join(line if width is None or len(line) <= width else line[: width - 1] + "…" for line in lines)
 
 
 def _line(cells: list[str], widths: list[int], right: list[bool]) -> str:

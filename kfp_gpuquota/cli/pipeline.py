@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
+import msgspec
 import typer
 
 from kfp_gpuquota.cli.options import OutputOption  # noqa: TC001  # typer reads annotations at run time
@@ -225,7 +226,19 @@ def _checked(loaded: Package, project: str, cluster: Cluster | None) -> Pipeline
     from kfp_gpuquota.dsl.pipelines.check import check_pipeline  # noqa: PLC0415
 
     configured = os.environ.get(PROJECT_VARIABLE) or load_settings().project
-    return check_pipeline(loaded.spec, project or None, configured=configured, cluster=cluster, platform=loaded.more)
+    found = check_pipeline(loaded.spec, project or None, configured=configured, cluster=cluster, platform=loaded.more)
+    return with_unknown_project(found, project, cluster)
+
+
+def with_unknown_project(found: PipelineCheck, project: str, cluster: Cluster | None) -> PipelineCheck:
+    """Return what was found, with a problem where `--project` names a project that the cluster does not have.
+
+    Steps that name their own project do not use it, so that the steps' problems do not say so.
+    """
+    if cluster is None or not project or project in cluster.projects or any(project in p for p in found.problems):
+        return found
+    problem = f"--project is {project}, and there is no such project; see them with: gpuquota project list"
+    return msgspec.structs.replace(found, problems=(problem, *found.problems))
 
 
 def _cluster() -> tuple[Cluster | None, str]:
@@ -253,8 +266,13 @@ def _report(found: PipelineCheck, unchecked: str) -> str:
         parts.append(f"{_steps(len(found.unrouted))} without GPUs, not routed: {', '.join(found.unrouted)}")
     if unchecked:
         parts.append(f"quotas were not checked: {unchecked}")
-    parts += [f"problem: {problem}" for problem in found.problems] or [f"no problems in pipeline {found.pipeline}"]
+    parts += [f"problem: {problem}" for problem in found.problems] or [_no_problems(found, unchecked)]
     return "\n".join(parts)
+
+
+def _no_problems(found: PipelineCheck, unchecked: str) -> str:
+    limits = ", as far as can be said without quotas and projects" if unchecked else ""
+    return f"no problems in pipeline {found.pipeline}{limits}"
 
 
 def _row(step: StepCheck) -> list[object]:

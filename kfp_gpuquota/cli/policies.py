@@ -8,7 +8,7 @@ import typer
 
 from kfp_gpuquota.api import Kind  # noqa: TC001 (typer reads annotations at run time)
 from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
-from kfp_gpuquota.api.quantity import parse_mib, show_mib
+from kfp_gpuquota.api.quantity import parse_gpu_memory, show_mib
 from kfp_gpuquota.cli.options import OutputOption, client
 from kfp_gpuquota.cli.output import Format, show, table
 from kfp_gpuquota.cli.terminal import say
@@ -107,4 +107,4 @@ def _rules(policy: WorkloadPolicy) -> Iterator[str]:
 
 
 def _mib(field: str, text: str | None) -> int | None:
-    return None if text is None else parse_mib(field, text)
+    return None if text is None else parse_gpu_memory(field, text)

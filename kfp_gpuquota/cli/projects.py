@@ -8,8 +8,9 @@ import msgspec
 import typer
 
 from kfp_gpuquota.api import PoolQuota, Project
-from kfp_gpuquota.api.quantity import as_number, parse_cores, parse_mib, show_mib
+from kfp_gpuquota.api.quantity import as_number, parse_cores, parse_mib, show_gpus, show_mib
 from kfp_gpuquota.cli.amounts import gpu_quota, pairs
+from kfp_gpuquota.cli.completion import complete_project
 from kfp_gpuquota.cli.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.output import Format, show, table
 from kfp_gpuquota.cli.terminal import say
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Projects and their quotas.", no_args_is_help=True)
 config = typer.Typer(help="What other commands use where nothing is given.", no_args_is_help=True)
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
+NewNameArgument = Annotated[str, typer.Argument(metavar="NAME")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete_project)]
 GuaranteedOption = Annotated[
     float | None,
     typer.Option("--guaranteed", "-g", metavar="N", help="GPUs the project can always get back; 0.5 is half of one."),
@@ -56,7 +58,7 @@ ParentOption = Annotated[str | None, typer.Option("--parent", help="The departme
 
 @app.command("create", short_help="Create a project.")
 def create(
-    name: NameArgument,
+    name: NewNameArgument,
     guaranteed: GuaranteedOption = None,
     limit: LimitOption = None,
     priority: PriorityOption = None,
@@ -103,14 +105,18 @@ def set_quota(
     memory_limit: MemoryLimitOption = None,
     pool: PoolOption = None,
 ) -> None:
-    """Change what is given; the rest stays as it is.
+    """Change what is given; the rest stays as it is. With nothing but a name, work in that project from now on.
 
     Examples:
       gpuquota project set team-a --guaranteed 4
       gpuquota project set team-a --limit none
+      gpuquota project set team-a
     """
-    reached = client()
     changed = _given(guaranteed, limit, priority, weight, parent) | _amounts(cpu, cpu_limit, memory, memory_limit)
+    if not changed and not pool:
+        config_project(name)
+        return
+    reached = client()
     view = _changed(reached, name, changed, _pools(pool or []))
     say(f"project {name} changed: {_quota(view)}")
     _note(_overcommitted(reached))
@@ -143,20 +149,27 @@ def list_projects(output: OutputOption = Format.TABLE) -> None:
 
 
 @app.command("delete", short_help="Delete empty projects.")
-def delete(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -> None:
+def delete(names: Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=complete_project)]) -> None:
     """Delete projects that have no jobs.
 
     Example:
       gpuquota project delete team-a
     """
     reached = client()
+    from kfp_gpuquota.cluster.connect import load_settings, save_settings  # noqa: PLC0415
+
     for name in names:
         reached.delete_project(name)
         say(f"project {name} deleted")
+        if load_settings().project == name and not on_kubernetes():
+            save_settings(msgspec.structs.replace(load_settings(), project=""))
+            _note("it was the project to work in; choose another one with: gpuquota config project NAME")
 
 
 @config.command("project", short_help="Set the project to work in.")
-def config_project(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") -> None:
+def config_project(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", autocompletion=complete_project)] = "",
+) -> None:
     """Set the project that other commands use; without a name, show it.
 
     Examples:
@@ -199,17 +212,18 @@ def config_context(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") 
     say(f"context {name} is used from now on")
 
 
-def project_table(views: tuple[ProjectView, ...], *, wide: bool = False) -> str:
-    """Quotas and what is held."""
-    columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "REQUESTED"]
+def project_table(views: tuple[ProjectView, ...], *, wide: bool = False, headers: bool = True) -> str:
+    """Quotas and what is held: LENT is the part of ALLOCATED above what the jobs request, which anyone may take."""
+    columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "LENT", "REQUESTED"]
     more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY", "NODE POOLS"] if wide else []
-    return table(columns + more, ([*_row(view), *(_wide_row(view) if wide else [])] for view in views))
+    rows = ([*_row(view), *(_wide_row(view) if wide else [])] for view in views)
+    return table(columns + more, rows, headers=headers)
 
 
 def _row(view: ProjectView) -> list[object]:
     project = view.project
     limit = "none" if project.limit is None else project.limit
-    return [project.name, project.guaranteed, limit, view.allocated, view.over_quota, view.requested]
+    return [project.name, project.guaranteed, limit, view.allocated, view.over_quota, view.lent, view.requested]
 
 
 def _wide_row(view: ProjectView) -> list[object]:
@@ -259,13 +273,13 @@ def _overcommitted(reached: ClusterClient) -> str:
     guaranteed = as_number(sum(project.guaranteed for project in projects if project.parent is None))
     if guaranteed <= there:
         return ""
-    return f"{guaranteed} GPUs are guaranteed to all projects together, and the cluster has {there}"
+    return f"{show_gpus(guaranteed)} are guaranteed to all projects together, and the cluster has {there}"
 
 
 def _quota(view: ProjectView) -> str:
     limit = view.project.limit
     most = "may borrow what is idle" if limit is None else f"at most {limit}"
-    return f"{view.project.guaranteed} GPUs guaranteed, {most}"
+    return f"{show_gpus(view.project.guaranteed)} guaranteed, {most}"
 
 
 def _given(

@@ -1,214 +1,95 @@
-"""`gpuquota list`, `describe`, `explain` and `top`: looking without touching."""
+"""`gpuquota describe` and `explain`: all about one job."""
 
 from __future__ import annotations
 
 import shlex
-import time
-from contextlib import suppress
-from enum import StrEnum
-from pathlib import Path  # noqa: TC003 (typer reads annotations at run time)
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kfp_gpuquota.api import Phase
-from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.quantity import show_gpus, show_mib
 from kfp_gpuquota.api.queue import ahead_of, queued
-from kfp_gpuquota.cli.options import (
-    JobArgument,
-    OutputOption,
-    ProjectOption,
-    WatchOption,
-    client,
-    project_or_all,
-    project_or_configured,
-)
-from kfp_gpuquota.cli.output import Format, age, rendered, show, table
-from kfp_gpuquota.cli.output import watch as watch_pictures
-from kfp_gpuquota.cli.projects import project_table
+from kfp_gpuquota.cli.completion import complete_job
+from kfp_gpuquota.cli.gpus import gibibytes
+from kfp_gpuquota.cli.names import job_name
+from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.output import Format, age, show, table
+from kfp_gpuquota.cli.tables import phase_text, progress_text
 from kfp_gpuquota.cli.terminal import say
-from kfp_gpuquota.errors import InvalidFieldError, UnauthorizedError, UsageError
+from kfp_gpuquota.errors import UnauthorizedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
-    from kfp_gpuquota.api import Job
-    from kfp_gpuquota.api.wire import NodeView
+    from kfp_gpuquota.api import Eviction, Job, Occurrence
+    from kfp_gpuquota.api.wire import ShareView
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
-
-class What(StrEnum):
-    """What can be listed."""
-
-    JOBS = "jobs"
-    PROJECTS = "projects"
-    NODES = "nodes"
-
-
-GPU_REFRESH_S: Final = 0.5
 NAMED_BEFORE: Final = 3
 
-AllOption = Annotated[bool, typer.Option("--all-projects", "-A", help="Jobs of every project.")]
+JobWords = Annotated[list[str], typer.Argument(metavar="[job] JOB", autocompletion=complete_job)]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    app.command("list", short_help="List jobs, projects or nodes.")(list_things)
     app.command("describe", short_help="Show everything about a job.")(describe)
     app.command("explain", short_help="Say why a job waits, shrank or was stopped.")(explain)
-    app.command("top", short_help="Show who uses what.")(top)
 
 
-def list_things(
-    what: Annotated[What, typer.Argument(help="What to list.")] = What.JOBS,
-    project: ProjectOption = "",
-    *,
-    all_projects: AllOption = False,
-    watch: WatchOption = False,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """List jobs (of the project, or of all), projects, or nodes.
-
-    Examples:
-      gpuquota list
-      gpuquota list jobs -A -o wide
-      gpuquota list nodes
-      gpuquota list -w
-    """
-    reached = client()
-    chosen = "" if all_projects or what is not What.JOBS else project_or_all(project)
-    if chosen:
-        reached.get_project(chosen)
-    if watch:  # quotas and nodes change in what they hold when jobs do
-        watch_pictures(_listed(reached, what, output, seen.jobs) for seen in reached.watch_jobs(chosen))
-    say(_listed(reached, what, output, reached.list_jobs(chosen).jobs if what is What.JOBS else ()))
-
-
-def _listed(reached: ClusterClient, what: What, output: Format, jobs: Sequence[Job]) -> str:
-    if what is What.PROJECTS:
-        views = reached.list_projects()
-        return rendered(views, output, project_table(views, wide=output is Format.WIDE))
-    if what is What.NODES:
-        nodes = reached.list_nodes()
-        return rendered(nodes, output, _node_table(nodes))
-    return rendered(jobs, output, _job_table(jobs, output))
-
-
-def describe(job: JobArgument, project: ProjectOption = "", output: OutputOption = Format.TABLE) -> None:
+def describe(job: JobWords, project: ProjectOption = "", output: OutputOption = Format.TABLE) -> None:
     """Show a job: what it asks for, what it has, its workers, and how its size changed.
 
     Examples:
       gpuquota describe elastic1
+      gpuquota describe job elastic1
       gpuquota describe elastic1 -o yaml
     """
     reached = client()
-    found = reached.get_job(project_or_configured(project), job)
-    if output in {Format.JSON, Format.YAML}:
+    found = reached.get_job(project_or_configured(project), job_name(job))
+    if output in {Format.JSON, Format.YAML, Format.NAME}:
         show(found, output)
         return
     parts = [table(("JOB", found.spec.name), _facts(found, _place_in_queue(reached, found)))]
     if found.status.workers:
         columns = ("WORKER", "RANK", "NODE", "GPUS", "PHASE", "PID", "EXIT CODE")
         parts.append(table(columns, _worker_rows(found)))
+    if shares := _shares(reached, found):
+        parts.append(table(("GPU", "NODE", "USED", "REQUEST", "LIMIT", "MAY USE NOW"), shares))
     if found.status.resizes:
         parts.append(table(("SIZE CHANGED", "FROM", "TO", "STEP", "PAUSE", "WHY"), _resize_rows(found)))
     say("\n\n".join(parts))
 
 
-def explain(job: JobArgument, project: ProjectOption = "") -> None:
+def explain(job: JobWords, project: ProjectOption = "") -> None:
     """Say in one sentence why a job waits, shrank or was stopped, and what would change that.
 
     Example:
       gpuquota explain train1
     """
     reached = client()
-    found = reached.get_job(project_or_configured(project), job)
+    found = reached.get_job(project_or_configured(project), job_name(job))
     status = found.status
     why = f": {status.reason.message}" if status.reason is not None else ""
-    say(f"{found.spec.name} is {status.phase.value.lower()} with {_gpus(status.gpus)}{why}")
+    holds = "" if status.phase.final else f" with {show_gpus(status.gpus)}"
+    say(f"{found.spec.name} {phase_text(status.phase)}{holds}{why}")
     if place := _place_in_queue(reached, found):
         say(place)
     if (stopped := status.last_eviction) is not None and stopped.reason != status.reason:
         say(f"it was last stopped {age(stopped.at)} ago: {stopped.reason.message}")
-
-
-def top(
-    *,
-    watch: WatchOption = False,
-    gpus: Annotated[bool, typer.Option("--gpus", help="The memory of GPUs that several jobs share.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="With --gpus: draw it over time, until Ctrl-C.")
-    ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="With --plot: for so long at most.")] = 60.0,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Show projects, nodes and running jobs with what they use.
-
-    Examples:
-      gpuquota top
-      gpuquota top -w
-      gpuquota top -o json
-      gpuquota top --gpus -w
-      gpuquota top --gpus --plot memory.png --seconds 120
-    """
-    reached = client()
-    if plot is not None:
-        say(_plot_memory(reached, plot, seconds))
-        return
-    if gpus:
-        watch_pictures(_gpu_pictures(reached, once=not watch))
-        return
-    if output in {Format.JSON, Format.YAML}:
-        jobs = reached.list_jobs().jobs
-        show({"projects": reached.list_projects(), "nodes": reached.list_nodes(), "jobs": jobs}, output)
-        return
-    project = _visible_project(reached)
-    if watch:
-        watch_pictures(_overview(reached, project) for _ in reached.watch_jobs(project))
-    say(_overview(reached, project))
-
-
-def _job_table(jobs: Sequence[Job], output: Format = Format.TABLE) -> str:
-    wide = output is Format.WIDE
-    columns = ["JOB", "PROJECT", "TYPE", "STATUS", "GPUS", "REQUESTED", "PROGRESS", "AGE", "REASON"]
-    more = ["MIN", "MAX", "PRIORITY", "NODES", "UID"] if wide else []
-    return table(columns + more, ([*_job_row(job), *(_wide_row(job) if wide else [])] for job in jobs))
-
-
-def _job_row(job: Job) -> list[object]:
-    spec, status = job.spec, job.status
-    return [
-        spec.name,
-        spec.project,
-        spec.kind.value,
-        status.phase.value,
-        status.gpus,
-        spec.asks if spec.shared else spec.gpus,
-        _progress(job),
-        age(status.submitted_at),
-        status.reason.message if status.reason is not None and status.phase is not Phase.RUNNING else "",
-    ]
-
-
-def _wide_row(job: Job) -> list[object]:
-    nodes = sorted({worker.node for worker in job.status.workers if worker.phase != "Gone"})
-    return [job.spec.smallest, job.spec.largest, job.spec.effective_priority, ",".join(nodes), job.uid]
-
-
-def _progress(job: Job) -> str:
-    progress = job.status.progress
-    if progress is None:
-        return ""
-    total = f"/{progress.total_steps}" if progress.total_steps else ""
-    return f"step {progress.step}{total}"
+    for what, happened in (("lost a worker", status.last_failure), ("was moved", status.last_move)):
+        if happened is not None and happened.reason != status.reason:
+            say(f"it last {what} {age(happened.at)} ago: {happened.reason.message}")
 
 
 def _throughput(job: Job) -> str:
+    """Both figures with the time that they are means of: they differ where the training speeds up or slows down."""
     progress = job.status.progress
     if progress is None or not progress.throughput:
         return ""
-    took = "" if progress.step_ms is None else f", {progress.step_ms:.3g} ms a step"
-    return f"{progress.throughput:.3g} samples/s{took}"
+    took = "" if progress.step_ms is None else f"; {progress.step_ms:.3g} ms a step over the last steps"
+    rate = progress.throughput
+    shown = f"{rate:,.0f}" if rate >= 1000 else f"{rate:.3g}"
+    return f"{shown} samples/s since it has this size{took}"
 
 
 def _stragglers(job: Job) -> str:
@@ -240,18 +121,21 @@ def _facts(job: Job, place: str) -> list[tuple[str, object]]:
         ("project", spec.project),
         ("uid", job.uid),
         ("type", f"{spec.kind.value}, priority {spec.effective_priority}, {_preemptible(job)}"),
+        ("labels", ", ".join(f"{key}={value}" for key, value in spec.labels.items())),
         ("command", shlex.join(spec.command)),
         ("asks for", _asks(job)),
-        ("policies", ", ".join(f"{field} is set by {policy}" for field, policy in status.set_by.items())),
-        ("status", f"{status.phase.value} with {_gpus(status.gpus)}"),
+        ("policies", ", ".join(_set_by(job, field, policy) for field, policy in status.set_by.items())),
+        ("status", f"{status.phase.value} with {show_gpus(status.gpus)}"),
         ("because", status.reason.message if status.reason else ""),
         ("queue", place),
-        ("progress", ", ".join(part for part in (_progress(job), metrics, _throughput(job)) if part)),
+        ("progress", ", ".join(part for part in (progress_text(job), metrics, _throughput(job)) if part)),
         ("stragglers", _stragglers(job)),
         ("submitted", f"{age(status.submitted_at)} ago"),
         ("ran for", age(status.started_at, status.finished_at)),
         ("restarts", status.restarts or ""),
-        ("preempted", _evictions(job)),
+        ("lost a worker", _occurred(status.last_failure)),
+        ("preempted", _times(status.evictions, status.last_eviction)),
+        ("moved", _times(status.moves, status.last_move)),
         ("exit code", "" if status.exit_code is None else status.exit_code),
     ]
     return [(name, value) for name, value in facts if value != ""]
@@ -261,21 +145,56 @@ def _preemptible(job: Job) -> str:
     return "preemptible" if job.spec.may_be_preempted else "not preemptible"
 
 
-def _evictions(job: Job) -> str:
-    last = job.status.last_eviction
+def _occurred(last: Occurrence | Eviction | None) -> str:
+    return "" if last is None else f"{age(last.at)} ago: {last.reason.message}"
+
+
+def _times(count: int, last: Occurrence | Eviction | None) -> str:
     if last is None:
         return ""
-    times = "once" if job.status.evictions == 1 else f"{job.status.evictions} times"
-    return f"{times}, {age(last.at)} ago: {last.reason.message}"
+    return f"{'once' if count == 1 else f'{count} times'}, {_occurred(last)}"
 
 
 def _asks(job: Job) -> str:
     spec = job.spec
     if spec.shared:
-        return f"{spec.asks} of {'a GPU' if spec.gpus == 1 else 'GPUs'}"
+        return f"{spec.asks} of {'a GPU' if spec.gpus == 1 else 'GPUs'}{_limit(job)}"
     if not spec.elastic:
-        return _gpus(spec.gpus)
-    return f"{_gpus(spec.gpus)}, elastic from {spec.smallest} to {spec.largest}"
+        return show_gpus(spec.gpus)
+    return f"{show_gpus(spec.gpus)}, elastic from {spec.smallest} to {spec.largest}"
+
+
+def _limit(job: Job) -> str:
+    """What it may use while nobody else needs it, as it was given: of a share whose limit is above its request."""
+    for field in ("gpu_fraction_limit", "gpu_memory_limit_mib"):
+        if (value := getattr(job.spec, field)) is not None:
+            return f", up to {_shown(value)} while it is idle"
+    return ""
+
+
+def _set_by(job: Job, field: str, policy: str) -> str:
+    return f"{field} is set to {_shown(getattr(job.spec, field))} by {policy}"
+
+
+def _shown(value: float) -> str:
+    return show_mib(value) if isinstance(value, int) and value > 1 else f"{value:g}"
+
+
+def _shares(reached: ClusterClient, job: Job) -> list[list[object]]:
+    """A line for each GPU of which the job holds a share; none where its user may not see nodes."""
+    if not job.spec.shared or not job.status.gpus:
+        return []
+    try:
+        nodes = reached.list_nodes()
+    except UnauthorizedError:
+        return []
+    mine = {worker.id for worker in job.status.workers}
+    return [_share_row(view.node.name, share) for view in nodes for share in view.shares if share.worker in mine]
+
+
+def _share_row(node: str, share: ShareView) -> list[object]:
+    amounts = (share.used_mib, share.request_mib, share.limit_mib, share.granted_mib)
+    return [share.device, node, *map(gibibytes, amounts)]
 
 
 def _worker_rows(job: Job) -> Iterator[list[object]]:
@@ -295,82 +214,3 @@ def _resize_rows(job: Job) -> Iterator[list[object]]:
             pause,
             change.reason.message,
         ]
-
-
-def _node_table(nodes: Sequence[NodeView]) -> str:
-    pooled = any(view.node.pool for view in nodes)
-    rows = (
-        [
-            view.node.name,
-            "ready" if view.node.ready else "not ready",
-            len(view.node.devices),
-            as_number(sum(view.used.values())),
-            len(view.node.devices) - len(view.held),
-            ", ".join(sorted({device.model for device in view.node.devices})),
-            *([view.node.pool] if pooled else []),
-        ]
-        for view in nodes
-    )
-    return table(("NODE", "STATUS", "GPUS", "IN USE", "IDLE", "MODEL", *(["POOL"] if pooled else [])), rows)
-
-
-def _overview(reached: ClusterClient, project: str) -> str:
-    """Projects, nodes and running jobs, one below the other; in the place of what its user may not see, a sentence."""
-    parts = (
-        _if_allowed("quotas", lambda: project_table(reached.list_projects())),
-        _if_allowed("nodes", lambda: _node_table(reached.list_nodes())),
-        _job_table(_running(reached, project)),
-    )
-    return "\n\n".join(parts)
-
-
-def _running(reached: ClusterClient, project: str) -> list[Job]:
-    return [job for job in reached.list_jobs(project).jobs if not job.status.phase.final]
-
-
-def _if_allowed(what: str, picture: Callable[[], str]) -> str:
-    try:
-        return picture()
-    except UnauthorizedError:
-        return f"({what} are not shown: your account may not see them)"
-
-
-def _visible_project(reached: ClusterClient) -> str:
-    """All, or on Kubernetes the one namespace in which a team's user may see jobs."""
-    try:
-        reached.list_jobs()
-    except UnauthorizedError:
-        return project_or_configured("")
-    return ""
-
-
-def _gpu_pictures(reached: ClusterClient, *, once: bool) -> Iterator[str]:
-    """Memory changes without anything else changing, so it is asked for again and again."""
-    from kfp_gpuquota.cli.gpus import gpu_table  # noqa: PLC0415
-
-    yield gpu_table(reached.list_nodes())
-    while not once:
-        time.sleep(GPU_REFRESH_S)
-        yield gpu_table(reached.list_nodes())
-
-
-def _plot_memory(reached: ClusterClient, path: Path, seconds: float) -> str:
-    """Look until the time is over or somebody interrupts, then draw; a sentence about the picture."""
-    try:
-        from kfp_gpuquota.cli.memory_plot import Look, draw  # noqa: PLC0415
-    except ImportError as error:
-        raise UsageError("pictures need matplotlib; install it with: pip install 'kfp-gpuquota[plots]'") from error
-    if not path.parent.is_dir():
-        raise InvalidFieldError("plot", str(path), "its directory does not exist")
-    looks: list[Look] = []
-    began = time.monotonic()
-    with suppress(KeyboardInterrupt):
-        while (at := time.monotonic() - began) <= seconds or not looks:
-            looks.append(Look(at, reached.list_nodes()))
-            time.sleep(GPU_REFRESH_S)
-    drawn = draw(looks, path)
-    return f"{path}: {drawn} workloads, {len(looks)} looks in {looks[-1].at if looks else 0.0:.0f} s"
-
-
-def _gpus(count: float) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"

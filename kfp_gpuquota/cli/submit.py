@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S
-from kfp_gpuquota.api.quantity import parse_cores, parse_mib
+from kfp_gpuquota.api.quantity import parse_cores, parse_gpu_memory, parse_mib, show_mib
 from kfp_gpuquota.cli.amounts import gpus_or_fraction, pairs, toleration_of, whole_number
 from kfp_gpuquota.cli.logs import follow_to_the_end
+from kfp_gpuquota.cli.mistakes import Command
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.cli.output import Format, show
 from kfp_gpuquota.cli.rehearsal import rehearse_here
 from kfp_gpuquota.cli.terminal import say
-from kfp_gpuquota.errors import UnauthorizedError, UsageError
+from kfp_gpuquota.cluster.submission import forwarded_environment, most_gpus
+from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.server.cluster_client import ClusterClient
-
-# What a command needs of the shell it was typed in to find the same programs and libraries. Not everything: the shell
-# may hold secrets that do not belong into a job's record.
-FORWARDED: Final = (
-    "PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL",
-)  # fmt: skip
+    from collections.abc import Sequence
 
 _VARIABLE: Final = "a variable is given as NAME=VALUE"
 
@@ -45,7 +41,7 @@ FractionLimitOption = Annotated[
 GpuMemoryOption = Annotated[
     str | None,
     typer.Option(
-        "--gpu-memory", "--gpu-memory-request", metavar="SIZE", help="GPU memory instead of GPUs, as 4G or 4Gi."
+        "--gpu-memory", "--gpu-memory-request", metavar="SIZE", help="GPU memory instead of GPUs, as 4G, or 2500 (MiB)."
     ),
 ]
 GpuMemoryLimitOption = Annotated[
@@ -119,8 +115,15 @@ FollowOption = Annotated[
         "--follow", "-f", help="Show its log until it has ended, and end with its exit status; Ctrl-C only stops that."
     ),
 ]
-CommandOption = Annotated[
-    bool, typer.Option("--command", help="Accepted for runai's sake: what follows -- is always the whole command.")
+ProgramOption = Annotated[
+    str | None,
+    typer.Option("--command", metavar="PROGRAM", help="The command; else what follows --."),
+]
+ProgramArgsOption = Annotated[
+    list[str] | None, typer.Option("--args", metavar="ARG", help="With --command: an argument; may be repeated.")
+]
+LabelOption = Annotated[
+    list[str] | None, typer.Option("--label", "-l", metavar="K=V", help="A label of the job; may be repeated.")
 ]
 RehearseOption = Annotated[
     bool,
@@ -135,7 +138,23 @@ CommandArgument = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("submit", short_help="Submit a job.")(submit)
+    app.command("submit", short_help="Submit a job.", cls=SubmitCommand)(submit)
+
+
+class SubmitCommand(Command):
+    """Also takes `--command` without a value, before `--` or another option, as runai does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words behind `submit`."""
+        return super().parse_args(ctx, without_bare_command(args))
+
+
+def without_bare_command(words: list[str]) -> list[str]:
+    """Return the words without a `--command` that has no value."""
+    end = words.index("--") if "--" in words else len(words)
+    options = [*words[: end + 1], "--"]
+    bare = {i for i, word in enumerate(words[:end]) if word == "--command" and options[i + 1].startswith("-")}
+    return [word for i, word in enumerate(words) if i not in bare]
 
 
 def submit(
@@ -170,8 +189,10 @@ def submit(
     cool_down: CoolDownOption = DEFAULT_COOL_DOWN_S,
     min_run_time: MinRunTimeOption = 0.0,
     follow: FollowOption = False,
+    label: LabelOption = None,
     rehearse: RehearseOption = False,
-    whole_command: CommandOption = False,
+    program: ProgramOption = None,
+    args: ProgramArgsOption = None,
     project: ProjectOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
@@ -188,12 +209,16 @@ def submit(
       gpuquota submit notebook -g 1 --interactive -- jupyter lab
       gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
       gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
+      gpuquota submit sleeper -g 1 --command sleep --args infinity
     """
-    del whole_command
     if follow and output not in {Format.TABLE, Format.WIDE}:
         raise UsageError(f"--follow shows the job's log where -o {output.value} shows its record; choose one of them")
     if rehearse:
-        rehearse_here(command or [], pairs("environment", environment or [], _VARIABLE), working_dir)
+        rehearse_here(
+            list(whole_command(command or [], program, args or [])),
+            pairs("environment", environment or [], _VARIABLE),
+            working_dir,
+        )
     reached = client(image or "")
     here = not on_kubernetes()
     project = project_or_configured(project)
@@ -201,19 +226,19 @@ def submit(
     smallest, largest = _count("min_gpus", min_gpus), _count("max_gpus", max_gpus)
     if elastic:
         smallest = 1 if smallest is None else smallest
-        largest = max(requested, _most(reached, project)) if largest is None else largest
+        largest = max(requested, most_gpus(reached, project)) if largest is None else largest
     spec = JobSpec(
         name=name,
         project=project,
-        command=tuple(command or ()),
+        command=whole_command(command or [], program, args or []),
         gpus=requested,
         min_gpus=smallest,
         max_gpus=largest,
         gpus_per_worker=_count("gpus_per_worker", gpus_per_worker),
         gpu_fraction=fraction,
         gpu_fraction_limit=gpu_limit,
-        gpu_memory_mib=None if gpu_memory is None else parse_mib("gpu_memory", gpu_memory),
-        gpu_memory_limit_mib=None if gpu_memory_limit is None else parse_mib("gpu_memory_limit", gpu_memory_limit),
+        gpu_memory_mib=_gpu_memory("gpu_memory", gpu_memory),
+        gpu_memory_limit_mib=_gpu_memory("gpu_memory_limit", gpu_memory_limit),
         gpu_devices=_count("gpu_devices", gpu_devices),
         cpu=None if cpu is None else parse_cores("cpu", cpu),
         memory_mib=None if memory is None else parse_mib("memory", memory),
@@ -228,18 +253,21 @@ def submit(
         priority=priority,
         node=node,
         environment={
-            **(_forwarded() if here else {}),
+            **(forwarded_environment() if here else {}),
             **pairs("environment", environment or [], _VARIABLE),
         },
         working_directory=str(Path(working_dir or ".").absolute()) if here else working_dir or "",
         grace_period_s=grace_period,
         cool_down_s=cool_down,
         min_run_time_s=min_run_time,
+        labels=pairs("label", label or [], "a label is given as KEY=VALUE"),
     )
     job = reached.submit(spec)
     if output is Format.TABLE:
         for field, policy in job.status.set_by.items():
-            say(f"{field} is {getattr(job.spec, field):g}: policy {policy} says so", err=follow)
+            value = getattr(job.spec, field)
+            shown = show_mib(value) if field.endswith("_mib") else f"{value:g}"
+            say(f"{field} is {shown}: policy {policy} says so", err=follow)
         see = f"see it with: gpuquota describe {name} -p {project}"
         say(f"job {name} submitted to project {project}; {see}", err=follow)  # what follows is the job's
     show(job, output)
@@ -247,23 +275,19 @@ def submit(
         raise typer.Exit(follow_to_the_end(reached, project, name))
 
 
-def _most(reached: ClusterClient, project: str) -> int:
-    """What the project may hold at the most: its limit, or all there is."""
-    limit = reached.get_project(project).project.limit
-    try:
-        everything = sum(len(view.node.devices) for view in reached.list_nodes())
-    except UnauthorizedError:
-        if limit is None:
-            raise UsageError(
-                "--elastic means up to all GPUs that there are, which you may not see on this cluster; say how many it "
-                "makes use of: --max-gpus N"
-            ) from None
-        return int(limit)
-    return everything if limit is None else int(min(limit, everything))
+def whole_command(words: Sequence[str], program: str | None, args: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of what follows `--`, or of --command and --args. Raises UsageError for both."""
+    if program is None:
+        if args:
+            raise UsageError("--args is given without --command: name the program with --command PROGRAM")
+        return tuple(words)
+    if words:
+        raise UsageError(f"--command gives the command, and so does what follows --: {shlex.join(words)}; choose one")
+    return (*shlex.split(program), *args)
 
 
-def _forwarded() -> dict[str, str]:
-    return {name: os.environ[name] for name in FORWARDED if name in os.environ}
+def _gpu_memory(field: str, text: str | None) -> int | None:
+    return None if text is None else parse_gpu_memory(field, text)
 
 
 def _count(field: str, text: str | None) -> int | None:

@@ -46,8 +46,9 @@ def say_data(text: str) -> None:
     typer.echo(visible(text) if sys.stdout.isatty() else text)
 
 
-def write_log(chunks: Iterable[bytes]) -> None:
-    """Write a log to stdout: made visible on a terminal, else byte for byte."""
+def write_log(chunks: Iterable[bytes]) -> bool:
+    """Write a log to stdout: made visible on a terminal, else byte for byte. Return whether there was anything."""
+    written = False
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for chunk in chunks:
         if sys.stdout.isatty():
@@ -55,6 +56,8 @@ def write_log(chunks: Iterable[bytes]) -> None:
         else:
             sys.stdout.buffer.write(chunk)
         sys.stdout.flush()
+        written = written or bool(chunk)
+    return written
 
 
 def _escape(found: re.Match[str]) -> str:

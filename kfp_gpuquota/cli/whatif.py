@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from kfp_gpuquota.api import JobSpec, Kind
-from kfp_gpuquota.api.quantity import parse_mib
+from kfp_gpuquota.api.quantity import parse_gpu_memory
 from kfp_gpuquota.api.wire import JobName, Supposition
 from kfp_gpuquota.cli.amounts import gpu_quota, gpus_or_fraction, pairs, whole_number
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
@@ -97,7 +97,7 @@ def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: st
         gpus=requested,
         min_gpus=None if min_gpus is None else whole_number("min_gpus", min_gpus),
         gpu_fraction=fraction,
-        gpu_memory_mib=None if memory is None else parse_mib("gpu_memory", memory),
+        gpu_memory_mib=None if memory is None else parse_gpu_memory("gpu_memory", memory),
         kind=Kind.BUILD if interactive else Kind.TRAIN,
     )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import PoolQuota
 from kfp_gpuquota.api.affinity import keeps_off
-from kfp_gpuquota.api.quantity import as_number, show_mib
+from kfp_gpuquota.api.quantity import as_number, show_gpus, show_mib
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -23,20 +23,21 @@ def check_fits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
     _check_node_size(spec, allowed)
     most = sum(len(node.devices) // spec.worker_gpus for node in allowed) * spec.worker_gpus
     if spec.smallest > most:
-        raise InvalidFieldError("gpus", spec.smallest, f"the cluster has room for {most} GPUs of such a job at most")
+        rule = f"the cluster has room for {show_gpus(most)} of such a job at most"
+        raise InvalidFieldError("gpus", spec.smallest, rule)
 
 
 def _check_limits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
     share = spec.share_of(max((node.gpu_memory_mib for node in nodes), default=0))
-    gpus = as_number(spec.smallest * min(share, 1.0))
+    asked = as_number(spec.smallest * min(share, 1.0))
     most = project.pools.get(spec.node_pool, PoolQuota()).limit if spec.node_pool else project.limit
-    if most is not None and gpus > most:
+    if most is not None and asked > most:
         where = f" of node pool {spec.node_pool}" if spec.node_pool else ""
         option = f"--pool {spec.node_pool}=GUARANTEED:LIMIT" if spec.node_pool else f"--limit {spec.smallest}"
         raise InvalidFieldError(
             "gpus",
-            gpus,
-            f"project {project.name!r} may hold at most {most} GPUs{where}",
+            asked,
+            f"project {project.name!r} may hold at most {show_gpus(most)}{where}",
             hint=f"ask for less, or raise its limit: gpuquota project set {project.name} {option}",
         )
     workers = spec.smallest // spec.worker_gpus
@@ -99,7 +100,7 @@ def _check_node_size(spec: JobSpec, nodes: Sequence[Node]) -> None:
         raise InvalidFieldError(
             "gpu_devices" if spec.shared else "gpus",
             spec.worker_gpus,
-            f"one worker runs on one node, and the largest has {most} GPUs",
+            f"one worker runs on one node, and the largest has {show_gpus(most)}",
             hint="" if spec.shared else split,
         )
     for field, unit in (("cpu", "cores"), ("memory_mib", "MiB")):

@@ -103,7 +103,7 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
     path = _settings_file(os.environ if environment is None else environment)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Settings)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Settings()
     except msgspec.DecodeError as error:
         raise UsageError(f"{path} cannot be read ({error}); correct it, or delete it") from error

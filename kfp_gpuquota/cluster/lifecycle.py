@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Phase, Reason, ReasonCode, Resize
+from kfp_gpuquota.api import Occurrence, Phase, Reason, ReasonCode, Resize
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
@@ -39,32 +39,42 @@ WINDOW_S = 6 * 3600.0
 _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
 
-def after_worker_gone(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
-    """The job after `gone` has ended; `workers` are all of its present attempt, `gone` among them."""
+def after_worker_gone(
+    job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str = ""
+) -> JobRecord:
+    """Return the job after `gone` has ended; `workers` are all of its present attempt, `gone` among them.
+
+    `killed_for` is why this cluster killed the worker, "" where it did not.
+    """
     if not gone.released and job.intent is Intent.RUN:
-        job = _after_own_end(job, gone, workers, now)
+        job = _after_own_end(job, gone, workers, now, killed_for)
     if any(worker.alive for worker in workers):
         return job
     return settled(job, workers, now)
 
 
-def _after_own_end(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+def _after_own_end(
+    job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str
+) -> JobRecord:
     code = gone.worker.exit_code or 0
     if code == 0:
-        return msgspec.structs.replace(job, completing=True)
+        message = f"worker {gone.worker.index} has ended with exit code 0"
+        reason = Reason(code=ReasonCode.WORKER_ENDED, message=message, details={"worker": gone.worker.id})
+        return msgspec.structs.replace(job, completing=True, resize_reason=reason)
     others = any(worker.alive or _finished(worker) for worker in workers)
     if job.completing and others and not _failed_by_itself(job, gone):
         return job  # the training is over, and another worker holds or brings its result
     if _is_failed_growth(job, gone, workers, now):
-        return _without_growth(job, gone, code)
+        return _without_growth(job, gone, code, now)
     job = _forgiven(job, now)
     counted = _is_new_incident(job, now)
     may_restart = not counted or job.status.restarts < job.spec.max_restarts
     recoverable = job.managed and (others or code > KILLED_ABOVE) and may_restart
     recoverable = recoverable and not (job.completing and _failed_by_itself(job, gone))
-    why = _failure(gone, code, job, recoverable=recoverable, counted=counted)
+    why = _failure(gone, code, job, killed_for, recoverable=recoverable, counted=counted)
     job = with_status(job, restarts=job.status.restarts + (recoverable and counted), exit_code=code, reason=why)
     job = msgspec.structs.replace(job, resize_reason=why, incident_at=now if counted else job.incident_at)
+    job = _with_failure(job, gone, why, now)
     if not recoverable:
         return msgspec.structs.replace(job, intent=Intent.FAIL)
     return job if others else msgspec.structs.replace(job, intent=Intent.REQUEUE)
@@ -81,7 +91,26 @@ def _is_failed_growth(job: JobRecord, gone: WorkerRecord, workers: Sequence[Work
     return last is not None and last.to_gpus > last.from_gpus and 0 <= now - last.at <= GROWTH_S
 
 
-def _without_growth(job: JobRecord, gone: WorkerRecord, code: int) -> JobRecord:
+def unexplained_loss(job: JobRecord, lost: WorkerRecord) -> JobRecord:
+    """Return the job whose training goes on without a worker that nothing here asked to stop.
+
+    Its exit code follows when its process has ended, and is then the reason of the change of size.
+    """
+    message = f"worker {lost.worker.index} left by itself, or was lost"
+    reason = Reason(code=ReasonCode.WORKER_ENDED, message=message, details={"worker": lost.worker.id})
+    return msgspec.structs.replace(job, resize_reason=reason)
+
+
+def _with_failure(job: JobRecord, gone: WorkerRecord, why: Reason, now: float) -> JobRecord:
+    """The job with the loss of `gone` as its last failure, and as the reason of the change of size that it caused."""
+    resizes = job.status.resizes
+    last = resizes[-1].reason if resizes else None
+    if last and last.code is ReasonCode.WORKER_ENDED and last.details.get("worker") == gone.worker.id:
+        resizes = (*resizes[:-1], msgspec.structs.replace(resizes[-1], reason=why))
+    return with_status(job, last_failure=Occurrence(at=now, reason=why), resizes=resizes)
+
+
+def _without_growth(job: JobRecord, gone: WorkerRecord, code: int, now: float) -> JobRecord:
     reason = Reason(
         code=ReasonCode.WORKER_FAILED,
         message=(
@@ -91,7 +120,7 @@ def _without_growth(job: JobRecord, gone: WorkerRecord, code: int) -> JobRecord:
         details={"exit_code": code, "worker": gone.worker.id},
     )
     job = msgspec.structs.replace(job, resize_reason=reason, growth_failed=reason)
-    return with_status(job, reason=reason)
+    return _with_failure(with_status(job, reason=reason), gone, reason, now)
 
 
 def _is_new_incident(job: JobRecord, now: float) -> bool:
@@ -191,8 +220,11 @@ def _finished(worker: WorkerRecord) -> bool:
     return not worker.alive and not worker.released and worker.worker.exit_code == 0
 
 
-def _failure(gone: WorkerRecord, code: int, job: JobRecord, *, recoverable: bool, counted: bool) -> Reason:
+def _failure(
+    gone: WorkerRecord, code: int, job: JobRecord, killed_for: str, *, recoverable: bool, counted: bool
+) -> Reason:
     how = f"was killed by signal {code - KILLED_ABOVE}" if code > KILLED_ABOVE else f"ended with exit code {code}"
+    how += f" ({killed_for})" if killed_for else ""
     how += _MEANINGS.get(code, "")
     then = ""
     if job.completing and _failed_by_itself(job, gone):

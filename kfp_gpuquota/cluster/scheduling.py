@@ -34,6 +34,8 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
         return
     if _suspended(after) != (before is not None and _suspended(before)):
         yield scheduler.JobSuspended(after.uid) if _suspended(after) else scheduler.JobResumed(after.uid)
+    if before is not None and before.spec is not after.spec and _sizes(before) != _sizes(after):
+        yield scheduler.JobUpdated(after.uid, after.spec)
     if after.completing and not (before is not None and before.completing):
         yield scheduler.JobCompleting(after.uid)
     yield from _growth(before, after)
@@ -68,6 +70,12 @@ def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.
     yield scheduler.ProgressReported(
         after.uid, said.step, said.at, said.checkpoint_at, throughput=said.throughput, workers=said.workers
     )
+
+
+def _sizes(job: JobRecord) -> tuple[int, int, int, int, int]:
+    """What an update of a job may change for the scheduler."""
+    spec = job.spec
+    return spec.smallest, spec.gpus, spec.largest, spec.worker_gpus, spec.effective_priority
 
 
 def _over(job: JobRecord) -> bool:

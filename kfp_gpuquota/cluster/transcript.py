@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api import Eviction, Phase, Reason, Worker
-from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api import Eviction, Occurrence, Phase, Reason, ReasonCode, Worker
+from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.lifecycle import settled
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, leaving, with_status
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kfp_gpuquota import scheduler
+    from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.cluster.job_book import Change, JobBook
 
 
@@ -35,7 +36,7 @@ class Transcript:
         for evict in plan.evict:
             self._evict(evict)
         for move in plan.move:
-            self._release(self._job(move.job), (move.worker,), move.reason)
+            self._move(move)
         for resize in plan.resize:
             self._release(self._job(resize.job), resize.remove, resize.reason)
             self._add_workers(self._job(resize.job), resize.add, resize.reason)
@@ -51,6 +52,18 @@ class Transcript:
             self._release(job, alive, reason)
         else:
             self.record(settled(job, [], self.now))
+
+    def update(self, job: JobRecord, spec: JobSpec) -> None:
+        """Give the job other size bounds or another priority; its youngest workers beyond the new maximum leave."""
+        job = msgspec.structs.replace(job, spec=spec)
+        self.note(job, EventKind.JOB_UPDATED)
+        self.change.jobs[job.uid] = job
+        alive = [record.worker for record in self.state.alive_of(job.uid) if not record.released]
+        surplus = len(alive) - spec.largest // spec.worker_gpus
+        if surplus > 0 and job.intent is Intent.RUN:
+            message = f"shrunk to its new maximum of {show_gpus(spec.largest)}"
+            youngest = sorted(alive, key=lambda worker: -worker.index)[:surplus]
+            self._release(job, [worker.id for worker in youngest], Reason(code=ReasonCode.USER, message=message))
 
     def fail(self, job: JobRecord, others: Iterable[str]) -> None:
         """Stop the workers that are left of a job that has failed."""
@@ -98,6 +111,17 @@ class Transcript:
         job = with_status(job, phase=Phase.STARTING, reason=bind.reason, started_at=self.now, result_worker=None)
         self.note(job, EventKind.JOB_STARTED, reason=bind.reason)
         self._add_workers(job, bind.placements, bind.reason)
+
+    def _move(self, move: scheduler.Move) -> None:
+        """Stop a worker that is to run elsewhere, and record it: the other place is planned again when it has left."""
+        job = self._job(move.job)
+        reason = move.reason
+        if not job.managed:
+            message = f"{reason.message}; its process is started again there, and what it did not save is lost"
+            reason = msgspec.structs.replace(reason, message=message)
+        self.note(job, EventKind.WORKER_MOVED, worker=move.worker, reason=reason)
+        job = with_status(job, moves=job.status.moves + 1, last_move=Occurrence(at=self.now, reason=reason))
+        self._release(job, (move.worker,), reason)
 
     def _evict(self, evict: scheduler.Evict) -> None:
         job = msgspec.structs.replace(self._job(evict.job), intent=Intent.REQUEUE)

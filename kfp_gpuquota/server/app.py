@@ -57,6 +57,10 @@ def build_app(
         on_shutdown()
         return web.Response(status=204)
 
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(text=backend.metrics(), content_type="text/plain")
+
+    app.add_routes([web.get("/metrics", checked(metrics))])
     app.add_routes([web.route(route.method, route.path, checked(_serve(backend, route))) for route in ROUTES])
     app.add_routes([web.get("/v1/health", checked(healthy)), web.get("/v1/openapi.json", checked(described))])
     app.add_routes([web.post("/v1/shutdown", checked(shutdown)), *extra_routes])
@@ -103,8 +107,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except GpuQuotaError as error:
-        field = error.field if isinstance(error, InvalidFieldError) else ""
-        return _error(error.http_status, error.code, error.message, field)
+        field, rule = (error.field, error.rule) if isinstance(error, InvalidFieldError) else ("", "")
+        return _error(error.http_status, error.code, error.message, field, rule)
     except web.HTTPRequestEntityTooLarge:
         return _error(413, "usage", f"the body is larger than {MAX_BODY_BYTES} bytes")
     except web.HTTPException as error:
@@ -118,5 +122,5 @@ def _json(answer: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(answer), status=status, content_type="application/json")
 
 
-def _error(status: int, code: str, message: str, field: str = "") -> web.Response:
-    return _json(ErrorAnswer(error=ErrorBody(code=code, message=message, field=field)), status)
+def _error(status: int, code: str, message: str, field: str = "", rule: str = "") -> web.Response:
+    return _json(ErrorAnswer(error=ErrorBody(code=code, message=message, field=field, rule=rule)), status)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import (
         EventList,
         JobList,
+        JobUpdate,
         Lease,
         LogChunk,
         NodeView,
@@ -53,8 +54,13 @@ class Backend(Protocol):
     def submit(self, request: SubmitJob) -> Job:
         """Queue a job, once for each request id."""
 
-    async def list_jobs(self, project: str, after: int | None, timeout_s: float) -> JobList:
-        """All jobs, or a project's; with `after` once the revision is another, or the time is over."""
+    async def list_jobs(
+        self, project: str, after: int | None, timeout_s: float, *, limit: int | None = None, page: str = ""
+    ) -> JobList:
+        """All jobs, or a project's; with `after` once the revision is another, or the time is over.
+
+        With `limit` at most so many, those of the `page` that the list before named.
+        """
 
     def get_job(self, project: str, name: str) -> Job:
         """One job."""
@@ -70,6 +76,12 @@ class Backend(Protocol):
 
     def resume_job(self, project: str, name: str) -> Job:
         """Put it back into the queue."""
+
+    def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
+        """Change its size bounds or its priority."""
+
+    def metrics(self) -> str:
+        """Figures of the cluster, in Prometheus's text format."""
 
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
         """Keep it alive."""

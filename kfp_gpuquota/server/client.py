@@ -25,6 +25,7 @@ from kfp_gpuquota.api.wire import (
     EventList,
     Health,
     JobList,
+    JobUpdate,
     Lease,
     LogChunk,
     NodeView,
@@ -133,6 +134,20 @@ class Client:
         if not name:
             return listed
         return JobList(revision=listed.revision, jobs=tuple(job for job in listed.jobs if job.spec.name == name))
+
+    def job_pages(self, project: str, size: int) -> Iterator[JobList]:
+        """All jobs, or a project's, in lists of at most `size`."""
+        page = ""
+        while True:
+            listed: JobList = self._call("GET", f"/v1/jobs{_query(project=project, limit=size, page=page)}", JobList)
+            yield listed
+            page = listed.next_page
+            if not page:
+                return
+
+    def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
+        """Change its size bounds or its priority; ConflictError once it has ended."""
+        return self._call("POST", _job_path(project, name) + "/update", Job, changed)
 
     def queue(self, project: str) -> tuple[Queued, ...]:
         """The jobs of the project that wait for their turn."""
@@ -282,4 +297,6 @@ def _error(status: int, raw: bytes) -> errors.GpuQuotaError:
         return errors.RunError(f"the server answered {status}: {raw[:200].decode(errors='replace')}")
     error = errors.GpuQuotaError.__new__(errors.by_code(body.code))
     error.args = (body.message,)
+    if isinstance(error, errors.InvalidFieldError):
+        error.field, error.value, error.rule = body.field, None, body.rule
     return error

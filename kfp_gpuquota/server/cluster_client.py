@@ -65,6 +65,9 @@ class ClusterClient(Protocol):
         revision, or the time is over.
         """
 
+    def job_pages(self, project: str, size: int) -> Iterator[JobList]:
+        """All jobs, or a project's, in lists of about `size`, where the cluster lists in pieces."""
+
     def queue(self, project: str) -> tuple[Queued, ...]:
         """What waits for its turn in the project, in no order."""
 

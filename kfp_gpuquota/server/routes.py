@@ -14,6 +14,7 @@ from kfp_gpuquota.api.validation import check_range
 from kfp_gpuquota.api.wire import (
     EventList,
     JobList,
+    JobUpdate,
     Lease,
     LogChunk,
     NodeView,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.backend import Backend
 
 MAX_WAIT_S: Final = 60.0
+MAX_PAGE: Final = 10_000
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,13 @@ async def _submit(backend: Backend, request: Request) -> object:
 
 
 async def _list_jobs(backend: Backend, request: Request) -> object:
-    return await backend.list_jobs(request.query.get("project", ""), request.integer("after"), request.timeout_s)
+    query = request.query
+    limit = request.integer("limit")
+    if limit is not None:
+        check_range("limit", limit, 1, MAX_PAGE, "jobs")
+    return await backend.list_jobs(
+        query.get("project", ""), request.integer("after"), request.timeout_s, limit=limit, page=query.get("page", "")
+    )
 
 
 async def _get_job(backend: Backend, request: Request) -> object:
@@ -153,6 +161,10 @@ async def _suspend_job(backend: Backend, request: Request) -> object:
 
 async def _resume_job(backend: Backend, request: Request) -> object:
     return backend.resume_job(request.path["project"], request.path["job"])
+
+
+async def _update_job(backend: Backend, request: Request) -> object:
+    return backend.update_job(request.path["project"], request.path["job"], request.body)
 
 
 async def _renew_lease(backend: Backend, request: Request) -> object:
@@ -182,6 +194,12 @@ _JOB: Final = "/v1/projects/{project}/jobs/{job}"
 _AFTER: Final = "answer only when the revision is no longer this one"
 _TIMEOUT: Final = f"wait at most so many seconds (up to {MAX_WAIT_S:g}) for something new"
 _WAIT: Final = {"after": _AFTER, "timeout_s": _TIMEOUT}
+_LISTED: Final = {
+    "project": "only this one's",
+    "limit": f"at most so many (up to {MAX_PAGE}); the answer's next_page leads to the others",
+    "page": "the next_page of the answer before",
+    **_WAIT,
+}
 
 ROUTES: Final = (
     Route("GET", "/v1/projects", "List projects", _list_projects, answer=tuple[ProjectView, ...]),
@@ -194,12 +212,13 @@ ROUTES: Final = (
     Route("DELETE", "/v1/policies/{policy}", "Delete a policy", _delete_policy),
     Route("GET", "/v1/nodes", "List nodes", _list_nodes, answer=tuple[NodeView, ...]),
     Route("POST", "/v1/jobs", "Submit a job", _submit, SubmitJob, Job, created=True),
-    Route("GET", "/v1/jobs", "List jobs", _list_jobs, answer=JobList, query={"project": "only this one's", **_WAIT}),
+    Route("GET", "/v1/jobs", "List jobs", _list_jobs, answer=JobList, query=_LISTED),
     Route("GET", _JOB, "One job", _get_job, answer=Job),
     Route("DELETE", _JOB, "Stop a job and forget it", _delete_job),
     Route("POST", f"{_JOB}/cancel", "Stop a job", _cancel_job, answer=Job),
     Route("POST", f"{_JOB}/suspend", "Stop a job and keep it out of the queue", _suspend_job, answer=Job),
     Route("POST", f"{_JOB}/resume", "Put a suspended job back into the queue", _resume_job, answer=Job),
+    Route("POST", f"{_JOB}/update", "Change a job's size bounds or priority", _update_job, JobUpdate, Job),
     Route("POST", f"{_JOB}/lease", "Keep a job alive", _renew_lease, Lease),
     Route(
         "GET",

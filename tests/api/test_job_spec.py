@@ -44,8 +44,8 @@ def test_priority_and_preemption_follow_the_kind(
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"gpus": 0}, "gpus", "gpus is 0, but it must be at least 1 GPUs"),
-    ({"gpus": -1}, "gpus", "gpus is -1, but it must be at least 1 GPUs"),
+    ({"gpus": 0}, "gpus", "gpus is 0, but it must be at least 1 GPU"),
+    ({"gpus": -1}, "gpus", "gpus is -1, but it must be at least 1 GPU"),
     ({"gpus": 2.5}, "gpus", "gpus is 2.5, but it must be a whole number"),
     ({"gpus": True}, "gpus", "gpus is True, but it must be a whole number"),
     ({"gpus": 10**7}, "gpus", "gpus is 10000000, but it must be at most 1000000 GPUs"),

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.api.quantity import LARGEST, MIB, as_number, parse_cores, parse_mib, parse_quantity, show_mib
+from kfp_gpuquota.api.quantity import (
+    LARGEST,
+    MIB,
+    as_number,
+    parse_cores,
+    parse_gpu_memory,
+    parse_mib,
+    parse_quantity,
+    show_gpus,
+    show_mib,
+)
 from kfp_gpuquota.errors import InvalidFieldError
 
 # From the tables of k8s.io/apimachinery's documentation: what a suffix stands for.
@@ -84,3 +94,17 @@ def test_every_text_is_a_quantity_or_refused_with_a_sentence(text: str) -> None:
 def test_amounts_are_shown_as_they_are_written() -> None:
     assert [show_mib(n) for n in (4096, 3815, 1)] == ["4Gi", "3815Mi", "1Mi"]
     assert [as_number(x) for x in (2.0, 0.1 + 0.2, 3)] == [2, 0.3, 3]
+
+
+def test_gpu_memory_without_a_unit_is_in_mib_as_in_the_annotation() -> None:
+    assert [parse_gpu_memory("gpu_memory", text) for text in ("2500", "4G", "4Gi")] == [2500, 3815, 4096]
+
+
+def test_gpu_memory_that_must_be_bytes_is_refused_with_both_readings() -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        parse_gpu_memory("gpu_memory", "20000000000")
+    assert "write 19074Mi where bytes are meant, or 20000000000Mi" in str(refused.value)
+
+
+def test_one_gpu_is_no_gpus() -> None:
+    assert [show_gpus(count) for count in (0, 1, 1.0, 0.5, 2)] == ["0 GPUs", "1 GPU", "1 GPU", "0.5 GPUs", "2 GPUs"]

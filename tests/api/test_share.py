@@ -62,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"gpu_fraction": 0.5, "gpu_memory_mib": 5}, "gpu_memory_mib", "already asks for gpu_fraction 0.5; ask for"),
     ({"gpu_fraction": 0.5, "gpu_memory_limit_mib": 5}, "gpu_memory_limit_mib", "there is no gpu_memory_mib"),
     ({"gpu_devices": 2}, "gpu_devices", "of how many GPUs a job holds a share, and there is none"),
-    ({"gpu_fraction": 0.5, "gpu_devices": 0}, "gpu_devices", "it must be at least 1 GPUs"),
+    ({"gpu_fraction": 0.5, "gpu_devices": 0}, "gpu_devices", "it must be at least 1 GPU"),
     ({"gpu_fraction": 0.5, "gpus": 2}, "gpus", "whole GPUs, and the job asks for a share of them (gpu_fraction)"),
     ({"gpu_memory_mib": 5, "gpus": 2}, "gpus", "for the same share of several GPUs of a node give gpu_devices"),
     ({"gpu_fraction": 0.5, "max_gpus": 2}, "max_gpus", "it counts whole GPUs"),

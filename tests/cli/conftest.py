@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kfp_gpuquota.cli.main import COMMANDS
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from tests import forked, programs
 from tests.conftest import EmbeddedCluster, running_cluster
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 PROGRAM = str(Path(sys.executable).with_name("gpuquota"))
 
-forked.preload("kfp_gpuquota.cli.main")
+forked.preload("kfp_gpuquota.cli.main", *(f"kfp_gpuquota.cli.{name}" for name in COMMANDS))
 
 
 @dataclass(frozen=True)

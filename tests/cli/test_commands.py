@@ -15,6 +15,7 @@ from hypothesis import given
 
 import kfp_gpuquota.version
 from kfp_gpuquota.cli.logs import tail_start
+from tests import forked, programs
 from tests.cli.conftest import PROGRAM
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Cli
 
 COMMANDS = [
-    "submit", "what-if", "list", "describe", "explain", "logs", "top", "suspend", "resume", "wait", "delete", "exec",
-    "cluster start", "cluster stop", "cluster status",
-    "project create", "project set", "project list", "project delete", "config project",
+    "submit", "run", "update", "what-if", "list", "get", "events", "describe", "explain", "logs", "top", "suspend",
+    "resume", "wait", "delete", "exec", "bash", "attach", "port-forward", "cluster start", "cluster stop",
+    "cluster status", "project create", "project set", "project list", "project delete", "config project",
 ]  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def team(cli: Cli) -> Cli:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_help_text_has_an_example_that_begins_with_the_command(command: str) -> None:
-    done = subprocess.run([PROGRAM, *command.split(), "--help"], capture_output=True, text=True, check=True)
+    done = forked.run(programs.gpuquota, *command.split(), "--help")
     assert "Example" in done.stdout
     examples = done.stdout.partition("Example")[2].splitlines()[1:]
     assert examples[0].strip().startswith(f"gpuquota {command}"), "one to a line"
@@ -50,14 +51,14 @@ def test_the_version_is_that_of_the_package() -> None:
 
 
 MISTAKES = [
-    ("submit x -g 0 -- true", "gpus is 0, but it must be at least 1"),
-    ("submit x -g -1 -- true", "gpus is -1, but it must be at least 1"),
-    ("submit x -g 2.5 -- true", "gpus is '2.5', but it must be a whole number of GPUs"),
-    ("submit x -g 2 -- true", "project 'team-a' may hold at most 1 GPUs; ask for less, or raise its limit"),
-    ("submit x -g 1 --min-gpus 2 -- true", "min_gpus is 2, but it cannot exceed the requested 1 GPUs"),
+    ("submit x -g 0 -- true", "--gpus is 0, but it must be at least 1 GPU"),
+    ("submit x -g -1 -- true", "--gpus is -1, but it must be at least 1 GPU"),
+    ("submit x -g 2.5 -- true", "--gpus is 2.5, but it must be a whole number of GPUs"),
+    ("submit x -g 2 -- true", "project 'team-a' may hold at most 1 GPU; ask for less, or raise its limit"),
+    ("submit x -g 1 --min-gpus 2 -- true", "--min-gpus is 2, but it cannot exceed the requested 1 GPU"),
     ("submit x_y -- true", "a name is 1 to 63 lower-case letters"),
     ("submit taken -- true", "already has a job 'taken'; choose another name, or delete it first"),
-    ("submit x", "command is (), but it must name a program; add: -- COMMAND ARGS"),
+    ("submit x", "no COMMAND is given, but it must name a program; add: -- COMMAND ARGS"),
     ("submit x -p nobody -- true", "create it with: gpuquota project create nobody --guaranteed N"),
     ("submit x -e NAME -- true", "a variable is given as NAME=VALUE"),
     ("submit x --rehearse", "--rehearse needs the command, after --"),
@@ -68,13 +69,12 @@ MISTAKES = [
     ("delete taken nothing", "has no job 'nothing', and nothing was deleted"),
     ("list -p nobody", "project 'nobody' does not exist"),
     ("project create team-a --guaranteed 1", "change it with: gpuquota project set team-a"),
-    ("project create x --guaranteed 2 --limit 1", "limit is 1, but it must be at least the guaranteed 2 GPUs"),
-    ("project create x --limit many", "limit is 'many', but it must be a number of GPUs, such as 4 or 0.5"),
+    ("project create x --guaranteed 2 --limit 1", "--limit is 1, but it must be at least the guaranteed 2 GPUs"),
+    ("project create x --limit many", "--limit is many, but it must be a number of GPUs, such as 4 or 0.5"),
     ("project create x --parent nobody", "project 'nobody' does not exist"),
-    ("project delete team-a", "still has 1 jobs; delete them first"),
+    ("project delete team-a", "still has 1 job; delete what it has first"),
     ("project set nobody --guaranteed 1", "project 'nobody' does not exist"),
     ("config project nobody", "project 'nobody' does not exist"),
-    ("cluster start --nodes 2", "already runs; stop it first"),
     ("wait taken --for Flying", "there is no status 'Flying'; there are Pending"),
     ("exec taken -- no-such-program", "cannot run 'no-such-program'"),
     ("list --colour", "No such option"),
@@ -141,7 +141,7 @@ def test_wait_ends_with_the_fate_of_the_job(team: Cli) -> None:
     assert team.run("wait good").code == 0
     team("submit", "bad", "--", "sh", "-c", "exit 3")
     answer = team.run("wait bad")
-    assert (answer.code, answer.err) == (1, "job bad is failed: worker 0 ended with exit code 3\n")
+    assert (answer.code, answer.err) == (1, "job bad has failed: worker 0 ended with exit code 3\n")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_command_that_cannot_run_fails_its_job_with_the_shells_code(
 ) -> None:
     team("submit", "x", "--", command)
     answer = team.run("wait x")
-    assert (answer.code, answer.err) == (1, f"job x is failed: worker 0 ended with exit code {code}: {sentence}\n")
+    assert (answer.code, answer.err) == (1, f"job x has failed: worker 0 ended with exit code {code}: {sentence}\n")
     assert said in team("logs x")
 
 
@@ -233,7 +233,7 @@ def test_top_for_programs_has_all_three_lists(team: Cli) -> None:
 
 @pytest.mark.parametrize(
     ("what", "then"),
-    [("projects", "team-a,1,1,1,0,1"), ("nodes", "node-0,ready,2,1,1,cpu-slot"), ("nodes -o json", '"0",1.0')],
+    [("projects", "team-a,1,1,1,0,0,1"), ("nodes", "node-0,ready,2,1,1,cpu-slot"), ("nodes -o json", '"0",1.0')],
 )
 def test_what_is_watched_is_shown_again_when_a_job_changes_it(team: Cli, what: str, then: str) -> None:
     watching = subprocess.Popen(

@@ -94,6 +94,10 @@ def test_an_owner_waits_for_its_part_and_can_be_deleted_before_it_starts(team: C
     said = "would be ended, were the killer on"
     patience.until(lambda: said in team("describe", "deaf"))
     assert team.job("owner", "team-a")["status"]["phase"] == "Starting"
+    assert team("explain", "owner") == (
+        "owner is starting with 0.75 GPUs: has its place, and waits for GPU memory: 12000Mi of GPU 0 of node-0, where "
+        "job deaf of project team-a uses 8800Mi above its request\n"
+    )
     team("delete", "owner")
     until(team, lambda found: "owner" not in found)
 

@@ -33,7 +33,7 @@ def test_every_session_of_a_project_may_use_the_whole_gpu_and_is_told_by_which_p
     said = team("submit", "notebook", "-g", "0.25", "--interactive", *SLEEP)
     assert "gpu_fraction_limit is 1: policy sessions says so" in said
     assert team.job("notebook", "research-vision1")["spec"]["gpu_fraction_limit"] == 1
-    assert "gpu_fraction_limit is set by sessions" in team("describe", "notebook")
+    assert "gpu_fraction_limit is set to 1 by sessions" in team("describe", "notebook")
     team("submit", "training", "-g", "0.25", *SLEEP)
     assert team.job("training", "research-vision1")["spec"].get("gpu_fraction_limit") is None
 
@@ -42,7 +42,7 @@ def test_a_bound_refuses_and_names_the_policy(team: Cli) -> None:
     team("policy set tight --gpu-memory-limit-most 8Gi")
     refused = team.run("submit", "big", "--gpu-memory", "4Gi", "--gpu-memory-limit", "12Gi", *SLEEP)
     assert refused.code == 2
-    assert refused.err == "Error: gpu_memory_limit_mib is 12288, but policy 'tight' allows at most 8Gi\n"
+    assert refused.err == "Error: --gpu-memory-limit is 12Gi, but policy 'tight' allows at most 8Gi\n"
 
 
 def test_policies_are_listed_changed_and_deleted_and_survive_a_restart(team: Cli) -> None:
@@ -63,8 +63,8 @@ def test_policies_are_listed_changed_and_deleted_and_survive_a_restart(team: Cli
     ("command", "message"),
     [
         ("policy set a", "policy is 'a', but it has no rule; give a limit as default, most or forced"),
-        ("policy set a --gpu-limit 2", "gpu_fraction_limit.default is 2.0, but it must be more than 0 and at most 1"),
-        ("policy set a --gpu-memory-limit 0.5GB", "gpu_memory_limit is '0.5GB', but it must be a number with one of"),
+        ("policy set a --gpu-limit 2", "--gpu-limit is 2.0, but it must be more than 0 and at most 1"),
+        ("policy set a --gpu-memory-limit 0.5GB", "--gpu-memory-limit is 0.5GB, but it must be a number with one of"),
         ("policy set a -p nobody --gpu-limit 1", "project 'nobody' does not exist"),
     ],
 )

@@ -34,7 +34,7 @@ def test_a_job_waits_for_its_pool_while_others_are_idle(tmp_path: Path) -> None:
         for words, sentence in (
             ("submit x --node-pool none -- true", "no node is in it; the cluster's node pools: fast, slow"),
             ("submit x --node-pool slow --node node-0 -- true", "it is not in node pool 'slow'"),
-            ("submit x --node-pool fast -g 2 -- true", "may hold at most 1 GPUs of node pool fast"),
+            ("submit x --node-pool fast -g 2 -- true", "may hold at most 1 GPU of node pool fast"),
             ("project set team-a --pool fast", "a node pool's quota is given as POOL=GUARANTEED"),
         ):
             answer = cli.run(words)

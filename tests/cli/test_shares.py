@@ -75,7 +75,7 @@ def test_a_worker_is_told_its_part_and_how_much_it_may_use(team: Cli) -> None:
         "memory": (("--gpu-memory", "4Gi", "--gpu-memory-limit", "8Gi", "--gpu-devices", "2"), str(8 << 30), "0.5"),
     }
     for name, (options, _, _) in asked.items():
-        team("submit", name, *options, "-e", "RUNAI_GPU_MEMORY_LIMIT=1", "--", "env")
+        team("submit", name, *options, "--", "env")
     for name, (_, limit, gpus) in asked.items():
         environment = said(team, name)
         assert (environment["RUNAI_GPU_MEMORY_LIMIT"], environment["RUNAI_NUM_OF_GPUS"]) == (limit, gpus)
@@ -175,18 +175,18 @@ def test_a_quota_of_cpu_and_memory_holds(team: Cli) -> None:
 
 
 MISTAKES = [
-    ("-g 1.5", "gpus is '1.5', but it must be a whole number of GPUs, or a part of one, such as 0.25"),
-    ("-g 0.5 --gpu-limit 0.4", "gpu_fraction_limit is 0.4, but it must be between gpu_fraction, which is 0.5, and 1"),
-    ("-g 1 --gpu-memory 4G", "gpus is '1', but it counts whole GPUs, and the job asks for a share of them"),
-    ("--gpu-memory 0.5GB", "gpu_memory is '0.5GB', but it must be a number with one of the suffixes"),
-    ("--gpu-memory -4G", "gpu_memory is '-4G', but it must be more than 0"),
-    ("--gpu-memory 17Gi", "gpu_memory_mib is 17408, but the largest GPU has 16384 MiB (16Gi)"),
-    ("--gpu-memory 1Gi --gpu-memory-limit 17Gi", "gpu_memory_limit_mib is 17408, but the largest GPU has 16384 MiB"),
-    ("-g 0.5 --gpu-devices 3", "gpu_devices is 3, but one worker runs on one node, and the largest has 2 GPUs"),
-    ("-g 0.5 --elastic", "it counts whole GPUs, and the job asks for a share of them (gpu_fraction)"),
-    ("--cpu 5", "cpu is 5.0, but one worker runs on one node, and the largest has 4 cores"),
-    ("--memory 9Gi", "memory_mib is 9216, but one worker runs on one node, and the largest has 8192 MiB"),
-    ("--node-selector zone=a", "node_selector is {'zone': 'a'}, but no node has these labels"),
+    ("-g 1.5", "--gpus is 1.5, but it must be a whole number of GPUs, or a part of one, such as 0.25"),
+    ("-g 0.5 --gpu-limit 0.4", "--gpu-limit is 0.4, but it must be between --gpus, which is 0.5, and 1"),
+    ("-g 1 --gpu-memory 4G", "--gpus is 1, but it counts whole GPUs, and the job asks for a share of them"),
+    ("--gpu-memory 0.5GB", "--gpu-memory is 0.5GB, but it must be a number with one of the suffixes"),
+    ("--gpu-memory -4G", "--gpu-memory is -4G, but it must be more than 0"),
+    ("--gpu-memory 17Gi", "--gpu-memory is 17Gi, but the largest GPU has 16384 MiB (16Gi)"),
+    ("--gpu-memory 1Gi --gpu-memory-limit 17Gi", "--gpu-memory-limit is 17Gi, but the largest GPU has 16384 MiB"),
+    ("-g 0.5 --gpu-devices 3", "--gpu-devices is 3, but one worker runs on one node, and the largest has 2 GPUs"),
+    ("-g 0.5 --elastic", "it counts whole GPUs, and the job asks for a share of them (--gpus)"),
+    ("--cpu 5", "--cpu is 5, but one worker runs on one node, and the largest has 4 cores"),
+    ("--memory 9Gi", "--memory is 9Gi, but one worker runs on one node, and the largest has 8192 MiB"),
+    ("--node-selector zone=a", "--node-selector is zone=a, but no node has these labels"),
     ("--toleration gpu:Never", "what follows ':' must be one of PreferNoSchedule, NoSchedule, NoExecute"),
 ]
 

@@ -55,7 +55,10 @@ MISTAKES = [
     ("what-if --delete nobody", "project 'team-a' has no job 'nobody' that runs or waits"),
     ("what-if --without-node node-9", "node 'node-9' does not exist; see them with: gpuquota list nodes"),
     ("what-if --guaranteed team-b", "a quota is given as PROJECT=N"),
-    ("what-if --guaranteed team-b=many", "guaranteed is 'many', but it must be a number of GPUs, such as 4 or 0.5"),
+    (
+        "what-if --guaranteed team-b=many",
+        "--guaranteed is team-b=many, but it must be a number of GPUs, such as 4 or 0.5",
+    ),
 ]
 
 

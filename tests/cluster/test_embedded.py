@@ -183,7 +183,7 @@ def test_an_unknown_project_is_named_with_the_next_step(embedded_cluster: Embedd
 
 def test_a_project_with_jobs_cannot_be_deleted(two_teams: EmbeddedCluster) -> None:
     two_teams.submit("job", "true")
-    with pytest.raises(ConflictError, match="still has 1 jobs"):
+    with pytest.raises(ConflictError, match="still has 1 job"):
         two_teams.client.delete_project("team-a")
     two_teams.client.delete_project("team-b")
     assert [shown.project.name for shown in two_teams.client.list_projects()] == ["team-a"]
@@ -192,7 +192,7 @@ def test_a_project_with_jobs_cannot_be_deleted(two_teams: EmbeddedCluster) -> No
 def test_a_quota_below_what_sessions_hold_is_refused(two_teams: EmbeddedCluster) -> None:
     two_teams.submit("notebook", kind="build")
     two_teams.wait_for_phase("notebook", "Running")
-    with pytest.raises(ConflictError, match="holds 1 GPUs in sessions"):
+    with pytest.raises(ConflictError, match="holds 1 GPU in sessions"):
         two_teams.client.set_project(Project(name="team-a", guaranteed=0))
     assert two_teams.client.get_project("team-a").project.guaranteed == 1
 

@@ -7,7 +7,7 @@ import pytest
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
-from kfp_gpuquota.cluster.lifecycle import GROWTH_S, after_worker_gone, resized
+from kfp_gpuquota.cluster.lifecycle import GROWTH_S, after_worker_gone, resized, unexplained_loss
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.cluster.scheduling import NOT_AGAIN, job_changed
 
@@ -185,3 +185,28 @@ def test_a_change_of_size_enters_the_history_with_its_reason() -> None:
 def test_the_first_size_and_the_same_size_are_no_change() -> None:
     assert resized(job(size=0), 2, NOW).status.resizes == ()
     assert resized(job(size=2), 2, NOW).status.resizes == ()
+
+
+def test_a_worker_that_ends_by_itself_is_the_reason_of_the_smaller_size() -> None:
+    grown = Reason(code=ReasonCode.IDLE_GPUS, message="expanded from 1 to 2 GPUs")
+    going_on = after(job(managed=True, size=2, resize_reason=grown), worker(1, 0), worker(0))
+    shrunk = resized(going_on, 1, NOW)
+    assert shrunk.status.resizes[-1].reason.message == "worker 1 has ended with exit code 0"
+
+
+def test_a_loss_that_training_notices_first_gets_its_reason_when_the_process_has_ended() -> None:
+    before = unexplained_loss(job(managed=True, size=2), worker(1, rank=1))
+    smaller = resized(before, 1, NOW)
+    assert smaller.status.resizes[-1].reason.message == "worker 1 left by itself, or was lost"
+    known = after(smaller, worker(1, KILLED, rank=1), worker(0, rank=0))
+    assert known.status.resizes[-1].reason.message == "worker 1 was killed by signal 9; restart 1 of at most 2"
+
+
+def test_the_last_loss_is_remembered_with_why_the_cluster_killed_the_worker() -> None:
+    gone = worker(1, KILLED, rank=1)
+    going_on = after_worker_gone(job(managed=True, size=2), gone, [gone, worker(0)], NOW, "it did not answer for 5 s")
+    assert going_on.status.last_failure is not None
+    assert going_on.status.last_failure.at == NOW
+    assert going_on.status.last_failure.reason.message == (
+        "worker 1 was killed by signal 9 (it did not answer for 5 s); restart 1 of at most 2"
+    )

@@ -328,7 +328,7 @@ def test_more_than_the_projects_limit_names_the_step_and_the_limit(cluster: Embe
     code, log = Step(cluster, tmp_path, "true", environment={"GPUQUOTA_PROJECT": "small", "GPUQUOTA_GPUS": "2"}).run()
     assert (code, log) == (
         2,
-        "gpuquota: error: step 'train': gpus is 2, but project 'small' may hold at most 1 GPUs; ask for less, or raise "
+        "gpuquota: error: step 'train': gpus is 2, but project 'small' may hold at most 1 GPU; ask for less, or raise "
         "its limit: gpuquota project set small --limit 2\n",
     )
 

@@ -68,9 +68,9 @@ def test_a_time_limit_is_seconds_or_a_number_with_a_unit(text: object, seconds: 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"gpus": 1, "min_gpus": 3}, "min_gpus is 3, but it cannot exceed the requested 1 GPUs"),
+        ({"gpus": 1, "min_gpus": 3}, "min_gpus is 3, but it cannot exceed the requested 1 GPU"),
         ({"gpus": 2, "max_gpus": 1}, "max_gpus is 1, but it cannot be below the requested 2 GPUs"),
-        ({"gpus": 0}, "gpus is 0, but it must be at least 1 GPUs"),
+        ({"gpus": 0}, "gpus is 0, but it must be at least 1 GPU"),
         ({"gpus": "2"}, "gpus is '2', but it must be a whole number"),
         ({"gpus": True}, "gpus is True, but it must be a whole number"),
         ({"gpus": 1.5}, "gpus is 1.5, but it must be a whole number"),

@@ -183,7 +183,7 @@ def test_nobody_pretends_to_be_a_worker(body: dict[str, Any]) -> None:
         ),
         (
             pod("1", labels={labels.POD_GROUP: "g"}, annotations={labels.POD_GROUP_SIZE: "0"}),
-            "gpuquota.dev/group-size is 0, but it must be at least 1 pods",
+            "gpuquota.dev/group-size is 0, but it must be at least 1 pod",
         ),
         (pod(annotations={"gpu-fraction": "1.5"}), "gpu-fraction is '1.5', but it must be more than 0"),
         (pod(annotations={"gpu-fraction": "1"}), "gpu_fraction is 1.0, but it must be more than 0 and less than 1"),

@@ -132,7 +132,7 @@ def template(*containers: dict[str, Any], **spec: Any) -> dict[str, Any]:
 
 BAD_JOBS = [
     ({"gpus": 4, "minGpus": 5}, "minGpus is 5, but it cannot exceed the requested 4 GPUs"),
-    ({"minGpus": 2}, "minGpus is 2, but it cannot exceed the requested 1 GPUs"),
+    ({"minGpus": 2}, "minGpus is 2, but it cannot exceed the requested 1 GPU"),
     ({"gpus": 4, "maxGpus": 3}, "maxGpus is 3, but it cannot be below the requested 4 GPUs"),
     ({"gpus": 4, "gpusPerWorker": 3}, "gpus is 4, but it must be a multiple of gpusPerWorker, which is 3"),
     ({"gpusPerWorker": 2}, "gpus is 1, but it must be a multiple of gpusPerWorker, which is 2"),

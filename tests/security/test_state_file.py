@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Project
-from kfp_gpuquota.cli.main import app
+from kfp_gpuquota.cli.main import application
 from kfp_gpuquota.cluster.job_book import Change
 from kfp_gpuquota.cluster.local.database import MIGRATIONS, SCHEMA_VERSION, back_up, restore, salvage
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
@@ -114,7 +114,9 @@ def test_a_job_that_cannot_be_read_is_set_aside_its_worker_ended_and_the_rest_se
     until(lambda: not any(broken.uid in line for line in embedded_cluster.processes()), embedded_cluster.processes)
     embedded_cluster.submit("next", "true")
     embedded_cluster.wait_for_phase("next", "Succeeded")
-    shown = CliRunner().invoke(app, ["cluster", "repair"], env={"GPUQUOTA_HOME": str(embedded_cluster.home.root)})
+    shown = CliRunner().invoke(
+        application(), ["cluster", "repair"], env={"GPUQUOTA_HOME": str(embedded_cluster.home.root)}
+    )
     assert broken.uid in shown.output
 
 
@@ -123,11 +125,11 @@ def test_what_was_set_aside_can_be_discarded(embedded_cluster: EmbeddedCluster) 
     row(embedded_cluster.home.database, "INSERT INTO projects VALUES ('broken', '{')")
     assert embedded_cluster.client.list_projects() == ()
     environment = {"GPUQUOTA_HOME": str(embedded_cluster.home.root)}
-    refused = CliRunner().invoke(app, ["cluster", "repair", "--discard"], env=environment)
+    refused = CliRunner().invoke(application(), ["cluster", "repair", "--discard"], env=environment)
     assert isinstance(refused.exception, ConflictError)
     stop(embedded_cluster)
-    assert "1 record" in CliRunner().invoke(app, ["cluster", "repair", "--discard"], env=environment).output
-    assert "nothing is set aside" in CliRunner().invoke(app, ["cluster", "repair"], env=environment).output
+    assert "1 record" in CliRunner().invoke(application(), ["cluster", "repair", "--discard"], env=environment).output
+    assert "nothing is set aside" in CliRunner().invoke(application(), ["cluster", "repair"], env=environment).output
 
 
 # The file itself
@@ -172,13 +174,13 @@ def test_a_backup_of_a_running_cluster_is_restored_and_what_it_does_not_have_is_
     embedded_cluster.submit("before")
     embedded_cluster.wait_for_phase("before", "Running")
     copy = tmp_path / "copy.db"
-    assert CliRunner().invoke(app, ["cluster", "backup", str(copy)], env=environment).exit_code == 0
+    assert CliRunner().invoke(application(), ["cluster", "backup", str(copy)], env=environment).exit_code == 0
     later = embedded_cluster.submit("later")
     embedded_cluster.wait_for_phase("later", "Running")
-    refused = CliRunner().invoke(app, ["cluster", "restore", str(copy)], env=environment)
+    refused = CliRunner().invoke(application(), ["cluster", "restore", str(copy)], env=environment)
     assert isinstance(refused.exception, ConflictError)
     stop(embedded_cluster)
-    assert CliRunner().invoke(app, ["cluster", "restore", str(copy)], env=environment).exit_code == 0
+    assert CliRunner().invoke(application(), ["cluster", "restore", str(copy)], env=environment).exit_code == 0
     assert [job.spec.name for job in embedded_cluster.client.list_jobs().jobs] == ["before"]
     assert embedded_cluster.job("before").status.phase is Phase.RUNNING
     until(lambda: not any(later.uid in line for line in embedded_cluster.processes()), embedded_cluster.processes)
@@ -205,7 +207,7 @@ def test_an_export_is_json_of_all_that_a_user_has_made(embedded_cluster: Embedde
     embedded_cluster.submit("job", "true")
     embedded_cluster.wait_for_phase("job", "Succeeded")
     environment = {"GPUQUOTA_HOME": str(embedded_cluster.home.root)}
-    exported = json.loads(CliRunner().invoke(app, ["cluster", "export"], env=environment).output)
+    exported = json.loads(CliRunner().invoke(application(), ["cluster", "export"], env=environment).output)
     assert [project["name"] for project in exported["projects"]] == ["team-a"]
     assert [job["spec"]["name"] for job in exported["jobs"]] == ["job"]
 

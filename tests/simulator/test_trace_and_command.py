@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
-from kfp_gpuquota.cli.main import app
-from kfp_gpuquota.errors import InvalidFieldError, NotFoundError
+from kfp_gpuquota.cli.main import application
+from kfp_gpuquota.errors import InvalidFieldError, NotFoundError, UsageError
 from kfp_gpuquota.simulator import make_elastic, read_jobs, read_nodes, sped_up, thinned
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def simulated(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["simulate", *map(str, arguments)], catch_exceptions=False)
+    result = CliRunner().invoke(application(), ["simulate", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
 
@@ -109,16 +109,16 @@ def test_the_command_answers_in_json(nodes: Path, jobs: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "lottery"], "policy is 'lottery', but it must be one of gpuquota, fifo, static, best-fit"),
-        (["--guaranteed", "ls"], "guaranteed is 'ls', but it is given as PROJECT=N"),
-        (["--speed", "0"], "speed is 0.0, but it must be above 0"),
-        (["--every-node", "0"], "every_node is 0, but it must be at least 1"),
-        (["--elastic", "120"], "elastic is 120.0, but it must be between 0 and 100 percent"),
+        (["--policy", "lottery"], "--policy is lottery, but it must be one of gpuquota, fifo, static, best-fit"),
+        (["--guaranteed", "ls"], "--guaranteed is ls, but it is given as PROJECT=N"),
+        (["--speed", "0"], "--speed is 0.0, but it must be above 0"),
+        (["--every-node", "0"], "--every-node is 0, but it must be at least 1"),
+        (["--elastic", "120"], "--elastic is 120.0, but it must be between 0 and 100 percent"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_sentence(
     nodes: Path, jobs: Path, arguments: list[str], message: str
 ) -> None:
-    with pytest.raises(InvalidFieldError) as refused:
+    with pytest.raises(UsageError) as refused:
         simulated("--nodes", nodes, "--jobs", jobs, *arguments)
     assert refused.value.message == message

@@ -7,19 +7,22 @@ import logging
 import os
 import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kfp_gpuquota.api import Job, JobStatus, Phase, Project, Reason, ReasonCode
+from kfp_gpuquota.api.annotations import with_limit_variable
 from kfp_gpuquota.api.policy import WorkloadPolicy, admit
 from kfp_gpuquota.api.project import check_parents, version_of
-from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.quantity import as_number, show_gpus
 from kfp_gpuquota.api.wire import (
     Event,
     EventKind,
     EventList,
     JobList,
+    JobUpdate,
     Lease,
     LogChunk,
     NodeView,
@@ -31,19 +34,20 @@ from kfp_gpuquota.api.wire import (
 from kfp_gpuquota.cluster.admission import check_fits
 from kfp_gpuquota.cluster.local import retention
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.metrics import metrics_text
 from kfp_gpuquota.cluster.records import Intent, JobRecord, with_status
 from kfp_gpuquota.cluster.supposing import suppose
-from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, StateFileError
+from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, InvalidFieldError, NotFoundError, StateFileError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kfp_gpuquota.cluster.local.driver import Driver
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.state import ClusterState
     from kfp_gpuquota.cluster.local.store import Store
 
 LOG_CHUNK: Final = 1 << 18
+PREVIOUS_RUN: Final = "previous"
+"""In the place of a worker whose log is read: the first worker of the run before the present one."""
 LOG_POLL_S: Final = 0.1
 EVENT_POLL_S: Final = 0.5
 LEASE_RETRY_S: Final = 2.0  # between attempts to write that a lease has ended
@@ -111,12 +115,14 @@ class LocalCluster:
         return self.get_project(project.name)
 
     def delete_project(self, name: str) -> None:
-        """Remove it. Raises ConflictError while it has jobs or is a parent."""
-        self._state.project(name)
+        """Remove it. Raises NotFoundError, and ConflictError while it has jobs or is a parent."""
+        if name not in self._state.projects:
+            raise NotFoundError(f"project {name!r} does not exist; see them with: gpuquota project list")
         if jobs := [job.spec.name for job in self._state.jobs.values() if job.spec.project == name]:
             shown = " ".join(jobs[:5]) + (" ..." if len(jobs) > 5 else "")
+            count = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
             raise ConflictError(
-                f"project {name!r} still has {len(jobs)} jobs; delete them first: gpuquota delete -p {name} {shown}"
+                f"project {name!r} still has {count}; delete what it has first: gpuquota delete -p {name} {shown}"
             )
         if children := [p.name for p in self._state.projects.values() if p.parent == name]:
             raise ConflictError(f"project {name!r} is the parent of {', '.join(children)}; delete or move these first")
@@ -165,7 +171,8 @@ class LocalCluster:
         """
         if made := self._state.job_of_request(request.request_id):
             return self._state.view(made.uid)
-        spec, set_by = admit(request.spec, self._store.load_policies())
+        spec, set_by = admit(with_limit_variable(request.spec), self._store.load_policies())
+        _check_directory(spec.working_directory)
         check_fits(spec, self._state.project(spec.project), tuple(self._state.nodes.values()))
         if self._state.has_name(spec.project, spec.name):
             raise AlreadyExistsError(
@@ -179,10 +186,12 @@ class LocalCluster:
         self._watch_lease(job)
         return self._state.view(job.uid)
 
-    async def list_jobs(self, project: str, after: int | None, timeout_s: float) -> JobList:
-        """All jobs, or a project's; with `after` once something has changed since."""
+    async def list_jobs(
+        self, project: str, after: int | None, timeout_s: float, *, limit: int | None = None, page: str = ""
+    ) -> JobList:
+        """All jobs, or a project's; with `after` once something has changed since; with `limit` a page of them."""
         await self._state.wait_for_change(after, timeout_s)
-        return self._state.list_jobs(project)
+        return self._state.list_jobs(project, limit, page)
 
     def get_job(self, project: str, name: str) -> Job:
         """One job. Raises NotFoundError."""
@@ -221,6 +230,29 @@ class LocalCluster:
                 transcript.record(job)
                 transcript.note(job, EventKind.JOB_RESUMED)
         return self._state.view(job.uid)
+
+    def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
+        """Change its size bounds or its priority; workers beyond a new maximum are asked to leave.
+
+        Raises ConflictError for one that has ended, InvalidFieldError for sizes that it cannot have. A worker keeps
+        its number of GPUs while any of the job's run.
+        """
+        job = self._state.job_named(project, name)
+        self._refuse_ended(job)
+        alive = self._state.alive_of(job.uid)
+        given = {field: value for field in changed.__struct_fields__ if (value := getattr(changed, field)) is not None}
+        if alive:
+            given["gpus_per_worker"] = None if job.spec.shared else job.spec.worker_gpus
+        spec = msgspec.structs.replace(job.spec, **given)
+        check_fits(spec, self._state.project(project), tuple(self._state.nodes.values()))
+        with self._driver.decide() as transcript:
+            transcript.update(job, spec)
+        return self._state.view(job.uid)
+
+    def metrics(self) -> str:
+        """Figures of projects, jobs and shared GPUs, in Prometheus's text format."""
+        phases = (job.status.phase for job in self._state.jobs.values())
+        return metrics_text(self.list_projects(), self.list_nodes(), phases)
 
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
         """Keep the job alive.
@@ -271,6 +303,11 @@ class LocalCluster:
             await asyncio.sleep(LOG_POLL_S)
 
     async def _worker_for_log(self, job: JobRecord, worker: str, timeout_s: float) -> str | None:
+        if worker == PREVIOUS_RUN:
+            earlier = [w for w in self._state.workers_of(job.uid) if w.attempt < job.attempt]
+            if not earlier:
+                raise NotFoundError(f"job {job.spec.name!r} was not started again, so it has no previous log")
+            return min((w for w in earlier if w.attempt == earlier[-1].attempt), key=lambda w: w.worker.index).worker.id
         if worker:
             if all(worker not in (w.worker.id, str(w.worker.index)) for w in self._state.workers_of(job.uid)):
                 raise NotFoundError(f"job {job.spec.name!r} has no worker {worker!r}")
@@ -313,13 +350,13 @@ class LocalCluster:
         held = {kind: as_number(gpus) for kind, gpus in held.items()}
         if held["fixed"] > project.guaranteed:
             raise ConflictError(
-                f"project {project.name!r} holds {held['fixed']} GPUs in sessions that cannot be preempted, more than "
-                f"the new guaranteed {project.guaranteed}; delete some of them first"
+                f"project {project.name!r} holds {show_gpus(held['fixed'])} in sessions that cannot be preempted, more "
+                f"than the new guaranteed {project.guaranteed}; delete some of them first"
             )
         if project.limit is not None and held["all"] > project.limit:
             raise ConflictError(
-                f"project {project.name!r} holds {held['all']} GPUs, more than the new limit {project.limit}; suspend "
-                "or delete some of its jobs first"
+                f"project {project.name!r} holds {show_gpus(held['all'])}, more than the new limit {project.limit}; "
+                "suspend or delete some of its jobs first"
             )
 
     def _watch_lease(self, job: JobRecord) -> None:
@@ -353,6 +390,14 @@ class LocalCluster:
                 log.error("job %s is cancelled later, since its lease has ended: %s", job.spec.name, error)
                 again = asyncio.get_running_loop().call_later(LEASE_RETRY_S, self._lease_ended, uid)
                 self._leases[uid] = again
+
+
+def _check_directory(directory: str) -> None:
+    """Raises InvalidFieldError for a working directory that a job could not start in."""
+    if directory and not Path(directory).is_absolute():
+        raise InvalidFieldError("working_directory", directory, "it must be an absolute path")
+    if directory and not Path(directory).is_dir():
+        raise InvalidFieldError("working_directory", directory, "there is no such directory on this machine")
 
 
 def _read_from(path: Path, offset: int) -> tuple[bytes, int]:

@@ -21,6 +21,7 @@ from aiohttp import web
 from kfp_gpuquota.api.wire import Health
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
 from kfp_gpuquota.cluster.local.daemon_log import audit_log, write_log_to
+from kfp_gpuquota.cluster.local.device_locks import Holder, hold
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
 from kfp_gpuquota.cluster.local.driver import Driver, Settings
 from kfp_gpuquota.cluster.local.home import Home
@@ -70,8 +71,10 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         stack.callback(store.close)
         shape = config or store.load_config()
         nodes = _nodes(store, shape, changed=config is not None)
+        holder = Holder(uid=os.geteuid(), home=str(home.root), pid=os.getpid())
+        device_locks = stack.enter_context(hold(nodes, holder))
         state = ClusterState(store, nodes, shape.usage_half_life_s, home.give_up_reserve)
-        settings = Settings(open_files, shape.log_limit_mib << 20)
+        settings = Settings(open_files, shape.log_limit_mib << 20, device_locks)
         driver = Driver(home, state, shape.memory_policy, settings, give_up=stop.set)
         stack.callback(driver.close)
         app = build_app(

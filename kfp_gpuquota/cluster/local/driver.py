@@ -19,7 +19,7 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
-from kfp_gpuquota.cluster.lifecycle import after_reboot, after_worker_gone, progressed, resized
+from kfp_gpuquota.cluster.lifecycle import after_reboot, after_worker_gone, progressed, resized, unexplained_loss
 from kfp_gpuquota.cluster.local import shims
 from kfp_gpuquota.cluster.local.environment import worker_environment
 from kfp_gpuquota.cluster.local.home import Home, write_private
@@ -41,16 +41,24 @@ if TYPE_CHECKING:
 
 RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 60.0
+REST_SHARE: Final = 3.0
+"""So many times its duration each plan leaves to requests, in the long run: thousands of submissions share plans."""
+BURST_S: Final = 0.2
+"""So much of that may be owed: a few arrivals are each planned at once."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all workers: their soft limit on open files (0: as inherited), and how much of a log is kept."""
+    """What holds for all workers: their soft limit on open files (0: as inherited), and how much of a log is kept.
+
+    `device_locks` are the descriptors that their shims inherit, so that the GPUs stay locked while they run.
+    """
 
     open_files: int = 0
     log_limit: int = 0
+    device_locks: tuple[int, ...] = ()
 
 
 class Driver:
@@ -70,14 +78,16 @@ class Driver:
         self._home = home
         self._state = state
         self.membership = MembershipService(self)
-        self._shims = shims.Shims(self._on_started, self._on_ended, self._on_not_started)
+        self._settings = settings or Settings()
+        self._shims = shims.Shims(self._on_started, self._on_ended, self._on_not_started, self._settings.device_locks)
         self._loop = asyncio.get_running_loop()
         self.sharing = Sharing(home, state, policy or Policy(), self._loop, self._start, self._explain)
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
         self._pace = Pace()
-        self._settings = settings or Settings()
+        self._debt_until = 0.0
         self._start_failures: dict[str, int] = {}
+        self._killed_for: dict[str, str] = {}
         self.health = PlanningHealth(self._loop.time)
         self._give_up = give_up
 
@@ -85,8 +95,10 @@ class Driver:
         """Something changed: plan in the next turn of the loop."""
         if self._planning is None:
             self.health.requested()
-            delay_s = max(self._pace.delay_s, self.health.pause_s)
-            self._planning = self._loop.call_later(delay_s, self._plan) if delay_s else self._loop.call_soon(self._plan)
+            delay_s = max(self._pace.delay_s, self.health.pause_s, self._debt_until - BURST_S - self._loop.time())
+            self._planning = (
+                self._loop.call_later(delay_s, self._plan) if delay_s > 0 else self._loop.call_soon(self._plan)
+            )
 
     def recover(self) -> None:
         """Take up what an earlier daemon left: adopt what runs, learn how the rest ended, do what was not done."""
@@ -147,8 +159,11 @@ class Driver:
 
     def _plan_once(self) -> None:
         self._planning = None
+        began = self._loop.time()
         now = self._state.clock()
         plan = scheduler.plan(self._state.scheduler, now)
+        ended = self._loop.time()
+        self._debt_until = max(self._debt_until, began) + REST_SHARE * (ended - began)
         self._plan_again(None if plan.again_at is None else plan.again_at - now)
         for uid, reason in plan.waiting.items():
             self._state.note_waiting(uid, reason)
@@ -364,7 +379,8 @@ class Driver:
             )
             record = msgspec.structs.replace(record, worker=gone)
             workers = [record if w.worker.id == gone.id else w for w in self._state.attempt_of(before)]
-            after = after_worker_gone(before, record, workers, transcript.now)
+            killed_for = self._killed_for.pop(gone.id, "")
+            after = after_worker_gone(before, record, workers, transcript.now, killed_for)
             if why := self.sharing.why_ended(gone.id):
                 after = with_status(after, reason=why)
             transcript.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
@@ -406,6 +422,8 @@ class Driver:
                 transcript.change.workers[worker] = msgspec.structs.replace(record, worker=ranked)
             # Until its first generation a job's size was that of its processes, which is not what it trained with.
             size = job.size if job.managed else 0
+            if lost := self._lost_without_reason(job_uid, commit.members):
+                job = unexplained_loss(job, lost)
             changed = resized(
                 msgspec.structs.replace(job, managed=True, size=size),
                 len(commit.members) * job.spec.worker_gpus,
@@ -417,11 +435,18 @@ class Driver:
             )
             transcript.record(changed)
 
+    def _lost_without_reason(self, job_uid: str, members: Iterable[str]) -> WorkerRecord | None:
+        """Return a worker that trained, is in the new generation no more, and was not asked to leave by a plan."""
+        remaining = set(members)
+        trained = (record for record in self._state.alive_of(job_uid) if record.worker.rank is not None)
+        return next((r for r in trained if not r.released and r.worker.id not in remaining), None)
+
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
         """Membership wants the worker's process ended."""
         if self._worker_of(job_uid, worker) is None:
             return
         log.warning("killing worker %s of job %s: %s", worker, job_uid, why)
+        self._killed_for[worker] = why
         self._shims.kill(worker)
 
     def _worker_of(self, job_uid: str, worker: str) -> WorkerRecord | None:

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
-from kfp_gpuquota.errors import ConflictError, StateFileError
+from kfp_gpuquota.errors import ConflictError, StateFileError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,11 +34,17 @@ RESERVE_BYTES: Final = 4 << 20
 
 
 def default_home(environment: Mapping[str, str]) -> Path:
-    """$GPUQUOTA_HOME, else gpuquota under the XDG state directory."""
+    """$GPUQUOTA_HOME, else gpuquota under the XDG state directory. Raises UsageError for a relative $GPUQUOTA_HOME.
+
+    It would name another cluster in each directory. A relative $XDG_STATE_HOME is ignored, as its specification says.
+    """
     if given := environment.get("GPUQUOTA_HOME"):
-        return Path(given).expanduser().absolute()
-    state = environment.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "gpuquota"
+        path = Path(given).expanduser()
+        if not path.is_absolute():
+            raise UsageError(f"GPUQUOTA_HOME is {given!r}, but it must be an absolute path, such as {path.absolute()}")
+        return path
+    state = environment.get("XDG_STATE_HOME", "")
+    return (Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state") / "gpuquota"
 
 
 class Home:
@@ -87,7 +93,7 @@ class Home:
         try:
             with self._lock_file.open() as file:
                 return not _locked_within(file, fcntl.LOCK_SH, 0.0)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def take_reserve(self) -> None:

@@ -10,7 +10,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.api import Reason
+from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.share import limit_mib, request_mib
 from kfp_gpuquota.api.wire import ShareView
 from kfp_gpuquota.errors import DeviceError
@@ -21,7 +22,7 @@ from kfp_gpuquota.fractions.processes import worker_of
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from kfp_gpuquota.api import Device, Node, Worker
@@ -53,6 +54,7 @@ class Sharing:
         self._agent: Agent | None = None
         self._held: dict[str, WorkerRecord] = {}
         self._ended: dict[str, Reason] = {}
+        self._reasons_before: dict[str, Reason | None] = {}
         self._rows: dict[tuple[str, str], ShareView] = {}
         self._next: asyncio.Handle | None = None
 
@@ -67,7 +69,10 @@ class Sharing:
 
     def gives_up(self, worker: str) -> bool:
         """Whether the worker was held back, and need not be started any more."""
-        return self._held.pop(worker, None) is not None
+        record = self._held.pop(worker, None)
+        if record is not None:
+            self._reasons_before.pop(record.worker.job_uid, None)
+        return record is not None
 
     def why_ended(self, worker: str) -> Reason | None:
         """Why the worker's process was ended from here; None where it was not."""
@@ -108,6 +113,7 @@ class Sharing:
         else:
             self._note(done)
             self._start_ready(done)
+            self._explain_held(shares, done)
         self._schedule(INTERVAL_S)
 
     def _sharers(self) -> list[WorkerRecord]:
@@ -189,7 +195,37 @@ class Sharing:
     def _start_ready(self, done: Round) -> None:
         for worker in done.ready:
             if record := self._held.pop(worker, None):
+                job = record.worker.job_uid
+                if job in self._reasons_before:
+                    self._state.note_waiting(job, self._reasons_before.pop(job))
                 self._start(record)
+
+    def _explain_held(self, shares: Iterable[Share], done: Round) -> None:
+        """Set the reason of each job whose worker has its devices and waits for their memory."""
+        names = {device_name(node, device): f"GPU {device.index} of {node.name}" for node, device in self._devices()}
+        for share in shares:
+            record = self._held.get(share.claims[0].workload)
+            if record is None:
+                continue
+            job = self._state.jobs[record.worker.job_uid]
+            self._reasons_before.setdefault(job.uid, job.status.reason)
+            causes = [self._shortage(claim, names[claim.device], done) for claim in share.claims]
+            message = f"has its place, and waits for GPU memory: {'; '.join(causes)}"
+            reason = Reason(code=ReasonCode.WAITS_FOR_GPU_MEMORY, message=message, project=job.spec.project)
+            self._state.note_waiting(job.uid, reason)
+
+    def _shortage(self, claim: Claim, device: str, done: Round) -> str:
+        """Return what of the claim's request is in use by others, and by which jobs."""
+        borrowers = [row for row in done.rows if row.device == claim.device and row.borrowed_mib]
+        need = f"{show_mib(claim.request_mib)} of {device}"
+        if not borrowers:
+            return f"{need} are not free yet"
+        jobs = (self._state.jobs[self._state.workers[row.workload].worker.job_uid].spec for row in borrowers)
+        held = (
+            f"job {spec.name} of project {spec.project} uses {show_mib(row.borrowed_mib)} above its request"
+            for spec, row in zip(jobs, borrowers, strict=True)
+        )
+        return f"{need}, where {', '.join(held)}"
 
     def _devices_of(self, worker: Worker) -> list[Device]:
         """The worker's devices whose memory is known."""

@@ -24,7 +24,7 @@ import msgspec
 from kfp_gpuquota.cluster.local import shim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
+    from collections.abc import Callable, Container, Iterator, Sequence
 
 EXIT_SHIM_LOST: Final = 128 + signal.SIGKILL
 WORKER_ID_VARIABLE: Final = "ELASTIC_WORKER_ID"
@@ -58,7 +58,8 @@ class Shims:
     """The shims of one daemon.
 
     Callbacks come from the event loop: `on_started(worker)`, `on_ended(worker, code)`, `on_not_started(worker, why)`.
-    With the last one the shim ended before it could start the worker, which may be tried again.
+    With the last one the shim ended before it could start the worker, which may be tried again. Each shim, and not its
+    worker, has the `inherited` descriptors.
     """
 
     def __init__(
@@ -66,10 +67,12 @@ class Shims:
         on_started: Callable[[str], None],
         on_ended: Callable[[str, int], None],
         on_not_started: Callable[[str, str], None],
+        inherited: Sequence[int] = (),
     ) -> None:
         self._on_started = on_started
         self._on_ended = on_ended
         self._on_not_started = on_not_started
+        self._inherited = inherited
         self._pidfds: dict[str, int] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._directories: dict[str, Path] = {}
@@ -87,6 +90,7 @@ class Shims:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
+                pass_fds=self._inherited,
                 cwd=directory,
             )
         finally:

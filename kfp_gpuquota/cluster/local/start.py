@@ -47,9 +47,8 @@ def start(home: Home, arguments: tuple[str, ...] = ()) -> None:
     said = _spawn(home, arguments)
     if said == READY or home.is_locked():
         return
-    raise ClusterStartError(
-        f"the embedded cluster did not start: {said or 'it said nothing'}; its log is {home.log_file}"
-    )
+    why = said or "its daemon ended without a word"
+    raise ClusterStartError(f"the embedded cluster did not start: {why}; its log is {home.log_file}", why)
 
 
 def _spawn(home: Home, arguments: tuple[str, ...]) -> str:

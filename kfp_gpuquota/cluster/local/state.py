@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from kfp_gpuquota.cluster.local.steady_clock import SteadyClock
 from kfp_gpuquota.cluster.local.store import KEPT_EVENTS
 from kfp_gpuquota.cluster.records import JobRecord, view, with_status
 from kfp_gpuquota.cluster.usage import recalled
-from kfp_gpuquota.errors import ConflictError, NotFoundError, StateFileError, UsageError
+from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, StateFileError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -61,7 +62,8 @@ class ClusterState(JobBook):
         self._by_request: dict[str, str] = {}
         self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
         self._waiters: set[asyncio.Future[None]] = set()
-        self._load()
+        with _uncollected():
+            self._load()
         self.clock = SteadyClock(self._newest_record())
         self._recall_usage()
 
@@ -102,18 +104,31 @@ class ClusterState(JobBook):
         """The job as clients see it."""
         return view(self.jobs[uid], self.workers_of(uid))
 
-    def list_jobs(self, project: str = "") -> JobList:
-        """All jobs, or a project's, oldest first."""
-        chosen = (uid for uid, job in self.jobs.items() if project in ("", job.spec.project))
-        return JobList(revision=self._revision, jobs=tuple(self.view(uid) for uid in chosen))
+    def list_jobs(self, project: str = "", limit: int | None = None, page: str = "") -> JobList:
+        """All jobs, or a project's, oldest first; with `limit` a page, which begins behind the job that `page` names.
+
+        A page is named by the submission time and uid of its predecessor's last job, so that the other pages stay what
+        they are while jobs are deleted.
+        """
+        chosen = [job for job in self.jobs.values() if project in ("", job.spec.project)]
+        if page:
+            chosen = _behind(chosen, *_place_of(page))
+        if limit is None or limit >= len(chosen):
+            return JobList(revision=self._revision, jobs=tuple(self.view(job.uid) for job in chosen))
+        chosen = chosen[:limit]
+        last = f"{chosen[-1].status.submitted_at!r}/{chosen[-1].uid}"
+        return JobList(revision=self._revision, jobs=tuple(self.view(job.uid) for job in chosen), next_page=last)
 
     def list_projects(self) -> tuple[ProjectView, ...]:
         """All projects with what they hold, by name."""
         held = dict.fromkeys(self.projects, 0.0)
         wanted = dict.fromkeys(self.projects, 0.0)
+        lent = dict.fromkeys(self.projects, 0.0)
         for uid, job in self.jobs.items():
             if job.spec.project in held and not job.status.phase.final:
-                held[job.spec.project] += sum(w.worker.gpus for w in self.alive_of(uid))
+                gpus = sum(w.worker.gpus for w in self.alive_of(uid))
+                held[job.spec.project] += gpus
+                lent[job.spec.project] += 0.0 if job.spec.shared else max(0.0, gpus - job.spec.gpus)
                 wanted[job.spec.project] += job.spec.gpus * min(1.0, job.spec.share_of(self._device_memory_mib))
         return tuple(
             ProjectView(
@@ -121,6 +136,7 @@ class ClusterState(JobBook):
                 allocated=as_number(held[name]),
                 over_quota=as_number(max(0.0, held[name] - project.guaranteed)),
                 requested=as_number(wanted[name]),
+                lent=as_number(lent[name]),
             )
             for name, project in sorted(self.projects.items())
         )
@@ -195,10 +211,10 @@ class ClusterState(JobBook):
         self.remember(change)
         self.wake()
 
-    def note_waiting(self, uid: str, reason: Reason) -> None:
+    def note_waiting(self, uid: str, reason: Reason | None) -> None:
         """Remember why a job waits; the next plan says so again, so nothing is written."""
         job = self.jobs[uid]
-        if job.status.reason != reason:
+        if job.status.reason is not reason and job.status.reason != reason:
             self.jobs[uid] = with_status(job, reason=reason)
             self.wake()
 
@@ -327,6 +343,34 @@ class ClusterState(JobBook):
             return
         for event in recalled(self._store.load_events(0, KEPT_EVENTS), self.projects, self.clock(), half_life_s):
             self.scheduler.apply(event)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Load without passes of the garbage collector, which find nothing, and keep what was loaded out of later ones."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _behind(jobs: list[JobRecord], at: float, uid: str) -> list[JobRecord]:
+    """The jobs behind the one with that uid; where it was deleted meanwhile, those that were submitted after it."""
+    for i, job in enumerate(jobs):
+        if job.uid == uid:
+            return jobs[i + 1 :]
+    return [job for job in jobs if job.status.submitted_at > at]
+
+
+def _place_of(page: str) -> tuple[float, str]:
+    """The submission time and the uid that name a page. Raises InvalidFieldError."""
+    at, _, uid = page.partition("/")
+    try:
+        return float(at), uid
+    except ValueError:
+        raise InvalidFieldError("page", page, "it must be the next_page of a list") from None
 
 
 def _ends_something(change: Change) -> bool:

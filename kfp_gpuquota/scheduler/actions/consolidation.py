@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Queue
 
-Candidate = tuple[tuple[float, int, int, float, int, str], Host, list[Task]]
+Candidate = tuple[tuple[int, float, int, int, float, int, str], Host, list[Task]]
 
 _TRIES: Final = 16
 """Hosts on which moves are tried out for one task: the cheapest ones; others hardly ever succeed where these fail."""
@@ -112,23 +112,32 @@ def _candidate(ledger: Ledger, host: Host, task: Task, known: Known, sheltered: 
         return None
     last = moves[-1].job
     size = sum(_size(t, host) for t in moves)
-    return (size, len(moves), last.priority, -last.submitted_at, -moves[-1].index, host.name), host, moves
+    restarted = sum(not t.job.resumable for t in moves)
+    return (restarted, size, len(moves), last.priority, -last.submitted_at, -moves[-1].index, host.name), host, moves
 
 
 def _moves(host: Host, task: Task, movable: list[Task]) -> list[Task]:
-    """One small task whose going suffices, or as few large ones as it takes; the youngest of equals first."""
+    """One small task that suffices, or as few large ones as it takes; the youngest of equals first.
+
+    Tasks of jobs that resume from a checkpoint come before those that would start from the beginning.
+    """
     room = placement.Room(host, task)
-    movable.sort(key=lambda t: (_size(t, host), t.job.priority, -t.job.submitted_at, t.job.uid, -t.index))
+    movable.sort(key=lambda t: (not t.job.resumable, _size(t, host), *_youngest(t)))
     for candidate in movable:
         if room.suffices((candidate,)):
             return [candidate]
-    movable.sort(key=lambda t: (-_size(t, host), t.job.priority, -t.job.submitted_at, t.job.uid, -t.index))
+    movable.sort(key=lambda t: (not t.job.resumable, -_size(t, host), *_youngest(t)))
     chosen: list[Task] = []
     for candidate in movable:
         chosen.append(candidate)
         if room.suffices(chosen):
             return chosen
     return []
+
+
+def _youngest(task: Task) -> tuple[int, float, str, int]:
+    job = task.job
+    return job.priority, -job.submitted_at, job.uid, -task.index
 
 
 def _size(task: Task, host: Host) -> float:

@@ -28,16 +28,20 @@ from kfp_gpuquota.scheduler.placement.units import Attempt, Mode
 from kfp_gpuquota.scheduler.state import usage
 from kfp_gpuquota.scheduler.state.groups import below, next_tasks
 from kfp_gpuquota.scheduler.state.model import NEVER, UNLIMITED, Amount, Job, Status, Task
+from kfp_gpuquota.scheduler.state.order import shape_amount
 from kfp_gpuquota.scheduler.state.progress import gain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
-    from kfp_gpuquota.scheduler.state.model import Queue, Shape
+    from kfp_gpuquota.scheduler.state.model import Group, Queue, Request, Shape
 
 Try = Callable[[Job, list[Task], Amount], bool]
 """Serve a job what it asks for next, or change nothing."""
+
+Alike = tuple[tuple["Request", ...], "Group | None", bool, str]
+"""What decides whether tasks have room: requests, the gang's parts, whether they are spread, and the node pool."""
 
 ACTIONS: Final = ("allocate", "consolidate", "reclaim", "preempt", "evict_stale", "lend")
 
@@ -71,6 +75,7 @@ class Cycle:
         self.pledged: dict[Job, None] = {}
         self.causes: dict[Task, tuple[Job, str]] = {}
         self.taken: list[tuple[int, Job]] = []
+        self.room: dict[Alike, tuple[int, bool]] = {}
         self.finders = Finders(ledger)
         self.moves = Known()
         self.sheltered = _sheltered(sheltered, now)
@@ -143,7 +148,7 @@ class Cycle:
         return list(dict.fromkeys(change[0] for change in self.ledger.since(self._mark)))
 
     def _each(self, action: str, attempt: Try) -> None:
-        agenda = Agenda(self.ledger, self.touched, in_order=self.in_order)
+        agenda = Agenda(self.ledger, self.touched, in_order=self.in_order, useful=self._useful(action))
         if action == "allocate" and not self.strict:
             agenda.close_where(lambda job: not self._has_room(job))
         while (head := agenda.next()) is not None:
@@ -161,6 +166,22 @@ class Cycle:
                 agenda.failed(group)
                 if action == "reclaim" and quota.barred_by_share(job, group.amount):
                     agenda.close_behind(job)
+
+    def _useful(self, action: str) -> Callable[[Queue], bool]:
+        """A quick test of whether the action can do anything for a queue's jobs; all else is for the action to find."""
+        if action == "reclaim":
+            return lambda queue: any(queue.claim(r) < queue.share[r] for r in range(3))
+        if action == "preempt":
+            return lambda queue: any(queue.priorities.values())
+        if action == "consolidate":
+            return self._may_fit_elsewhere
+        return lambda _: True
+
+    def _may_fit_elsewhere(self, queue: Queue) -> bool:
+        """As much is idle in the queue's node pool as one of its jobs needs."""
+        idle = self.ledger.capacity(queue.pool)[0] - self.ledger.held_gpus.get(queue.pool, 0.0)
+        memory = self.ledger.gpu_memory_mib
+        return any(shape_amount(shape, memory).gpu <= idle for shape in queue.waiting)
 
     def _note(self, action: str, job: Job, mark: int) -> None:
         causes = len(self.causes)
@@ -189,11 +210,16 @@ class Cycle:
 
     def _has_room(self, job: Job) -> bool:
         """A job without room is out before queues are compared by what their first job would hold."""
+        if self._anything_lent():
+            return True
         tasks = next_tasks(job)
-        mark = self.ledger.mark()
-        found = placement.place_all(self.ledger, tasks, future=True)
-        self.ledger.rollback(mark)
-        return found or self._anything_lent()
+        alike = (tuple(task.request for task in tasks), job.groups, job.spread, job.queue.pool)
+        if self.room.get(alike, (-1, False))[0] != self.ledger.state:
+            mark = self.ledger.mark()
+            found = placement.place_all(self.ledger, tasks, future=True)
+            self.ledger.rollback(mark)
+            self.room[alike] = (self.ledger.state, found)
+        return self.room[alike][1]
 
     def _patient(self, job: Job) -> bool:
         """The job has not waited long enough yet to take from others."""
@@ -219,7 +245,7 @@ class Cycle:
         return True
 
     def _anything_lent(self) -> bool:
-        return any(q.lent[0] or q.lent[1] for q in self.ledger.queues.values() if q.parent is None)
+        return self.ledger.lent_tasks > 0
 
     def _consolidate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount) or quota.barred_by_limit(job, amount, future=True):

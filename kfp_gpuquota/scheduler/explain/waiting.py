@@ -83,7 +83,8 @@ def _no_room(ledger: Ledger, job: Job, tasks: Sequence[Task], sheltered_s: float
         return missing._replace(why=f"{missing.why}, and nothing that runs may be taken for it")
     queue, _, r = barred
     held, share = _number(queue.claim(r), r), _number(queue.share[r], r)
-    why = f"{missing.why}, and project {queue.label} holds {held} of its fair share of {share}"
+    lent = f" ({_number(queue.lent[r], r)} more are only lent to it)" if queue.lent[r] else ""
+    why = f"{missing.why}, and project {queue.label} holds {held} of its fair share of {share}{lent}"
     return missing._replace(code=ReasonCode.OVER_FAIR_SHARE, why=why)
 
 

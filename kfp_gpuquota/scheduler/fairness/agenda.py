@@ -1,12 +1,14 @@
 """Which job is looked at next: through the tree of queues by fairness, within a queue by priority and age.
 
 Jobs of one queue and shape fit or fail together, so a failure closes its group for all of them. That makes a cycle cost
-the number of shapes and of successes, and not the number of jobs that wait.
+the number of shapes and of successes, and not the number of jobs that wait; each costs the logarithm of the number of
+queues.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.scheduler.state.groups import next_tasks
@@ -21,12 +23,14 @@ from kfp_gpuquota.scheduler.state.order import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from kfp_gpuquota.scheduler.state.ledger import Ledger
     from kfp_gpuquota.scheduler.state.model import Amount, Job, OrderKey, Queue, Shape
 
 Entry = tuple["OrderKey", "Job"]
+Head = tuple["Group", "Job"]
+Entered = tuple["QueueKey", int, "Queue", Head]
 GroupKey = tuple[int, Entitlement, "OrderKey"]
 
 
@@ -129,22 +133,39 @@ class Line:
 
 
 class Agenda:
-    """All jobs that wait, in the order in which one action looks at them."""
+    """All jobs that wait, in the order in which one action looks at them.
 
-    def __init__(self, ledger: Ledger, touched: dict[Job, None], *, in_order: bool = False) -> None:
+    A queue for which the action is not `useful` as it stands is left out; it is asked again when what it holds changes.
+    The children of each queue are in a heap by their keys. A key changes where a queue's holdings or its first job do:
+    that queue, and those above it, are entered anew, and older entries are dropped when they come to the top.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        touched: dict[Job, None],
+        *,
+        in_order: bool = False,
+        useful: Callable[[Queue], bool] = lambda _: True,
+    ) -> None:
         self._in_order = in_order
         self._ledger = ledger
         self._touched = touched
-        self._lines = {q: self._new_line(q) for q in ledger.queues.values() if q.waiting}
+        self._useful = useful
+        self._lines = {q: self._new_line(q) for q in ledger.queues.values() if q.waiting and useful(q)}
         for job in touched:
             if job.placed < len(job.pending):
                 self._line(job.queue).put_back(job)
-        self._roots = [q for q in ledger.queues.values() if q.parent is None]
-        self._keys: dict[Queue, tuple[int, Group, QueueKey]] = {}
+        self._heaps: dict[Queue | None, list[Entered]] = {}
+        self._valid: dict[Queue, int] = {}
+        self._entries = 0
+        self._changed: dict[Queue, None] = dict.fromkeys(self._lines)
+        self._seen = len(ledger.touched_queues)
 
-    def next(self) -> tuple[Group, Job] | None:
+    def next(self) -> Head | None:
         """The first job of the first queue."""
-        return self._best(self._roots)
+        self._enter_changed()
+        return self._first_below(None)
 
     def served(self, group: Group, job: Job) -> None:
         """The job got what it asked for; it may ask for more."""
@@ -155,12 +176,12 @@ class Agenda:
     def skipped(self, group: Group, job: Job) -> None:
         """The job is out of this action; others of its group are not."""
         group.take(job)
-        self._lines[job.queue].changed()
+        self._note(job.queue)
 
     def failed(self, group: Group) -> None:
         """No job of the group can be served."""
         group.open = False
-        self._lines[group.queue].changed()
+        self._note(group.queue)
 
     def close_behind(self, job: Job) -> None:
         """No job of the queue that comes after this one is looked at any more: in order all, else lower priorities."""
@@ -184,29 +205,44 @@ class Agenda:
             self._lines[queue] = self._new_line(queue)
         return self._lines[queue]
 
-    def _first_of(self, queue: Queue) -> tuple[Group, Job] | None:
-        if queue.children:
-            below = self._best(queue.children.values())
-            if below is not None:
-                return below
+    def _note(self, queue: Queue) -> None:
+        self._lines[queue].changed()
+        self._changed[queue] = None
+
+    def _enter_changed(self) -> None:
+        """Enter every queue anew that was dealt with, or that gained or lost tasks, since the last job."""
+        log = self._ledger.touched_queues
+        self._changed.update(dict.fromkeys(log[self._seen :]))
+        self._seen = len(log)
+        for queue in self._changed:
+            if queue not in self._lines and queue.waiting and self._useful(queue):
+                self._lines[queue] = self._new_line(queue)
+        for above in sorted({each for queue in self._changed for each in queue.path}, key=_depth, reverse=True):
+            self._enter(above)
+        self._changed.clear()
+
+    def _enter(self, queue: Queue) -> None:
+        self._entries += 1
+        self._valid[queue] = self._entries
+        head = self._first_of(queue)
+        if head is not None:
+            entry = (queue_key(queue, head[0].amount), self._entries, queue, head)
+            heappush(self._heaps.setdefault(queue.parent, []), entry)
+
+    def _first_of(self, queue: Queue) -> Head | None:
+        below = self._first_below(queue) if queue.children else None
+        if below is not None:
+            return below
         line = self._lines.get(queue)
         return None if line is None else line.first()
 
-    def _best(self, queues: Iterable[Queue]) -> tuple[Group, Job] | None:
-        best: tuple[QueueKey, tuple[Group, Job]] | None = None
-        for queue in queues:
-            head = self._first_of(queue)
-            if head is None:
-                continue
-            key = self._key(queue, head[0])
-            if best is None or key < best[0]:
-                best = (key, head)
-        return None if best is None else best[1]
+    def _first_below(self, parent: Queue | None) -> Head | None:
+        """The first job of the first child that has one."""
+        heap = self._heaps.get(parent, [])
+        while heap and self._valid[heap[0][2]] != heap[0][1]:
+            heappop(heap)
+        return heap[0][3] if heap else None
 
-    def _key(self, queue: Queue, group: Group) -> QueueKey:
-        known = self._keys.get(queue)
-        if known is not None and known[0] == queue.version and known[1] is group:
-            return known[2]
-        key = queue_key(queue, group.amount)
-        self._keys[queue] = (queue.version, group, key)
-        return key
+
+def _depth(queue: Queue) -> tuple[int, str, str]:
+    return len(queue.path), queue.name, queue.pool

@@ -110,7 +110,7 @@ class Room:
 def room_elsewhere(ledger: Ledger, task: Task) -> bool:
     """A quick no: less will be free in the whole node pool than the task needs, wherever the others go."""
     pool = task.job.queue.pool
-    held = sum(queue.held[0] for queue in ledger.roots(pool))
+    held = ledger.held_gpus.get(pool, 0.0)
     return held + ledger.amount(task).gpu <= ledger.capacity(pool)[0]
 
 
@@ -207,7 +207,7 @@ def _mixes(ledger: Ledger, task: Task, more: int) -> bool:
     if task.request.whole and (more > 1 or not ledger.shared_hosts or task.job.hosts or not task.request.devices):
         return False
     pool = task.job.queue.pool
-    held = sum(queue.held[0] + queue.leaving[0] for queue in ledger.roots(pool))
+    held = ledger.held_gpus.get(pool, 0.0) + ledger.leaving_gpus.get(pool, 0.0)
     return held > _BUSY * ledger.capacity(pool)[0]
 
 

@@ -90,4 +90,6 @@ class _Copier:
         ledger.gpu_memory_mib, ledger.half_life_s = original.gpu_memory_mib, original.half_life_s
         ledger.reclaim_shelter_s = original.reclaim_shelter_s
         ledger.shared_hosts = {self.hosts[host]: None for host in original.shared_hosts}
+        ledger.held_gpus, ledger.leaving_gpus = dict(original.held_gpus), dict(original.leaving_gpus)
+        ledger.lent_tasks = original.lent_tasks
         ledger.leaving = {self.tasks[task]: None for task in original.leaving}

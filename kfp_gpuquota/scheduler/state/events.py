@@ -49,6 +49,13 @@ class JobSubmitted(Event, frozen=True, tag=True):
     parts: dict[str, JobSpec] = {}
 
 
+class JobUpdated(Event, frozen=True, tag=True):
+    """The job has other size bounds or another priority; its workers and its age stay."""
+
+    uid: str
+    spec: JobSpec
+
+
 class JobRemoved(Event, frozen=True, tag=True):
     """The job ended or was cancelled; its workers hold their devices until they are gone."""
 

@@ -7,12 +7,25 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api.quantity import MIB
-from kfp_gpuquota.scheduler.state.model import GPU, MILLI, NO_RULES, Group, Job, Queue, Request, Rules, Task, Topology
+from kfp_gpuquota.scheduler.state.model import (
+    GPU,
+    MILLI,
+    NO_RULES,
+    Group,
+    Job,
+    Queue,
+    Request,
+    Rules,
+    Status,
+    Task,
+    Topology,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kfp_gpuquota.api import JobSpec
+    from kfp_gpuquota.scheduler.state.ledger import Ledger
 
 
 def new_job(uid: str, spec: JobSpec, queue: Queue, at: float, parts: Mapping[str, JobSpec] | None = None) -> Job:
@@ -39,6 +52,25 @@ def new_job(uid: str, spec: JobSpec, queue: Queue, at: float, parts: Mapping[str
     else:
         job.pending = [Task(job=job, request=job.request, index=i) for i in range(job.wanted)]
     return job
+
+
+def update(job: Job, spec: JobSpec, ledger: Ledger) -> None:
+    """Give the job the size bounds and the priority of `spec`.
+
+    What it holds is taken off the ledger meanwhile: which of it is lent, and at which priority, is counted anew.
+    """
+    places = [(task, task.status, task.node, task.devices) for task in job.tasks.values()]
+    for task, _, _, _ in places:
+        ledger.set(task, Status.PENDING, None)
+    size = spec.worker_gpus
+    job.gang, job.wanted, job.most = spec.smallest // size, spec.gpus // size, spec.largest // size
+    job.priority, job.groups = spec.effective_priority, _topology_of(spec)
+    if not job.tasks:
+        job.request = request_of(spec)
+    for task, status, node, devices in places:
+        ledger.set(task, status, node, devices)
+    ledger.settle()
+    job.pending = [Task(job=job, request=job.request, index=i) for i in range(max(0, job.wanted - job.active))]
 
 
 def _make_of(job: Job, parts: Mapping[str, JobSpec]) -> None:

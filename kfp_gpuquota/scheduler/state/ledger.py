@@ -32,8 +32,11 @@ class Ledger:
 
     `half_life_s`: after which what queues borrowed counts half in their shares; None: it does not count.
     `reclaim_shelter_s`: for no longer does a minimum run time keep borrowed resources from those who reclaim them.
-    `packing`: of shares, during a plan. `one_by_one`: each task of a gang is packed by itself, and shares onto the
-    fullest device, as KAI-Scheduler does, instead of next to the others and where they fragment least.
+    `held_gpus` and `leaving_gpus` are micro-GPUs by node pool, `lent_tasks` counts tasks above what their job requests.
+    `touched_queues` logs the queues whose tasks changed since the ledger was settled. `state` names what is held: after
+    a rollback it is what it was. `packing`: of shares, during a plan. `one_by_one`: each task of a gang is packed by
+    itself, and shares onto the fullest device, as KAI-Scheduler does, instead of next to the others and where they
+    fragment least.
     """
 
     def __init__(self) -> None:
@@ -53,7 +56,14 @@ class Ledger:
         self.leaving: dict[Task, None] = {}
         self.shared_hosts: dict[Host, None] = {}
         self.touched_hosts: list[Host] = []
+        self.touched_queues: list[Queue] = []
+        self.held_gpus: dict[str, float] = {}
+        self.leaving_gpus: dict[str, float] = {}
+        self.lent_tasks = 0
+        self.state = 0
+        self._last_state = 0
         self._journal: list[Change] = []
+        self._states: list[int] = []
 
     def put_host(self, host: Host) -> None:
         """Add or replace a host; the tasks on a replaced one stay where they are."""
@@ -117,7 +127,10 @@ class Ledger:
     def set(self, task: Task, status: Status, host: Host | None, devices: tuple[int, ...] = ()) -> None:
         """Change where the task stands; undone by `rollback` to a mark taken before."""
         self._journal.append((task, task.status, task.node, task.devices))
+        self._states.append(self.state)
         self._change(task, status, host, devices)
+        self._last_state += 1
+        self.state = self._last_state
 
     def mark(self) -> int:
         """A point to roll back to."""
@@ -127,6 +140,7 @@ class Ledger:
         """Undo every change since the mark."""
         while len(self._journal) > mark:
             self._change(*self._journal.pop())
+            self.state = self._states.pop()
 
     def since(self, mark: int) -> list[Change]:
         """What was changed since the mark, oldest first, each with what it was before."""
@@ -135,7 +149,9 @@ class Ledger:
     def settle(self) -> None:
         """What was changed so far is history now."""
         self._journal.clear()
+        self._states.clear()
         self.touched_hosts.clear()
+        self.touched_queues.clear()
         self.packing = None
 
     def amount(self, task: Task) -> Amount:
@@ -173,8 +189,12 @@ class Ledger:
             _note_running(job, sign)
             if task.status is not Status.HELD and task.moved is None:
                 job.placed += sign
-        memory = 0 if host is None else host.gpu_memory_mib
-        count_queues(job, task.request.amount(memory), sign, leaving=leaving, lent=lent)
+        amount = task.request.amount(0 if host is None else host.gpu_memory_mib)
+        in_pool, pool = (self.leaving_gpus if leaving else self.held_gpus), job.queue.pool
+        in_pool[pool] = in_pool.get(pool, 0.0) + sign * amount.gpu
+        self.lent_tasks += sign * lent
+        self.touched_queues.append(job.queue)
+        count_queues(job, amount, sign, leaving=leaving, lent=lent)
 
     def _count_host(self, task: Task, host: Host, old: int | None, new: int | None) -> None:
         """Count the task in column `new` instead of `old`; None is outside the host."""

@@ -282,6 +282,14 @@ class Job:
         return self.checkpoint_at if self.checkpoint_at > self.started_at else self.started_at
 
     @property
+    def resumable(self) -> bool:
+        """Stopping one of its workers loses no more than what was done since its last checkpoint.
+
+        Also of a training that others of its workers carry on.
+        """
+        return self.checkpoint_at > NEVER or (bool(self.throughput) and self.active > self.gang)
+
+    @property
     def surplus(self) -> int:
         """Tasks above the gang: each may go alone."""
         return max(0, self.active - self.gang)

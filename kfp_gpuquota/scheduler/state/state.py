@@ -10,7 +10,7 @@ from kfp_gpuquota.api.quantity import MIB
 from kfp_gpuquota.errors import AlreadyExistsError, NotFoundError
 from kfp_gpuquota.scheduler.state import events, progress, usage
 from kfp_gpuquota.scheduler.state.groups import below, next_tasks
-from kfp_gpuquota.scheduler.state.intake import bar, new_job
+from kfp_gpuquota.scheduler.state.intake import bar, new_job, update
 from kfp_gpuquota.scheduler.state.ledger import Ledger
 from kfp_gpuquota.scheduler.state.model import (
     BOUNDLESS,
@@ -119,6 +119,13 @@ class State:
         job = new_job(event.uid, spec, self._queue(spec.project, spec.node_pool), event.at, event.parts)
         job.movable = event.movable
         self.add_job(job)
+
+    @_apply.register
+    def _(self, event: events.JobUpdated) -> None:
+        job = self._job(event.uid)
+        self.ledger.settle()
+        update(job, event.spec, self.ledger)
+        self._changed(job)
 
     @_apply.register
     def _(self, event: events.JobRemoved) -> None:

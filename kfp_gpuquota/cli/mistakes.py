@@ -1,0 +1,110 @@
+"""A refused value, in the words of the command line: the option as it is written, the value as it was typed.
+
+The API names fields and the values that they were converted to (`gpu_memory_mib is 19074`); whoever typed
+`--gpu-memory 20G` looks for that.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from typer.core import TyperCommand
+
+from kfp_gpuquota.errors import InvalidFieldError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_PARAMETERS: Final = {
+    "gpu_fraction": "gpus",
+    "gpu_fraction_limit": "gpu_limit",
+    "gpu_fraction_limit.default": "gpu_limit",
+    "gpu_fraction_limit.most": "gpu_limit_most",
+    "gpu_fraction_limit.forced": "gpu_limit_forced",
+    "gpu_memory_limit_mib.default": "gpu_memory_limit",
+    "gpu_memory_limit_mib.most": "gpu_memory_limit_most",
+    "gpu_memory_limit_mib.forced": "gpu_memory_limit_forced",
+    "kind": "interactive",
+    "guaranteed_cpu": "cpu",
+    "limit_cpu": "cpu_limit",
+    "guaranteed_memory_mib": "memory",
+    "limit_memory_mib": "memory_limit",
+    "over_quota_weight": "weight",
+    "pools": "pool",
+    "tolerations": "toleration",
+    "working_directory": "working_dir",
+    "memory_per_node_mib": "memory_per_node",
+    "usage_half_life_s": "usage_half_life",
+    "keep_ended_s": "keep_ended_days",
+    "grace_period_s": "grace_period",
+    "cool_down_s": "cool_down",
+    "min_run_time_s": "min_run_time",
+}
+"""The parameter of a command for a field of the API where their names differ by more than a unit."""
+
+_PLAIN: Final = re.compile(r"[\w.:/+=-]+")
+_WORD: Final = re.compile(r"(?<![-\w'])([a-z]+(?:_[a-z]+)+|gpus)\b(, which is (?:[\w.]+)(?: \([^)]*\))?)?")
+
+
+class Command(TyperCommand):
+    """A command whose refused values are reported in its own options."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it. Raises UsageError for a value that is refused."""
+        try:
+            return super().invoke(ctx)
+        except InvalidFieldError as error:
+            raise UsageError(reworded(error, self.params, ctx.params)) from None
+
+
+def reworded(error: InvalidFieldError, parameters: Sequence[Any], typed: Mapping[str, object]) -> str:
+    """Return the sentence of the error with options and typed values in the place of fields and converted ones."""
+    by_name = {parameter.name: parameter for parameter in parameters}
+    parameter = by_name.get(_parameter_name(error.field, by_name))
+    if parameter is None or not error.rule:
+        return error.message
+    rule = _WORD.sub(lambda found: _option_in_rule(found, by_name, typed), error.rule)
+    value = typed.get(parameter.name)
+    if value is True:
+        return f"{_spelled(parameter)} is given, but {rule}"
+    if not value and value != 0:
+        if not parameter.opts[0].startswith("-"):
+            return f"no {_spelled(parameter)} is given, but {rule}"
+        return error.message.replace(error.field, _spelled(parameter), 1).replace(error.rule, rule)
+    return f"{_spelled(parameter)} is {_shown(value)}, but {rule}"
+
+
+def _parameter_name(field: str, by_name: Mapping[str, object]) -> str:
+    """The parameter that a field is set by; the field where there is none."""
+    for name in (_PARAMETERS.get(field, ""), field, field.removesuffix("_mib"), field.removesuffix("_s")):
+        if name in by_name:
+            return name
+    return field
+
+
+def _option_in_rule(found: re.Match[str], by_name: Mapping[str, Any], typed: Mapping[str, object]) -> str:
+    parameter = by_name.get(_parameter_name(found[1], by_name))
+    if parameter is None:
+        return found[0]
+    value = typed.get(parameter.name)
+    if not found[2]:
+        return _spelled(parameter)
+    return f"{_spelled(parameter)}, which is {_shown(value)}" if value else f"{_spelled(parameter)}{found[2]}"
+
+
+def _spelled(parameter: Any) -> str:
+    """The option's long form; of an argument its name in the usage."""
+    option: str = next((each for each in parameter.opts if each.startswith("--")), parameter.opts[0])
+    if option.startswith("-"):
+        return option
+    return str(parameter.metavar or option).removeprefix("-- ").split()[0].strip("[].").upper()
+
+
+def _shown(value: object) -> str:
+    """The value as it was typed; in quotes where it could be mistaken for words of the sentence."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(_shown, value))
+    text = str(value)
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return text if _PLAIN.fullmatch(text) else repr(text)

@@ -1,0 +1,200 @@
+"""Jobs from Python: `kfp_gpuquota.submit(...)` and the handle that it returns.
+
+    import kfp_gpuquota
+
+    job = kfp_gpuquota.submit(["python", "train.py"], gpus=1, project="team-a")
+    print(job.wait().phase)
+    print(job.logs())
+
+The structs are those of the API (`kfp_gpuquota.api`), the cluster is the one that `gpuquota` would use.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import JobSpec, JobStatus, Phase
+from kfp_gpuquota.api.quantity import parse_gpu_memory
+from kfp_gpuquota.cluster.connect import connect, current_project, kube_context
+from kfp_gpuquota.errors import JobFailedError, NotFoundError, UnauthorizedError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.server.cluster_client import ClusterClient
+
+# What a command needs of the shell it was typed in to find the same programs and libraries. Not everything: the shell
+# may hold secrets that do not belong into a job's record.
+FORWARDED: Final = (
+    "PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL",
+)  # fmt: skip
+_POLL_S: Final = 5.0
+_NAME_LENGTH: Final = 40
+
+
+class JobHandle:
+    """A job that was submitted. Each method asks the cluster; none of them changes the handle."""
+
+    def __init__(self, client: ClusterClient, project: str, name: str) -> None:
+        self.project, self.name = project, name
+        self._client = client
+
+    def __repr__(self) -> str:
+        return f"JobHandle(project={self.project!r}, name={self.name!r})"
+
+    def job(self) -> Job:
+        """Return the job as it is now. Raises NotFoundError once it is deleted."""
+        return self._client.get_job(self.project, self.name)
+
+    @property
+    def status(self) -> JobStatus:
+        """The status as it is now."""
+        return self.job().status
+
+    def wait(
+        self, *, until: Phase | str | None = None, timeout_s: float | None = None, check: bool = True
+    ) -> JobStatus:
+        """Return the status once the job has ended, or has reached the phase `until`.
+
+        Raises JobFailedError where it failed or was cancelled, unless `check` is false, and TimeoutError after
+        `timeout_s`.
+        """
+        wanted = None if until is None else Phase(until)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        after: int | None = None
+        while True:
+            left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
+            listed = self._client.list_jobs(self.project, name=self.name, after=after, timeout_s=max(0.0, left))
+            after = listed.revision
+            if not listed.jobs:
+                raise NotFoundError(f"job {self.name!r} of project {self.project!r} does not exist (any more)")
+            status = listed.jobs[0].status
+            if status.phase is wanted or status.phase.final:
+                return self._checked(status, wanted) if check else status
+            if left <= 0:
+                raise TimeoutError(f"job {self.name!r} is still {status.phase.value.lower()} after {timeout_s:g} s")
+
+    def logs(self, *, worker: str = "") -> str:
+        """Return what the first worker, or the one named by its index or id, has printed so far."""
+        pieces, offset = [], 0
+        while (chunk := self._client.read_log(self.project, self.name, worker=worker, offset=offset)).text:
+            pieces.append(chunk.text)
+            offset = chunk.next_offset
+        return b"".join(pieces).decode(errors="replace")
+
+    def follow_logs(self, *, worker: str = "") -> Iterator[bytes]:
+        """Yield what a worker prints, as it comes, until it has ended."""
+        return self._client.follow_log(self.project, self.name, worker=worker)
+
+    def suspend(self) -> None:
+        """Stop it after a checkpoint, and keep it out of the queue."""
+        self._client.suspend_job(self.project, self.name)
+
+    def resume(self) -> None:
+        """Put it back into the queue, with its age."""
+        self._client.resume_job(self.project, self.name)
+
+    def cancel(self) -> None:
+        """Stop it; it stays listed."""
+        self._client.cancel_job(self.project, self.name)
+
+    def delete(self) -> None:
+        """Stop it, then forget it, its logs and its checkpoints."""
+        self._client.delete_job(self.project, self.name)
+
+    def _checked(self, status: JobStatus, wanted: Phase | None) -> JobStatus:
+        if status.phase in {wanted, Phase.SUCCEEDED}:
+            return status
+        why = f": {status.reason.message}" if status.reason else ""
+        code = "" if status.exit_code is None else f" with exit code {status.exit_code}"
+        raise JobFailedError(f"job {self.name!r} has ended as {status.phase.value.lower()}{code}{why}")
+
+
+def submit(
+    command: str | Sequence[str],
+    *,
+    name: str = "",
+    project: str = "",
+    gpus: float = 1,
+    elastic: bool = False,
+    gpu_memory: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    working_directory: str | Path | None = None,
+    image: str = "",
+    client: ClusterClient | None = None,
+    **fields: Any,
+) -> JobHandle:
+    """Submit a job, and return a handle of it.
+
+    `command` is a list of words, or a line that is split as a shell would. Without a `name` one is made of the
+    command; without a `project` it is the configured one. `gpus` below 1 is a part of a GPU; `gpu_memory` ("4G") asks
+    for memory instead. `elastic`: from 1 GPU up to what the project may hold. The job runs in this directory (else in
+    `working_directory`), with PATH, PYTHONPATH and the like of this process and `environment`. `fields` are any others
+    of `kfp_gpuquota.api.JobSpec`. Raises the errors of `kfp_gpuquota.errors`.
+    """
+    reached = client or connect(image=image)
+    here = kube_context() is None
+    words = tuple(shlex.split(command) if isinstance(command, str) else command)
+    project = current_project(project)
+    shared = {"gpu_fraction": float(gpus)} if 0 < gpus < 1 else {"gpus": gpus}
+    if gpu_memory is not None:
+        shared = {"gpu_memory_mib": parse_gpu_memory("gpu_memory", gpu_memory)}
+    if elastic:
+        fields = {"min_gpus": 1, "max_gpus": max(int(gpus), most_gpus(reached, project)), **fields}
+    given = {
+        "name": name or generated_name(words),
+        "project": project,
+        "command": words,
+        "environment": {**(forwarded_environment() if here else {}), **(environment or {})},
+        "working_directory": str(Path(working_directory or ".").absolute()) if here else str(working_directory or ""),
+        **shared,
+        **fields,
+    }
+    try:
+        spec = msgspec.convert(given, JobSpec, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the job cannot be submitted: {error}") from None
+    reached.submit(spec)
+    return JobHandle(reached, project, spec.name)
+
+
+def get_job(name: str, *, project: str = "", client: ClusterClient | None = None) -> JobHandle:
+    """Return a handle of a job that exists. Raises NotFoundError."""
+    handle = JobHandle(client or connect(), current_project(project), name)
+    handle.job()
+    return handle
+
+
+def generated_name(command: Sequence[str]) -> str:
+    """Return a name for a job that was given none: its program's, and what makes it unique."""
+    program = Path(command[0]).name.lower() if command else "job"
+    stem = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in program)
+    return f"{stem.strip('-')[:_NAME_LENGTH] or 'job'}-{secrets.token_hex(3)}"
+
+
+def forwarded_environment() -> dict[str, str]:
+    """Return what a job takes over from this process's environment."""
+    return {name: os.environ[name] for name in FORWARDED if name in os.environ}
+
+
+def most_gpus(reached: ClusterClient, project: str) -> int:
+    """Return what the project may hold at the most: its limit, or all GPUs that there are."""
+    limit = reached.get_project(project).project.limit
+    try:
+        everything = sum(len(view.node.devices) for view in reached.list_nodes())
+    except UnauthorizedError:
+        if limit is None:
+            raise UsageError(
+                "--elastic means up to all GPUs that there are, which you may not see on this cluster; say how many it "
+                "makes use of: --max-gpus N"
+            ) from None
+        return int(limit)
+    return everything if limit is None else int(min(limit, everything))

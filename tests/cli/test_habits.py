@@ -1,0 +1,312 @@
+"""The command line as people with other habits use it: kubectl's forms, Run:ai's, and a notebook's Python.
+
+One cluster serves all tests of this file, so each uses names of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import kfp_gpuquota
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cli.completion import complete_job, complete_project
+from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.errors import JobFailedError, NotFoundError
+from kfp_gpuquota.server.unix_sockets import UnixConnection
+from tests.cli.conftest import PROGRAM, Cli
+from tests.conftest import running_cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.xdist_group("habits")
+SLEEP = ("--", "sleep", "infinity")
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    """Four simulated GPUs of 16 GiB; a team that may hold all of them."""
+    config = ClusterConfig(gpus_per_node=4, gpu_memory_mib=16384)
+    with running_cluster(tmp_path_factory.mktemp("habits") / "home", config) as cluster:
+        cli = Cli(cluster)
+        cli("project create team-a --guaranteed 4")
+        cli("project create team-b --guaranteed 0")
+        assert cli("project set team-a") == "project team-a is used from now on\n"
+        yield cli
+
+
+def test_runai_s_own_form_of_a_command_runs(team: Cli) -> None:
+    team("submit", "runai1", "-g", "0.1", "--command", "printf", "--args", "%s-%s", "--args", "a", "--args", "b")
+    team("wait runai1")
+    assert team("logs runai1") == "a-b"
+    team("submit", "runai2", "-g", "0.1", "--command", "--", "echo", "as before")
+    team("wait runai2")
+    assert team("logs runai2") == "as before\n"
+
+
+def test_kubectl_s_forms_show_what_list_and_describe_show(team: Cli) -> None:
+    team("submit", "forms1", "-g", "0.1", "-l", "team=vision", *SLEEP)
+    team("submit", "forms2", "-g", "0.1", "-l", "team=speech", *SLEEP)
+    assert team("get jobs -l team=vision -o name") == "job/forms1\n"
+    assert team("list -l team=vision -o name") == "job/forms1\n"
+    assert [line.split()[0] for line in team("get jobs -l team --no-headers").splitlines()] == ["forms1", "forms2"]
+    assert json.loads(team("get job/forms1 -o json"))["spec"]["labels"] == {"team": "vision"}
+    assert team("get nodes -o name") == "node/node-0\n"
+    assert team("get projects --no-headers").split()[0] == "team-a"
+    assert team("describe job forms1").splitlines()[0].split() == ["JOB", "forms1"]
+    assert team("explain job/forms1").startswith("forms1 is ")
+    assert "there is no job 'nothing'" in team.run("get job nothing").err
+    assert "there are no 'pods'" in team.run("get pods").err
+    assert team("delete job forms1") == "job forms1 deleted\n"
+    assert team("delete -l team=speech") == "job forms2 deleted\n"
+
+
+def test_all_jobs_of_a_project_are_deleted_at_once(team: Cli) -> None:
+    for name in ("all1", "all2"):
+        team("submit", name, "-p", "team-b", "-g", "0.1", *SLEEP)
+    assert team("delete --all -p team-b") == "job all1 deleted\njob all2 deleted\n"
+    assert "name the jobs" in team.run("delete --all x -p team-b").err
+
+
+def test_events_tell_the_story_of_a_job(team: Cli) -> None:
+    team("submit", "story", "-g", "0.1", "--", "true")
+    team("wait story")
+    kinds = [line.split()[1] for line in team("events story --no-headers").splitlines()]
+    assert kinds[:3] == ["job-submitted", "job-started", "worker-started"]
+    assert kinds[-1] == "job-ended"
+    assert [event["job"] for event in json.loads(team("get events -o json"))][-1] == "story"
+
+
+def test_a_list_longer_than_a_page_is_complete(team: Cli) -> None:
+    for number in range(5):
+        team.cluster.submit(f"page-{number}", "true", project="team-b", gpu_fraction=0.1)
+    pages = [[job.spec.name for job in listed.jobs] for listed in team.cluster.client.job_pages("team-b", 2)]
+    assert pages == [["page-0", "page-1"], ["page-2", "page-3"], ["page-4"]]
+    listed = team("list -p team-b --no-headers").splitlines()
+    assert [line.split()[0] for line in listed] == [f"page-{number}" for number in range(5)]
+
+
+def test_a_job_is_updated_while_it_runs_and_shrinks_to_its_new_maximum(team: Cli) -> None:
+    team("submit", "update1", "-g", "1", "--max-gpus", "3", "--cool-down", "0", "--grace-period", "1", *SLEEP)
+    team.await_gpus("team-a", update1=3)
+    assert team("update update1 --max-gpus 2 --priority 70") == "job update1 updated\n"
+    team.await_gpus("team-a", update1=2)
+    described = team("describe update1")
+    assert "priority 70" in described
+    assert "shrunk to its new maximum of 2 GPUs" in described
+    team("update update1 --max-gpus 3")
+    team.await_gpus("team-a", update1=3)
+    assert "--min-gpus is 2, but it cannot exceed the requested 1 GPU" in team.run("update update1 --min-gpus 2").err
+    assert "say what to change" in team.run("update update1").err
+    team("delete update1")
+
+
+def test_run_ends_with_the_exit_status_of_its_command(team: Cli) -> None:
+    answer = team.run("run", "-g", "0.1", "--name", "run1", "--", "sh", "-c", "echo out; exit 3")
+    assert (answer.code, answer.out) == (3, "out\n")
+
+
+def test_an_interrupted_run_cancels_its_job(team: Cli) -> None:
+    program = subprocess.Popen(
+        [PROGRAM, "run", "-g", "0.1", "--name", "run2", "--", "sh", "-c", "echo begun; sleep 1000"],
+        env=team.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert program.stdout is not None
+    assert program.stdout.readline() == "begun\n"
+    program.terminate()
+    assert program.wait(60) == 130
+    assert team.run("wait run2").code == 1
+    assert team.job("run2", "team-a")["status"]["phase"] == "Cancelled"
+
+
+def test_python_submits_waits_and_reads_the_log(team: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUQUOTA_HOME", str(team.cluster.home.root))
+    job = kfp_gpuquota.submit([sys.executable, "-c", "print('from a notebook')"], gpus=0.1)
+    assert job.wait(timeout_s=60).phase is Phase.SUCCEEDED
+    assert job.logs() == "from a notebook\n"
+    assert job.name.startswith("python")
+    failing = kfp_gpuquota.submit("sh -c 'exit 4'", name="failing", gpu_memory="1Gi", labels={"a": "b"})
+    with pytest.raises(JobFailedError, match="has ended as failed with exit code 4"):
+        failing.wait(timeout_s=60)
+    assert kfp_gpuquota.get_job("failing").job().spec.gpu_memory_mib == 1024
+    failing.delete()
+    with pytest.raises(NotFoundError):
+        kfp_gpuquota.get_job("failing")
+
+
+def test_names_are_completed_by_the_cluster_that_runs(
+    team: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    team("submit", "complete-me", "-g", "0.1", *SLEEP)
+    monkeypatch.setenv("GPUQUOTA_HOME", str(team.cluster.home.root))
+    assert complete_job("complete") == ["complete-me"]
+    assert complete_job("job/complete") == ["job/complete-me"]
+    assert complete_project("team-") == ["team-a", "team-b"]
+    monkeypatch.setenv("GPUQUOTA_HOME", str(tmp_path / "none"))
+    assert complete_job("") == []
+    assert not (tmp_path / "none").exists(), "completion starts no cluster"
+
+
+def test_the_limit_variable_is_honoured_as_on_pods(team: Cli) -> None:
+    variable = "RUNAI_GPU_MEMORY_LIMIT"
+    team("submit", "limit1", "-g", "0.25", "-e", f"{variable}=0.8", *SLEEP)
+    assert "0.25 of a GPU, up to 0.8 while it is idle" in team("describe limit1")
+    team("submit", "limit2", "--gpu-memory", "2500", "-e", f"{variable}=4Gi", *SLEEP)
+    spec = team.job("limit2", "team-a")["spec"]
+    assert (spec["gpu_memory_mib"], spec["gpu_memory_limit_mib"]) == (2500, 4096)
+    for options, why in (
+        (("-g", "0.25", "-e", f"{variable}=4G"), f"{variable} is '4G', but it must be a number"),
+        (("-g", "0.25", "--gpu-limit", "0.5", "-e", f"{variable}=0.8"), "the request itself gives another limit"),
+        (("-g", "0.25", "-e", f"{variable}=0.1"), "it must be between --gpus, which is 0.25, and 1"),
+    ):
+        refused = team.run("submit", "limit3", *options, *SLEEP)
+        assert (refused.code, why in refused.err) == (2, True), refused
+
+
+def test_use_is_shown_against_request_and_limit(team: Cli) -> None:
+    team("submit", "used", "--gpu-memory", "4Gi", "--gpu-memory-limit", "8Gi", *SLEEP)
+    team.cluster.wait_for_phase("used", "Running")
+    lines = team("describe used").splitlines()
+    row = next(i for i, line in enumerate(lines) if line.startswith("GPU "))
+    assert lines[row].split() == ["GPU", "NODE", "USED", "REQUEST", "LIMIT", "MAY", "USE", "NOW"]
+    assert lines[row + 1].split()[2:5] == ["0.0Gi", "4.0Gi", "8.0Gi"]
+    figures = metrics(team)
+    mine = 'project="team-a",job="used",worker="' + team.job("used", "team-a")["status"]["workers"][0]["id"]
+    assert any(line.startswith("gpuquota_gpu_memory_limit_mib{" + mine) and line.endswith(" 8192") for line in figures)
+    assert 'gpuquota_guaranteed_gpus{project="team-a"} 4' in figures
+
+
+def metrics(team: Cli) -> list[str]:
+    """The lines of GET /metrics."""
+    connection = UnixConnection(team.cluster.home.socket_file, 10.0)
+    token = team.cluster.home.token_file.read_text()
+    connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"})
+    with connection.getresponse() as response:
+        assert response.status == 200
+        return response.read().decode().splitlines()
+
+
+REFUSED = [
+    ("submit x --gpu-memory 20G -- true", "--gpu-memory is 20G, but the largest GPU has 16384 MiB (16Gi)"),
+    ("submit x --gpu-memory 20000000000 -- true", "write 19074Mi where bytes are meant, or 20000000000Mi"),
+    ("submit x --interactive --elastic -- true", "--interactive is given, but an interactive session has one size; "
+     "leave out --min-gpus and --max-gpus"),
+    ("submit x", "no COMMAND is given, but it must name a program; add: -- COMMAND ARGS"),
+    ("submit x --working-dir /nonexistent -- true", "--working-dir is /nonexistent, but there is no such directory"),
+    ("project delete nosuch", "project 'nosuch' does not exist; see them with: gpuquota project list"),
+    ("logs update1 --previous -f", "leave out --worker and --follow"),
+    ("port-forward x", "name a port of the job"),
+]  # fmt: skip
+
+
+def test_a_refused_value_is_named_as_it_was_typed(team: Cli) -> None:
+    for command, sentence in REFUSED:
+        answer = team.run(command)
+        assert (answer.code, sentence in answer.err) == (2, True), (command, answer)
+
+
+def test_output_that_cannot_be_written_is_one_sentence(team: Cli) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [PROGRAM, "list"], env=team.environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "Error: the output cannot be written: No space left on device\n")
+
+
+def test_a_directory_that_cannot_be_is_one_sentence(team: Cli) -> None:
+    bare = {name: value for name, value in team.environment.items() if name != "GPUQUOTA_HOME"}
+    for changed, sentence in (
+        ({"XDG_STATE_HOME": "/dev/null/x"}, "cannot write the cluster's directory /dev/null/x/gpuquota"),
+        ({"GPUQUOTA_HOME": "here"}, "GPUQUOTA_HOME is 'here', but it must be an absolute path"),
+    ):
+        done = subprocess.run([PROGRAM, "list"], env={**bare, **changed}, capture_output=True, text=True, check=False)
+        assert done.returncode in {1, 2}
+        assert done.stderr.startswith(f"Error: {sentence}"), done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_the_configured_project_that_is_deleted_is_no_longer_configured(team: Cli) -> None:
+    team("project create gone --guaranteed 0")
+    team("config project gone")
+    assert "it was the project to work in" in team.run("project delete gone").err
+    assert team.run("list").code == 0
+    team("config project team-a")
+    team("project create gone2 --guaranteed 0")
+    team("config project gone2")
+    team.cluster.client.delete_project("gone2")
+    answer = team.run("list")
+    assert "the configured project 'gone2' does not exist any more; choose another one with" in answer.err
+    team("config project team-a")
+
+
+def test_a_shell_beside_a_job_and_a_port_of_it(team: Cli) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        local = free.getsockname()[1]
+    serve = (
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); "
+        "c = s.accept()[0]; c.sendall(b'hello'); c.close(); s.accept()"
+    )
+    team("submit", "server", "-g", "0.1", "--", sys.executable, "-c", serve)
+    following = connect({"GPUQUOTA_HOME": str(team.cluster.home.root)}).follow_log("team-a", "server")
+    remote = int(next(following))
+    forwarding = subprocess.Popen(
+        [PROGRAM, "port-forward", "server", f"{local}:{remote}"],
+        env=team.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert forwarding.stdout is not None
+        assert forwarding.stdout.readline() == f"forwarding 127.0.0.1:{local} -> {remote}\n"
+        with socket.create_connection(("127.0.0.1", local)) as connection:
+            assert connection.recv(100) == b"hello"
+    finally:
+        forwarding.kill()
+        forwarding.communicate()
+    line = [PROGRAM, "bash", "server"]
+    typed = "echo $JOB_NAME; exit 5"
+    shell = subprocess.run(line, env=team.environment, input=typed, capture_output=True, text=True, check=False)
+    assert (shell.returncode, shell.stdout) == (5, "server\n")
+
+
+def test_attach_ends_with_the_status_of_the_job(team: Cli) -> None:
+    team("submit", "attached", "-g", "0.1", "--", "sh", "-c", "echo mine; exit 6")
+    answer = team.run("attach attached")
+    assert (answer.code, answer.out) == (6, "mine\n")
+
+
+def test_the_log_before_a_restart_is_at_hand(team: Cli) -> None:
+    marker = team.cluster.home.root / "restarted"
+    script = f"test -e {marker} && exec sleep 1000; echo first run; touch {marker}; exec sleep 1000"
+    team("submit", "again", "-g", "0.1", "--grace-period", "1", "--", "sh", "-c", script)
+    following = team.cluster.client.follow_log("team-a", "again")
+    assert next(following) == b"first run\n"
+    team("suspend again")
+    assert team.run("wait again --for suspended --timeout 60").code == 0
+    assert "was not started again" in team.run("logs again --previous").err
+    team("resume again")
+    team.cluster.wait_for("again", lambda job: job.status.phase == "Running" and job.status.workers[0].index == 1)
+    answer = team.run("logs again")
+    assert answer.out == ""
+    assert "see what it printed before with: gpuquota logs again -p team-a --previous" in answer.err
+    assert team("logs again --previous") == "first run\n"
+
+
+def test_a_running_cluster_takes_on_another_shape_and_keeps_its_jobs(team: Cli) -> None:
+    team("submit", "shaped", "-g", "0.1", *SLEEP)
+    before = team.cluster.wait_for_phase("shaped", "Running").status.workers[0].pid
+    shape = ("--gpu-memory", "16Gi")
+    refused = team.run("cluster", "start", "--gpus", "1", "--nodes", "1", *shape)
+    if refused.code:  # one of the jobs of this file is on another GPU
+        assert refused.err.startswith("Error: the cluster keeps its shape: a worker still runs on GPUs [")
+    assert "5 GPUs" in team("cluster", "start", "--gpus", "5", *shape)
+    assert team.cluster.wait_for_phase("shaped", "Running").status.workers[0].pid == before
