@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from pathlib import Path  # noqa: TC003 (typer reads it)
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,11 +13,12 @@ from kfp_gpuquota.cli.amounts import pairs, whole_number
 from kfp_gpuquota.cli.options import OutputOption, client
 from kfp_gpuquota.cli.output import Format, age, in_json, show, table
 from kfp_gpuquota.cli.terminal import say, say_data
-from kfp_gpuquota.errors import ClusterStartError, ConflictError, StateFileError
+from kfp_gpuquota.errors import ClusterStartError, ConflictError, StateFileError, UsageError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.devices import ClusterConfig
     from kfp_gpuquota.cluster.local.home import Home
+    from kfp_gpuquota.cluster.ray.config import RayConfig
 
 app = typer.Typer(help="The embedded cluster on this machine.", no_args_is_help=True)
 
@@ -61,6 +62,27 @@ KeepDaysOption = Annotated[
 KeepJobsOption = Annotated[
     int | None, typer.Option("--keep-ended-jobs", min=0, help="Keep so many ended jobs at most; else 5000.")
 ]
+RayOption = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="auto|HOST:PORT", help="Run on the nodes of this Ray cluster."),
+]
+RaySilenceOption = Annotated[
+    float | None,
+    typer.Option("--ray-silence", metavar="SECONDS", help="End workers of a Ray node cut off so long; else 60."),
+]
+RayWarmOption = Annotated[
+    float | None,
+    typer.Option("--ray-warm", metavar="SECONDS", help="Hold GPUs so long for the next worker of a Ray node; else 20."),
+]
+RayDirectoryOption = Annotated[
+    str | None, typer.Option("--ray-checkpoints", metavar="PATH", help="Directory for checkpoints on all Ray nodes.")
+]
+RayTokenOption = Annotated[
+    Path | None, typer.Option("--ray-token-file", metavar="FILE", help="Authenticate to Ray with the token in it.")
+]
+RayPortOption = Annotated[
+    int, typer.Option("--ray-port", min=0, max=65_535, help="Port that workers reach the daemon at; else any.")
+]
 LendOption = Annotated[
     bool, typer.Option("--lend-silent", help="Lend also what jobs without elastic_runtime leave of their GPU memory.")
 ]
@@ -78,6 +100,12 @@ def start(
     log_limit: LogLimitOption = None,
     keep_ended_days: KeepDaysOption = None,
     keep_ended_jobs: KeepJobsOption = None,
+    ray: RayOption = None,
+    ray_silence: RaySilenceOption = None,
+    ray_warm: RayWarmOption = None,
+    ray_checkpoints: RayDirectoryOption = None,
+    ray_token_file: RayTokenOption = None,
+    ray_port: RayPortOption = 0,
     *,
     gpu_memory_killer: KillerOption = False,
     lend_silent: LendOption = False,
@@ -92,6 +120,7 @@ def start(
       gpuquota cluster start
       gpuquota cluster start --nodes 4 --gpus-per-node 10
       gpuquota cluster start --gpus 2 --gpu-memory 16G
+      gpuquota cluster start --ray auto
     """
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.devices import (  # noqa: PLC0415
@@ -106,7 +135,9 @@ def start(
     home = embedded_home()
     amounts = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, usage_half_life, pool)
     kept = (log_limit, keep_ended_days, keep_ended_jobs)
-    if all(given is None for given in (*amounts, *kept)) and not gpu_memory_killer and not lend_silent:
+    shape = (nodes, gpus_per_node, gpu_memory, cpus_per_node, memory_per_node, pool)
+    on_ray = _ray_config(ray, shape, ray_silence, ray_warm, ray_checkpoints, ray_token_file, ray_port)
+    if all(given is None for given in (*amounts, *kept, on_ray)) and not gpu_memory_killer and not lend_silent:
         ensure_running(home)
     else:
         sizes = pairs("pool", pool or [], "a node pool is given as POOL=NODES")
@@ -123,6 +154,7 @@ def start(
             keep_ended_s=DEFAULT_KEEP_ENDED_S if keep_ended_days is None else keep_ended_days * 86_400,
             keep_ended_jobs=DEFAULT_KEEP_ENDED_JOBS if keep_ended_jobs is None else keep_ended_jobs,
             memory_policy=Policy(killer=gpu_memory_killer, lend_silent=lend_silent),
+            ray=on_ray,
         )
         _start_as(home, config)
     say(f"the cluster runs in {home.root}")
@@ -147,6 +179,37 @@ def _start_as(home: Home, config: ClusterConfig) -> None:
             raise
         ensure_running(home)
         raise ConflictError(f"the cluster keeps its shape: {error.args[-1]}") from None
+
+
+def _ray_config(
+    address: str | None,
+    shape: tuple[object, ...],
+    silence_s: float | None,
+    warm_s: float | None,
+    checkpoints: str | None,
+    token_file: Path | None,
+    port: int,
+) -> RayConfig | None:
+    """Return the Ray cluster that is asked for. Raises UsageError for options that exclude each other."""
+    from kfp_gpuquota.cluster.ray.config import DEFAULT_SILENCE_S, DEFAULT_WARM_S, RayConfig  # noqa: PLC0415
+
+    if address is None:
+        if any(given is not None for given in (silence_s, warm_s, checkpoints, token_file)) or port:
+            raise UsageError("options that begin with --ray- need --ray auto or --ray HOST:PORT")
+        return None
+    if any(given is not None for given in shape):
+        raise UsageError(
+            "with --ray the nodes, their GPUs, CPUs and memory are those of the Ray cluster; leave out --nodes, "
+            "--gpus-per-node, --gpu-memory, --cpus-per-node, --memory-per-node and --pool"
+        )
+    return RayConfig(
+        address=address,
+        silence_s=DEFAULT_SILENCE_S if silence_s is None else silence_s,
+        warm_s=DEFAULT_WARM_S if warm_s is None else warm_s,
+        checkpoint_directory="" if checkpoints is None else str(Path(checkpoints).absolute()),
+        token_file="" if token_file is None else str(token_file.absolute()),
+        port=port,
+    )
 
 
 @app.command("backup", short_help="Copy the cluster's state to a file.")

@@ -1,4 +1,4 @@
-"""Where plans become real: the embedded cluster on one machine, Kubernetes, and how a client finds either.
+"""Where plans become real: the embedded cluster on one machine or over Ray, Kubernetes, and how a client finds either.
 
 Belongs here: processes, files, databases, API servers. Does not: decisions (scheduler, membership).
 """

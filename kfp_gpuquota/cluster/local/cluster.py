@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -37,7 +35,7 @@ from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.metrics import metrics_text
 from kfp_gpuquota.cluster.records import Intent, JobRecord, with_status
 from kfp_gpuquota.cluster.supposing import suppose
-from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, InvalidFieldError, NotFoundError, StateFileError
+from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, StateFileError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.driver import Driver
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.state import ClusterState
     from kfp_gpuquota.cluster.local.store import Store
 
-LOG_CHUNK: Final = 1 << 18
 PREVIOUS_RUN: Final = "previous"
 """In the place of a worker whose log is read: the first worker of the run before the present one."""
 LOG_POLL_S: Final = 0.1
@@ -172,7 +169,7 @@ class LocalCluster:
         if made := self._state.job_of_request(request.request_id):
             return self._state.view(made.uid)
         spec, set_by = admit(with_limit_variable(request.spec), self._store.load_policies())
-        _check_directory(spec.working_directory)
+        self._driver.runtime.check(spec)
         check_fits(spec, self._state.project(spec.project), tuple(self._state.nodes.values()))
         if self._state.has_name(spec.project, spec.name):
             raise AlreadyExistsError(
@@ -293,11 +290,10 @@ class LocalCluster:
         record = await self._worker_for_log(job, worker, timeout_s)
         if record is None:
             return LogChunk(text=b"", next_offset=offset, more=not self._state.view(job.uid).status.phase.final)
-        path = self._home.worker(job.uid, record) / "log"
         deadline = time.monotonic() + timeout_s
         while True:
             alive = (known := self._state.workers.get(record)) is not None and known.alive
-            text, begin = _read_from(path, offset)
+            text, begin = await self._driver.runtime.read_log(self._state.workers[record].worker, offset)
             if text or not alive or time.monotonic() >= deadline:
                 return LogChunk(text=text, next_offset=begin + len(text), more=bool(text) or alive)
             await asyncio.sleep(LOG_POLL_S)
@@ -390,25 +386,3 @@ class LocalCluster:
                 log.error("job %s is cancelled later, since its lease has ended: %s", job.spec.name, error)
                 again = asyncio.get_running_loop().call_later(LEASE_RETRY_S, self._lease_ended, uid)
                 self._leases[uid] = again
-
-
-def _check_directory(directory: str) -> None:
-    """Raises InvalidFieldError for a working directory that a job could not start in."""
-    if directory and not Path(directory).is_absolute():
-        raise InvalidFieldError("working_directory", directory, "it must be an absolute path")
-    if directory and not Path(directory).is_dir():
-        raise InvalidFieldError("working_directory", directory, "there is no such directory on this machine")
-
-
-def _read_from(path: Path, offset: int) -> tuple[bytes, int]:
-    """(a piece, where it begins): what was given back to the file system before `offset` of a long log is left out."""
-    try:
-        with path.open("rb") as file:
-            try:
-                begin = os.lseek(file.fileno(), offset, os.SEEK_DATA)
-            except OSError:  # at or beyond the end
-                begin = offset
-            file.seek(begin)
-            return file.read(LOG_CHUNK), begin
-    except FileNotFoundError:
-        return b"", offset

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -28,7 +29,7 @@ from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import READY
 from kfp_gpuquota.cluster.local.state import ClusterState
 from kfp_gpuquota.cluster.local.store import Store
-from kfp_gpuquota.errors import ConflictError, GpuQuotaError
+from kfp_gpuquota.errors import ClusterStartError, ConflictError, GpuQuotaError
 from kfp_gpuquota.server.app import build_app
 from kfp_gpuquota.server.connections import LimitedRunner, Limits, raise_descriptor_limit
 from kfp_gpuquota.server.unix_sockets import BACKLOG, listen
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kfp_gpuquota.api import Node
+    from kfp_gpuquota.cluster.ray.runtime import RayRuntime
 
 SHUTDOWN_TIMEOUT_S: Final = 1.0
 
@@ -70,13 +72,21 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         store = Store(home.database)
         stack.callback(store.close)
         shape = config or store.load_config()
-        nodes = _nodes(store, shape, changed=config is not None)
-        holder = Holder(uid=os.geteuid(), home=str(home.root), pid=os.getpid())
-        device_locks = stack.enter_context(hold(nodes, holder))
+        settings = Settings(open_files, shape.log_limit_mib << 20)
+        runtime = None
+        if shape.ray is not None:
+            runtime = await _connect_to_ray(home, store, shape, settings, changed=config is not None)
+            stack.callback(runtime.close)
+            nodes = tuple(runtime.nodes.values())
+        else:
+            nodes = _nodes(store, shape, changed=config is not None)
+            holder = Holder(uid=os.geteuid(), home=str(home.root), pid=os.getpid())
+            settings = replace(settings, device_locks=stack.enter_context(hold(nodes, holder)))
         state = ClusterState(store, nodes, shape.usage_half_life_s, home.give_up_reserve)
-        settings = Settings(open_files, shape.log_limit_mib << 20, device_locks)
-        driver = Driver(home, state, shape.memory_policy, settings, give_up=stop.set)
+        driver = Driver(home, state, shape.memory_policy, settings, give_up=stop.set, runtime=runtime)
         stack.callback(driver.close)
+        if runtime is not None:
+            await stack.enter_async_context(runtime.serving(driver, driver.membership))
         app = build_app(
             LocalCluster(home, store, state, driver, shape),
             token=home.read_or_make_token(),
@@ -99,6 +109,39 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         await stop.wait()
         log.info("stopping; what runs goes on")
     driver.health.check()
+
+
+async def _connect_to_ray(
+    home: Home, store: Store, shape: ClusterConfig, settings: Settings, *, changed: bool
+) -> RayRuntime:
+    """Return the runtime over a Ray cluster. Raises ClusterStartError, ConflictError.
+
+    A cluster that ran already starts without its Ray cluster, too, and waits for it.
+    """
+    from kfp_gpuquota.cluster.ray.runtime import CONNECT_S, FIRST_CONNECT_S, RayRuntime  # noqa: PLC0415 (Ray only)
+
+    assert shape.ray is not None
+    before = store.load_config().ray
+    if changed and (before is None or before.address != shape.ray.address):
+        running = sum(record.alive for record in store.load_workers())
+        if running:
+            raise ConflictError(
+                f"{running} workers still run on {f'Ray at {before.address}' if before else 'this machine'}; delete "
+                "their jobs before the cluster moves to another one"
+            )
+    runtime = RayRuntime(home, shape.ray, home.cluster_id(), store.load_nodes(), settings=settings)
+    try:
+        await runtime.connect(FIRST_CONNECT_S if changed else CONNECT_S)
+    except ClusterStartError as error:
+        if changed or not runtime.nodes:
+            runtime.close()
+            raise
+        log.error("%s; what runs goes on, and the connection is tried again", error.message)
+    with store.transaction():
+        store.save_nodes(runtime.nodes.values())  # workers are recorded by their names
+        if changed:
+            store.save_config(shape)
+    return runtime
 
 
 def _nodes(store: Store, shape: ClusterConfig, *, changed: bool) -> tuple[Node, ...]:

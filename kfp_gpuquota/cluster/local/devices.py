@@ -10,6 +10,7 @@ import msgspec
 
 from kfp_gpuquota.api import Device, Node
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB, check_count, check_name, check_range
+from kfp_gpuquota.cluster.ray.config import RayConfig
 from kfp_gpuquota.errors import InvalidFieldError
 from kfp_gpuquota.fractions import Policy
 
@@ -35,7 +36,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     With `usage_half_life_s` what a project borrowed counts in its share of what is idle, half as much after that time.
     `pools` says how many of the nodes, the first ones first, are in which node pool.
     Of each worker's log the last `log_limit_mib` are kept, and ended jobs, with their logs and checkpoints, for
-    `keep_ended_s` and `keep_ended_jobs` of them at most.
+    `keep_ended_s` and `keep_ended_jobs` of them at most. With `ray` the nodes are those of a Ray cluster.
     """
 
     nodes: int = 1
@@ -49,6 +50,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     log_limit_mib: int = DEFAULT_LOG_LIMIT_MIB
     keep_ended_s: float = DEFAULT_KEEP_ENDED_S
     keep_ended_jobs: int = DEFAULT_KEEP_ENDED_JOBS
+    ray: RayConfig | None = None
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes, 1, "nodes")

@@ -21,8 +21,8 @@ from kfp_gpuquota.api import Phase, Progress, Reason, ReasonCode, Worker, Worker
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.cluster.lifecycle import after_reboot, after_worker_gone, progressed, resized, unexplained_loss
 from kfp_gpuquota.cluster.local import shims
-from kfp_gpuquota.cluster.local.environment import worker_environment
 from kfp_gpuquota.cluster.local.home import Home, write_private
+from kfp_gpuquota.cluster.local.runtime import LocalRuntime
 from kfp_gpuquota.cluster.local.sharing import Sharing
 from kfp_gpuquota.cluster.pace import Pace
 from kfp_gpuquota.cluster.planning import PlanningHealth
@@ -34,8 +34,10 @@ from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server.membership import MembershipService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from kfp_gpuquota.api import Node
+    from kfp_gpuquota.cluster.local.runtime import WorkerRuntime
     from kfp_gpuquota.cluster.local.state import ClusterState
     from kfp_gpuquota.membership import AnnounceCommit
 
@@ -74,12 +76,13 @@ class Driver:
         policy: Policy | None = None,
         settings: Settings | None = None,
         give_up: Callable[[], None] = lambda: None,
+        runtime: WorkerRuntime | None = None,
     ) -> None:
         self._home = home
         self._state = state
         self.membership = MembershipService(self)
         self._settings = settings or Settings()
-        self._shims = shims.Shims(self._on_started, self._on_ended, self._on_not_started, self._settings.device_locks)
+        self.runtime = runtime or self._local_runtime()
         self._loop = asyncio.get_running_loop()
         self.sharing = Sharing(home, state, policy or Policy(), self._loop, self._start, self._explain)
         self._planning: asyncio.Handle | None = None
@@ -90,6 +93,17 @@ class Driver:
         self._killed_for: dict[str, str] = {}
         self.health = PlanningHealth(self._loop.time)
         self._give_up = give_up
+
+    def _local_runtime(self) -> WorkerRuntime:
+        settings = self._settings
+        return LocalRuntime(
+            self._home,
+            self._state.nodes,
+            self,
+            open_files=settings.open_files,
+            log_limit=settings.log_limit,
+            device_locks=settings.device_locks,
+        )
 
     def wake(self) -> None:
         """Something changed: plan in the next turn of the loop."""
@@ -109,9 +123,7 @@ class Driver:
         for record in list(self._state.workers.values()):
             if record.alive:
                 self._recover_worker(record)
-        for worker in shims.without_record(self._home.jobs, self._state.workers):
-            log.error("worker %s runs, but no job of this cluster has it: it is ended", worker)
-            shims.end_leftovers(worker)
+        self.runtime.end_unrecorded(self._state.workers)
         self.sharing.wake()
         self.wake()
 
@@ -121,7 +133,7 @@ class Driver:
             if timer:
                 timer.cancel()
         self.sharing.close()
-        self._shims.close()
+        self.runtime.close()
 
     @contextlib.contextmanager
     def decide(self) -> Iterator[Transcript]:
@@ -133,7 +145,7 @@ class Driver:
         self._stop_all(transcript.stopped)
         for uid, job in change.jobs.items():
             if job is None:
-                self._home.remove_job(uid)
+                self.runtime.remove_job(uid)
                 self._home.take_reserve()
         self.wake()
 
@@ -205,26 +217,20 @@ class Driver:
     def _start(self, record: WorkerRecord) -> None:
         worker = record.worker
         job = self._state.jobs[worker.job_uid]
-        directory = self._home.worker(job.uid, worker.id)
-        command = shims.WorkerCommand(
-            command=job.spec.command,
-            environment=worker_environment(self._home, job, worker, self._state.nodes),
-            working_directory=job.spec.working_directory or str(self._home.job(job.uid)),
-            grace_period_s=job.spec.grace_period_s,
-            open_files=self._settings.open_files,
-            log_limit=self._settings.log_limit,
-        )
         try:
             if not self.membership.is_open(job.uid):
                 self._open_membership(job)
-            self._shims.start(worker.id, directory, command)
+            self.runtime.start(job, worker)
         except OSError as error:
-            self._on_not_started(worker.id, str(error))
+            self.worker_not_started(worker.id, str(error))
 
-    def _on_not_started(self, worker: str, why: str) -> None:
+    def worker_not_started(self, worker: str, why: str) -> None:
         """The machine could not start it: it lacks descriptors, processes, memory or disk for now. Try again."""
         record = self._state.workers.get(worker)
         if record is None or not record.alive:
+            return
+        if record.released:  # it was told to stop before it could start, and that is not to be tried again
+            self._recover_worker(record)
             return
         failures = self._start_failures[worker] = self._start_failures.get(worker, 0) + 1
         delay_s = min(RETRY_S * 2 ** (failures - 1), LONGEST_RETRY_S)
@@ -237,7 +243,7 @@ class Driver:
 
     def _start_again(self, worker: str) -> None:
         record = self._state.workers.get(worker)
-        if record is not None and record.alive and not self._shims.watches(worker):
+        if record is not None and record.alive and not self.runtime.watches(worker):
             self._recover_worker(record)
 
     def _stop_all(self, workers: Iterable[str]) -> None:
@@ -256,10 +262,10 @@ class Driver:
         if self.sharing.gives_up(record.worker.id) or not self._is_started(record):
             self._recover_worker(record)  # it was never started, and is prevented from being
         elif not self._takes_part(record.worker):
-            self._shims.terminate(record.worker.id)
+            self.runtime.terminate(record.worker.id)
 
     def _is_started(self, record: WorkerRecord) -> bool:
-        return record.worker.id not in self._start_failures or self._shims.watches(record.worker.id)
+        return record.worker.id not in self._start_failures or self.runtime.watches(record.worker.id)
 
     def _takes_part(self, worker: Worker) -> bool:
         if self._state.jobs[worker.job_uid].managed:
@@ -310,22 +316,51 @@ class Driver:
         worker = record.worker
         if not record.alive:
             return
-        directory = self._home.worker(worker.job_uid, worker.id)
-        match self._shims.adopt(worker.id, directory):
+        job = self._state.jobs[worker.job_uid]
+        match self.runtime.adopt(job, worker, wanted=not record.released):
             case shims.Found.RUNNING:
-                self._on_started(worker.id)
+                self.worker_started(worker.id)
                 if record.released:
                     self._ask_to_go(record)
             case shims.Found.REBOOTED:
                 self._requeue_after_reboot(record)
             case shims.Found.ENDED:
-                self._loop.call_soon(self._on_ended, worker.id, shims.exit_code(directory))
+                self._loop.call_soon(self.worker_ended, worker.id, self.runtime.exit_code(worker))
             case shims.Found.NEVER_STARTED if not record.released:
                 self._start_in_turn(record)
-            case shims.Found.NEVER_STARTED if shims.prevent(directory):
-                self._loop.call_soon(self._on_ended, worker.id, shims.EXIT_SHIM_LOST)
+            case shims.Found.NEVER_STARTED if self.runtime.prevent(worker):
+                self._loop.call_soon(self.worker_ended, worker.id, shims.EXIT_SHIM_LOST)
             case shims.Found.NEVER_STARTED:
                 self._loop.call_later(RETRY_S, self._recover_worker, record)
+
+    def worker_lost(self, worker: str, why: str) -> None:
+        """Record that the worker ended with its node: its job returns to the queue, unless others of it train on."""
+        record = self._state.workers.get(worker)
+        if record is None or not record.alive:
+            return
+        log.warning("worker %s is lost: %s", worker, why)
+        job = self._state.jobs[record.worker.job_uid]
+        others = any(other.worker.id != worker for other in self._state.alive_of(job.uid))
+        if job.intent is Intent.RUN and not record.released and not (job.managed and others):
+            reason = Reason(code=ReasonCode.WORKER_FAILED, message=f"{why}; the job goes back to the queue")
+            try:
+                with self.decide() as transcript:
+                    transcript.stop(job, Intent.REQUEUE, reason)
+            except StateFileError as error:
+                log.error("the loss of worker %s is recorded in %s s: %s", worker, RETRY_S, error)
+                self._loop.call_later(RETRY_S, self.worker_lost, worker, why)
+                return
+        self.worker_ended(worker, shims.EXIT_SHIM_LOST)
+
+    def nodes_changed(self, nodes: Iterable[Node], taken: Mapping[str, tuple[int, ...]]) -> None:
+        """Plan with these nodes from now on, and without the devices that are taken."""
+        try:
+            changed = self._state.set_nodes(nodes, taken)
+        except StateFileError as error:
+            log.error("a change of the nodes is recorded with the next one: %s", error)
+        else:
+            if changed:
+                self.wake()
 
     def _requeue_after_reboot(self, record: WorkerRecord) -> None:
         worker = record.worker
@@ -337,15 +372,16 @@ class Driver:
             log.error("the restart of the machine is recorded in %s s: %s", RETRY_S, error)
             self._loop.call_later(RETRY_S, self._recover_worker, record)
             return
-        self._loop.call_soon(self._on_ended, worker.id, shims.EXIT_SHIM_LOST)
+        self._loop.call_soon(self.worker_ended, worker.id, shims.EXIT_SHIM_LOST)
 
-    def _on_started(self, worker: str) -> None:
+    def worker_started(self, worker: str) -> None:
+        """Record that the worker runs."""
         self._start_failures.pop(worker, None)
         record = self._state.workers.get(worker)
         if record is None or record.worker.phase is not WorkerPhase.STARTING:
             return
         job = self._state.jobs[record.worker.job_uid]
-        pid = shims.process_id(self._home.worker(job.uid, worker))
+        pid = self.runtime.process_id(record.worker)
         running = msgspec.structs.replace(record.worker, phase=WorkerPhase.RUNNING, pid=pid)
         if job.status.phase is Phase.STARTING:
             job = with_status(job, phase=Phase.RUNNING)
@@ -360,7 +396,8 @@ class Driver:
         alive = [record.worker for record in self._state.alive_of(job.uid) if not record.released]
         return resized(job, sum(len(worker.devices) for worker in alive), now)
 
-    def _on_ended(self, worker: str, code: int) -> None:
+    def worker_ended(self, worker: str, code: int) -> None:
+        """Record that the worker has ended, and plan with its devices."""
         self._start_failures.pop(worker, None)
         record = self._state.workers.get(worker)
         if record is None or not record.alive:
@@ -369,7 +406,7 @@ class Driver:
             self._record_end(record, code)
         except StateFileError as error:
             log.error("the end of worker %s is recorded in %s s: %s", worker, RETRY_S, error)
-            self._loop.call_later(RETRY_S, self._on_ended, worker, code)
+            self._loop.call_later(RETRY_S, self.worker_ended, worker, code)
 
     def _record_end(self, record: WorkerRecord, code: int) -> None:
         before = self._state.jobs[record.worker.job_uid]
@@ -447,7 +484,7 @@ class Driver:
             return
         log.warning("killing worker %s of job %s: %s", worker, job_uid, why)
         self._killed_for[worker] = why
-        self._shims.kill(worker)
+        self.runtime.kill(worker)
 
     def _worker_of(self, job_uid: str, worker: str) -> WorkerRecord | None:
         """The worker as recorded; None for one of another job, or one that was never started."""

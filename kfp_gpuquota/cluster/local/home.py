@@ -142,10 +142,18 @@ class Home:
 
     def read_or_make_token(self) -> str:
         """The token of this cluster, made on first use."""
-        with contextlib.suppress(FileNotFoundError):
-            if token := self.token_file.read_text().strip():
-                return token
-        return write_private(self.token_file, secrets.token_urlsafe(32))
+        return _read_or_make(self.token_file, secrets.token_urlsafe(32))
+
+    def cluster_id(self) -> str:
+        """The name of this cluster among all, made on first use."""
+        return _read_or_make(self.root / "cluster-id", secrets.token_hex(6))
+
+
+def _read_or_make(path: Path, text: str) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        if found := path.read_text().strip():
+            return found
+    return write_private(path, text)
 
 
 def _locked_within(file: IO[str], kind: int, patience_s: float) -> bool:

@@ -6,11 +6,15 @@ Run as `python -I -S shim.py DIRECTORY`; standard library only, so that it start
     DIRECTORY/lock          held (flock) for as long as the shim lives
     DIRECTORY/process.json  pids, start times, boot id                        written before the worker's exec
     DIRECTORY/log           the last of what the worker writes                by this process, from a pipe
+    DIRECTORY/lease         until when the worker may run, on CLOCK_BOOTTIME  by whoever renews it; only with `lease_s`
     DIRECTORY/exit.json     exit code and time                                renamed from exit.reserve, last
 
 A worker id runs at most once: a second shim finds the lock held, or process.json there, and ends. On SIGTERM the
 worker's process group gets SIGTERM, and SIGKILL when the grace period is over; on SIGUSR1 it gets SIGKILL at once.
 When the shim itself is killed, the kernel kills the worker.
+
+With `lease_s` in spec.json the worker gets SIGKILL when its lease ends without having been renewed: on a machine that
+has lost the rest of its cluster. A replacement is started elsewhere only when the lease must have ended.
 
 A full disk must not turn a success into a failure: room for exit.json is taken before the worker starts, and output
 that cannot be written is dropped. Of the log the last `log_limit` bytes are kept: older blocks are given back to the
@@ -40,6 +44,7 @@ BLOCK_BYTES = 1 << 16
 LOG_SLACK = 1 << 20
 PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 DRAIN_S = 5.0
+LEASE_CHECK_S = 0.5
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -79,9 +84,9 @@ def reserve() -> None:
         os.fsync(file.fileno())
 
 
-def record_exit(code: int) -> None:
+def record_exit(code: int, *, lease_ended: bool = False) -> None:
     """Write exit.json, into the room that was reserved for it: a full disk does not matter."""
-    content = json.dumps({"code": code, "at": time.time()}).encode()
+    content = json.dumps({"code": code, "at": time.time(), "lease_ended": lease_ended}).encode()
     with open("exit.reserve", "r+b") as file:  # noqa: PTH123
         file.write(content.ljust(RESERVED_BYTES))
         file.flush()
@@ -155,10 +160,11 @@ def supervise(spec: dict[str, object]) -> int:
     worker, log = start_worker(spec, signals)
     log.start()
     announce(worker)
-    wait(worker, signals, float(spec["grace_period_s"]))  # type: ignore[arg-type]
+    leased = float(spec.get("lease_s", 0)) > 0  # type: ignore[arg-type]
+    lease_ended = wait(worker, signals, float(spec["grace_period_s"]), leased=leased)  # type: ignore[arg-type]
     code = end_group(worker)
     log.drain()
-    record_exit(128 - code if code < 0 else code)
+    record_exit(128 - code if code < 0 else code, lease_ended=lease_ended)
     return 0
 
 
@@ -225,10 +231,19 @@ def announce(worker: int) -> None:
             os.dup2(null, descriptor)
 
 
-def wait(worker: int, signals: set[signal.Signals], grace_period_s: float) -> None:
-    """Until the worker has ended, and pass signals on to its group meanwhile; leaves it unreaped."""
+def wait(worker: int, signals: set[signal.Signals], grace_period_s: float, *, leased: bool = False) -> bool:
+    """Until the worker has ended, and pass signals on to its group meanwhile; leaves it unreaped.
+
+    Returns whether it was ended because its lease was.
+    """
+    lease_ended = False
     while not has_ended(worker):
-        caught = signal.sigwait(signals)
+        if leased and lease_left_s() <= 0:
+            lease_ended = True
+            kill_group(worker, signal.SIGKILL)
+        caught = next_signal(signals, LEASE_CHECK_S if leased else None)
+        if caught is None:
+            continue
         if caught == signal.SIGCHLD:
             reap_orphans(worker)
         elif caught in {signal.SIGTERM, signal.SIGINT}:
@@ -236,6 +251,24 @@ def wait(worker: int, signals: set[signal.Signals], grace_period_s: float) -> No
             signal.setitimer(signal.ITIMER_REAL, max(grace_period_s, 0.001))
         else:
             kill_group(worker, signal.SIGKILL)
+    return lease_ended
+
+
+def next_signal(signals: set[signal.Signals], timeout_s: float | None) -> int | None:
+    """The next signal that arrives; None where none did in time."""
+    if timeout_s is None:
+        return signal.sigwait(signals)
+    caught = signal.sigtimedwait(signals, timeout_s)
+    return None if caught is None else caught.si_signo
+
+
+def lease_left_s() -> float:
+    """For how long the worker may run on, in seconds; 0 where its lease cannot be read."""
+    try:
+        with open("lease") as file:  # noqa: PTH123
+            return float(file.read()) - time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, ValueError):
+        return 0.0
 
 
 def has_ended(worker: int) -> bool:

@@ -43,6 +43,8 @@ class WorkerCommand(msgspec.Struct, frozen=True, kw_only=True):
     """The soft limit on open files; 0: as inherited."""
     log_limit: int = 0
     """How many bytes of the log are kept; 0: all."""
+    lease_s: float = 0.0
+    """For how long the worker outlives the last renewal of its lease; 0: it needs none."""
 
 
 class Found(StrEnum):
@@ -52,6 +54,8 @@ class Found(StrEnum):
     RUNNING = "running"
     ENDED = "ended"
     REBOOTED = "rebooted"
+    ASKED = "asked"
+    """Its node is asked, and what it answers is reported like any other event of the worker."""
 
 
 class Shims:
@@ -196,6 +200,11 @@ def exit_code(directory: Path) -> int:
     """How the worker ended; 137 (killed) when its shim was killed with it and nobody could write it down."""
     ended = _read_json(directory / "exit.json")
     return int(ended["code"]) if ended else EXIT_SHIM_LOST
+
+
+def lease_ended(directory: Path) -> bool:
+    """Return whether the worker was ended because nobody renewed its lease."""
+    return bool((_read_json(directory / "exit.json") or {}).get("lease_ended", False))
 
 
 def process_id(directory: Path) -> int | None:

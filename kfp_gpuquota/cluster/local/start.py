@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.home import Home
 
 START_TIMEOUT_S: Final = 30.0
+RAY_START_TIMEOUT_S: Final = 120.0
+"""The first connection to Ray starts an actor, and a raylet may be about to register."""
 STOP_TIMEOUT_S: Final = 15.0
 READY: Final = "ready"
 NEEDED: Final = ("aiohttp", "numpy")
@@ -35,23 +37,24 @@ def ensure_running(home: Home) -> None:
 def start_with(home: Home, config: ClusterConfig) -> None:
     """Start the daemon with a new shape. Raises ClusterStartError."""
     home.create()
-    start(home, (msgspec.json.encode(config).decode(),))
+    timeout_s = START_TIMEOUT_S if config.ray is None else RAY_START_TIMEOUT_S
+    start(home, (msgspec.json.encode(config).decode(),), timeout_s)
 
 
-def start(home: Home, arguments: tuple[str, ...] = ()) -> None:
+def start(home: Home, arguments: tuple[str, ...] = (), timeout_s: float = START_TIMEOUT_S) -> None:
     """Start a daemon and return when it serves; one that finds another already there is no failure."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ClusterStartError(
             f"the embedded cluster needs {', '.join(missing)}; run: pip install 'kfp-gpuquota[cluster]'"
         )
-    said = _spawn(home, arguments)
+    said = _spawn(home, arguments, timeout_s)
     if said == READY or home.is_locked():
         return
     why = said or "its daemon ended without a word"
     raise ClusterStartError(f"the embedded cluster did not start: {why}; its log is {home.log_file}", why)
 
 
-def _spawn(home: Home, arguments: tuple[str, ...]) -> str:
+def _spawn(home: Home, arguments: tuple[str, ...], timeout_s: float) -> str:
     """Start the process; returns its first line, which is READY or what went wrong."""
     read, write = os.pipe()
     try:
@@ -68,8 +71,8 @@ def _spawn(home: Home, arguments: tuple[str, ...]) -> str:
     finally:
         os.close(write)
     with os.fdopen(read) as pipe:
-        ready, _, _ = select.select([pipe], [], [], START_TIMEOUT_S)
-        return pipe.readline().strip() if ready else f"no answer within {START_TIMEOUT_S:g} s"
+        ready, _, _ = select.select([pipe], [], [], timeout_s)
+        return pipe.readline().strip() if ready else f"no answer within {timeout_s:g} s"
 
 
 def _await_files(home: Home) -> None:

@@ -31,7 +31,7 @@ from kfp_gpuquota.cluster.usage import recalled
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, StateFileError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kfp_gpuquota.api import Job, Node, Project, Reason, Worker
     from kfp_gpuquota.cluster.local.store import Store
@@ -55,6 +55,7 @@ class ClusterState(JobBook):
     ) -> None:
         super().__init__({node.name: node for node in nodes})
         self._store, self._make_room = store, make_room
+        self._taken: dict[str, tuple[int, ...]] = {}
         self.projects: dict[str, Project] = {}
         self._usage_half_life_s = usage_half_life_s
         self.scheduler = scheduler.State(usage_half_life_s=usage_half_life_s)
@@ -142,7 +143,7 @@ class ClusterState(JobBook):
         )
 
     def list_nodes(self) -> tuple[NodeView, ...]:
-        """All nodes with who holds their devices."""
+        """All nodes, with the workers that hold their devices; a device that is taken is used and held by none."""
         held: dict[str, dict[int, list[Worker]]] = {name: {} for name in self.nodes}
         for record in self.workers.values():
             for device in record.worker.devices if record.alive else ():
@@ -151,7 +152,10 @@ class ClusterState(JobBook):
             NodeView(
                 node=node,
                 held={device: tuple(w.id for w in workers) for device, workers in held[name].items()},
-                used={device: as_number(sum(w.share for w in workers)) for device, workers in held[name].items()},
+                used={
+                    **{device: as_number(sum(w.share for w in workers)) for device, workers in held[name].items()},
+                    **dict.fromkeys(self._taken.get(name, ()), 1),
+                },
             )
             for name, node in self.nodes.items()
         )
@@ -225,6 +229,32 @@ class ClusterState(JobBook):
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+    def set_nodes(self, nodes: Iterable[Node], taken: Mapping[str, tuple[int, ...]]) -> bool:
+        """The cluster's nodes are these from now on; one that still has workers stays, and gets no more of them.
+
+        Devices that are `taken` are used by others, and not planned with. Returns whether any of this is a change.
+        """
+        given = {node.name: node for node in nodes}
+        for record in self.workers.values():
+            name = record.worker.node
+            if record.alive and name not in given:
+                given[name] = msgspec.structs.replace(self.nodes[name], ready=False)
+        changed = [name for name in given if given[name] != self.nodes.get(name)]
+        removed = [name for name in self.nodes if name not in given]
+        retaken = [name for name in given if taken.get(name) != self._taken.get(name)]
+        if not changed and not removed and not retaken:
+            return False
+        if changed or removed:
+            with self._store.transaction():
+                self._store.save_nodes(given.values())
+        self.nodes, self._taken = given, dict(taken)
+        for name in dict.fromkeys([*changed, *retaken]):
+            self.scheduler.apply(scheduler.NodeChanged(self._usable(given[name])))
+        for name in removed:
+            self.scheduler.apply(scheduler.NodeRemoved(name))
+        self.wake()
+        return True
 
     # Inside
 
@@ -316,7 +346,12 @@ class ClusterState(JobBook):
 
     def _apply_nodes(self) -> None:
         for node in self.nodes.values():
-            self.scheduler.apply(scheduler.NodeChanged(node))
+            self.scheduler.apply(scheduler.NodeChanged(self._usable(node)))
+
+    def _usable(self, node: Node) -> Node:
+        """The node without the devices that others use."""
+        taken = self._taken.get(node.name, ())
+        return msgspec.structs.replace(node, devices=tuple(d for d in node.devices if d.index not in taken))
 
     def _rebuild_scheduler(self) -> None:
         """Make the scheduler's state anew from what is remembered: it has taken half of something."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from kfp_gpuquota.api import Project
+from kfp_gpuquota.api import Node, Project
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import Event
 from kfp_gpuquota.cluster.local.database import open_database
@@ -117,12 +117,22 @@ class Store:
         row = self._db.execute("SELECT value FROM meta WHERE key = 'policies'").fetchone()
         return msgspec.json.decode(row[0], type=list[WorkloadPolicy]) if row else []
 
+    def load_nodes(self) -> list[Node]:
+        """The nodes as last saved, where they are not this machine's own."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = 'nodes'").fetchone()
+        return msgspec.json.decode(row[0], type=list[Node]) if row else []
+
     # Writing, inside a transaction
 
     def save_policies(self, policies: Iterable[WorkloadPolicy]) -> None:
         """Replace all of them."""
         body = msgspec.json.encode(sorted(policies, key=lambda policy: policy.name)).decode()
         self._db.execute("INSERT OR REPLACE INTO meta VALUES ('policies', ?)", (body,))
+
+    def save_nodes(self, nodes: Iterable[Node]) -> None:
+        """Replace all of them."""
+        body = msgspec.json.encode(list(nodes)).decode()
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES ('nodes', ?)", (body,))
 
     def save_config(self, config: ClusterConfig) -> None:
         """Remember the cluster's shape."""

@@ -1,0 +1,176 @@
+"""The bridge's actors. One that holds GPUs runs one worker at a time, stays warm for a while, and is then ended.
+
+Actors are detached: they outlive the bridge, and the next bridge discovers them by their names. Each node also has an
+agent without GPUs, which ends with the bridge: it stops workers that have no actor, and reads and deletes files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from kfp_gpuquota.cluster.ray.host import WorkerHost
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfp_gpuquota.cluster.ray.config import RayConfig
+
+HELLO_S: Final = 20.0
+PLACEMENT_S: Final = 60.0
+"""How long an actor may wait for its GPUs, which other Ray work may have taken in the meantime, and for its process."""
+CALLS_AT_ONCE: Final = 100
+SURVIVE: Final = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""The shim is the actor's child, and must outlive it."""
+
+log = logging.getLogger(__name__)
+
+
+class NotPlacedError(Exception):
+    """The node's GPUs could not be held."""
+
+
+@dataclass(eq=False)
+class Host:
+    """An actor that holds GPUs; `worker` is "" while it is warm, `warm_since` in monotonic seconds then."""
+
+    name: str
+    actor: Any
+    node_id: str
+    gpus: int
+    worker: str = ""
+    warm_since: float = 0.0
+    ready: bool = False
+
+
+class Hosts:
+    """All actors of one cluster, by the namespace of its own."""
+
+    def __init__(self, config: RayConfig, namespace: str, epoch: int) -> None:
+        self._config, self._namespace, self.epoch = config, namespace, epoch
+        self._hosts: list[Host] = []
+        self._agents: dict[str, Any] = {}
+
+    async def discover(self) -> None:
+        """Find the actors of earlier bridges; what does not answer is ended, and its worker gets another one."""
+        named = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+        names = [each["name"] for each in named if each["namespace"] == self._namespace]
+        await asyncio.gather(*(self._discover(name) for name in names))
+
+    async def take(self, worker: str, node_id: str, gpus: int) -> Host:
+        """Return the actor that has the worker, else a warm one, else a new one. Raises NotPlacedError, RayError."""
+        if (host := self.of(worker)) is not None:
+            return host
+        warm = [host for host in self._hosts if not host.worker and host.node_id == node_id]
+        if fitting := [host for host in warm if host.gpus == gpus]:
+            fitting[0].worker = worker
+            return fitting[0]
+        for host in warm:  # it holds GPUs that the new one may need
+            self.drop(host)
+        name = f"{node_id}-{gpus}-{uuid.uuid4().hex}"
+        host = Host(name=name, actor=None, node_id=node_id, gpus=gpus, worker=worker)
+        self._hosts.append(host)
+        try:
+            host.actor = await asyncio.to_thread(self._create, node_id, gpus, name)
+            await asyncio.wait_for(_result(host.actor.hello.remote(self.epoch)), PLACEMENT_S)
+            host.ready = True
+        except TimeoutError:
+            self.drop(host)
+            raise NotPlacedError(f"its GPUs were not free for Ray within {PLACEMENT_S:g} s") from None
+        except BaseException:
+            self.drop(host)
+            raise
+        return host
+
+    def of(self, worker: str) -> Host | None:
+        """Return the actor that has the worker."""
+        return next((host for host in self._hosts if host.worker == worker), None)
+
+    async def agent(self, node_id: str) -> Any:
+        """Return the agent of a live node."""
+        if node_id not in self._agents:
+            self._agents[node_id] = await asyncio.to_thread(self._create, node_id, 0, None)
+        return self._agents[node_id]
+
+    def release(self, host: Host) -> None:
+        """Keep the actor warm: its worker has ended."""
+        host.worker, host.warm_since = "", time.monotonic()
+        if not self._config.warm_s:
+            self.drop(host)
+
+    def drop(self, host: Host) -> None:
+        """End the actor; a worker that it has goes on until its lease ends."""
+        if host in self._hosts:
+            self._hosts.remove(host)
+        if host.actor is not None:
+            ray.kill(host.actor)
+
+    def retain(self, alive: Iterable[str]) -> None:
+        """Forget what was on nodes that left, and end what was warm for long enough."""
+        nodes = set(alive)
+        self._agents = {node_id: agent for node_id, agent in self._agents.items() if node_id in nodes}
+        now = time.monotonic()
+        for host in list(self._hosts):
+            if host.node_id not in nodes and not host.worker:
+                self._hosts.remove(host)
+            elif not host.worker and now - host.warm_since >= self._config.warm_s:
+                self.drop(host)
+
+    def drop_warm(self) -> None:
+        """End the actors without workers."""
+        for host in [host for host in self._hosts if not host.worker]:
+            self.drop(host)
+
+    def drop_all(self, workers: Iterable[str]) -> None:
+        """End the actors of these workers."""
+        for worker in workers:
+            if (host := self.of(worker)) is not None:
+                self.drop(host)
+
+    def forget_agent(self, node_id: str) -> None:
+        """Start another agent next time."""
+        self._agents.pop(node_id, None)
+
+    def held(self, node_id: str) -> int:
+        """Return how many GPUs of the node the actors hold, or wait for."""
+        return sum(host.gpus for host in self._hosts if host.node_id == node_id)
+
+    def workers(self) -> set[str]:
+        """Return the workers that have an actor."""
+        return {host.worker for host in self._hosts if host.worker}
+
+    async def _discover(self, name: str) -> None:
+        node_id, gpus, _ = name.split("-", 2)
+        actor: Any = await asyncio.to_thread(ray.get_actor, name, self._namespace)
+        try:
+            found = await asyncio.wait_for(_result(actor.hello.remote(self.epoch)), HELLO_S)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            log.warning("an actor of an earlier connection does not answer, and is ended: %s", error)
+            ray.kill(actor)
+            return
+        host = Host(name=name, actor=actor, node_id=node_id, gpus=int(gpus), worker=found["worker"])
+        host.warm_since, host.ready = time.monotonic(), True
+        self._hosts.append(host)
+
+    def _create(self, node_id: str, gpus: int, name: str | None) -> Any:
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": gpus,
+            "max_concurrency": CALLS_AT_ONCE,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+            "runtime_env": {"env_vars": SURVIVE},
+        }
+        if name is not None:
+            options |= {"name": name, "namespace": self._namespace, "lifetime": "detached"}
+        return ray.remote(WorkerHost).options(**options).remote(self._config.silence_s, gpus)
+
+
+async def _result(reference: Any) -> Any:
+    return await reference

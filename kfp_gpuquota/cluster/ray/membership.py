@@ -1,0 +1,82 @@
+"""The membership service over TLS, for workers on other machines: each has the token of its own job and no other.
+
+Port, key and certificate are in the daemon's directory, so that workers find the next daemon where this one was. The
+certificate is for the address of this machine in the Ray cluster; it is issued anew when that changes or it grows old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from aiohttp import web
+
+from kfp_gpuquota.cluster.kubernetes.admission.certificates import Material, maintained
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership_service import LIMITS
+from kfp_gpuquota.cluster.local.home import write_private
+from kfp_gpuquota.cluster.ray.workers import Coordinates
+from kfp_gpuquota.errors import ClusterStartError
+from kfp_gpuquota.server.connections import LimitedRunner
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from kfp_gpuquota.server.membership import MembershipService
+
+SHUTDOWN_S: Final = 1.0
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True):
+    here: str
+    port: int
+    material: Material
+
+
+@asynccontextmanager
+async def serving(service: MembershipService, here: str, port: int, file: Path) -> AsyncIterator[Coordinates]:
+    """Serve the workers at `here`, this machine's address ("": that in `file`); on `port`, that in `file`, or any.
+
+    Raises ClusterStartError where the port is taken.
+    """
+    kept = _load(file)
+    here = here or (kept.here if kept else "127.0.0.1")
+    material = maintained(kept.material if kept else None, [here], time.time())
+    app = web.Application()
+    app.add_routes(service.routes())
+    runner = LimitedRunner(app, LIMITS, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, access_log=None)
+    await runner.setup()
+    try:
+        wanted = port or (kept.port if kept else 0)
+        try:
+            await web.TCPSite(runner, here, wanted, ssl_context=_context(material)).start()
+        except OSError as error:
+            raise ClusterStartError(
+                f"workers cannot be served at {here}:{wanted} ({error.strerror}); choose another port with --ray-port"
+            ) from error
+        bound = runner.addresses[0][1]
+        write_private(file, msgspec.json.encode(_Kept(here=here, port=bound, material=material)).decode())
+        name = f"[{here}]" if ":" in here else here
+        yield Coordinates(url=f"https://{name}:{bound}", authority=material.trusted.decode())
+    finally:
+        await runner.cleanup()
+
+
+def _load(file: Path) -> _Kept | None:
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+        return msgspec.json.decode(file.read_bytes(), type=_Kept)
+    return None
+
+
+def _context(material: Material) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    with tempfile.NamedTemporaryFile() as file:  # ssl reads certificates and keys from files only
+        file.write(material.serving.certificate + material.serving.key)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context

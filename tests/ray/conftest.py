@@ -1,0 +1,112 @@
+"""A real Ray cluster of several raylets on one machine, started once a module, and this project's cluster on it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.ray.config import RayConfig
+from tests.conftest import running_cluster
+from tests.patience import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import EmbeddedCluster
+
+pytest.importorskip("ray")
+
+STORE_BYTES = 80 << 20
+SILENCE_S = 20.0
+WARM_S = 5.0
+
+
+class RayCluster:
+    """A head without GPUs and CPUs, and raylets with fake GPUs."""
+
+    def __init__(self, *gpus: int, port: int | None = None) -> None:
+        from ray.cluster_utils import Cluster  # noqa: PLC0415 (takes a second)
+
+        head = {**self._shape(0), **({} if port is None else {"gcs_server_port": port})}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+        self.raylets = [self.cluster.add_node(wait=False, **self._shape(each)) for each in gpus]
+        self.cluster.wait_for_nodes()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the head."""
+        return str(self.cluster.address)
+
+    def add(self, gpus: int) -> Any:
+        """Start another raylet."""
+        return self.cluster.add_node(**self._shape(gpus))
+
+    def kill(self, raylet: Any) -> None:
+        """End a raylet with SIGKILL."""
+        self.cluster.remove_node(raylet, allow_graceful=False)
+
+    def close(self) -> None:
+        """End all."""
+        self.cluster.shutdown()
+
+    @staticmethod
+    def _shape(gpus: int) -> dict[str, Any]:
+        return {"num_cpus": 0, "num_gpus": gpus, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+
+
+@contextlib.contextmanager
+def ray_nodes(*gpus: int, port: int | None = None) -> Iterator[RayCluster]:
+    """A Ray cluster whose raylets have these numbers of GPUs, and whose head listens on `port`."""
+    cluster = RayCluster(*gpus, port=port)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@contextlib.contextmanager
+def cluster_on(nodes: RayCluster, **more: object) -> Iterator[EmbeddedCluster]:
+    """This project's cluster on a Ray cluster, in a directory of its own, for team-a and team-b."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
+        root = Path(directory)
+        options = {"silence_s": SILENCE_S, "warm_s": WARM_S, "node_directory": str(root / "home" / "nodes"), **more}
+        config = ClusterConfig(ray=RayConfig(address=nodes.address, **options))  # type: ignore[arg-type]
+        with running_cluster(root / "home", config) as cluster:
+            yield cluster
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayCluster]:
+    """Two raylets with two GPUs each."""
+    with ray_nodes(2, 2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(nodes: RayCluster) -> Iterator[EmbeddedCluster]:
+    """This project's cluster on the module's raylets."""
+    with cluster_on(nodes) as cluster:
+        yield cluster
+
+
+def log_of(cluster: EmbeddedCluster, name: str, project: str = "team-a") -> str:
+    """The log of a job's worker, through the API."""
+    text, offset = b"", 0
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        chunk = cluster.client.read_log(project, name, offset=offset, timeout_s=1.0)
+        text, offset = text + chunk.text, chunk.next_offset
+        if not chunk.more:
+            break
+    return text.decode()
+
+
+def wait_for_nodes(cluster: EmbeddedCluster, count: int) -> None:
+    """Return when so many nodes are ready."""
+    until(lambda: sum(view.node.ready for view in cluster.client.list_nodes()) == count, "nodes")

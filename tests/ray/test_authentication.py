@@ -1,0 +1,64 @@
+"""A Ray cluster with token authentication."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.start import start_with
+from kfp_gpuquota.cluster.ray.config import RayConfig
+from kfp_gpuquota.errors import ClusterStartError
+from tests.ray.conftest import cluster_on
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+
+SERVE = """
+import sys
+from tests.ray.conftest import ray_nodes
+with ray_nodes(1) as nodes:
+    print(nodes.address, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(secrets.token_hex(32))
+    return path
+
+
+@pytest.fixture
+def address(token_file: Path) -> Iterator[str]:
+    """The address of a Ray cluster in a process of its own: Ray reads once for a process whether it authenticates."""
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE], env=environment, stdin=pipe, stdout=pipe, text=True
+    ) as serving:
+        assert serving.stdout is not None
+        assert serving.stdin is not None
+        yield serving.stdout.readline().strip()
+        serving.stdin.close()
+
+
+def test_a_token_opens_a_ray_cluster_that_is_closed_without_it(address: str, token_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ClusterStartError, match="it may want a token"):
+        start_with(Home(tmp_path / "home"), ClusterConfig(ray=RayConfig(address=address)))
+    nodes: Any = SimpleNamespace(address=address)
+    with cluster_on(nodes, token_file=str(token_file)) as cluster:
+        cluster.project("team-a", 1)
+        cluster.submit("hello", "true")
+        cluster.wait_for_phase("hello", "Succeeded")
