@@ -33,7 +33,7 @@ from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote,
 from kfp_gpuquota.fractions import Claim, Policy, Process
 from kfp_gpuquota.fractions.agent import Agent, Share
 from kfp_gpuquota.fractions.devices import SimulatedMemory
-from kfp_gpuquota.fractions.mailbox import Heard, told
+from kfp_gpuquota.fractions.mailbox import UsageMessage, read_limit
 from kfp_gpuquota.fractions.processes import identify, worker_of
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def demand(root: Path) -> float:
     trainer = Share(
         (Claim(workload="trainer", device="0", request_mib=request, limit_mib=TOTAL_MIB),), root / "trainer"
     )
-    while told(root / "trainer") != TOTAL_MIB:
+    while read_limit(root / "trainer") != TOTAL_MIB:
         agent.round([trainer], time.monotonic())
         time.sleep(INTERVAL_S / 10)
     owner = Claim(
@@ -174,9 +174,9 @@ def follow(root: Path, stop: Event) -> None:
     process = identify(os.getpid())
     usage = root / "trainer" / "usage.json"
     while not stop.wait(0.02):
-        limit = told(root / "trainer")
+        limit = read_limit(root / "trainer")
         enter(root / "0", process, limit or 0)
-        usage.with_suffix(".new").write_bytes(msgspec.json.encode(Heard(follows_mib=limit)))
+        usage.with_suffix(".new").write_bytes(msgspec.json.encode(UsageMessage(follows_mib=limit)))
         usage.with_suffix(".new").replace(usage)
 
 

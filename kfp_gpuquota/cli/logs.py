@@ -80,12 +80,12 @@ def follow_to_the_end(reached: ClusterClient, project: str, name: str, *, outliv
     Of a job that ended without one it is 1, after an interrupt 130: the job then goes on where it
     `outlives_interrupt`, which is said.
     """
-    from kfp_gpuquota.dsl.launcher.narration import Narrator, conclusion  # noqa: PLC0415
+    from kfp_gpuquota.dsl.launcher.job_messages import JobMessages, conclusion  # noqa: PLC0415
 
-    narrator = Narrator()
+    messages = JobMessages()
 
     def tell(job: Job) -> None:
-        for line in narrator.lines(job, time.monotonic()):
+        for line in messages.lines(job, time.monotonic()):
             say(line, err=True)
 
     try:

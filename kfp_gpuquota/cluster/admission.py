@@ -1,4 +1,4 @@
-"""What a cluster refuses at once, because waiting would not help."""
+"""Admission: rejects jobs at submission that could never start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_fits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> None:
-    """Raises InvalidFieldError for a job that could not start even on an empty cluster."""
+    """Raise InvalidFieldError for a job that could not start even on an empty cluster."""
     _check_limits(spec, project, nodes)
     allowed = _allowed(spec, nodes)
     _check_share(spec, allowed)
@@ -52,7 +52,7 @@ def _check_limits(spec: JobSpec, project: Project, nodes: Sequence[Node]) -> Non
 
 
 def _allowed(spec: JobSpec, nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that the job may use."""
+    """Return the nodes that the job may use. Raises InvalidFieldError where there are none."""
     if spec.node is not None and all(node.name != spec.node for node in nodes):
         names = ", ".join(node.name for node in nodes)
         raise InvalidFieldError("node", spec.node, f"the cluster's nodes are {names}")
@@ -85,7 +85,7 @@ def _check_share(spec: JobSpec, nodes: Sequence[Node]) -> None:
         mib = getattr(spec, field)
         if mib is not None and not largest:
             raise InvalidFieldError(
-                field, mib, "the memory of this cluster's GPUs is not known",
+                field, mib, "this cluster's nodes do not report the memory of their GPUs",
                 hint="ask for a fraction of a GPU, or simulate memory: gpuquota cluster start --gpu-memory 16G",
             )  # fmt: skip
         if mib is not None and mib > largest:
@@ -93,7 +93,7 @@ def _check_share(spec: JobSpec, nodes: Sequence[Node]) -> None:
 
 
 def _check_node_size(spec: JobSpec, nodes: Sequence[Node]) -> None:
-    """A worker runs on one node."""
+    """Raise InvalidFieldError for a worker that fits on no node, since a worker runs on one node."""
     most = max((len(node.devices) for node in nodes), default=0)
     if spec.worker_gpus > most:
         split = "make it elastic, or give gpus_per_worker, so that it may use several nodes"

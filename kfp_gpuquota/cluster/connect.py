@@ -1,4 +1,4 @@
-"""How a client finds its cluster: what the environment or the user's settings name, else the embedded one.
+"""Connects a client to its cluster: the one that the environment or the user's settings name, else the embedded one.
 
 | what is set                                   | the cluster                                                    |
 |-----------------------------------------------|----------------------------------------------------------------|
@@ -6,7 +6,7 @@
 | `$GPUQUOTA_CONTEXT`, else the setting         | that context of the kubeconfig; "." is the current one         |
 | ... = "embedded"                              | the embedded one                                               |
 | nothing, inside of a pod                      | the cluster of the pod, as its service account                 |
-| nothing                                       | the embedded one, which is started where it does not run       |
+| nothing                                       | the embedded one, which is started if it does not run          |
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _POD_TOKEN: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a user has set once: config.json in the cluster's directory."""
+    """The user's settings, stored as config.json in the cluster's directory."""
 
     project: str = ""
     context: str = ""
@@ -50,10 +50,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def connect(
     environment: Mapping[str, str] | None = None, *, image: str = "", retry_for_s: float = RETRY_FOR_S
 ) -> ClusterClient:
-    """A client of the cluster that is chosen; `image` is that of the jobs which it submits.
+    """Return a client of the selected cluster; `image` is the image of the jobs that it submits.
 
-    Raises ClusterStartError when the embedded cluster does not come up, UsageError for a context that does not exist,
-    or an image where there are none.
+    Raises ClusterStartError if the embedded cluster does not start, UsageError for a context that does not exist or an
+    image on the embedded cluster.
     """
     environment = os.environ if environment is None else environment
     if url := environment.get(URL_VARIABLE):
@@ -76,14 +76,14 @@ def connect(
 
 
 def kube_calls(retry_for_s: float = RETRY_FOR_S) -> Calls:
-    """Plain calls to the API server of the chosen context, or the kubeconfig's current one."""
+    """Return a blocking client of the selected context's API server, or of the kubeconfig's current one."""
     from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls  # noqa: PLC0415 (the embedded cluster needs it not)
 
     return Calls(_credentials(kube_context() or "", os.environ), retry_for_s=retry_for_s)
 
 
 def kube_context(environment: Mapping[str, str] | None = None) -> str | None:
-    """The kubeconfig's context to work in ("": the current one, or the pod's own cluster); None: not on Kubernetes."""
+    """Return the selected context of the kubeconfig ("": the current one, or the pod's); None: not on Kubernetes."""
     environment = os.environ if environment is None else environment
     chosen = environment.get(CONTEXT_VARIABLE) or load_settings(environment).context
     if chosen == EMBEDDED:
@@ -94,12 +94,12 @@ def kube_context(environment: Mapping[str, str] | None = None) -> str | None:
 
 
 def embedded_home(environment: Mapping[str, str] | None = None) -> Home:
-    """The embedded cluster's directory."""
+    """Return the embedded cluster's directory."""
     return Home(default_home(os.environ if environment is None else environment))
 
 
 def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """The user's settings, or the defaults."""
+    """Return the user's settings, or the defaults. Raises UsageError for an invalid file."""
     path = _settings_file(os.environ if environment is None else environment)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Settings)
@@ -110,14 +110,14 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
 
 
 def save_settings(settings: Settings, environment: Mapping[str, str] | None = None) -> None:
-    """Remember the user's settings."""
+    """Store the user's settings."""
     path = _settings_file(os.environ if environment is None else environment)
     Home(path.parent).create()
     write_private(path, msgspec.json.encode(settings).decode())
 
 
 def current_project(given: str = "", environment: Mapping[str, str] | None = None) -> str:
-    """The project to work in: the one given, else $GPUQUOTA_PROJECT, else the configured one. Raises UsageError.
+    """Return the project: the one given, else $GPUQUOTA_PROJECT, else the configured one. Raises UsageError.
 
     On Kubernetes the configured one is the namespace of the context, as for kubectl.
     """
@@ -132,9 +132,9 @@ def current_project(given: str = "", environment: Mapping[str, str] | None = Non
 
 
 def listed_project(given: str = "", environment: Mapping[str, str] | None = None) -> str:
-    """The project of which a list shows the jobs: as `current_project`, and "" (all) for somebody who has set none.
+    """Return the project whose jobs a list shows: as `current_project`, but "" (all projects) where none is set.
 
-    A context without a namespace of its own counts as none: what is in `default` is hardly what its user looks for.
+    A context without a namespace counts as none, because users rarely want the jobs in `default`.
     """
     environment = os.environ if environment is None else environment
     if found := given or environment.get(PROJECT_VARIABLE, ""):

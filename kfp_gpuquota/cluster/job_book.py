@@ -1,6 +1,6 @@
-"""The records of jobs and their workers by what they are looked up by, and what the scheduler hears when some change.
+"""The indexed records of jobs and workers, and the scheduler events that follow from their changes.
 
-For every kind of cluster: where records are kept for good, and what else is indexed, is for its own book to add.
+Shared by all kinds of cluster; each one's subclass adds its persistent store and further indexes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Change:
-    """What one decision alters; None removes."""
+    """The records that one decision changes; None deletes a record."""
 
     projects: dict[str, Project | None] = field(default_factory=dict)
     jobs: dict[str, JobRecord | None] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Change:
 
 
 class JobBook:
-    """Jobs by uid, workers by id. `nodes` is what the scheduler knows of nodes."""
+    """Jobs by uid, workers by id. `nodes` are the scheduler's nodes by name."""
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self.nodes = nodes
@@ -39,19 +39,19 @@ class JobBook:
         self._workers_of: dict[str, list[str]] = {}
 
     def workers_of(self, uid: str) -> list[WorkerRecord]:
-        """All workers of a job that are remembered, oldest first."""
+        """Return all stored workers of a job, oldest first."""
         return [self.workers[worker] for worker in self._workers_of.get(uid, ())]
 
     def attempt_of(self, job: JobRecord) -> list[WorkerRecord]:
-        """The workers of the job's present attempt."""
+        """Return the workers of the job's present attempt."""
         return [worker for worker in self.workers_of(job.uid) if worker.attempt == job.attempt]
 
     def alive_of(self, uid: str) -> list[WorkerRecord]:
-        """The workers that may still hold devices."""
+        """Return the workers of a job that may still hold devices."""
         return [worker for worker in self.workers_of(uid) if worker.alive]
 
-    def news(self, change: Change) -> Iterator[scheduler.Event]:
-        """What the scheduler has to hear of a change, before it is remembered."""
+    def scheduler_events(self, change: Change) -> Iterator[scheduler.Event]:
+        """Yield the scheduler events of a change; must be called before `apply_change`."""
         for uid, job in change.jobs.items():
             yield from job_announced(self.jobs.get(uid), job)
         for name, worker in change.workers.items():
@@ -59,29 +59,29 @@ class JobBook:
         for uid, job in change.jobs.items():
             yield from job_changed(self.jobs.get(uid), job)
 
-    def remember(self, change: Change) -> None:
-        """It is so from now on; a job of None is forgotten, with its workers."""
+    def apply_change(self, change: Change) -> None:
+        """Apply a change to the records; a job of None is removed with its workers."""
         for worker in change.workers.values():
-            self.remember_worker(worker)
+            self.put_worker(worker)
         for uid, job in change.jobs.items():
             if job is None:
-                self.forget_job(uid)
+                self.remove_job(uid)
             else:
-                self.remember_job(job)
+                self.put_job(job)
 
-    def remember_job(self, job: JobRecord) -> None:
-        """The job as given from now on."""
+    def put_job(self, job: JobRecord) -> None:
+        """Add or replace the job's record."""
         self.jobs[job.uid] = job
 
-    def remember_worker(self, record: WorkerRecord) -> None:
-        """The worker as given from now on."""
+    def put_worker(self, record: WorkerRecord) -> None:
+        """Add or replace the worker's record."""
         worker = record.worker
         if worker.id not in self.workers:
             self._workers_of.setdefault(worker.job_uid, []).append(worker.id)
         self.workers[worker.id] = record
 
-    def forget_job(self, uid: str) -> list[str]:
-        """Forget it, and its workers; their ids."""
+    def remove_job(self, uid: str) -> list[str]:
+        """Remove the job and its workers; return the workers' ids."""
         self.jobs.pop(uid, None)
         workers = self._workers_of.pop(uid, [])
         for worker in workers:

@@ -1,20 +1,20 @@
-"""What becomes of a job when one of its workers is gone. Pure; the same for every kind of cluster.
+"""Decides what happens to a job when one of its workers exits. Pure; the same for every kind of cluster.
 
 | the worker                                   | the job                                                         |
 |----------------------------------------------|-----------------------------------------------------------------|
-| was told to go                               | goes on; its intent decides once none is left                   |
-| ended with 0                                 | takes no more workers; succeeds once none is left               |
-| failed, the job is not managed               | fails with its exit code, the others are stopped                |
-| failed by itself, soon after the job grew    | goes on without it, and does not grow again in this run         |
-| failed, managed, others are left             | goes on without it, up to `max_restarts` times, then fails      |
-| killed by a signal, managed, the last one    | returns to the queue, up to `max_restarts` times, then fails    |
-| failed by itself, managed, the last one      | fails with its exit code                                        |
-| killed after the training, others are left   | goes on: another one holds or brings its result                 |
-| failed by itself after the training          | fails with its exit code, the others are stopped                |
-| ended because the machine was restarted      | returns to the queue, whatever its kind; not counted            |
+| was asked to leave                           | continues; its intent decides once no worker is left            |
+| exited with 0                                | gets no more workers; succeeds once no worker is left           |
+| failed, the job is not managed               | fails with its exit code, the other workers are stopped         |
+| failed by itself, soon after an expansion    | continues without it, and is not expanded again in this run     |
+| failed, managed, other workers are left      | continues without it, up to `max_restarts` times, then fails    |
+| killed by a signal, managed, the last worker | returns to the queue, up to `max_restarts` times, then fails    |
+| failed by itself, managed, the last worker   | fails with its exit code                                        |
+| killed after the training, others are left   | continues: another worker has or will have its result           |
+| failed by itself after the training          | fails with its exit code, the other workers are stopped         |
+| ended because the machine was restarted      | returns to the queue, also if not managed; not counted          |
 
-What is counted are incidents: workers that are lost within `INCIDENT_S` of each other are one, and a job that has gone
-on for `WINDOW_S` without one starts to count anew.
+Restarts are counted by incident: workers that are lost within `INCIDENT_S` of each other are one incident, so that the
+failure of a node with several workers counts once. After `WINDOW_S` without an incident the count starts again at 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 KILLED_ABOVE = 128
 INCIDENT_S = 10.0
 GROWTH_S = 60.0
-"""A worker that fails by itself so soon after a growth fails because of it: the job trained well before."""
+"""A worker that fails by itself within this time of an expansion is taken to fail because of the expansion."""
 WINDOW_S = 6 * 3600.0
 _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
@@ -42,7 +42,7 @@ _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was no
 def after_worker_gone(
     job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str = ""
 ) -> JobRecord:
-    """Return the job after `gone` has ended; `workers` are all of its present attempt, `gone` among them.
+    """Return the job after the worker `gone` has exited; `workers` are all of its present attempt, including `gone`.
 
     `killed_for` is why this cluster killed the worker, "" where it did not.
     """
@@ -63,7 +63,7 @@ def _after_own_end(
         return msgspec.structs.replace(job, completing=True, resize_reason=reason)
     others = any(worker.alive or _finished(worker) for worker in workers)
     if job.completing and others and not _failed_by_itself(job, gone):
-        return job  # the training is over, and another worker holds or brings its result
+        return job  # the training is over, and another worker has or will have its result
     if _is_failed_growth(job, gone, workers, now):
         return _without_growth(job, gone, code, now)
     job = _forgiven(job, now)
@@ -81,7 +81,7 @@ def _after_own_end(
 
 
 def _is_failed_growth(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> bool:
-    """Whether a worker failed by itself that had come to a training, or in its first steps at the new size."""
+    """Return whether a worker failed by itself while joining a training, or within GROWTH_S of the expansion."""
     code = gone.worker.exit_code or 0
     if not job.managed or not job.size or code > KILLED_ABOVE or not any(worker.alive for worker in workers):
         return False
@@ -124,29 +124,29 @@ def _without_growth(job: JobRecord, gone: WorkerRecord, code: int, now: float) -
 
 
 def _is_new_incident(job: JobRecord, now: float) -> bool:
-    """Whether a loss now has another cause than the one that was counted last."""
+    """Return whether a loss now is a new incident, not a part of the one that was counted last."""
     return job.incident_at is None or not 0 <= now - job.incident_at <= INCIDENT_S
 
 
 def _forgiven(job: JobRecord, now: float) -> JobRecord:
-    """The job with its restarts of long ago not counted any more."""
+    """Return the job with its restarts reset to 0 if the last incident is longer than WINDOW_S ago."""
     if job.incident_at is None or now - job.incident_at < WINDOW_S:
         return job
     return with_status(job, restarts=0)
 
 
 def after_reboot(job: JobRecord) -> JobRecord:
-    """The job when its workers have ended because the machine was restarted: it returns to the queue."""
+    """Return the job after a restart of the machine has ended its workers: it returns to the queue."""
     if job.status.phase.final or job.intent is not Intent.RUN:
         return job
-    message = "the machine was restarted; the job goes back to the queue"
+    message = "the machine was restarted; the job returns to the queue"
     reason = Reason(code=ReasonCode.WORKER_FAILED, message=message)
     job = msgspec.structs.replace(job, intent=Intent.REQUEUE, resize_reason=reason)
     return with_status(job, phase=Phase.STOPPING, reason=reason)
 
 
 def _failed_by_itself(job: JobRecord, gone: WorkerRecord) -> bool:
-    """Its own program says so. What came too late to be in a generation of a training has no part in its result."""
+    """Return whether the worker's program failed (not a signal) and it took part in the training, if there is one."""
     trained = gone.worker.rank is not None or not job.managed
     return trained and 0 < (gone.worker.exit_code or 0) <= KILLED_ABOVE
 
@@ -161,7 +161,7 @@ def resized(
     pause_ms: float | None = None,
     lost_steps: int = 0,
 ) -> JobRecord:
-    """The job at `size` GPUs; a change from another size enters its history, with the reason that stands."""
+    """Return the job at `size` GPUs; a change from another size is added to its history with `resize_reason`."""
     before, job = job.size, msgspec.structs.replace(job, size=size)
     if before in {0, size} or size == 0:
         return job
@@ -179,7 +179,7 @@ def resized(
 
 
 def progressed(job: JobRecord, progress: Progress) -> JobRecord:
-    """The job after what its training said. A new first worker does not know of checkpoints that another one saved."""
+    """Return the job with the reported progress; a new rank 0 does not report checkpoints that another worker saved."""
     before = job.status.progress
     if progress.checkpoint_at is None and before is not None:
         progress = msgspec.structs.replace(progress, checkpoint_at=before.checkpoint_at)
@@ -187,7 +187,7 @@ def progressed(job: JobRecord, progress: Progress) -> JobRecord:
 
 
 def settled(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
-    """The job when no worker is left: its intent becomes its phase."""
+    """Return the job after its last worker has exited: its intent decides its phase."""
     match job.intent:
         case Intent.REQUEUE:
             return _requeued(job)
@@ -203,7 +203,7 @@ def settled(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobR
 
 def _completed(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
     finishers = [worker for worker in workers if _finished(worker)]
-    if not finishers:  # every worker was told to go, one by one
+    if not finishers:  # every worker was asked to leave, one by one
         return _requeued(job)
     result = min(finishers, key=lambda w: (w.worker.rank is None, w.worker.rank or 0, w.worker.index))
     return with_status(

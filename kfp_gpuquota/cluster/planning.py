@@ -1,8 +1,8 @@
-"""Whether planning works, for every kind of cluster: failures in a row, and how long a plan has been outstanding.
+"""Health of planning, for every kind of cluster: consecutive failures, and how long a plan has been overdue.
 
-Invariant: an exception in a plan never ends planning by itself. The next plan follows after a growing pause; after
-`MAX_FAILURES` in a row the process ends, because what it holds in memory may be the cause, and the next process builds
-that anew. A single failure does not end it: workers are served by the same process.
+Invariant: an exception in a plan never stops planning by itself. The next plan follows after a growing pause; after
+`MAX_FAILURES` consecutive failures the process exits, because its state in memory may be the cause, and the next
+process builds that state again. A single failure does not end it, because the same process serves the workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_OVERDUE_S: Final = 60.0
 
 
 class PlanningHealth:
-    """Counts what became of plans. `clock` gives monotonic seconds."""
+    """Counts failed plans, and measures how long a requested plan is overdue. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PlanningHealth:
             self._requested_at = self._clock()
 
     def succeeded(self) -> None:
-        """Record a plan that was made and carried out."""
+        """Record a plan that was made and executed."""
         self.failures, self._requested_at = 0, None
 
     def failed(self) -> None:
@@ -70,5 +70,5 @@ class PlanningHealth:
 
     @property
     def healthy(self) -> bool:
-        """Plans are made within the time limit after they are requested."""
+        """Whether no requested plan is overdue for longer than the limit."""
         return self.overdue_s <= self._max_overdue_s

@@ -1,4 +1,4 @@
-"""What a cluster remembers of each job and worker: the API's structs and the few facts that are nobody else's."""
+"""A cluster's stored records of jobs and workers: the API's structs, and fields that only the cluster uses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import msgspec
 from kfp_gpuquota.api import Job, JobSpec, JobStatus, Reason, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
 
-# An elastic job may see thousands of workers come and go; every list of jobs would carry them all.
+# An elastic job may have had thousands of workers, and every list of jobs would contain all of them.
 SHOWN_ENDED: Final = 20
 
 
 class Intent(StrEnum):
-    """What is to become of a job when its last worker is gone."""
+    """What happens to a job after its last worker has exited."""
 
     RUN = "run"
     REQUEUE = "requeue"
@@ -26,13 +26,13 @@ class Intent(StrEnum):
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A job as it is stored.
+    """The stored record of a job.
 
-    `attempt` counts its starts, and marks the workers of each. `managed`: its workers have joined a membership, so
-    it loses and gains workers without a restart. `completing`: a worker has finished, so it takes no more.
-    `generation_high` is the highest generation number ever given out, `size` the GPUs it last ran with,
-    `resize_reason` why its size is changing. `incident_at` is when its last restart was counted, in seconds since the
-    epoch. `growth_failed` is why it does not grow again in this run.
+    `attempt` counts its starts, and marks the workers of each. `managed`: its workers have joined a membership, so that
+    it loses and gains workers without a restart. `completing`: a worker has finished, so that it gets no more.
+    `generation_high` is the highest generation number used, `size` the GPUs it last ran with, `resize_reason` why its
+    size is changing. `incident_at` is when its last restart was counted, in seconds since the epoch. `growth_failed` is
+    why it is not expanded again in this run.
     """
 
     uid: str
@@ -54,14 +54,15 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def ending(self) -> bool:
-        """It is being stopped for good: the scheduler need not consider it any more."""
+        """Whether the job is being stopped permanently, so that the scheduler does not consider it any more."""
         return self.intent in {Intent.CANCEL, Intent.DELETE, Intent.FAIL}
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker as it is stored.
+    """The stored record of a worker.
 
-    `released`: it was told to go, so its end says nothing about the job; `released_at` in seconds since the epoch.
+    `released`: it was asked to leave, so that its exit does not affect the job; `released_at` in seconds since the
+    epoch.
     """
 
     worker: Worker
@@ -71,18 +72,18 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def alive(self) -> bool:
-        """It may still hold its devices."""
+        """Whether the worker may still hold its devices."""
         return self.worker.phase is not WorkerPhase.GONE
 
 
 def leaving(record: WorkerRecord, now: float) -> WorkerRecord:
-    """The worker after it was told to go, by us or by somebody else."""
+    """Return the worker's record after it was asked to leave, by the cluster or by its node."""
     worker = msgspec.structs.replace(record.worker, phase=WorkerPhase.LEAVING)
     return msgspec.structs.replace(record, worker=worker, released=True, released_at=now)
 
 
 def view(record: JobRecord, workers: list[WorkerRecord]) -> Job:
-    """The job as clients see it, with the workers of its present attempt: all that live, and the last that ended."""
+    """Return the job for clients, with the workers of its present attempt: all that run, and the last that exited."""
     chosen = [w for w in workers if w.attempt == record.attempt or w.alive]
     ended = [w.worker.id for w in chosen if not w.alive and w.worker.id != record.status.result_worker]
     left_out = set(ended[:-SHOWN_ENDED])
@@ -93,5 +94,5 @@ def view(record: JobRecord, workers: list[WorkerRecord]) -> Job:
 
 
 def with_status(record: JobRecord, **changes: object) -> JobRecord:
-    """The record with some fields of its status changed."""
+    """Return the record with some fields of its status changed."""
     return msgspec.structs.replace(record, status=msgspec.structs.replace(record.status, **changes))

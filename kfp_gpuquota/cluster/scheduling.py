@@ -1,4 +1,4 @@
-"""What the scheduler is to be told when a record changes: derived in one place, so that nobody can forget to."""
+"""Derives the scheduler's events from changes of records, in one module so that no change is missed."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NOT_AGAIN = 1e12
-"""In seconds since the epoch: later than any run lasts."""
+NEVER_AGAIN = 1e12
+"""A time in seconds since the epoch, later than the end of any run."""
 
 
 def job_announced(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
-    """A job that was not there before; to be told before anything about its workers.
+    """Yield the event for a new job, which must precede the events of its workers.
 
-    Also one that is being stopped for good, as a daemon that starts finds it: its workers hold GPUs.
+    Also for a job that is being stopped permanently when the cluster's process starts: its workers hold GPUs.
     """
     if before is None and after is not None and not after.status.phase.final:
         yield scheduler.JobSubmitted(after.uid, after.spec, after.status.submitted_at)
 
 
 def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
-    """What became of a job; to be told after what became of its workers."""
-    known = before or after
-    if known is None or known.status.phase.final or (before is not None and _over(before)):
+    """Yield the events for a changed job, which must follow the events of its workers."""
+    job = before or after
+    if job is None or job.status.phase.final or (before is not None and _over(before)):
         return
     if after is None or _over(after):
-        yield scheduler.JobRemoved(known.uid)
+        yield scheduler.JobRemoved(job.uid)
         return
     if _suspended(after) != (before is not None and _suspended(before)):
         yield scheduler.JobSuspended(after.uid) if _suspended(after) else scheduler.JobResumed(after.uid)
@@ -43,16 +43,16 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
 
 
 def _growth(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Event]:
-    """A job that a growth failed for is not grown again until it has returned to the queue."""
+    """Defer a job after a failed expansion, until it has returned to the queue."""
     failed, failed_before = after.growth_failed, before.growth_failed if before else None
     if failed is not None and failed != failed_before:
-        yield scheduler.JobDeferred(after.uid, NOT_AGAIN, failed)
+        yield scheduler.JobDeferred(after.uid, NEVER_AGAIN, failed)
     elif failed is None and failed_before is not None:
         yield scheduler.JobDeferred(after.uid, 0.0, failed_before)
 
 
 def worker_changed(before: WorkerRecord | None, after: WorkerRecord) -> Iterator[scheduler.Event]:
-    """A worker that holds its devices from now on, was told to go, or is gone."""
+    """Yield the events for a worker that was started, was asked to leave, or has exited."""
     worker = after.worker
     if before is None and after.alive:
         yield scheduler.WorkerStarted(worker.id, worker.job_uid, worker.node, worker.devices, worker.started_at)
@@ -63,12 +63,12 @@ def worker_changed(before: WorkerRecord | None, after: WorkerRecord) -> Iterator
 
 
 def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Event]:
-    """What the training said that it had not said before."""
-    said = after.status.progress
-    if said is None or (before is not None and before.status.progress == said):
+    """Yield an event for progress that was not reported before."""
+    new = after.status.progress
+    if new is None or (before is not None and before.status.progress == new):
         return
     yield scheduler.ProgressReported(
-        after.uid, said.step, said.at, said.checkpoint_at, throughput=said.throughput, workers=said.workers
+        after.uid, new.step, new.at, new.checkpoint_at, throughput=new.throughput, workers=new.workers
     )
 
 
@@ -79,7 +79,7 @@ def _sizes(job: JobRecord) -> tuple[int, int, int, int, int]:
 
 
 def _over(job: JobRecord) -> bool:
-    """It ended, or is being stopped for good."""
+    """Return whether the job has ended or is being stopped permanently."""
     return job.status.phase.final or job.ending
 
 

@@ -1,4 +1,4 @@
-"""What projects borrowed before, from a cluster's history: so that a daemon that starts does not forget it. Pure."""
+"""Computes projects' past over-quota usage from a cluster's history, after a restart of its daemon. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHANGES = (EventKind.WORKER_STARTED, EventKind.WORKER_GONE)
 def recalled(
     history: Iterable[Event], projects: Mapping[str, Project], now: float, half_life_s: float
 ) -> Iterator[scheduler.UsageRecalled]:
-    """One event for each project and department, as if its quota had always been what it is now."""
+    """Yield one event for each project and department, computed with its present quota for all of the history."""
     held, used, until = (dict.fromkeys(projects, 0.0) for _ in range(3))
 
     def catch_up(name: str, at: float) -> None:

@@ -1,6 +1,6 @@
-"""What a pipeline author touches, and what the step runs in place of the author's code.
+"""The decorators for pipeline authors, and the launcher that a decorated step runs instead of the author's command.
 
-Belongs here: the decorators and the pure functions on compiled pipelines behind them (these alone import kfp); the
-launcher, which is what a decorated step runs; the worker's side of it, which is the standard library only.
-Does not: deciding where and when a job runs, and starting its processes (scheduler, cluster).
+Belongs here: the decorators and the pure functions on compiled pipelines behind them (only these import kfp); the
+launcher; the worker's start program, which uses the standard library only.
+Does not belong here: deciding where and when a job runs, and starting its processes (scheduler, cluster).
 """

@@ -1,4 +1,4 @@
-"""The decorator for a component, and the setter for one task."""
+"""`gpuquota.component`, the decorator for a component, and `gpuquota.set_gpus`, which changes the GPUs of one task."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _SIZES: Final = ("gpus", "min_gpus", "max_gpus")
 
 
 def _pipeline_spec(self: Component) -> pipeline_spec_pb2.PipelineSpec:
-    """From the edited spec; a component loaded from YAML would answer with its original text."""
+    """Return the pipeline spec of the edited component; one loaded from YAML would return its original text."""
     with base_component.BlockPipelineTaskRegistration():
         return self.component_spec.to_pipeline_spec()
 
 
 def _no_signature(self: Component) -> object:
-    """The first thing that @dsl.component and @dsl.pipeline ask of what they decorate.
+    """Raise DefinitionError: @dsl.component and @dsl.pipeline read the signature of what they decorate first.
 
-    Without this KFP fails somewhere in `inspect`, with a message about code objects.
+    Without this, KFP fails inside `inspect` with a message about code objects.
     """
     raise DefinitionError(f"component {self.name!r}: put @gpuquota.component(...) above @dsl.component, not below it")
 
@@ -90,18 +90,18 @@ def component(
     name: str | None = None,
     **kfp_keywords: Any,
 ) -> Component | Callable[[Callable[..., Any] | Component], Component]:
-    """Run a step's work as a job of its team's GPU quota.
+    """Run a step's work as a job in its team's GPU quota.
 
     Put it above `@dsl.component` or `@dsl.container_component`, apply it to a component loaded from YAML, or decorate
-    a plain function: then other keywords go to `dsl.component`. The given component is not changed.
+    a plain function: then other keywords are passed to `dsl.component`. The given component is not changed.
 
-    `gpus` is what the step asks for; with `min_gpus` or `max_gpus` the job is elastic. Instead of whole GPUs it may ask
-    for a share of each of `devices` (default 1): `fraction`, up to `fraction_limit` while nobody else needs it, or
-    `memory` ('4Gi') up to `memory_limit`. `gpu_type` is a product as nodes are labelled with it. `interactive` stays
-    inside the guaranteed quota and is never preempted. `max_runtime` is in seconds or such as '2h', and counts from the
-    last start. `checkpoint` names a PersistentVolumeClaim for checkpoints on Kubernetes. `extended_resources` are
-    requested by each worker's pod, beside its GPUs: {"rdma/hca": 1}. `name` begins the job's name (the step's, if not
-    given).
+    `gpus` is the number of GPUs that the step requests; with `min_gpus` or `max_gpus` the job is elastic. Instead of
+    whole GPUs a step can request a share of each of `devices` GPUs (default 1): `fraction`, up to `fraction_limit`
+    while the rest of the GPU is idle, or `memory` ('4Gi'), up to `memory_limit`. `gpu_type` is the GPU product in the
+    nodes' labels. An `interactive` step stays inside the guaranteed quota and is never preempted. `max_runtime` is a
+    number of seconds or a text such as '2h', counted from the last start. `checkpoint` names a PersistentVolumeClaim
+    for checkpoints on Kubernetes. `extended_resources` are requested by each worker's pod in addition to its GPUs:
+    {"rdma/hca": 1}. `name` is the prefix of the job's name (default: the step's name).
 
     Raises DefinitionError, which names the component and the argument.
     """
@@ -134,9 +134,9 @@ def component(
 
 
 def set_gpus(task: PipelineTask, gpus: int, *, min: int | None = None, max: int | None = None) -> PipelineTask:  # noqa: A002
-    """Give one task another size than its component: `gpus`, elastic between `min` and `max` where they are given.
+    """Set the GPUs of one task: `gpus`, elastic between `min` and `max` where they are given. Returns the task.
 
-    A task that is not decorated goes through the quota from then on. Returns the task. Raises DefinitionError.
+    A task whose component is not decorated is routed through the quota from then on. Raises DefinitionError.
     """
     label = task.component_spec.name
     container = task.container_spec
@@ -162,7 +162,7 @@ def _as_component(label: str, target: Callable[..., Any] | Component, kfp_keywor
         return cast(Component, dsl.component(target, **kfp_keywords))
     if kfp_keywords:
         raise DefinitionError(
-            f"component {label!r}: unknown argument {sorted(kfp_keywords)[0]!r}; what is meant for KFP goes to "
+            f"component {label!r}: unknown argument {sorted(kfp_keywords)[0]!r}; pass KFP's own arguments to "
             "@dsl.component below"
         )
     return target
@@ -186,7 +186,7 @@ def _check_kind(spec: structures.ComponentSpec) -> None:
             "@gpuquota.pipeline(project=...)"
         )
     if implementation.container is None:
-        raise DefinitionError(f"component {spec.name!r} runs no container: there is nothing to give GPUs to")
+        raise DefinitionError(f"component {spec.name!r} runs no container, so it cannot use GPUs")
     if route.is_routed(implementation.container.command):
         raise DefinitionError(
             f"component {spec.name!r} is decorated with @gpuquota.component twice; for another size of one task use "
@@ -206,7 +206,7 @@ def _wrap(label: str, container: structures.ContainerSpecImplementation, options
 
 
 def _as_dict(environment: Any) -> dict[str, str]:
-    """KFP's loader leaves a compiled component's environment as YAML has it: a list of name and value."""
+    """Return the environment by name. For a compiled component KFP's loader keeps YAML's list of name and value."""
     if isinstance(environment, list):
         return {entry["name"]: entry.get("value", "") for entry in environment}
     return dict(environment or {})
@@ -218,7 +218,10 @@ def _without_options(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _pass_environment(spec: structures.ComponentSpec) -> None:
-    """A component that lists what reaches it of its task's configuration gets no environment unless it lists that."""
+    """Add the environment to the component's `task_config_passthroughs`, where it has any.
+
+    A component that lists passthroughs receives only those parts of its task's configuration.
+    """
     listed = spec.task_config_passthroughs
     if listed and all(passthrough.field is not TaskConfigField.ENV for passthrough in listed):
         listed.append(TaskConfigPassthrough(field=TaskConfigField.ENV, apply_to_task=True))

@@ -1,4 +1,4 @@
-"""The decorator for a pipeline."""
+"""`gpuquota.pipeline`, the decorator for a pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pipeline: TypeAlias = base_component.BaseComponent
 
 
 def _pipeline_spec(self: Pipeline) -> pipeline_spec_pb2.PipelineSpec:
-    """From the edited spec; a pipeline loaded from YAML would answer with its original text."""
+    """Return the edited pipeline spec; a pipeline loaded from YAML would return its original text."""
     return self.component_spec.implementation.graph
 
 
@@ -36,16 +36,16 @@ def pipeline(
 def pipeline(
     target: Pipeline | None = None, *, project: str | None = None, launcher_image: str | None = None
 ) -> Pipeline | Callable[[Pipeline], Pipeline]:
-    """Send every step of a pipeline that uses GPUs through the quota of `project`.
+    """Route every step of a pipeline that uses GPUs through the quota of `project`.
 
-    Put it above `@dsl.pipeline`, or apply it to a pipeline loaded from YAML. Decorated steps and those that ask for
-    GPUs by `set_accelerator_limit` are routed, in nested pipelines, conditions, loops and exit handlers too. Without
-    `project` the step takes $GPUQUOTA_PROJECT or the configured default where it runs (on Kubernetes its namespace).
-    The given pipeline is not changed. Raises DefinitionError.
+    Put it above `@dsl.pipeline`, or apply it to a pipeline loaded from YAML. Decorated steps, and steps that request
+    GPUs with `set_accelerator_limit`, are routed, also in nested pipelines, conditions, loops and exit handlers.
+    Without `project` a step uses $GPUQUOTA_PROJECT or the configured default where it runs (on Kubernetes its
+    namespace). The given pipeline is not changed. Raises DefinitionError.
 
-    `launcher_image` (else $GPUQUOTA_LAUNCHER_IMAGE where the pipeline is defined) is for a KFP backend: the image with
-    this package, in which the steps' pods wait for their workers. Those run in the steps' own images, which need
-    nothing of ours. On one machine it has no effect.
+    `launcher_image` (default: $GPUQUOTA_LAUNCHER_IMAGE where the pipeline is defined) is for a KFP backend: the image
+    with this package, in which the steps' pods wait for their workers. The workers run in the steps' own images, which
+    need not contain this package. On one machine it has no effect.
     """
 
     def decorate(target: Pipeline) -> Pipeline:
@@ -63,7 +63,7 @@ def pipeline(
 def _routed(
     graph: pipeline_spec_pb2.PipelineSpec, project: str | None, launcher_image: str | None, platform: Json
 ) -> pipeline_spec_pb2.PipelineSpec:
-    """Only the deployment part makes the way through JSON: of a large pipeline it is what changes."""
+    """Return a pipeline spec with the routed deployment spec, the only part that routing changes."""
     deployment = json_format.MessageToDict(graph.deployment_spec)
     launcher_image = launcher_image or os.environ.get(LAUNCHER_IMAGE)
     edited = route_pipeline({"deploymentSpec": deployment}, project, launcher_image, platform=[platform])

@@ -1,7 +1,7 @@
-"""GPU memory shares on one node: who holds how much, what is lent, who yields, who is ended.
+"""GPU memory shares on one node: the ledger of usage, limits for workloads, lending of idle memory, and kills.
 
-`Enforcer` and what it rests on are pure. Belongs here: the ledger, lending, devices and processes as an agent
-sees them, the agent's loop. Does not: placing fractions (scheduler), what a user may ask for (api).
+`Enforcer` and the modules that it imports are pure. Belongs here: the ledger, lending, an agent's access to devices and
+processes, and the agent's loop. Does not belong here: placing fractions (scheduler), and their specification (api).
 """
 
 from kfp_gpuquota.fractions.claims import UNKNOWN, Claim, Process, Row, Sample

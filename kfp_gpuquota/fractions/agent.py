@@ -1,7 +1,7 @@
-"""One node's agent: samples its devices, lets the enforcer decide, carries the decisions out.
+"""One node's agent: samples its devices, lets the enforcer decide, and executes the decisions.
 
-It keeps nothing that it could not learn again: limits stand in the workloads' directories, use in the devices, and whom
-a process belongs to in the kernel. So it may be killed at any time.
+Invariant: it keeps no state that it cannot read again, so that it may be killed at any time. Limits are in the
+workloads' directories, usage is in the devices, and the owner of a process is in the kernel.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 
 class Share(NamedTuple):
-    """A workload's claims, one per device, and the directory by which it listens."""
+    """A workload's claims, one for each device, and the directory of its messages."""
 
     claims: tuple[Claim, ...]
     directory: Path
 
 
 class Agent:
-    """`round` is to be called every fifth of a second or so while there are shares. Raises DeviceError."""
+    """The agent of one node. Call `round` about five times a second while there are shares. Raises DeviceError."""
 
     def __init__(self, memory: DeviceMemory, owner_of: Callable[[int], str], policy: Policy) -> None:
         self._memory = memory
@@ -45,18 +45,18 @@ class Agent:
         self._enforcer = Enforcer(policy)
 
     def round(self, shares: Iterable[Share], now: float) -> Round:
-        """Sample, decide, act. `now` in seconds of a clock that never goes back."""
+        """Sample the devices, decide, and execute the decisions. `now` is in seconds of a monotonic clock."""
         shares = list(shares)
-        claims = [claim for share in shares for claim in _listened(share)]
+        claims = [claim for share in shares for claim in _with_messages(share)]
         decided = self._enforcer.observe(
             self._memory.totals(), claims, self._samples({claim.workload for claim in claims}), now
         )
         for share in shares:
-            _tell(share, decided)
+            _send_limit(share, decided)
         return msgspec.structs.replace(decided, kills=tuple(map(self._carry_out, decided.kills)))
 
     def _samples(self, claimed: set[str]) -> list[Sample]:
-        """What processes use. Of those whose workload has no claim (any more) nothing is known but that they use it."""
+        """Return what processes use; the workload is UNKNOWN for processes whose workload has no claim."""
         self._processes.refresh()
         return [
             Sample(process, owner if owner in claimed else UNKNOWN, use.device, use.used_mib)
@@ -66,7 +66,7 @@ class Agent:
         ]
 
     def _carry_out(self, kill: Kill) -> Kill:
-        """What became of it."""
+        """End the process, and return the kill with its outcome."""
         why = f"for {kill.beneficiary}, whose request it holds" if kill.beneficiary else "it is over its limit"
         facts = (kill.process.pid, kill.workload, kill.device, kill.over_mib, why)
         if kill.only_reported:
@@ -81,12 +81,12 @@ class Agent:
         return kill
 
     def close(self) -> None:
-        """Let go of the processes it watches."""
+        """Close the handles of the watched processes."""
         self._processes.close()
 
 
 def explain(kill: Kill, beneficiary: str, container: str = "") -> str:
-    """For whoever asks why a process is gone. `beneficiary` is what people call the workload that it was for."""
+    """Return why a process was ended, for users. `beneficiary` is the display name of the workload that it was for."""
     over = f"it held {show_mib(kill.over_mib)} of GPU memory above"
     why = f"{over} its request, which {beneficiary} has asked for" if kill.beneficiary else f"{over} its limit"
     verb = "would be ended, were the killer on" if kill.only_reported else "was ended"
@@ -96,51 +96,51 @@ def explain(kill: Kill, beneficiary: str, container: str = "") -> str:
 
 
 def code_of(kill: Kill) -> ReasonCode:
-    """What it was ended for."""
+    """Return the reason code of a kill."""
     return ReasonCode.GPU_MEMORY_RECLAIMED if kill.beneficiary else ReasonCode.OVER_GPU_MEMORY_LIMIT
 
 
 def what_it_can_do(policy: Policy) -> str:
-    """For the log at start: what this agent will and will not do."""
+    """Return what this agent will do under the policy, for the log at start."""
     if not policy.killer:
-        return "tells workloads that listen how much GPU memory they may use; ends nobody: whom it would end is logged"
+        return "sends GPU memory limits to workloads that listen; ends no process, only logs which it would end"
     if not _may_kill():
-        return "is to end processes that hold what an owner needs, but lacks CAP_KILL: it can end its own user's only"
-    return "tells workloads that listen how much GPU memory they may use, and ends processes that hold what owners need"
+        return "should end processes that hold what an owner needs, but lacks CAP_KILL: only those of its own user"
+    return "sends GPU memory limits to workloads that listen, and ends processes that hold what owners need"
 
 
-def _listened(share: Share) -> Iterable[Claim]:
-    """The claims with what the workload says and was told: both stand where it may write, so no more than its limit."""
-    said = mailbox.heard(share.directory)
-    if said is None:
+def _with_messages(share: Share) -> Iterable[Claim]:
+    """Return the claims with the workload's messages, each capped at its limit: the workload can write both files."""
+    usage = mailbox.read_usage(share.directory)
+    if usage is None:
         return share.claims
-    limit = mailbox.told(share.directory)
+    limit = mailbox.read_limit(share.directory)
     return (
         msgspec.structs.replace(
             claim,
             listens=True,
-            told_mib=_at_most(claim.limit_mib, limit),
-            follows_mib=_at_most(claim.limit_mib, said.follows_mib),
-            wanted_mib=said.wanted_mib,
+            assigned_mib=_at_most(claim.limit_mib, limit),
+            follows_mib=_at_most(claim.limit_mib, usage.follows_mib),
+            wanted_mib=usage.wanted_mib,
         )
         for claim in share.claims
     )
 
 
-def _at_most(limit_mib: int, said_mib: int | None) -> int | None:
-    return None if said_mib is None else min(limit_mib, said_mib)
+def _at_most(limit_mib: int, reported_mib: int | None) -> int | None:
+    return None if reported_mib is None else min(limit_mib, reported_mib)
 
 
-def _tell(share: Share, decided: Round) -> None:
-    """The smallest of its devices' limits: a workload uses its devices alike."""
+def _send_limit(share: Share, decided: Round) -> None:
+    """Send the workload the smallest of its devices' limits, since it uses its devices equally."""
     limits = [
         decided.limits[key] for claim in share.claims if (key := (claim.workload, claim.device)) in decided.limits
     ]
-    if limits and (limit := min(limits)) != mailbox.told(share.directory):
+    if limits and (limit := min(limits)) != mailbox.read_limit(share.directory):
         try:
-            mailbox.tell(share.directory, limit)
+            mailbox.write_limit(share.directory, limit)
         except OSError as error:
-            log.error("workload %s cannot be told its limit of %s MiB: %s", share.claims[0].workload, limit, error)
+            log.error("cannot send workload %s its limit of %s MiB: %s", share.claims[0].workload, limit, error)
 
 
 def _may_kill() -> bool:

@@ -1,4 +1,4 @@
-"""What workloads were given of a device, and what they use of it: the facts of one sampling round."""
+"""The input of one sampling round: the claims of workloads on devices, and the memory that processes use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNKNOWN: Final = ""
 
 
 class Process(NamedTuple):
-    """A process that cannot be mistaken for another: its number and its start time in clock ticks since boot."""
+    """A process identified by its pid and its start time in clock ticks since boot, since pids are reused."""
 
     pid: int
     start: int
@@ -24,10 +24,10 @@ class Process(NamedTuple):
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """One workload's part of one device, in MiB.
 
-    `request_mib` is guaranteed, `limit_mib` the most it may use when others leave it. A claim that is not `running`
-    belongs to a newcomer that waits for its request to be free. `since` is when the claim was given, in seconds since
-    the epoch. A workload that `listens` follows the limit that it is told, `told_mib`, from its next step on:
-    `follows_mib` is the one it follows now, and `wanted_mib` what it would like to use (None: all that it may).
+    `request_mib` is guaranteed, `limit_mib` is the most it may use while the rest is idle. A claim that is not
+    `running` belongs to a workload that waits for its request to be free. `since` is when the claim was created, in
+    seconds since the epoch. A workload that `listens` follows the limit sent to it, `assigned_mib`, from its next step
+    on: `follows_mib` is the limit it follows now, and `wanted_mib` the memory it wants (None: all up to its limit).
     """
 
     workload: str
@@ -38,13 +38,13 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     since: float = 0.0
     running: bool = True
     listens: bool = False
-    told_mib: int | None = None
+    assigned_mib: int | None = None
     follows_mib: int | None = None
     wanted_mib: int | None = None
 
 
 class Sample(NamedTuple):
-    """What one process uses of one device, and whose it is (`UNKNOWN` where nobody knows)."""
+    """The memory that one process uses of one device, and its workload (`UNKNOWN` where it has none)."""
 
     process: Process
     workload: str
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger's line for one workload on one device, in MiB."""
+    """The ledger's row for one workload on one device, in MiB."""
 
     workload: str
     device: str
@@ -65,12 +65,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def borrowed_mib(self) -> int:
-        """What it uses above its request."""
+        """The memory in use above the request, in MiB."""
         return max(0, self.used_mib - self.request_mib)
 
 
 def usage(samples: Iterable[Sample]) -> Counter[str]:
-    """MiB used by each workload, 0 for those without a sample."""
+    """Return the MiB used by each workload, 0 for those without a sample."""
     used: Counter[str] = Counter()
     for sample in samples:
         used[sample.workload] += sample.used_mib

@@ -71,21 +71,21 @@ class NvmlMemory:
         import pynvml  # noqa: PLC0415 (only where there is a driver)
 
         self._nvml: Any = pynvml
-        with self._asking():
+        with self._translated_errors():
             pynvml.nvmlInit()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
             self._handles = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
 
     def totals(self) -> dict[str, int]:
         """MiB of each GPU."""
-        with self._asking():
+        with self._translated_errors():
             return {
                 uuid: self._nvml.nvmlDeviceGetMemoryInfo(handle).total // _MIB for uuid, handle in self._handles.items()
             }
 
     def uses(self) -> list[Use]:
         """Compute processes; a process of another pid namespace shows the number that this namespace gives it."""
-        with self._asking():
+        with self._translated_errors():
             return [
                 Use(uuid, running.pid, (running.usedGpuMemory or 0) // _MIB)
                 for uuid, handle in self._handles.items()
@@ -93,7 +93,7 @@ class NvmlMemory:
             ]
 
     @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except self._nvml.NVMLError as error:

@@ -115,7 +115,7 @@ class Enforcer:
         """Whether it was told to end, and still has time to."""
         return now - self._dying.get(process, -math.inf) < self.policy.term_s
 
-    def told_to_end(self, process: Process) -> bool:
+    def was_terminated(self, process: Process) -> bool:
         """Whether SIGTERM was sent."""
         return process in self._dying
 
@@ -150,7 +150,7 @@ class _Device:
         self._total = total_mib
         self._now = now
         listening = (claim.workload for claim in claims if claim.listens)
-        self._deaf = frozenset(w for w in listening if enforcer.overdue((w, name), now))
+        self._unresponsive = frozenset(w for w in listening if enforcer.overdue((w, name), now))
 
     @property
     def rows(self) -> list[Row]:
@@ -169,12 +169,12 @@ class _Device:
         ]
 
     def decide(self) -> _Device:
-        wanted = targets(self._total, self.claims, self.used, self._policy, self._deaf)
+        wanted = targets(self._total, self.claims, self.used, self._policy, self._unresponsive)
         self._lower(wanted)
         self._raise(wanted)
         self._admit()
-        self._end_those_over_their_limit()
-        self._make_room()
+        self._end_processes_over_limit()
+        self._free_reserved()
         return self
 
     # Limits
@@ -185,7 +185,7 @@ class _Device:
             if not claim.listens or not claim.running:
                 continue
             target = wanted.get(claim.workload, claim.request_mib)
-            self.limits[claim.workload] = min(claim.told_mib or 0, target)
+            self.limits[claim.workload] = min(claim.assigned_mib or 0, target)
             held = max(claim.follows_mib or 0, self.used[claim.workload])
             self._enforcer.note_order((claim.workload, self.name), target, held, self._now)
 
@@ -208,7 +208,7 @@ class _Device:
         return self._total - self.used[UNKNOWN] - self._committed(self.claims)
 
     def _committed(self, claims: Iterable[Claim]) -> int:
-        return sum(committed(claim, self.used[claim.workload], self._policy, self._deaf) for claim in claims)
+        return sum(committed(claim, self.used[claim.workload], self._policy, self._unresponsive) for claim in claims)
 
     # Newcomers
 
@@ -223,13 +223,13 @@ class _Device:
 
     # Kills
 
-    def _end_those_over_their_limit(self) -> None:
+    def _end_processes_over_limit(self) -> None:
         for claim in self.claims:
             over = self.used[claim.workload] - claim.limit_mib - self._policy.slack_mib
             if claim.running and over > 0:
                 self._end_largest(claim, over)
 
-    def _make_room(self) -> None:
+    def _free_reserved(self) -> None:
         """End silent borrowers until what is reserved is free, when those that listen have yielded."""
         missing = self._missing()
         for claim in self._victims():
@@ -246,7 +246,7 @@ class _Device:
 
     def _yields(self, claim: Claim) -> int:
         """What a workload that was told to yield, and still has time, is about to give back."""
-        if claim.workload not in self.limits or claim.workload in self._deaf:
+        if claim.workload not in self.limits or claim.workload in self._unresponsive:
             return 0
         return max(0, self.used[claim.workload] - self.limits[claim.workload])
 
@@ -254,7 +254,7 @@ class _Device:
         def borrows(claim: Claim) -> bool:
             return claim.running and self.used[claim.workload] > claim.request_mib and not self._yields(claim)
 
-        told = {s.workload for s in self.samples if self._enforcer.told_to_end(s.process)}
+        told = {s.workload for s in self.samples if self._enforcer.was_terminated(s.process)}
 
         def cost(claim: Claim) -> tuple[bool, int, int, float, str]:
             over = self.used[claim.workload] - claim.request_mib

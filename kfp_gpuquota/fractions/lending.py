@@ -1,11 +1,11 @@
-"""How much of one device each workload may use now. Pure.
+"""Computes how much of one device each workload may use now. Pure.
 
-A device is a loan business: every workload's request is its deposit, and what owners leave unused is lent to those that
-want more than their request, up to their limit, the higher priority first, in proportion to the requests within one.
+Memory that workloads leave unused of their requests is lent to workloads that want more than their request, up to their
+limit: the higher priority first, within a priority in proportion to the requests.
 
-What may be lent is what is not *reserved*: a newcomer's request; of a listening owner what it says it wants, for it
-asks before it grows; of a silent owner its whole request, for nobody can know when it will allocate, unless the policy
-lends that, too.
+Memory that is *reserved* is not lent: the request of a workload that waits to start; of a workload that listens, what
+it reports to want, because it asks before it allocates more; of a silent workload its whole request, because its next
+allocation cannot be predicted, unless the policy lends that too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the agent may do on one node.
+    """What the agent is permitted to do on one node.
 
     `killer`: end processes that hold what an owner needs, or that are over their limit; off, it only reports them.
     `lend_silent`: lend also what silent owners leave unused of their request; their guarantee then holds at arrival
@@ -41,7 +41,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def reserved(claim: Claim, used_mib: int, policy: Policy) -> int:
-    """What of the claim's request nobody else may use now."""
+    """Return the part of the claim's request that no other workload may use now, in MiB."""
     if not claim.running:
         return claim.request_mib
     if claim.listens:
@@ -50,38 +50,46 @@ def reserved(claim: Claim, used_mib: int, policy: Policy) -> int:
 
 
 def targets(
-    total_mib: int, claims: Sequence[Claim], used: Mapping[str, int], policy: Policy, deaf: frozenset[str] = frozenset()
+    total_mib: int,
+    claims: Sequence[Claim],
+    used: Mapping[str, int],
+    policy: Policy,
+    unresponsive: frozenset[str] = frozenset(),
 ) -> dict[str, int]:
-    """The limit that each listening workload should have now; the `deaf` ones are treated as silent."""
-    listening = [claim for claim in claims if _hears(claim, deaf)]
+    """Return the limit that each listening workload should have now; `unresponsive` ones are treated as silent."""
+    listening = [claim for claim in claims if _cooperates(claim, unresponsive)]
     limits = {claim.workload: reserved(claim, used[claim.workload], policy) for claim in listening}
-    others = sum(committed(claim, used[claim.workload], policy, deaf) for claim in claims if not _hears(claim, deaf))
+    others = sum(
+        committed(claim, used[claim.workload], policy, unresponsive)
+        for claim in claims
+        if not _cooperates(claim, unresponsive)
+    )
     pool = total_mib - used[UNKNOWN] - others - sum(limits.values())
     for priority in sorted({claim.priority for claim in listening}, reverse=True):
         pool -= _lend(pool, [claim for claim in listening if claim.priority == priority], limits)
     return limits
 
 
-def committed(claim: Claim, used_mib: int, policy: Policy, deaf: frozenset[str] = frozenset()) -> int:
-    """What the claim's workload holds, or may come to hold without asking anybody.
+def committed(claim: Claim, used_mib: int, policy: Policy, unresponsive: frozenset[str] = frozenset()) -> int:
+    """Return the memory that the claim's workload holds, or may allocate under the limits sent to it, in MiB.
 
-    What the `deaf` may do is not waited for: they had their time to yield, and borrow at the risk of being ended.
+    For `unresponsive` workloads sent limits do not count: their time to yield has passed, and they may be ended.
     """
     firm = max(used_mib, reserved(claim, used_mib, policy))
-    return max(firm, claim.follows_mib or 0, claim.told_mib or 0) if _hears(claim, deaf) else firm
+    return max(firm, claim.follows_mib or 0, claim.assigned_mib or 0) if _cooperates(claim, unresponsive) else firm
 
 
 def most(claim: Claim) -> int:
-    """What it would use if all was free."""
+    """Return the memory that the workload would use on an idle device, in MiB."""
     return claim.limit_mib if claim.wanted_mib is None else min(claim.limit_mib, claim.wanted_mib)
 
 
-def _hears(claim: Claim, deaf: frozenset[str]) -> bool:
-    return claim.listens and claim.running and claim.workload not in deaf
+def _cooperates(claim: Claim, unresponsive: frozenset[str]) -> bool:
+    return claim.listens and claim.running and claim.workload not in unresponsive
 
 
 def _lend(pool: int, claims: Iterable[Claim], limits: dict[str, int]) -> int:
-    """Raise the limits out of the pool, evenly by request until each has what it wants. Returns what was lent."""
+    """Raise the limits from the pool in proportion to the requests, up to what each wants; return the sum."""
     wanting = {claim.workload: (claim.request_mib or 1, most(claim)) for claim in claims}
     lent = 0
     while wanting := {name: want for name, want in wanting.items() if limits[name] < want[1]}:

@@ -1,7 +1,7 @@
 """The two files by which an agent and a workload agree on a limit (docs/fractions.md).
 
-The directory is the workload's to write in, and on Kubernetes the agent is root: it follows no link there, opens
-nothing but regular files, and believes two numbers.
+The workload can write to the directory, and on Kubernetes the agent is root: so the agent follows no link there, opens
+only regular files, and reads two numbers.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What a workload may use of each of its devices, in MiB."""
+class LimitMessage(msgspec.Struct, frozen=True):
+    """The limit of a workload on each of its devices, in MiB."""
 
     limit_mib: int
 
 
-class Heard(msgspec.Struct, frozen=True):
-    """What a workload says: the limit that it follows now, and what it would like to use (None: all it may)."""
+class UsageMessage(msgspec.Struct, frozen=True):
+    """A workload's report: the limit that it follows now, and the memory it wants (None: all up to its limit)."""
 
     follows_mib: int | None = None
     wanted_mib: int | None = None
 
 
-def tell(directory: Path, limit_mib: int) -> None:
-    """Replace the limit. Raises OSError."""
+def write_limit(directory: Path, limit_mib: int) -> None:
+    """Write the workload's limit. Raises OSError."""
     temporary = f"{LIMIT_FILE}.new"
     within = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -46,8 +46,8 @@ def tell(directory: Path, limit_mib: int) -> None:
             os.unlink(temporary, dir_fd=within)
         new = os.open(temporary, _NEW, 0o644, dir_fd=within)
         try:
-            os.fchmod(new, 0o644)  # whatever our umask: the workload is another user
-            os.write(new, msgspec.json.encode(Told(limit_mib)))
+            os.fchmod(new, 0o644)  # independent of the umask: the workload is another user
+            os.write(new, msgspec.json.encode(LimitMessage(limit_mib)))
         finally:
             os.close(new)
         os.replace(temporary, LIMIT_FILE, src_dir_fd=within, dst_dir_fd=within)
@@ -55,15 +55,15 @@ def tell(directory: Path, limit_mib: int) -> None:
         os.close(within)
 
 
-def told(directory: Path) -> int | None:
-    """The limit that stands; None where nothing was said."""
-    said = _read(f"{directory}/{LIMIT_FILE}", Told)
-    return None if said is None else said.limit_mib
+def read_limit(directory: Path) -> int | None:
+    """Return the limit that was written last; None where none was."""
+    message = _read(f"{directory}/{LIMIT_FILE}", LimitMessage)
+    return None if message is None else message.limit_mib
 
 
-def heard(directory: Path) -> Heard | None:
-    """What the workload says; None for one that does not listen, or that writes what cannot be read."""
-    return _read(f"{directory}/{USAGE_FILE}", Heard)
+def read_usage(directory: Path) -> UsageMessage | None:
+    """Return the workload's report; None for a workload that does not listen or writes an invalid file."""
+    return _read(f"{directory}/{USAGE_FILE}", UsageMessage)
 
 
 def _read(path: str, kind: type[_Struct]) -> _Struct | None:
@@ -74,7 +74,7 @@ def _read(path: str, kind: type[_Struct]) -> _Struct | None:
 
 
 def _content(path: str) -> bytes:
-    """A regular file's beginning; empty for anything else, such as a link, or a pipe that would make us wait."""
+    """Return the start of a regular file; empty for anything else, such as a link, or a pipe, which could block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""Processes of this machine: told apart for ever, known by whose they are, ended without mistake."""
+"""Processes of this machine: identifies them despite reused pids, finds their workloads, and ends them safely."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _CONTAINER_IN_CGROUP = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 
 def identify(pid: int) -> Process | None:
-    """The process with its start time; None when it has ended."""
+    """Return the process with its start time; None when it has exited."""
     fields = _stat(pid)
     return None if fields is None else Process(pid, int(fields[19]))
 
 
 def worker_of(pid: int) -> str:
-    """The embedded cluster's worker that the process belongs to, by the environment it was started with.
+    """Return the embedded cluster's worker that the process belongs to, by the environment it was started with.
 
-    A child that was given another environment is its nearest ancestor's.
+    A child with another environment belongs to the worker of its nearest ancestor.
     """
     for _ in range(MAX_ANCESTORS):
         for entry in read(f"/proc/{pid}/environ").split(b"\0"):
@@ -42,35 +42,35 @@ def worker_of(pid: int) -> str:
     return UNKNOWN
 
 
-class Place(NamedTuple):
-    """Where a process runs, as its cgroup tells: the pod's UID, the container's number; UNKNOWN where it does not."""
+class ContainerIdentity(NamedTuple):
+    """The pod's UID and the container's id of a process, from its cgroup; UNKNOWN where it has none."""
 
     pod: str
     container: str
 
 
-def place_of(pid: int) -> Place:
-    """The pod and the container in whose cgroup the process is."""
-    return place_in(read(f"/proc/{pid}/cgroup").decode(errors="replace"))
+def container_of(pid: int) -> ContainerIdentity:
+    """Return the pod and the container in whose cgroup the process is."""
+    return container_in(read(f"/proc/{pid}/cgroup").decode(errors="replace"))
 
 
-def place_in(cgroups: str) -> Place:
-    """The same from the content of /proc/PID/cgroup, of version 1 (a line a controller) or 2 (one line).
+def container_in(cgroups: str) -> ContainerIdentity:
+    """Return the same from the content of /proc/PID/cgroup, of version 1 (a line per controller) or 2 (one line).
 
-    Of a path the leftmost is taken: what is below its own cgroup a container may name as it likes.
+    The leftmost match in a path is used: a container can choose the names below its own cgroup.
     """
     pod, container = _POD_IN_CGROUP.search(cgroups), _CONTAINER_IN_CGROUP.search(cgroups)
-    return Place(
+    return ContainerIdentity(
         pod.group(1).replace("_", "-") if pod else UNKNOWN,
         container.group() if container else UNKNOWN,
     )
 
 
 class Processes:
-    """The processes that were seen, each held by a pidfd, so that a number given away is never taken for another's.
+    """The tracked processes, each held by a pidfd, so that a reused pid is never mistaken for the old process.
 
-    Reading the start time of 200 processes costs 5 ms in each round; asking the kernel which of 200 pidfds have ended
-    is one call.
+    Rejected: reading the start time of 200 processes, which takes 5 ms in each round. One call to the kernel returns
+    which of 200 pidfds have exited.
     """
 
     def __init__(self, look_up: Callable[[int], str]) -> None:
@@ -81,22 +81,22 @@ class Processes:
         self._ended = select.epoll()
 
     def refresh(self) -> None:
-        """Forget those that have ended; to be called before each round."""
+        """Remove the processes that have exited; call it before each round."""
         for handle, _ in self._ended.poll(0):
             self._forget(self._handles[handle])
 
     def get(self, pid: int) -> Process | None:
-        """The process that has the number now; None when it has ended."""
+        """Return the process that has the pid now; None when it has exited."""
         return self._known.get(pid) or self._hold(pid)
 
     def owner_of(self, process: Process) -> str:
-        """The workload, or UNKNOWN. What is not known yet is looked up again the next time."""
+        """Return the process's workload, or UNKNOWN, which is looked up again the next time."""
         if not (owner := self._owners.get(process.pid, UNKNOWN)):
             owner = self._owners[process.pid] = self._look_up(process.pid)
         return owner
 
     def end(self, process: Process, *, force: bool) -> bool:
-        """SIGTERM, or SIGKILL. False when that process has ended; PermissionError where it is not ours to end."""
+        """Send SIGTERM, or SIGKILL with `force`; return False if the process has exited. Raises PermissionError."""
         handle = next((handle for handle, pid in self._handles.items() if pid == process.pid), None)
         if handle is None or self._known[process.pid] != process:
             return False
@@ -107,7 +107,7 @@ class Processes:
         return True
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close the handles of all processes."""
         for pid in list(self._known):
             self._forget(pid)
         self._ended.close()
@@ -133,14 +133,14 @@ class Processes:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third on (state, parent, ...); None for one that has ended."""
+    """Return the fields of /proc/PID/stat from the third on (state, parent, ...); None if the process has exited."""
     content = read(f"/proc/{pid}/stat").decode(errors="replace")
     fields = content.rpartition(")")[2].split()
     return None if not fields or fields[0] in {"Z", "X"} else fields
 
 
 def read(path: str) -> bytes:
-    """A small file, whole; empty where it cannot be read. Without the layers that cost more than the system calls."""
+    """Return a small file's content; empty where it cannot be read. Uses os.read, which is faster than file objects."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,7 +1,8 @@
-"""One elastic job's membership: who trains together, as a pure state machine.
+"""The membership of one elastic job, the workers that train together, as a pure state machine.
 
 Belongs here: generations, the two transition tables, limits on silence and on leaving, orders to workers.
-Does not: connections, stores, clocks (server.membership drives it), and which workers a job should have (scheduler).
+Does not belong here: connections, stores and clocks (server.membership drives the machine), and which workers a job
+should have (scheduler).
 """
 
 from kfp_gpuquota.membership.commands import (
@@ -15,8 +16,8 @@ from kfp_gpuquota.membership.commands import (
     Recover,
     Release,
     Reserve,
+    SendOrder,
     Stay,
-    Tell,
 )
 from kfp_gpuquota.membership.events import (
     CollectiveFailed,
@@ -60,9 +61,9 @@ __all__ = [
     "Recover",
     "Release",
     "Reserve",
+    "SendOrder",
     "Stay",
     "TargetChanged",
-    "Tell",
     "Ticked",
     "TrainingFinished",
     "WorkerDisconnected",

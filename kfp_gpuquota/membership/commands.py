@@ -1,7 +1,8 @@
-"""What the machine wants done, in the imperative.
+"""The commands that the machine returns, in the imperative.
 
-An *order* is what stands for one worker now. Orders are levels, not edges: a worker that reconnects is told the one
-that stands and nothing older, so none can be missed and none has to be acknowledged.
+An *order* is the current instruction for one worker. Orders are level-triggered, not edge-triggered: a worker that
+reconnects receives only the current one, so that none can be missed and none has to be acknowledged. Instructions that
+are sent once would need sequence numbers and acknowledgements.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import msgspec
 
 
 class Stay(msgspec.Struct, frozen=True, tag=True, tag_field="order"):
-    """Nothing to do: go on in `generation` (0: wait for one), and drop whatever was proposed beyond it."""
+    """Continue in `generation` (0: wait for one), and drop any proposal beyond it."""
 
     generation: int
 
@@ -18,8 +19,8 @@ class Stay(msgspec.Struct, frozen=True, tag=True, tag_field="order"):
 class Propose(msgspec.Struct, frozen=True, tag=True, tag_field="order"):
     """Prepare `generation` in the background; the members of `base` switch when all of them are prepared.
 
-    `members` are in rank order: those who stay keep their relative order, joiners follow. Empty: all of `base` save
-    and leave.
+    `members` are in rank order: remaining members keep their relative order, joining ones follow. Empty: all members of
+    `base` save their state and leave.
     """
 
     generation: int
@@ -28,9 +29,9 @@ class Propose(msgspec.Struct, frozen=True, tag=True, tag_field="order"):
 
 
 class Recover(msgspec.Struct, frozen=True, tag=True, tag_field="order"):
-    """Give up what is in flight, build `generation` at once and repeat the step there.
+    """Abort the current step, build `generation` at once and repeat the step there.
 
-    The first generation is formed in the same way: nobody has a step to finish.
+    The first generation is formed in the same way, as no step is in progress.
     """
 
     generation: int
@@ -38,7 +39,7 @@ class Recover(msgspec.Struct, frozen=True, tag=True, tag_field="order"):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, tag_field="order"):
-    """You are in no generation any more: leave."""
+    """Leave: the worker is in no generation any more."""
 
     why: str
 
@@ -46,21 +47,21 @@ class Release(msgspec.Struct, frozen=True, tag=True, tag_field="order"):
 Order = Stay | Propose | Recover | Release
 
 
-class Tell(msgspec.Struct, frozen=True):
-    """Send `order` to `worker`: it replaces every earlier one."""
+class SendOrder(msgspec.Struct, frozen=True):
+    """Send `order` to `worker`; it replaces every earlier order."""
 
     worker: str
     order: Order
 
 
 class Reserve(msgspec.Struct, frozen=True):
-    """Store that `generation` was used, before anything that names it is sent."""
+    """Store that the number `generation` is used, before a message that contains it is sent."""
 
     generation: int
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """End the worker's process: it no longer answers, did not leave in time, or cannot be merged."""
+    """Kill the worker's process: it no longer responds, did not leave in time, or has outdated state."""
 
     worker: str
     why: str
@@ -69,8 +70,8 @@ class Kill(msgspec.Struct, frozen=True):
 class AnnounceCommit(msgspec.Struct, frozen=True):
     """`generation` is in force with these members, in rank order, since the end of `step`.
 
-    Sent when the first member has switched, and once more, with `complete`, when all of them have: `pause_ms` is then
-    that of the member that stood still longest, `lost_steps` the most of any.
+    Issued when the first member has switched, and again, with `complete`, when all have: `pause_ms` and `lost_steps`
+    are the largest of any member.
     """
 
     generation: int
@@ -82,7 +83,7 @@ class AnnounceCommit(msgspec.Struct, frozen=True):
 
 
 class AnnounceRelease(msgspec.Struct, frozen=True):
-    """The worker is let go, or left by agreement, at the end of `step`; its process is about to end with 0."""
+    """The worker is released, or left by agreement, at the end of `step`; its process is about to exit with 0."""
 
     worker: str
     step: int
@@ -95,4 +96,4 @@ class AnnounceFinish(msgspec.Struct, frozen=True):
     step: int
 
 
-Command = Tell | Reserve | Kill | AnnounceCommit | AnnounceRelease | AnnounceFinish
+Command = SendOrder | Reserve | Kill | AnnounceCommit | AnnounceRelease | AnnounceFinish

@@ -1,4 +1,4 @@
-"""What happened to one elastic job, in the past tense: the only way to change its `Membership`.
+"""The events of one elastic job, in the past tense: only they change its `Membership`.
 
 The events of a worker are also the wire format: the worker posts them as JSON with the class's name under "event".
 """
@@ -9,16 +9,16 @@ import msgspec
 
 
 class TargetChanged(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """The cluster wants these workers, in this order; the others are told to go. Empty: the whole job is evicted."""
+    """The cluster wants these workers, in this order, and releases the others. Empty: the whole job is evicted."""
 
     workers: tuple[str, ...]
     reasons: dict[str, str] = {}
 
 
 class WorkerGone(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """The cluster saw the worker's process end. It never comes back under this id.
+    """The worker's process has exited. No other process will have this id.
 
-    `finished`: nobody had told it to go and its exit code was 0, so that its training is over, said or not.
+    `finished`: it exited with 0 without having been asked to leave, so that its training is finished, reported or not.
     """
 
     worker: str
@@ -32,7 +32,7 @@ class WorkerDisconnected(msgspec.Struct, frozen=True, tag=True, tag_field="event
 
 
 class Ticked(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """Time went by; the machine looks at its limits."""
+    """Time has passed; the machine checks its limits."""
 
 
 class WorkerJoined(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
@@ -42,21 +42,21 @@ class WorkerJoined(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """It has imported and built everything, and waits for a generation."""
+    """The worker has imported its modules and built its model, and waits for a generation."""
 
     worker: str
 
 
 class WorkerHeard(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """A sign of life and nothing else."""
+    """A heartbeat of the worker."""
 
     worker: str
 
 
 class WorkerReconnected(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """A worker that already trains connected again, perhaps to a coordinator that knows nothing yet.
+    """A worker that already trains connected again, perhaps to a coordinator that was restarted and has no state.
 
-    `generation` and `members` are those it adopted last, `step` the steps it has applied.
+    `generation` and `members` are those that it adopted last, `step` is the number of steps that it has applied.
     """
 
     worker: str
@@ -66,14 +66,14 @@ class WorkerReconnected(msgspec.Struct, frozen=True, tag=True, tag_field="event"
 
 
 class GenerationPrepared(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """It has built its end of the generation's process group and votes for the switch with its gradients."""
+    """The worker has built its end of the generation's process group and votes for the switch with its gradients."""
 
     worker: str
     generation: int
 
 
 class PreparationFailed(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """It could not build its end of the generation's process group; it stays where it is."""
+    """The worker could not build its end of the generation's process group; it stays in its generation."""
 
     worker: str
     generation: int
@@ -81,10 +81,10 @@ class PreparationFailed(msgspec.Struct, frozen=True, tag=True, tag_field="event"
 
 
 class GenerationAdopted(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """It switched at the end of `step`. From a worker outside the generation: it left, by the same agreement.
+    """The worker switched at the end of `step`. From a worker outside the generation: it left by the same agreement.
 
-    `pause_ms` is how long its loop stood still, `lost_steps` the applied steps that have to be computed again;
-    `members` are the generation's, for a coordinator that does not know it; none: the whole job leaves.
+    `pause_ms` is how long its training loop was stopped, `lost_steps` the number of applied steps to be repeated.
+    `members` are the generation's, for a coordinator without this state; none: the whole job leaves.
     """
 
     worker: str
@@ -96,7 +96,7 @@ class GenerationAdopted(msgspec.Struct, frozen=True, tag=True, tag_field="event"
 
 
 class CollectiveFailed(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """A collective of this generation, of these members, failed. The worker waits to be told with whom it goes on."""
+    """A collective of this generation, of these members, failed. The worker waits for the next generation."""
 
     worker: str
     generation: int
@@ -106,13 +106,13 @@ class CollectiveFailed(msgspec.Struct, frozen=True, tag=True, tag_field="event")
 
 
 class LeaveRequested(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """Somebody told the worker itself to go (SIGTERM: a node is drained); it asks to be let go by agreement."""
+    """The worker received SIGTERM (its node is drained) and asks to leave by agreement."""
 
     worker: str
 
 
 class TrainingFinished(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
-    """It applied the last step. Nothing is resized any more."""
+    """The worker applied the last step of the training. The job is not resized any more."""
 
     worker: str
     step: int
@@ -130,6 +130,6 @@ WorkerEvent = (
     | LeaveRequested
     | TrainingFinished
 )
-"""What a worker says about itself."""
+"""The events that workers send."""
 
 Event = TargetChanged | WorkerGone | WorkerDisconnected | Ticked | WorkerEvent

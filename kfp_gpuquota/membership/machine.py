@@ -1,19 +1,19 @@
 """The membership machine of one elastic job: `apply(event, now)` returns commands.
 
-Each event first changes what is known (`hearing`); then the generation in force is compared with what is wanted and
-possible, and the next one may be proposed (`deciding`); then the orders that follow from the new state are compared
-with those last sent, and what differs is sent (`orders`). So a decision never depends on which event came when, only on
-what is known.
+Each event first changes the job's state (`event_handlers`). Then the generation in force is compared with the target
+and the workers' states, and the next one may be proposed (`decisions`). Then the orders that follow from the new state
+are compared with those last sent, and the changed ones are sent (`orders`). So a decision depends only on the state.
+Handlers that decide themselves would depend on the order in which events arrive.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.membership.deciding import decide
+from kfp_gpuquota.membership.decisions import decide
+from kfp_gpuquota.membership.event_handlers import record
 from kfp_gpuquota.membership.events import WorkerDisconnected, WorkerHeard, WorkerReconnected
-from kfp_gpuquota.membership.hearing import hear
-from kfp_gpuquota.membership.known import KnownJob
+from kfp_gpuquota.membership.job_state import JobState
 from kfp_gpuquota.membership.orders import order_for, send_changed_orders
 from kfp_gpuquota.membership.roster import Generation, Limits, Member
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class Membership:
-    """One elastic job: who trains together now, and who will next.
+    """The membership of one elastic job: the generation in force and the next one.
 
-    `first_generation` is the first number that was never used: 1 for a new job, one more than the highest reserved
-    after the coordinator restarted. With more than 1 the machine first gives workers that already train the time
-    (`limits.silence_s`) to reconnect. `trained` are the workers of the generation that was in force then: while none of
-    them is heard, none is killed and no first generation is opened beside theirs, since it is the coordinator that may
-    be cut off from them.
+    `first_generation` is the first unused number: 1 for a new job, one more than the highest reserved number after a
+    restart of the coordinator. With more than 1 the machine first waits `limits.silence_s` for workers that already
+    train to reconnect. `trained` are the workers of the generation that was in force before the restart: until one of
+    them reconnects, none is killed and no first generation is opened, because the coordinator may be disconnected from
+    them.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class Membership:
         now: float = 0.0,
         trained: Collection[str] = (),
     ) -> None:
-        self._job = KnownJob(min_workers, first_generation, limits or Limits(), now)
+        self._job = JobState(min_workers, first_generation, limits or Limits(), now)
         for worker in trained:
             self._job.members[worker] = Member(worker, trained_before=True, returning=True)
 
     def apply(self, event: Event, now: float) -> list[Command]:
-        """Take one event in, at `now` (seconds, any origin, never falling); return what is to be done, in order."""
+        """Apply one event at `now` (seconds of a monotonic clock), and return the commands to execute, in order."""
         job = self._job
         job.out, job.now = [], now
-        hear(job, event)
+        record(job, event)
         if _is_routine(job, event):
             return job.out
         decide(job)
@@ -59,10 +59,10 @@ class Membership:
         return job.out
 
     def order_for(self, worker: str) -> Order:
-        """What stands for `worker` now: sent whenever it connects."""
+        """Return the current order for `worker`, which is sent whenever it connects."""
         return order_for(self._job, worker)
 
-    # To be read only
+    # For reading only.
 
     @property
     def generation(self) -> int:
@@ -71,7 +71,7 @@ class Membership:
 
     @property
     def highest(self) -> int:
-        """The highest number that a generation of this job was ever given."""
+        """The highest generation number used so far."""
         return self._job.highest
 
     @property
@@ -81,26 +81,26 @@ class Membership:
 
     @property
     def pending(self) -> Generation | None:
-        """The next one, proposed or being built."""
+        """The next generation, proposed or being built."""
         return self._job.pending
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """All workers that were ever heard of, by id."""
+        """All workers of the job, past and present, by id."""
         return self._job.members
 
     @property
     def finished(self) -> bool:
-        """Whether somebody applied the last step."""
+        """Whether a worker has applied the last step."""
         return self._job.finished
 
 
-def _is_routine(job: KnownJob, event: Event) -> bool:
-    """Return whether no decision and no order can follow from the event, so that none needs to be looked for.
+def _is_routine(job: JobState, event: Event) -> bool:
+    """Return whether no decision and no order can follow from the event.
 
-    Signs of life come once a second from each worker; what follows from silence is decided at each tick. While all
-    members train together and nothing is pending, a connection that breaks or comes back changes nothing either: all of
-    a job's may, at once, and looking at each member for each of them takes their number squared.
+    Heartbeats arrive once a second from each worker; silence is checked at each tick. While all members train together
+    and no generation is pending, a lost or restored connection changes nothing either: all connections of a job may
+    break at once, and checking every member for each of them would take quadratic time.
     """
     if isinstance(event, WorkerHeard):
         return True

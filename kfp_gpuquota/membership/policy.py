@@ -1,4 +1,4 @@
-"""Who should be in the next generation, as pure functions. The order of the result gives the ranks."""
+"""Selects the members of the next generation, as pure functions. The order of the result gives the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def first_members(wanted: Sequence[Member], min_workers: int, forming_s: float, now: float) -> tuple[str, ...]:
-    """The first generation: all wanted workers, or after `forming_s` those that are ready. Empty: not yet."""
+    """Return the first generation: all wanted workers, or after `forming_s` those that are ready. Empty: not yet."""
     ready = [member for member in wanted if member.state is WorkerState.READY]
     if not ready:
         return ()
@@ -24,13 +24,13 @@ def first_members(wanted: Sequence[Member], min_workers: int, forming_s: float, 
     return tuple(member.id for member in ready)
 
 
-def cut_off(alive: Sequence[Member], failed_at: float, failure_s: float, now: float) -> list[str] | None:
-    """Of the members of a generation in which a collective failed, those who are taken for dead; None: not known yet.
+def disconnected_members(alive: Sequence[Member], failed_at: float, failure_s: float, now: float) -> list[str] | None:
+    """Return the members that are regarded as dead after a failed collective; None while that is undecided.
 
-    At once, where one connection broke and all others had stood for a while: so it looks when a process dies. Where
-    others broke as well, and perhaps came back, it may be the network's doing: each has `failure_s` to come back, from
-    its own loss and from when another one was there to show that it can be done. One that was never connected (after a
-    restart) is waited for until its silence is too long.
+    If only one connection broke and all others had been stable for `failure_s`, that process has died. If several
+    broke, and perhaps came back, the network may be the cause: each member has `failure_s` to reconnect, counted from
+    its own loss and from the first connection of another member. A member that has never connected (after a restart) is
+    subject to the limits on silence instead.
     """
     lost = {member.id: member.lost_at for member in alive if member.lost_at is not None}
     there = [member.connected_at for member in alive if member.connected_at is not None]
@@ -43,15 +43,16 @@ def cut_off(alive: Sequence[Member], failed_at: float, failure_s: float, now: fl
 
 
 def survivors(base: Sequence[Member], wanted: Sequence[str]) -> tuple[str, ...]:
-    """The recovery generation: the members of `base` still alive; those told to go only if nobody else is left."""
+    """Return the recovery generation: the members of `base` still alive, without unwanted ones unless all are."""
     alive, kept = tuple(member.id for member in base if member.alive), set(wanted)
     return tuple(worker for worker in alive if worker in kept) or alive
 
 
 def next_members(base: Sequence[str], wanted: Sequence[str], members: Mapping[str, Member]) -> tuple[str, ...]:
-    """The planned generation after `base`: who stays in its order, then ready joiners in the order wanted.
+    """Return the planned generation after `base`: remaining members in their order, then ready workers in target order.
 
-    State passes from member to member, so one of `base` stays until a joiner has it, even if none is wanted.
+    State is copied from member to member, so one member of `base` stays until a joining worker has it, even if no
+    member of `base` is wanted.
     """
     before, after = set(base), set(wanted)
     stay = tuple(worker for worker in base if worker in after)
@@ -62,15 +63,15 @@ def next_members(base: Sequence[str], wanted: Sequence[str], members: Mapping[st
 
 
 def still_fits(proposed: Sequence[str], base: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether nobody is in a proposal who is not to be there: more joiners come with the next.
+    """Return whether the proposal has only wanted members. Workers that became ready later join the next generation.
 
-    Replacing it for each joiner would interrupt those that may be entering it.
+    Replacing a proposal for each of them would interrupt workers that may be entering it.
     """
-    known = {*base, *proposed}
-    without_newcomers = [worker for worker in wanted if worker in known]
+    considered = {*base, *proposed}
+    without_newcomers = [worker for worker in wanted if worker in considered]
     return list(proposed) == without_newcomers and bool(proposed) == bool(wanted)
 
 
-def concerned(generations: Iterable[Generation]) -> set[str]:
-    """Their members, and those who leave with one of them while not everybody has switched."""
+def participants(generations: Iterable[Generation]) -> set[str]:
+    """Return the generations' members, and their leavers while the switch is not complete."""
     return {worker for g in generations for worker in (*g.members, *(() if g.complete else g.leavers))}

@@ -1,4 +1,4 @@
-"""What the machine remembers of one worker and of one generation, and its limits."""
+"""The records of one worker and of one generation, and the machine's time limits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from kfp_gpuquota.membership.tables import (
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the machine waits, in seconds.
+    """The machine's time limits, in seconds.
 
-    `starting_s`: from being wanted to a worker's first message, and without a sign of life while it gets ready.
-    `silence_s`: without a sign of life from then on, before a worker is killed that another one may wait for.
-    `unheard_s`: the same where no other one waits for it. `isolated_s`: the same where none of its peers is heard, so
-    that the coordinator itself may be cut off; infinity: such a worker is not killed. `return_s`: from a restart of the
-    coordinator to the first message of a worker that trained before, while its peers are heard. `leave_s`: from being
-    asked to leave to being killed. `forming_s`: from the first ready worker to a first generation without those that
-    are not. `failure_s`: from a failed collective that no lost worker explains to repeating the step with everybody who
-    has come back by then; more than the longest pause between a worker's attempts to connect.
+    `starting_s`: from being in the target to a worker's first message, and without a message until it is ready.
+    `silence_s`: without a message after that, before a worker is killed that another worker may wait for.
+    `unheard_s`: the same for a worker that no other worker waits for. `isolated_s`: the same while all of its peers are
+    silent too, so that the coordinator itself may be disconnected; infinity: such a worker is not killed. `return_s`:
+    from a restart of the coordinator to the first message of a worker that trained before, while its peers send
+    messages. `leave_s`: from the request to leave to the kill. `forming_s`: from the first ready worker to a first
+    generation without the workers that are not ready. `failure_s`: from a failed collective that no lost worker
+    explains to repeating the step with all workers that have reconnected; longer than the longest pause between a
+    worker's connection attempts.
     """
 
     starting_s: float = 900.0
@@ -40,7 +41,7 @@ class Limits:
 
     @property
     def gap_s(self) -> float:
-        """How long one may not be heard that is said to be heard without a gap: longer, and it was away itself."""
+        """The longest time between two messages of a worker that is regarded as responsive without a gap."""
         return self.silence_s / 2
 
 
@@ -50,36 +51,36 @@ class Member:
 
     id: str
     state: WorkerState = WorkerState.EXPECTED
-    wanted_at: float | None = None  # None: it connected, and the cluster has not named it yet
-    heard_at: float | None = None
-    heard_since: float | None = None  # from here to `heard_at` there was no gap
-    connected_at: float | None = None  # it is connected, since then
-    lost_at: float | None = None  # it was, until then
+    wanted_at: float | None = None  # None: it has connected, but the cluster has not named it yet
+    last_message_at: float | None = None
+    responsive_since: float | None = None  # no gap between here and `last_message_at`
+    connected_at: float | None = None  # None: not connected
+    lost_at: float | None = None  # when the connection broke; None: connected, or never connected
     ready_at: float | None = None
     leaving_since: float | None = None
     trained_before: bool = False  # under an earlier coordinator
-    returning: bool = False  # it trained before, and has not been heard by this coordinator
-    stray_in: int = 0  # it came back with this generation, which was history already
+    returning: bool = False  # it trained before, and has sent nothing to this coordinator
+    stale_generation: int = 0  # the outdated generation with which it reconnected
     killed: bool = False
     finished: bool = False
 
     def connect(self, now: float) -> None:
-        """Its connection was made, perhaps in place of one whose end was not noticed."""
+        """Record a new connection, which may replace one whose end was not noticed."""
         self.connected_at, self.lost_at = now, None
 
     def disconnect(self, now: float) -> None:
-        """Its connection has ended."""
+        """Record the end of the connection."""
         if self.connected_at is not None:
             self.connected_at, self.lost_at = None, now
 
-    def hear(self, now: float, gap_s: float) -> None:
-        """It gave a sign of life."""
-        if self.heard_since is None or now - (self.heard_at or 0.0) > gap_s:
-            self.heard_since = now
-        self.heard_at, self.returning = now, False
+    def record(self, now: float, gap_s: float) -> None:
+        """Record a message of the worker."""
+        if self.responsive_since is None or now - (self.last_message_at or 0.0) > gap_s:
+            self.responsive_since = now
+        self.last_message_at, self.returning = now, False
 
     def move(self, trigger: WorkerTrigger) -> bool:
-        """Follow the table; False where it has no such transition."""
+        """Make the transition of the table; return False where it has none."""
         after = WORKER_TRANSITIONS[self.state].get(trigger)
         if after is not None:
             self.state = after
@@ -87,13 +88,13 @@ class Member:
 
     @property
     def alive(self) -> bool:
-        """It can still take part in a generation."""
+        """Whether the worker can still take part in a generation."""
         return not self.killed and self.state not in {WorkerState.GONE, WorkerState.LEFT, WorkerState.FINISHED}
 
 
 @dataclass
 class Generation:
-    """One fixed, ordered membership. `base` is the generation whose members agree to switch; 0: nobody is asked."""
+    """One fixed, ordered set of members. `base` is the generation whose members agree to the switch; 0: none."""
 
     number: int
     members: tuple[str, ...]
@@ -101,20 +102,20 @@ class Generation:
     state: GenerationState
     prepared: set[str] = field(default_factory=set)
     adopted: dict[str, tuple[float, int]] = field(default_factory=dict)  # worker -> (pause in ms, lost steps)
-    leavers: set[str] = field(default_factory=set)  # of the generation before, known when this one is committed
-    refused: set[str] = field(default_factory=set)  # members that could not, or no longer wanted to, enter it
-    failed: set[str] = field(default_factory=set)  # members in which a collective of it failed
+    leavers: set[str] = field(default_factory=set)  # members of the generation before it, set at the commit
+    refused: set[str] = field(default_factory=set)  # members that could not prepare it or gave it up
+    failed: set[str] = field(default_factory=set)  # members that reported a failed collective of it
     failed_at: float | None = None  # when a member could not prepare it
     step: int = 0
-    complete: bool = False  # everybody has switched
+    complete: bool = False  # all members and leavers have switched
 
     @cached_property
     def member_set(self) -> frozenset[str]:
-        """The members, to look one up."""
+        """The members as a set."""
         return frozenset(self.members)
 
     def move(self, trigger: GenerationTrigger) -> bool:
-        """Follow the table; False where it has no such transition."""
+        """Make the transition of the table; return False where it has none."""
         after = GENERATION_TRANSITIONS[self.state].get(trigger)
         if after is not None:
             self.state = after

@@ -1,4 +1,4 @@
-"""The two transition tables. Everything that is not in them is ignored: duplicates, and messages that came too late.
+"""The two transition tables. Transitions that are not in them are ignored: duplicates, and messages that arrive late.
 
 docs/membership.md shows the same tables; a test compares them.
 """
@@ -11,19 +11,19 @@ from typing import Final
 
 
 class WorkerState(StrEnum):
-    """Where one worker stands."""
+    """The state of one worker."""
 
-    EXPECTED = "expected"  # the cluster started it; nothing was heard
+    EXPECTED = "expected"  # the cluster started it; it has sent no message
     JOINING = "joining"  # connected, still importing and building
     READY = "ready"  # waits for a generation
     MEMBER = "member"  # in the generation in force
     LEFT = "left"  # in no generation any more; its process may still run
     FINISHED = "finished"  # applied the last step
-    GONE = "gone"  # its process ended
+    GONE = "gone"  # its process has exited
 
 
 class WorkerTrigger(StrEnum):
-    """What moves a worker."""
+    """The triggers of a worker's transitions."""
 
     JOINED = "WorkerJoined"
     READY = "WorkerReady"
@@ -35,17 +35,17 @@ class WorkerTrigger(StrEnum):
 
 
 class GenerationState(StrEnum):
-    """Where one generation stands."""
+    """The state of one generation."""
 
     PROPOSED = "proposed"  # its members prepare while the one in force trains
-    RECOVERING = "recovering"  # its members build it while nobody trains
+    RECOVERING = "recovering"  # its members build it while no worker trains
     WITHDRAWN = "withdrawn"  # no longer wanted; may still have been agreed on
     COMMITTED = "committed"  # in force: at least one worker switched to it
     SUPERSEDED = "superseded"  # a newer one is in force
 
 
 class GenerationTrigger(StrEnum):
-    """What moves a generation."""
+    """The triggers of a generation's transitions."""
 
     ADOPTED = "GenerationAdopted, or CollectiveFailed inside it"
     OUTDATED = "another target, a joiner lost, a member lost"

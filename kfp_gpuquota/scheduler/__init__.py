@@ -1,7 +1,7 @@
 """The scheduler core: an indexed `State` that events change, and `plan(state, now) -> Plan`.
 
 Belongs here: fair share, queue order, gangs, placement, reclaim, preemption, elasticity, consolidation, explanation.
-Does not: clocks, I/O, logging, randomness. See docs/scheduler.md for the vocabulary and the rules in order.
+Does not belong here: clocks, I/O, logging, randomness. docs/scheduler.md has the vocabulary and the rules in order.
 """
 
 from kfp_gpuquota.scheduler.actions.decisions import Bind, Evict, Move, Nominate, Placement, Plan, Resize

@@ -1,4 +1,4 @@
-"""plan(state, now): runs one cycle on the state's ledger, reads off what it decided, and undoes it."""
+"""plan(state, now): runs one cycle on the state's ledger, reads the decisions from its journal, and rolls it back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one cycle did to one job."""
+    """The changes of one cycle to one job."""
 
     start: list[Task] = field(default_factory=list)
     nominate: list[Task] = field(default_factory=list)
@@ -34,9 +34,9 @@ class Outcome:
 
 
 def plan(state: State, now: float, actions: Sequence[str] = ACTIONS, *, strict: bool = False) -> Plan:
-    """What to do in this state at time `now` (seconds since the epoch). Pure: the same history, the same plan.
+    """Return the plan for this state at `now` (seconds since the epoch). Pure: the same history gives the same plan.
 
-    With `strict` nobody overtakes: the first job in the order that cannot be served ends the action.
+    With `strict` no job overtakes another: the first job in the order that cannot be served ends the action.
     """
     ledger = state.ledger
     ledger.settle()
@@ -50,7 +50,7 @@ def plan(state: State, now: float, actions: Sequence[str] = ACTIONS, *, strict: 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without passes of the garbage collector: over a large state they take a fifth of the time, and find nothing."""
+    """Disable the garbage collector: over a large state it takes a fifth of the time and frees nothing."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -61,7 +61,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _decide(state: State, now: float, actions: Sequence[str], *, strict: bool) -> Cycle:
-    """Run a cycle in which nobody is stopped for a job that would not start."""
+    """Run a cycle in which no worker is stopped for a job that would not start."""
     cycle = Cycle(
         state.ledger,
         state.growable.values(),
@@ -167,7 +167,7 @@ def _nominate(job: Job, tasks: Sequence[Task]) -> Nominate:
         for other in task.node.tasks
         if other.status is Status.LEAVING and not set(task.devices).isdisjoint(other.devices)
     ]
-    if not leaving:  # devices are idle, and CPU, memory or a place may not be
+    if not leaving:  # devices are idle, but CPU, memory or the pod limit may be used up
         needs_more = [
             t.node for t in tasks if t.node is not None and (t.request.cpu or t.request.memory or t.node.special)
         ]
@@ -206,7 +206,7 @@ def _deferred(state: State, now: float) -> Iterator[tuple[str, Reason]]:
 
 
 def _explain_alike(cycle: Cycle, jobs: list[Job], reasons: dict[str, Reason], held_off: float | None) -> None:
-    """One reason serves all jobs of a shape."""
+    """Set the reason of all jobs of one shape, which is the same for all."""
     if jobs:
         delay = None if held_off is None else held_off - cycle.now
         reason = waits(cycle.ledger, jobs[0], next_tasks(jobs[0]), delay)

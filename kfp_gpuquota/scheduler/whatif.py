@@ -1,4 +1,4 @@
-"""what_if(state, change, now): what would be planned if something happened, without its happening."""
+"""what_if(state, change, now): the plan that would follow from hypothetical events."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class WhatIf(msgspec.Struct, frozen=True):
-    """The plans as things are and with the change, and how they differ, as uids of jobs.
+    """The plans without and with the change, and their differences, as uids of jobs.
 
-    `starts` and `grows` count a job that is only nominated: it does so when the workers it waits for are gone.
-    `no_longer_starts` would start as things are, and with the change would not. `shrinks` gives back workers, `stops`
-    returns to the queue, which without the change it would not.
+    `starts` and `grows` include jobs that are only nominated: they start when the workers that they wait for have
+    exited. Jobs in `no_longer_starts` would start only without the change. With the change, but not without it, those
+    in `shrinks` lose workers and those in `stops` return to the queue.
     """
 
     before: Plan
@@ -34,7 +34,7 @@ class WhatIf(msgspec.Struct, frozen=True):
     stops: tuple[str, ...]
 
     def why(self, uid: str) -> Reason | None:
-        """What the plan with the change says of the job; None where it says nothing."""
+        """Return the reason for the job in the plan with the change; None where it is not in the plan."""
         after = self.after
         shrinking = (r for r in after.resize if r.remove)
         decided = (after.evict, after.bind, shrinking, after.nominate, after.resize)
@@ -43,7 +43,7 @@ class WhatIf(msgspec.Struct, frozen=True):
 
 
 def what_if(state: State, change: Event | Sequence[Event], now: float) -> WhatIf:
-    """Answer for one event or several, in order; `state` stays as it is. Raises what `State.apply` raises."""
+    """Return the effect of one event or several, in order; `state` is not changed. Raises what `State.apply` raises."""
     changed = copied(state)
     for event in change if isinstance(change, Sequence) else (change,):
         changed.apply(event)

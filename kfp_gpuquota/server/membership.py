@@ -37,8 +37,8 @@ from kfp_gpuquota.membership import (
     Membership,
     Order,
     Reserve,
+    SendOrder,
     TargetChanged,
-    Tell,
     Ticked,
     WorkerDisconnected,
     WorkerEvent,
@@ -283,7 +283,7 @@ class MembershipService:
 
     def _carry_out(self, job_uid: str, job: _Job, command: Command) -> None:
         match command:
-            case Tell(worker, order):
+            case SendOrder(worker, order):
                 if mailbox := job.mailboxes.get(worker):
                     mailbox.put(order)
             case Reserve(generation):
@@ -337,7 +337,7 @@ class MembershipService:
             old.close()
         self._apply(job_uid, hello)
         mailbox = job.mailboxes[worker] = _Mailbox()
-        job.outbox.append(Tell(worker, job.machine.order_for(worker)))
+        job.outbox.append(SendOrder(worker, job.machine.order_for(worker)))
         self._drain(job_uid, job)
         return mailbox
 

@@ -9,7 +9,7 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.cluster.lifecycle import GROWTH_S, after_worker_gone, resized, unexplained_loss
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
-from kfp_gpuquota.cluster.scheduling import NOT_AGAIN, job_changed
+from kfp_gpuquota.cluster.scheduling import NEVER_AGAIN, job_changed
 
 NOW = 100.0
 KILLED = 137
@@ -93,7 +93,7 @@ def test_a_growth_that_fails_stops_the_growing_and_costs_the_job_nothing(rank: i
     assert going_on.growth_failed is not None
     assert "ended with exit code 2 when the job grew" in going_on.growth_failed.message
     deferred = [e for e in job_changed(record, going_on) if isinstance(e, scheduler.JobDeferred)]
-    assert [(e.reason, e.until) for e in deferred] == [(going_on.growth_failed, NOT_AGAIN)]
+    assert [(e.reason, e.until) for e in deferred] == [(going_on.growth_failed, NEVER_AGAIN)]
 
 
 def test_a_job_that_returned_to_the_queue_may_grow_again() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.cluster.change_recorder import ChangeRecorder
 from kfp_gpuquota.cluster.job_book import Change, JobBook
 from kfp_gpuquota.cluster.records import JobRecord, WorkerRecord
-from kfp_gpuquota.cluster.transcript import Transcript
 
 NOW = 100.0
 WHY = Reason(code=ReasonCode.CONSOLIDATED, message="moved from n0 to n1: big needs 2 GPUs")
@@ -20,10 +20,10 @@ WHY = Reason(code=ReasonCode.CONSOLIDATED, message="moved from n0 to n1: big nee
 def test_a_move_is_counted_explained_and_in_the_history(managed: bool, tail: str) -> None:
     book = JobBook({})
     spec = JobSpec(name="small", project="team-a", command=("x",))
-    book.remember_job(JobRecord(uid="u", spec=spec, status=JobStatus(phase=Phase.RUNNING), attempt=1, managed=managed))
+    book.put_job(JobRecord(uid="u", spec=spec, status=JobStatus(phase=Phase.RUNNING), attempt=1, managed=managed))
     worker = Worker(id="u-0", job_uid="u", index=0, node="n0", devices=(0,), phase=WorkerPhase.RUNNING)
-    book.remember_worker(WorkerRecord(worker=worker, attempt=1))
-    transcript = Transcript(book, Change(), NOW)
+    book.put_worker(WorkerRecord(worker=worker, attempt=1))
+    transcript = ChangeRecorder(book, Change(), NOW)
     transcript.plan(scheduler.Plan(move=(scheduler.Move("u", "u-0", scheduler.Placement("n1", (0,), ""), WHY),)))
     after = transcript.change.jobs["u"]
     assert after is not None

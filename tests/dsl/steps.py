@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.dsl.spec.placeholders import disguise
+from kfp_gpuquota.dsl.spec.placeholders import masked
 
 if TYPE_CHECKING:
     import signal
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
 
 TIMEOUT_S = 60.0
-RESULT = disguise("{{$.outputs.parameters['result'].output_file}}")
+RESULT = masked("{{$.outputs.parameters['result'].output_file}}")
 
 
 @dataclass

@@ -60,7 +60,7 @@ def test_neither_component_nor_function() -> None:
 
 def test_an_argument_that_nobody_knows() -> None:
     assert _message(lambda: gpuquota.component(gpu=1)(pipelines.plain_train)) == (
-        "component 'train': unknown argument 'gpu'; what is meant for KFP goes to @dsl.component below"
+        "component 'train': unknown argument 'gpu'; pass KFP's own arguments to @dsl.component below"
     )
 
 
@@ -76,8 +76,8 @@ def test_an_image_that_starts_something_by_itself() -> None:
         return dsl.ContainerSpec(image="python:3.11", args=["--port", port])
 
     assert _message(lambda: gpuquota.component(gpus=1)(server)) == (
-        "component 'server' has no command: what its image starts by itself cannot be known here; "
-        "name it, as in dsl.ContainerSpec(command=[...])"
+        "component 'server' has no command: the entry point of its image is not visible here; "
+        "write it as in dsl.ContainerSpec(command=[...])"
     )
 
 
@@ -94,7 +94,9 @@ def _in_a_pipeline(body: Callable[[Any], Any], **decorator: Any) -> Callable[[],
 
 def test_a_pipeline_parameter_where_a_constant_is_needed() -> None:
     message = _message(_in_a_pipeline(lambda gpus: gpuquota.set_gpus(pipelines.plain_train(epochs=1), gpus)))
-    assert message.startswith("component 'train': gpus is parameter 'gpus', which is only known when the pipeline runs")
+    assert message.startswith(
+        "component 'train': gpus is parameter 'gpus', which has no value before the pipeline runs"
+    )
     assert "set_accelerator_limit(...)" in message
 
 
@@ -103,7 +105,7 @@ def test_the_decorator_and_the_task_disagree() -> None:
         pipelines.elastic_train(epochs=1).set_accelerator_type("nvidia.com/gpu").set_accelerator_limit(4)
 
     assert _message(_in_a_pipeline(body)) == (
-        "step 'train': the decorator says gpus=1, the task set_accelerator_limit(4); say it once, or use "
+        "step 'train': the decorator sets gpus=1, the task set_accelerator_limit(4); set it once, or use "
         "gpuquota.set_gpus(task, 4)"
     )
 

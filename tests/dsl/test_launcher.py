@@ -210,7 +210,7 @@ def test_an_attempt_whose_job_was_taken_over_ends_quietly_and_the_job_goes_on(
     code, log = first.wait()
     assert (code, log.rstrip().splitlines()[-1]) == (
         EXIT_TAKEN_OVER,
-        "gpuquota: another attempt of this step has taken the job over, and goes on with it; this one ends",
+        "gpuquota: another attempt of this step has taken over the job and continues it; this attempt exits",
     )
     assert not step.result.exists()
     (tmp_path / "gate").touch()
@@ -248,7 +248,7 @@ def test_an_attempt_that_finds_its_job_being_stopped_starts_a_new_one(cluster: E
 def test_a_step_that_has_run_for_its_max_runtime_is_stopped(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     step = Step(cluster, tmp_path, "sleep infinity", environment={"GPUQUOTA_MAX_RUNTIME_S": "1"})
     code, log = step.run()
-    assert (code, "it has run for its max_runtime of 1 s" in log) == (1, True), log
+    assert (code, "the job has run for its max_runtime of 1 s" in log) == (1, True), log
 
 
 def test_a_waiting_step_says_why_and_runs_when_it_can(cluster: EmbeddedCluster, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_the_log_of_the_worker_that_failed_is_shown_when_another_one_was_followe
         ({"GPUQUOTA_PROJECT": ""}, "this step names no project"),
         ({"GPUQUOTA_PROJECT": "team-x"}, "team-x"),
         ({"GPUQUOTA_GPUS": "64"}, "error: step 'train': gpus is 64, but one worker runs on one node"),
-        ({"GPUQUOTA_GPUS": "many"}, "GPUQUOTA_* variables do not fit"),
+        ({"GPUQUOTA_GPUS": "many"}, "GPUQUOTA_* variables are invalid"),
         ({"GPUQUOTA_LEASE_S": "0"}, "GPUQUOTA_LEASE_S is 0.0, but it must be between 1 and 86400 s"),
     ],
 )

@@ -13,11 +13,11 @@ from kfp_gpuquota.api import Job, JobSpec, JobStatus, Phase, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import LogChunk
 from kfp_gpuquota.dsl.launcher.log_stream import (
     LogFollower,
-    leader_unheard,
     lines_of,
     ran_beside,
     shown_rank,
     to_follow,
+    unfollowed_leader,
 )
 from kfp_gpuquota.dsl.worker.remote import ENDED
 
@@ -53,7 +53,8 @@ def test_where_another_turns_out_to_lead_its_log_comes_next_also_when_it_has_end
 
 def test_who_led_before_is_not_told_again_when_the_next_one_leads() -> None:
     assert (
-        leader_unheard(_job(_worker(0, GONE, rank=0), _worker(1, rank=0), _worker(2, rank=1)), ["w-0", "w-1"]) is None
+        unfollowed_leader(_job(_worker(0, GONE, rank=0), _worker(1, rank=0), _worker(2, rank=1)), ["w-0", "w-1"])
+        is None
     )
 
 
@@ -132,6 +133,6 @@ def test_a_workers_log_is_whole_as_soon_as_its_command_has_ended(pieces: tuple[b
     follower.start()
     follower.await_end_of(job.status.workers[0].id, 60.0)
     assert written == ["[0] a", "[0] last"]
-    follower.see(msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, phase=Phase.SUCCEEDED)))
+    follower.update(msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, phase=Phase.SUCCEEDED)))
     follower.join(60.0)
     assert written == ["[0] a", "[0] last"]

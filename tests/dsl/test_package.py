@@ -34,7 +34,7 @@ def test_whoever_is_no_pipeline_author_never_imports_kfp(module: str) -> None:
 
 def test_a_launcher_imports_neither_kfp_nor_what_only_servers_and_the_scheduler_need() -> None:
     launcher, cluster = "kfp_gpuquota.dsl.launcher", "kfp_gpuquota.cluster.kubernetes"
-    modules = f"{launcher}.main, {launcher}.in_pods, {cluster}.user_client.client"
+    modules = f"{launcher}.main, {launcher}.pod_workers, {cluster}.user_client.client"
     heavy = ("kfp", "kubernetes", "aiohttp", "asyncio", "numpy", "kfp_gpuquota.scheduler", "kfp_gpuquota.membership")
     program = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     assert _python(program).strip() == "[]"

@@ -216,14 +216,14 @@ def test_on_a_server_with_several_users_a_run_goes_to_its_projects_profile(cli: 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("", "sends to a login page; say who you are by --token-file FILE, --existing-token TOKEN or --cookie"),
-        ("--existing-token wrong", "does not know who asks (401); say who you are by --token-file FILE"),
-        ("--header Cookie=wrong", "sends to a login page"),
+        ("", "redirects to a login page; authenticate with --token-file FILE, --existing-token TOKEN or --cookie"),
+        ("--existing-token wrong", "requires authentication (401); authenticate with --token-file FILE"),
+        ("--header Cookie=wrong", "redirects to a login page"),
         ("--header x", "--header is 'x', but it must be NAME=VALUE"),
         ("--token-file /no/such", "cannot read --token-file '/no/such': No such file or directory"),
         (
             f"--existing-token {TOKEN} -n team-b",
-            "the run goes to namespace 'team-b', but steps of it name project 'team-a'",
+            "the run is in namespace 'team-b', but some of its steps name project 'team-a'",
         ),
     ],
 )
@@ -261,7 +261,7 @@ def test_what_is_no_kfp_server_gets_a_sentence(cli: Cli, tmp_path: Path) -> None
         url = f"http://127.0.0.1:{server.server_address[1]}"
         refused = cli.run("pipeline", "run", str(GOLDEN / "lightweight.yaml"), "--host", url, "-a", "epochs=1")
         server.shutdown()
-    assert (refused.code, f"what answers at {url} is not a KFP server" in refused.err) == (2, True)
+    assert (refused.code, f"the server at {url} is not a KFP server" in refused.err) == (2, True)
 
 
 MISTAKES = [
@@ -271,7 +271,7 @@ MISTAKES = [
     ("check text.yaml", "text.yaml is not a compiled pipeline; compile one with: kfp dsl compile"),
     ("check syntax.py", "syntax.py cannot be imported: SyntaxError: "),
     ("check missing.py", "missing.py cannot be imported: ModuleNotFoundError: No module named 'no_such' (line 2)"),
-    ("check script.py", "script.py ends when it is imported (line 3); put what it runs under: if __name__"),
+    ("check script.py", "script.py exits when it is imported (line 3); move its main program under: if __name__"),
     ("check none.py", "none.py defines no pipeline: put @dsl.pipeline above a function of it"),
     ("check twice.py", "component 'f' is decorated with @gpuquota.component twice"),
     ("check two.py", "two.py defines 2 pipelines; choose one with --pipeline: first, second"),

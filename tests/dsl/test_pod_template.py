@@ -7,7 +7,7 @@ from typing import Any
 from kfp_gpuquota.dsl.spec.pod_template import BOOTSTRAP, MOUNT, worker_template
 
 
-def own_pod(**spec: Any) -> dict[str, Any]:
+def step_pod(**spec: Any) -> dict[str, Any]:
     """As KFP's backend and Argo make it, in short."""
     main = {
         "name": "main",
@@ -50,7 +50,7 @@ def test_workers_run_in_the_steps_own_image_with_what_its_author_asked_for() -> 
         "imagePullSecrets": [{"name": "pull"}],
         "serviceAccountName": "default-editor",
     }
-    template = worker_template(own_pod(**asked), "trainer:7", "job-relay", ["python", "train.py"])
+    template = worker_template(step_pod(**asked), "trainer:7", "job-relay", ["python", "train.py"])
     assert container(template)["image"] == "trainer:7"
     assert container(template)["resources"] == {"limits": {"memory": "8Gi"}}
     assert {name: template["spec"][name] for name in asked} == asked
@@ -59,17 +59,17 @@ def test_workers_run_in_the_steps_own_image_with_what_its_author_asked_for() -> 
 
 
 def test_without_a_launcher_image_workers_run_in_the_pods_image() -> None:
-    assert container(worker_template(own_pod(), "", "s", ["true"]))["image"] == "launcher:1"
+    assert container(worker_template(step_pod(), "", "s", ["true"]))["image"] == "launcher:1"
 
 
 def test_what_kfp_and_argo_added_for_themselves_is_left_out() -> None:
-    template = worker_template(own_pod(), "trainer:7", "job-relay", ["true"])
+    template = worker_template(step_pod(), "trainer:7", "job-relay", ["true"])
     assert [volume["name"] for volume in template["spec"]["volumes"]] == ["data", "minio-scratch", "gpuquota-relay"]
     assert [mount["mountPath"] for mount in container(template)["volumeMounts"]] == ["/data", "/minio", MOUNT]
     assert [entry["name"] for entry in container(template)["env"]] == ["HF_TOKEN", "GPUQUOTA_POD_NAME"]
 
 
 def test_an_image_without_python_runs_the_command_itself() -> None:
-    command = container(worker_template(own_pod(), "i", "s", ["train", "--fast"]))["command"]
+    command = container(worker_template(step_pod(), "i", "s", ["train", "--fast"]))["command"]
     assert command[:2] == ["sh", "-c"]
     assert command[3:] == [BOOTSTRAP, MOUNT, "train", "--fast"]

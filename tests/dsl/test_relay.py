@@ -106,7 +106,7 @@ def test_a_worker_runs_the_command_and_its_outputs_come_home(step: Step) -> None
     step.serve(sys.executable, "-c", script, "{{gpuquota.outputs.artifacts['model'].path}}")
     done = worker(step)
     assert done.returncode == 0, done.stderr
-    step.staging.bring_home("w0")
+    step.staging.publish_outputs("w0")
     assert (model / "weights").read_text() == "hello"
 
 
@@ -166,7 +166,7 @@ def test_an_output_that_came_in_pieces_is_not_complete(step: Step) -> None:
 def test_a_launcher_that_is_gone_is_noticed_soon_and_the_next_one_is_found(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "CONNECTS_WITHIN_S", 0.2)
+    monkeypatch.setattr(remote, "CONNECT_TIMEOUT_S", 0.2)
     step.serve("true")
     url = (step.mount / "url").read_text()
     (step.mount / "url").write_text("http://192.0.2.1:9")  # nothing answers there, and nothing refuses
@@ -249,7 +249,7 @@ def test_a_launcher_that_was_made_anew_is_found(step: Step) -> None:
     step.serve("true")
     assert step.relay
     step.relay.close()
-    client = RelayClient(str(step.mount), patience_s=30)
+    client = RelayClient(str(step.mount), timeout_s=30)
     answers: list[bytes] = []
     asking = threading.Thread(target=lambda: answers.append(client.read("/step")))
     asking.start()
@@ -262,7 +262,7 @@ def test_a_launcher_that_stays_away_is_given_up(step: Step) -> None:
     step.serve("true").close()
     step.relay = None
     with pytest.raises(RelayError, match="the step's launcher does not answer"):
-        RelayClient(str(step.mount), patience_s=0.5).read("/step")
+        RelayClient(str(step.mount), timeout_s=0.5).read("/step")
 
 
 def test_a_large_file_is_never_whole_in_memory(step: Step) -> None:
@@ -275,7 +275,7 @@ def test_a_large_file_is_never_whole_in_memory(step: Step) -> None:
     RelayClient(str(step.mount)).upload(str(large), str(place))
     assert place.stat().st_size == 600 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
-    assert remote.PIECE < 100 << 20
+    assert remote.CHUNK_SIZE < 100 << 20
 
 
 def test_an_imported_artifact_that_kfp_does_not_download_is_none_of_the_relays(step: Step) -> None:

@@ -53,7 +53,7 @@ def test_only_the_result_workers_outputs_come_home_and_nothing_stays_behind(
     staging.create(["true"], {})
     for worker in ("w-0", "w-1"):
         _write_outputs(executor_input, staging, worker)
-    staging.bring_home("w-1")
+    staging.publish_outputs("w-1")
     assert _files(tmp_path) == {
         "train/where",
         "train/executor_output.json",
@@ -69,7 +69,7 @@ def test_what_kfp_reads_names_the_final_places(tmp_path: Path, executor_input: d
     staging = Staging(executor_input, "train-1")
     staging.create(["true"], {})
     _write_outputs(executor_input, staging, "w-0")
-    staging.bring_home("w-0")
+    staging.publish_outputs("w-0")
     model = str(tmp_path / "bucket" / "model")
     artifact = {"name": "model", "uri": model, "metadata": {"best": f"{model}/weights/0.bin", "epochs": 3}}
     assert json.loads((tmp_path / "train/executor_output.json").read_text()) == {
@@ -85,7 +85,7 @@ def test_a_result_replaces_what_an_earlier_attempt_left(tmp_path: Path, executor
     staging = Staging(executor_input, "train-1")
     staging.create(["true"], {})
     _write_outputs(executor_input, staging, "w-0")
-    staging.bring_home("w-0")
+    staging.publish_outputs("w-0")
     assert _files(tmp_path / "bucket/model") == {"weights/0.bin"}
 
 
@@ -95,7 +95,9 @@ def test_two_attempts_that_bring_one_result_home_do_not_disturb_each_other(
     staging = Staging(executor_input, "train-1")
     staging.create(["true"], {})
     _write_outputs(executor_input, staging, "w-0")
-    attempts = [threading.Thread(target=Staging(executor_input, "train-1").bring_home, args=["w-0"]) for _ in range(8)]
+    attempts = [
+        threading.Thread(target=Staging(executor_input, "train-1").publish_outputs, args=["w-0"]) for _ in range(8)
+    ]
     for attempt in attempts:
         attempt.start()
     for attempt in attempts:
@@ -109,7 +111,7 @@ def test_artifacts_of_a_command_that_knows_nothing_of_kfp_are_named_for_it(
 ) -> None:
     staging = Staging(executor_input, "train-1")
     staging.create(["true"], {})
-    staging.bring_home("w-0")
+    staging.publish_outputs("w-0")
     assert _files(tmp_path) == {"train/executor_output.json"}
     artifact = {"name": "model", "uri": str(tmp_path / "bucket" / "model")}
     assert json.loads((tmp_path / "train/executor_output.json").read_text()) == {
@@ -120,7 +122,7 @@ def test_artifacts_of_a_command_that_knows_nothing_of_kfp_are_named_for_it(
 def test_a_worker_that_wrote_nothing_brings_nothing(tmp_path: Path) -> None:
     staging = Staging({"outputs": {"outputFile": str(tmp_path / "train" / "executor_output.json")}}, "train-1")
     staging.create(["true"], {})
-    staging.bring_home("w-0")
+    staging.publish_outputs("w-0")
     assert _files(tmp_path) == set()
 
 

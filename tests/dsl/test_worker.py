@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.dsl.spec.placeholders import disguise
+from kfp_gpuquota.dsl.spec.placeholders import masked
 from kfp_gpuquota.dsl.worker import start
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def test_a_redirected_path_is_the_final_one_with_the_tag_taken_out(outputs: dict
     ],
 )
 def test_a_disguised_placeholder_is_filled_in_by_the_worker(placeholder: str, value: str) -> None:
-    assert "{{$" not in disguise(placeholder)
-    assert start.revealed(disguise(placeholder), EXECUTOR_INPUT) == value
+    assert "{{$" not in masked(placeholder)
+    assert start.resolved(masked(placeholder), EXECUTOR_INPUT) == value
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_a_disguised_placeholder_is_filled_in_by_the_worker(placeholder: str, va
     ],
 )
 def test_what_is_not_an_outputs_placeholder_stays_with_kfp(element: str) -> None:
-    assert disguise(element) == element
+    assert masked(element) == element
 
 
 @given(st.text())
 def test_text_without_a_placeholder_reaches_the_command_unchanged(text: str) -> None:
     if "{{$" not in text and "{{gpuquota" not in text:
-        assert start.revealed(disguise(text), EXECUTOR_INPUT) == text
+        assert start.resolved(masked(text), EXECUTOR_INPUT) == text
 
 
 def _run(step_file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -141,7 +141,7 @@ def test_the_worker_becomes_the_original_command(tmp_path: Path) -> None:
         "-c",
         'echo "$0" "$GREETING" > "$1"; exit 7',
         "zero",
-        disguise("{{$.outputs.parameters['x'].output_file}}"),
+        masked("{{$.outputs.parameters['x'].output_file}}"),
     ]
     ended = _run(_step(tmp_path, argv, {"GREETING": "good day"}), GREETING="overridden")
     assert (ended.returncode, ended.stderr) == (7, "")

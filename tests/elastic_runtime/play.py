@@ -245,4 +245,4 @@ def stage_of(machine: Membership, worker: str) -> int:
     if machine.pending and worker in machine.pending.prepared:
         return 2
     member = machine.members[worker]
-    return int(member.state is WorkerState.READY) if member.heard_at is not None else -1
+    return int(member.state is WorkerState.READY) if member.last_message_at is not None else -1

@@ -265,7 +265,7 @@ def test_a_workload_that_says_it_follows_more_than_its_limit_keeps_nobody_out(no
 
 
 def test_the_agent_says_at_start_what_it_can_do() -> None:
-    assert "ends nobody" in what_it_can_do(Policy())
+    assert "ends no process" in what_it_can_do(Policy())
     assert "ends processes" in what_it_can_do(Policy(killer=True))
 
 

@@ -52,7 +52,7 @@ class Workload:
             since=self.since,
             running=self.running,
             listens=self.listens,
-            told_mib=self.told,
+            assigned_mib=self.told,
             follows_mib=self.follows,
             wanted_mib=self.wanted,
         )

@@ -230,7 +230,7 @@ def scraped(node: Node) -> str:
 
 def test_with_the_killer_off_the_newcomer_waits_and_is_told_for_what(node: Node) -> None:
     node.start_agent()
-    assert "it tells workloads that listen how much GPU memory they may use; ends nobody" in node.agent_log()
+    assert "it sends GPU memory limits to workloads that listen; ends no process" in node.agent_log()
     node.note_agent()
     node.run("deaf", {"gpu-fraction": "0.25", "gpu-fraction-limit": "0.8"}, "take", "0.8")
     node.until(lambda: node.used() == [0.8 * TOTAL])

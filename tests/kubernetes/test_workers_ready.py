@@ -10,7 +10,7 @@ import pytest
 from kfp_gpuquota.api import ReasonCode
 from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
-from kfp_gpuquota.dsl.launcher.narration import Narrator, conclusion
+from kfp_gpuquota.dsl.launcher.job_messages import JobMessages, conclusion
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over, pod_body
 from tests.kubernetes.test_elastic_job import path_of
@@ -97,7 +97,7 @@ def test_a_gang_of_which_one_worker_does_not_come_up_returns_to_the_queue_as_a_w
     shown = KubernetesClient(from_file(controlled.cluster.kubeconfig)).get_job(team, "gang")
     assert shown.status.reason is not None
     assert shown.status.reason.code is ReasonCode.PODS_NOT_READY
-    (line,) = Narrator().lines(shown, 0.0)
+    (line,) = JobMessages().lines(shown, 0.0)
     assert "ImagePullBackOff: no such image; it gave its GPUs back, and is tried again at" in line
     controlled.until_phase(controlled.job(team, "other", gpus=2), "Running")
 

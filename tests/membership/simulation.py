@@ -18,9 +18,9 @@ from kfp_gpuquota.membership import (
     Recover,
     Release,
     Reserve,
+    SendOrder,
     Stay,
     TargetChanged,
-    Tell,
     Ticked,
     WorkerDisconnected,
     WorkerGone,
@@ -89,7 +89,7 @@ class World:
             if isinstance(command, Reserve):
                 assert command.generation > self.reserved, "a number is used once"
                 self.reserved = command.generation
-            elif isinstance(command, Tell):
+            elif isinstance(command, SendOrder):
                 self._check(command.order)
                 self._deliver(command.worker, command.order)
             elif isinstance(command, Kill):

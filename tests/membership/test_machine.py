@@ -22,9 +22,9 @@ from kfp_gpuquota.membership import (
     Recover,
     Release,
     Reserve,
+    SendOrder,
     Stay,
     TargetChanged,
-    Tell,
     Ticked,
     TrainingFinished,
     WorkerDisconnected,
@@ -51,7 +51,7 @@ class Driver:
         return new
 
     def orders(self, worker: str) -> list[object]:
-        return [c.order for c in self.said if isinstance(c, Tell) and c.worker == worker]
+        return [c.order for c in self.said if isinstance(c, SendOrder) and c.worker == worker]
 
 
 def arrive(worker: str) -> tuple[Event, ...]:
@@ -75,8 +75,8 @@ def test_the_first_generation_forms_when_every_wanted_worker_is_ready() -> None:
     assert drive(WorkerJoined("a")) == []
     assert drive(WorkerReady("a")) == [
         Reserve(1),
-        Tell("a", Recover(1, ("a", "b"))),
-        Tell("b", Recover(1, ("a", "b"))),
+        SendOrder("a", Recover(1, ("a", "b"))),
+        SendOrder("b", Recover(1, ("a", "b"))),
     ]
 
 
@@ -84,14 +84,14 @@ def test_the_first_generation_starts_with_the_gang_after_some_patience() -> None
     drive = Driver(Membership(min_workers=1))
     drive(TargetChanged(("a", "b")), *arrive("a"), at=1.0)
     assert Reserve(1) not in drive(Ticked(), at=5.9)
-    assert Tell("a", Recover(1, ("a",))) in drive(Ticked(), at=6.0)
+    assert SendOrder("a", Recover(1, ("a",))) in drive(Ticked(), at=6.0)
 
 
 def test_a_worker_that_connects_before_the_cluster_names_it_waits() -> None:
     drive = Driver()
     drive(*arrive("a"))
     assert drive.machine.order_for("a") == Stay(0)
-    assert Tell("a", Recover(1, ("a",))) in drive(TargetChanged(("a",)))
+    assert SendOrder("a", Recover(1, ("a",))) in drive(TargetChanged(("a",)))
 
 
 def test_a_joiner_is_proposed_behind_the_members_who_keep_their_order() -> None:
@@ -120,8 +120,8 @@ def test_the_loss_of_a_member_makes_a_recovery_generation_of_the_survivors_at_on
     said = drive(WorkerGone("a"))
     assert said == [
         Reserve(2),
-        Tell("b", Recover(2, ("b", "c"))),
-        Tell("c", Recover(2, ("b", "c"))),
+        SendOrder("b", Recover(2, ("b", "c"))),
+        SendOrder("c", Recover(2, ("b", "c"))),
     ]
 
 
@@ -130,7 +130,7 @@ def test_a_failed_collective_and_a_broken_connection_together_are_a_loss() -> No
     assert drive(WorkerDisconnected("c"), at=10.0) == []
     said = drive(CollectiveFailed("a", 1))
     assert isinstance(said[0], Kill)
-    assert Tell("b", Recover(2, ("a", "b"))) in said
+    assert SendOrder("b", Recover(2, ("a", "b"))) in said
 
 
 def test_several_connections_that_break_at_once_have_time_to_come_back() -> None:
@@ -141,7 +141,7 @@ def test_several_connections_that_break_at_once_have_time_to_come_back() -> None
     assert killed(drive.said) == []
     said = drive(Ticked(), at=3.0)
     assert killed(said) == ["c"]
-    assert Tell("b", Recover(2, ("a", "b"))) in said
+    assert SendOrder("b", Recover(2, ("a", "b"))) in said
 
 
 def killed(said: list[Command]) -> list[str]:
@@ -192,21 +192,21 @@ def test_a_failed_collective_that_nothing_explains_is_repeated_with_everybody_af
     drive = training("a", "b")
     assert drive(CollectiveFailed("a", 1), at=1.0) == []
     assert drive(Ticked(), at=2.9) == []
-    assert Tell("b", Recover(2, ("a", "b"))) in drive(Ticked(), at=3.0)
+    assert SendOrder("b", Recover(2, ("a", "b"))) in drive(Ticked(), at=3.0)
 
 
 def test_the_loss_of_a_joiner_withdraws_the_proposal() -> None:
     drive = training("a", "b")
     drive(TargetChanged(("a", "b", "c")), *arrive("c"))
     said = drive(WorkerGone("c"))
-    assert said == [Tell("a", Stay(1)), Tell("b", Stay(1))]
+    assert said == [SendOrder("a", Stay(1)), SendOrder("b", Stay(1))]
 
 
 def test_a_withdrawn_generation_that_was_agreed_on_anyway_is_in_force() -> None:
     drive = training("a", "b")
     drive(TargetChanged(("a", "b", "c")), *arrive("c"), WorkerGone("c"))
     said = drive(GenerationAdopted("a", 2, 9))
-    assert Tell("a", Recover(3, ("a", "b"))) in said
+    assert SendOrder("a", Recover(3, ("a", "b"))) in said
     assert drive.machine.generation == 2
 
 
@@ -214,7 +214,7 @@ def test_a_member_who_failed_behind_an_agreed_switch_is_not_left_behind() -> Non
     drive = training("a", "b", "c")
     drive(TargetChanged(("a", "b")), GenerationAdopted("a", 2, 5))
     drive(CollectiveFailed("b", 1, 4), at=1.0)
-    assert Tell("b", Recover(3, ("a", "b"))) in drive(Ticked(), at=3.0)
+    assert SendOrder("b", Recover(3, ("a", "b"))) in drive(Ticked(), at=3.0)
 
 
 def test_a_proposal_that_could_not_be_prepared_is_made_again_under_a_new_number() -> None:
@@ -250,7 +250,7 @@ def test_a_joiner_that_switched_alone_to_what_another_generation_has_replaced_is
     assert drive.machine.order_for("c") == Propose(4, ("b", "c"), base=3)
     said = drive(GenerationAdopted("c", 2, 4))
     assert killed(said) == ["c"]
-    assert Tell("b", Stay(3)) in said
+    assert SendOrder("b", Stay(3)) in said
     assert killed(drive(GenerationAdopted("b", 2, 4))) == []
 
 
@@ -377,7 +377,7 @@ def test_one_that_has_not_finished_recovers_without_those_that_have() -> None:
     drive = training("a", "b")
     drive(TrainingFinished("a", 100), WorkerGone("a"))
     drive(CollectiveFailed("b", 1, 100))
-    assert drive(Ticked(), at=2.0) == [Reserve(2), Tell("b", Recover(2, ("b",)))]
+    assert drive(Ticked(), at=2.0) == [Reserve(2), SendOrder("b", Recover(2, ("b",)))]
 
 
 def test_the_exit_code_0_of_a_worker_says_that_the_training_is_over_where_nobody_heard_it_say_so() -> None:
@@ -387,7 +387,7 @@ def test_the_exit_code_0_of_a_worker_says_that_the_training_is_over_where_nobody
     drive(*arrive("c"))
     assert drive.orders("c")[-1] == Release("the training has finished")
     drive(CollectiveFailed("b", 7, 99, members=("a", "b")))
-    assert Tell("b", Recover(8, ("b",))) in drive(Ticked(), at=2.0), "it was not there to see it"
+    assert SendOrder("b", Recover(8, ("b",))) in drive(Ticked(), at=2.0), "it was not there to see it"
 
 
 def test_a_training_that_all_have_finished_is_not_begun_again_by_a_late_worker() -> None:
@@ -431,7 +431,7 @@ def test_a_restarted_coordinator_learns_the_generation_from_its_workers() -> Non
     drive(WorkerReconnected("a", 7, ("a", "b"), 30))
     assert drive(*arrive("c"))[-4:] == [
         Reserve(8),
-        *(Tell(w, Propose(8, ("a", "b", "c"), base=7)) for w in "abc"),
+        *(SendOrder(w, Propose(8, ("a", "b", "c"), base=7)) for w in "abc"),
     ]
 
 
@@ -455,7 +455,7 @@ def test_a_switch_that_its_joiner_gave_up_before_a_restarted_coordinator_learned
     drive(TargetChanged(("a", "b", "c")), WorkerReconnected("a", 6, ("a", "b"), 30))
     drive(WorkerReconnected("b", 6, ("a", "b"), 30), *arrive("c"), PreparationFailed("c", 7, "it was withdrawn"))
     said = drive(GenerationAdopted("b", 7, 31, members=("a", "b", "c")))
-    assert [c for c in said if isinstance(c, Tell)] == [Tell(w, Recover(9, ("a", "b", "c"))) for w in "abc"]
+    assert [c for c in said if isinstance(c, SendOrder)] == [SendOrder(w, Recover(9, ("a", "b", "c"))) for w in "abc"]
     assert killed(said) == []
 
 

@@ -34,7 +34,7 @@ from kfp_gpuquota.cluster.local import retention
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.metrics import metrics_text
 from kfp_gpuquota.cluster.records import Intent, JobRecord, with_status
-from kfp_gpuquota.cluster.supposing import suppose
+from kfp_gpuquota.cluster.whatif import outlook
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, StateFileError
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ class LocalCluster:
 
     def what_if(self, supposed: Supposition) -> Outlook:
         """What the next plan would do. Raises NotFoundError for a job or a node that is not there."""
-        return suppose(self._state.scheduler, supposed, self._state.clock())
+        return outlook(self._state.scheduler, supposed, self._state.clock())
 
     # History and logs
 

@@ -19,15 +19,15 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
+from kfp_gpuquota.cluster.change_recorder import ChangeRecorder
 from kfp_gpuquota.cluster.lifecycle import after_reboot, after_worker_gone, progressed, resized, unexplained_loss
 from kfp_gpuquota.cluster.local import shims
 from kfp_gpuquota.cluster.local.home import Home, write_private
 from kfp_gpuquota.cluster.local.runtime import LocalRuntime
 from kfp_gpuquota.cluster.local.sharing import Sharing
-from kfp_gpuquota.cluster.pace import Pace
+from kfp_gpuquota.cluster.plan_pacing import PlanPacing
 from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, leaving, with_status
-from kfp_gpuquota.cluster.transcript import Transcript
 from kfp_gpuquota.errors import NotFoundError, PlanningFailedError, StateFileError
 from kfp_gpuquota.fractions import Policy
 from kfp_gpuquota.membership import Limits
@@ -87,7 +87,7 @@ class Driver:
         self.sharing = Sharing(home, state, policy or Policy(), self._loop, self._start, self._explain)
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
-        self._pace = Pace()
+        self._pace = PlanPacing()
         self._debt_until = 0.0
         self._start_failures: dict[str, int] = {}
         self._killed_for: dict[str, str] = {}
@@ -136,10 +136,10 @@ class Driver:
         self.runtime.close()
 
     @contextlib.contextmanager
-    def decide(self) -> Iterator[Transcript]:
+    def decide(self) -> Iterator[ChangeRecorder]:
         """Write a decision, commit it when the block ends, then carry it out. Raises StateFileError."""
         with self._state.change() as change:
-            transcript = Transcript(self._state, change, self._state.clock())
+            transcript = ChangeRecorder(self._state, change, self._state.clock())
             yield transcript
         self._start_all(transcript.started)
         self._stop_all(transcript.stopped)
@@ -180,7 +180,7 @@ class Driver:
         for uid, reason in plan.waiting.items():
             self._state.note_waiting(uid, reason)
         self._pace.planned(empty=plan.empty)
-        if self._pace.runs_away:
+        if self._pace.reached_limit:
             log.error("%d plans in a row had something to do; the last one: %s", self._pace.in_a_row, plan)
         if plan.empty:
             return
@@ -273,7 +273,7 @@ class Driver:
         if not self.membership.is_open(worker.job_uid):
             return False
         member = self.membership.machine(worker.job_uid).members.get(worker.id)
-        return member is not None and member.heard_at is not None
+        return member is not None and member.last_message_at is not None
 
     def _open_membership(self, job: JobRecord) -> None:
         token_file = self._home.job_token_file(job.uid)
@@ -366,7 +366,7 @@ class Driver:
         worker = record.worker
         try:
             with self._state.change() as change:
-                transcript = Transcript(self._state, change, self._state.clock())
+                transcript = ChangeRecorder(self._state, change, self._state.clock())
                 transcript.record(after_reboot(self._state.jobs[worker.job_uid]))
         except StateFileError as error:
             log.error("the restart of the machine is recorded in %s s: %s", RETRY_S, error)
@@ -526,10 +526,10 @@ class Driver:
             transcript.record(with_status(self._state.jobs[job.uid], reason=reason))
 
     @contextlib.contextmanager
-    def _noting(self, what: str, *, durable: bool = False) -> Iterator[Transcript]:
+    def _noting(self, what: str, *, durable: bool = False) -> Iterator[ChangeRecorder]:
         """For facts that are learnt again: a full disk delays them, and must not stop the daemon."""
         try:
             with self._state.change(durable=durable) as change:
-                yield Transcript(self._state, change, self._state.clock())
+                yield ChangeRecorder(self._state, change, self._state.clock())
         except StateFileError as error:
             log.error("%s: %s", what, error)

@@ -203,7 +203,7 @@ class ClusterState(JobBook):
             with self._store.transaction(durable=durable):
                 self._write(change)
                 applied = True
-                for event in list(self.news(change)):
+                for event in list(self.scheduler_events(change)):
                     self.scheduler.apply(event)
         except BaseException as error:
             if applied:
@@ -212,7 +212,7 @@ class ClusterState(JobBook):
                 raise
             log.exception("a change was refused, and is not stored")
             raise ConflictError(f"the cluster cannot take this change ({error}); nothing was changed") from error
-        self.remember(change)
+        self.apply_change(change)
         self.wake()
 
     def note_waiting(self, uid: str, reason: Reason | None) -> None:
@@ -258,11 +258,11 @@ class ClusterState(JobBook):
 
     # Inside
 
-    def news(self, change: Change) -> Iterator[scheduler.Event]:
+    def scheduler_events(self, change: Change) -> Iterator[scheduler.Event]:
         """What the scheduler has to hear of a change: first of all of its projects."""
         for name, project in change.projects.items():
             yield scheduler.QuotaRemoved(name) if project is None else scheduler.QuotaChanged(project)
-        yield from super().news(change)
+        yield from super().scheduler_events(change)
 
     def _write(self, change: Change) -> None:
         for name, project in change.projects.items():
@@ -281,27 +281,27 @@ class ClusterState(JobBook):
         for event in change.events:
             self._store.append_event(event)
 
-    def remember(self, change: Change) -> None:
+    def apply_change(self, change: Change) -> None:
         """It is so from now on."""
         for name, project in change.projects.items():
             if project is None:
                 del self.projects[name]
             else:
                 self.projects[name] = project
-        super().remember(change)
+        super().apply_change(change)
 
-    def remember_job(self, job: JobRecord) -> None:
+    def put_job(self, job: JobRecord) -> None:
         """The job as given from now on, also by its name and by the request that made it."""
-        super().remember_job(job)
+        super().put_job(job)
         self._uids[job.spec.project, job.spec.name] = job.uid
         self._by_request[job.request_id] = job.uid
 
-    def forget_job(self, uid: str) -> list[str]:
+    def remove_job(self, uid: str) -> list[str]:
         """Forget it, its name and its workers."""
         job = self.jobs[uid]
         del self._uids[job.spec.project, job.spec.name]
         self._by_request.pop(job.request_id, None)
-        return super().forget_job(uid)
+        return super().remove_job(uid)
 
     def _load(self) -> None:
         """Everything that is stored and can be used, as if it happened just now."""
@@ -340,9 +340,9 @@ class ClusterState(JobBook):
         return list(projects.values())
 
     def _take(self, change: Change) -> None:
-        for event in list(self.news(change)):
+        for event in list(self.scheduler_events(change)):
             self.scheduler.apply(event)
-        self.remember(change)
+        self.apply_change(change)
 
     def _apply_nodes(self) -> None:
         for node in self.nodes.values():
@@ -360,7 +360,7 @@ class ClusterState(JobBook):
         self._apply_nodes()
         before, self.jobs, self.workers = (self.jobs, self.workers), {}, {}
         try:
-            for event in list(self.news(remembered)):
+            for event in list(self.scheduler_events(remembered)):
                 self.scheduler.apply(event)
         finally:
             self.jobs, self.workers = before

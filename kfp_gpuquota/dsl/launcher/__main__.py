@@ -1,4 +1,4 @@
-"""The program that a routed step runs in place of its own command."""
+"""Entry point of the launcher, which a routed step runs instead of its own command."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The log of a job's first worker, as the step's own log.
+"""Copies the log of rank 0 of a job to the step's own log.
 
-The first is rank 0. Before ranks are known one that runs is followed, so that nothing is missed that goes wrong by
-then; where another turns out to lead, its log is told instead, from its beginning.
+Until the workers have ranks, the log of a running worker is followed, so that early failures are visible. When rank 0
+turns out to be another worker, the step's log continues with that worker's log, from its beginning.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _SHORT_POLL_S: Final = 0.5
 
 
 class LogFollower(threading.Thread):
-    """Follows one worker at a time, over a connection of its own: the first, and when that one ends the next.
+    """Thread that follows the log of one worker at a time: rank 0 and, when it ends, the next. Has its own connection.
 
-    A worker that has run beside the one followed before is joined where its log stands; a new one from its beginning.
+    The log of a worker that ran at the same time as the previous one is followed from its present end; that of a worker
+    that started later from its beginning.
     """
 
     def __init__(self, connect: Callable[[], ClusterClient], job: Job, write: Callable[[str], None]) -> None:
@@ -39,18 +40,18 @@ class LogFollower(threading.Thread):
         self.followed: list[str] = []
         self._read: set[str] = set()
 
-    def see(self, job: Job) -> None:
-        """The job's newest state."""
+    def update(self, job: Job) -> None:
+        """Set the job's newest state."""
         with self._changed:
             self._job = job
             self._changed.notify_all()
 
     def run(self) -> None:
-        """Until the job has ended and what its followed worker said is written."""
+        """Write log lines until the job has ended and the followed worker's log is complete."""
         client = self._connect()
         while found := self._next_worker():
             job, worker = found
-            leads = leader_unheard(job, self.followed) is worker
+            leads = unfollowed_leader(job, self.followed) is worker
             skip = bool(self.followed) and not leads and ran_beside(job, self.followed[-1], worker)
             self.followed.append(worker.id)
             rank = shown_rank(job, worker)
@@ -68,21 +69,21 @@ class LogFollower(threading.Thread):
                 self._changed.notify_all()
 
     def await_end_of(self, worker: str, timeout_s: float) -> None:
-        """Return when all of the worker's log is written, or after `timeout_s`."""
+        """Wait until the worker's whole log is written, for at most `timeout_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: worker in self._read, timeout_s)
 
     def _another_leads(self) -> bool | None:
-        """Whether the step's log is that of another worker than the one followed; None where that is open.
+        """Return whether rank 0 is another worker than the one that is followed; None while the ranks are unset.
 
-        A worker that is alone, as most are, leads: its log needs no looking at the job again and again.
+        The only worker of a job, the usual case, is rank 0: its log is then read with long polls.
         """
         with self._changed:
             job, last = self._job, self.followed[-1]
         rank = next((worker.rank for worker in job.status.workers if worker.id == last), None)
         if rank is None and sum(worker.phase is not WorkerPhase.GONE for worker in job.status.workers) > 1:
             return None
-        return leader_unheard(job, self.followed) is not None
+        return unfollowed_leader(job, self.followed) is not None
 
     def _next_worker(self) -> tuple[Job, Worker] | None:
         with self._changed:
@@ -94,11 +95,11 @@ class LogFollower(threading.Thread):
 
 
 def to_follow(job: Job, followed: Sequence[str]) -> list[Worker]:
-    """The workers whose log may come next, the best first.
+    """Return the workers whose log may be followed next, in order of preference.
 
-    One that runs; else one that has come and gone since the one followed last, be it that nobody saw it run.
+    Running workers come first; else those that have started and exited after the worker that was followed last.
     """
-    if (leader := leader_unheard(job, followed)) is not None:
+    if (leader := unfollowed_leader(job, followed)) is not None:
         return [leader]
     left = [worker for worker in job.status.workers if worker.id not in followed]
     if running := [worker for worker in left if worker.phase is WorkerPhase.RUNNING]:
@@ -110,8 +111,8 @@ def to_follow(job: Job, followed: Sequence[str]) -> list[Worker]:
     return sorted((worker for worker in gone if worker.started_at == newest), key=_order)
 
 
-def leader_unheard(job: Job, followed: Sequence[str]) -> Worker | None:
-    """Rank 0, where the worker that was followed has turned out to be another."""
+def unfollowed_leader(job: Job, followed: Sequence[str]) -> Worker | None:
+    """Return rank 0 where it is another worker than the one followed last and its log was not followed; else None."""
     last = next((worker for worker in job.status.workers if followed and worker.id == followed[-1]), None)
     if last is None or not last.rank:
         return None
@@ -124,13 +125,13 @@ def _order(worker: Worker) -> tuple[bool, int, int]:
 
 
 def ran_beside(job: Job, followed: str, worker: Worker) -> bool:
-    """Whether `worker` was there before the one followed had ended."""
+    """Return whether `worker` started before the worker `followed` had exited."""
     before = next((each for each in job.status.workers if each.id == followed), None)
     return before is not None and (before.finished_at is None or worker.started_at < before.finished_at)
 
 
 def shown_rank(job: Job, worker: Worker) -> int:
-    """A worker's rank; its place among those that were there with it, where the job has no ranks."""
+    """Return a worker's rank; in a job without ranks its position by index among the workers of the same time."""
     if worker.rank is not None:
         return worker.rank
     together = [
@@ -142,7 +143,7 @@ def shown_rank(job: Job, worker: Worker) -> int:
 
 
 def tail(client: ClusterClient, job: Job, worker: Worker, lines: int = TAIL_LINES) -> list[str]:
-    """The end of a worker's log."""
+    """Return the last `lines` lines of a worker's log, each with its rank in front."""
     rank = shown_rank(job, worker)
     chunks = _chunks(client, job, worker.id, skip=False, another_leads=lambda: False)
     written = [line for line in lines_of(chunks) if not line.startswith(ENDED)]
@@ -150,7 +151,7 @@ def tail(client: ClusterClient, job: Job, worker: Worker, lines: int = TAIL_LINE
 
 
 def lines_of(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Whole lines of a log that comes in pieces; of a line that was written over (a progress bar) what is left."""
+    """Yield the whole lines of a log that arrives in chunks; after carriage returns (progress bars) the last text."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     unfinished = ""
     for chunk in chunks:
@@ -168,7 +169,7 @@ def _last_written(line: str) -> str:
 def _chunks(
     client: ClusterClient, job: Job, worker: str, *, skip: bool, another_leads: Callable[[], bool | None]
 ) -> Iterator[bytes]:
-    """Pieces of a worker's log until it has ended, or `another_leads`; with `skip` only what comes from now on."""
+    """Yield chunks of a worker's log until it ends or `another_leads()`; `skip` omits what was written before."""
     offset, more = 0, True
     while more and not (another := another_leads()):
         wait_s = 0.0 if skip else _SHORT_POLL_S if another is None else _LONG_POLL_S

@@ -1,7 +1,8 @@
-"""What a decorated step runs in place of its own command: `python3 -m kfp_gpuquota.dsl.launcher ... -- COMMAND`.
+"""The launcher, which a routed step runs instead of its command: `python3 -m kfp_gpuquota.dsl.launcher ... -- COMMAND`.
 
-It submits the command as a job, keeps the job's lease, tells in the step's log what becomes of it, brings its outputs
-home and ends as the job ended. It never imports kfp, and never ends because a worker was preempted.
+It submits the command as a job, renews the job's lease, writes the job's log and state changes to the step's log,
+publishes the job's outputs and exits with the job's exit code. It never imports kfp, and it does not exit when a worker
+is preempted.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.api import Phase, ReasonCode
 from kfp_gpuquota.api.wire import Lease
 from kfp_gpuquota.cluster.connect import connect
+from kfp_gpuquota.dsl.launcher.job_messages import JobMessages, conclusion, progress_of, succeeded
 from kfp_gpuquota.dsl.launcher.log_stream import LogFollower, tail
-from kfp_gpuquota.dsl.launcher.narration import Narrator, conclusion, progress_of, succeeded
 from kfp_gpuquota.dsl.launcher.step import Step, step_from
 from kfp_gpuquota.dsl.launcher.submission import claim
-from kfp_gpuquota.dsl.launcher.worker_location import place_of
+from kfp_gpuquota.dsl.launcher.worker_location import worker_location
 from kfp_gpuquota.dsl.spec.lease import AFTER_STOP_S, RENEWALS, LeaseKeeper
 from kfp_gpuquota.errors import ClusterUnavailableError, GpuQuotaError, JobFailedError
 
@@ -35,22 +36,22 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import JobList
     from kfp_gpuquota.dsl.launcher.staging import Staging
-    from kfp_gpuquota.dsl.launcher.worker_location import Place
+    from kfp_gpuquota.dsl.launcher.worker_location import WorkerLocation
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 LONG_POLL_S: Final = 20.0
-# A cluster that is restarted or upgraded is back by then; the job goes on meanwhile.
-PATIENCE_S: Final = 600.0
+# A restart or an upgrade of the cluster takes less than this; the job keeps running meanwhile.
+CLUSTER_TIMEOUT_S: Final = 600.0
 _LOG_ENDS_WITHIN_S: Final = 60.0
 TERMINATION_LOG: Final = Path("/dev/termination-log")
 _MESSAGE_LENGTH: Final = 1000  # of the 4,096 bytes that the kubelet reads
-# Neither the job's success, for its outputs are not ours to bring home, nor its failure.
+# Neither success, because this attempt does not publish the job's outputs, nor the job's failure.
 EXIT_TAKEN_OVER: Final = os.EX_TEMPFAIL
 _output = threading.Lock()
 
 
 class _StoppedError(BaseException):
-    """The launcher was told to stop. Not an Exception: nothing on the way may take it for a failure."""
+    """The launcher has received a signal to stop. Not an Exception, so that no handler of failures catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -58,11 +59,11 @@ class _StoppedError(BaseException):
 
 
 class _TakenOverError(Exception):
-    """Another attempt of this step holds the job now."""
+    """Another attempt of this step has become the holder of the job's lease."""
 
 
-class _Held:
-    """The lease of the job that the step has now, which ends with the pipeline's run."""
+class _CurrentLease:
+    """The lease of the step's current job, released when the pipeline's run is terminated."""
 
     def __init__(self) -> None:
         self._keeper: LeaseKeeper | None = None
@@ -70,138 +71,140 @@ class _Held:
         self._lock = threading.Lock()
 
     def keep(self, keeper: LeaseKeeper) -> LeaseKeeper:
-        """Renew this one's lease from now on."""
+        """Start renewing this lease, and return its keeper."""
         with self._lock:
             self._keeper = keeper
             ended = self._run_has_ended
         keeper.start()
         if ended:
-            keeper.leave(0.0)
+            keeper.shorten(0.0)
         return keeper
 
     def end(self) -> None:
-        """The run was terminated: the job's workers are stopped at once."""
+        """Release the lease because the run was terminated: the cluster stops the job's workers at once."""
         with self._lock:
             self._run_has_ended = True
-        say("the pipeline's run was terminated: the job is cancelled")
-        self.leave(0.0)
+        log_line("the pipeline's run was terminated: the job is cancelled")
+        self.shorten(0.0)
 
-    def leave(self, after_s: float) -> None:
-        """Let the job live only `after_s` longer, unless another attempt takes it over."""
+    def shorten(self, after_s: float) -> None:
+        """Let the job live only `after_s` seconds longer, unless another attempt takes it over."""
         with self._lock:
             keeper = self._keeper
         if keeper is not None:
-            keeper.leave(after_s)
+            keeper.shorten(after_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step.
+    """Run the step and return the exit code.
 
-    Returns the exit code: the job's, 1 or 2 for an error of ours, 75 when another attempt of the step has taken the
-    job over, 128 + N for signal N.
+    It is the job's exit code, 1 or 2 for an error of the launcher, 75 when another attempt of the step has taken the
+    job over, and 128 + N for signal N.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _on_signal)
     try:
         return _run(step_from(_parsed(arguments), os.environ))
     except GpuQuotaError as error:
-        _say_why(f"error: {error.message}")
+        _report_failure(f"error: {error.message}")
         return error.exit_code
     except _TakenOverError:
-        _say_last("another attempt of this step has taken the job over, and goes on with it; this one ends")
+        _print_last("another attempt of this step has taken over the job and continues it; this attempt exits")
         return EXIT_TAKEN_OVER
     except _StoppedError as stopped:
         return 128 + stopped.number
 
 
-def say(text: str) -> None:
-    """One line of our own in the step's log."""
+def log_line(text: str) -> None:
+    """Write one line of the launcher to the step's log."""
     _write(f"gpuquota: {text}")
 
 
 def _run(step: Step) -> int:
     client = connect()
     lease = Lease(holder=os.environ.get("KFP_POD_UID") or uuid.uuid4().hex, duration_s=step.lease_s)
-    place = place_of(client)
-    step = place.identified(step)
-    held = _Held()
-    place.watch_run(held.end)
+    location = worker_location(client)
+    step = location.with_identity(step)
+    held = _CurrentLease()
+    location.watch_run(held.end)
     try:
-        while (job := _job_of(client, place, step, lease, held)) is None:
-            say("the job was lost before this launcher had it: a new one starts")
+        while (job := _job_of(client, location, step, lease, held)) is None:
+            log_line("the job or its outputs were lost before this launcher took it over: submitting a new job")
     except _StoppedError as stopped:
-        # Ctrl-C is a person who wants it to end. A pod that is stopped may come back, and take the job over.
-        follows = stopped.number != signal.SIGINT and place.make_way()
-        held.leave(AFTER_STOP_S if follows else 0.0)
+        # Ctrl-C is the user's wish to end the job. After the stop of a pod, a new pod may take the job over.
+        follows = stopped.number != signal.SIGINT and location.prepare_next_attempt()
+        held.shorten(AFTER_STOP_S if follows else 0.0)
         raise
-    place.close()
+    location.close()
     code = _exit_code(job)
-    (_say_why if code else say)(conclusion(job))
+    (_report_failure if code else log_line)(conclusion(job))
     return code
 
 
-def _job_of(client: ClusterClient, place: Place, step: Step, lease: Lease, held: _Held) -> Job | None:
-    """The step's job in its final state, its outputs brought home; None where another one must be started for it."""
-    job, staging = claim(client, place, step, lease, say)
-    keeper = held.keep(LeaseKeeper(connect, lease, job.spec, say))
+def _job_of(
+    client: ClusterClient, location: WorkerLocation, step: Step, lease: Lease, held: _CurrentLease
+) -> Job | None:
+    """Run the step's job, publish its outputs, and return its final state; None where a new job must be started."""
+    job, staging = claim(client, location, step, lease, log_line)
+    keeper = held.keep(LeaseKeeper(connect, lease, job.spec, log_line))
     try:
-        job = _followed(client, place, job, step, keeper)
+        job = _followed(client, location, job, step, keeper)
     except JobFailedError:
         staging.discard()
         raise
     keeper.stop()
-    if _is_lost(place, job, staging):
+    if _is_lost(location, job, staging):
         return None
     if job.status.result_worker:
-        staging.bring_home(job.status.result_worker)
+        staging.publish_outputs(job.status.result_worker)
     else:
         staging.discard()
     return job
 
 
-def _is_lost(place: Place, job: Job, staging: Staging) -> bool:
-    """Whether the job's end is not the step's: it was being stopped already when it was taken over, or its outputs went
-    to the pod of an earlier attempt.
+def _is_lost(location: WorkerLocation, job: Job, staging: Staging) -> bool:
+    """Return whether a new job must replace this one: it was already being stopped when this launcher took it over, or
+    its outputs were uploaded to the pod of an earlier attempt.
     """
     reason = job.status.reason
     if job.status.phase is Phase.CANCELLED:
         return reason is not None and reason.code is ReasonCode.LEASE_ENDED
-    return job.status.phase is Phase.SUCCEEDED and not place.has_outputs(job, staging)
+    return job.status.phase is Phase.SUCCEEDED and not location.has_outputs(job, staging)
 
 
-def _followed(client: ClusterClient, place: Place, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
-    """The job in its final state; its log and its changes are told on the way. Raises _TakenOverError."""
+def _followed(client: ClusterClient, location: WorkerLocation, job: Job, step: Step, keeper: LeaseKeeper) -> Job:
+    """Write the job's log and state changes to the step's log, and return its final state. Raises _TakenOverError."""
     max_runtime_s = step.options.max_runtime_s
-    narrator = Narrator()
+    messages = JobMessages()
     follower = LogFollower(connect, job, _write)
     follower.start()
     for state in _states(client, job, step):
         if keeper.taken_over.is_set() and not state.status.phase.final:
             raise _TakenOverError
-        for line in narrator.lines(state, time.monotonic()):
-            say(line)
-        follower.see(state)
+        for line in messages.lines(state, time.monotonic()):
+            log_line(line)
+        follower.update(state)
         job = state
-        if not job.status.phase.final and (result := place.result_of(job)):
+        if not job.status.phase.final and (result := location.result_worker_of(job)):
             follower.await_end_of(result, _LOG_ENDS_WITHIN_S)
             return succeeded(job, result, time.time())
-        place.show(narrator.state, progress_of(job))
+        location.publish_state(messages.state, progress_of(job))
         if _time_left(job, max_runtime_s, time.time()) <= 0:
-            say(f"stopping: it has run for its max_runtime of {max_runtime_s:g} s")
+            log_line(f"stopping: the job has run for its max_runtime of {max_runtime_s:g} s")
             client.cancel_job(job.spec.project, job.spec.name)
     follower.join(_LOG_ENDS_WITHIN_S)
-    for line in _untold_failure(client, job, follower.followed):
+    for line in _failure_log(client, job, follower.followed):
         _write(line)
     return job
 
 
 def _states(client: ClusterClient, job: Job, step: Step) -> Iterator[Job]:
-    """Each new state of a job up to the final one; the present one when its time is over, and once a renewal."""
+    """Yield each new state of a job up to the final one, and its present state at each lease renewal and time limit."""
     after: int | None = None
     while not job.status.phase.final:
         left_s = _time_left(job, step.options.max_runtime_s, time.time())
         wait_s = min(LONG_POLL_S, step.lease_s / RENEWALS, max(0.0, left_s))
-        listed = _patiently(client, job, after, wait_s)
+        listed = _list_with_retries(client, job, after, wait_s)
         after = listed.revision
         found = next((each for each in listed.jobs if each.uid == job.uid), None)
         if found is None:
@@ -210,9 +213,9 @@ def _states(client: ClusterClient, job: Job, step: Step) -> Iterator[Job]:
         yield job
 
 
-def _patiently(client: ClusterClient, job: Job, after: int | None, wait_s: float) -> JobList:
-    """The job alone, also through a cluster that is away for a while."""
-    give_up_at = time.monotonic() + PATIENCE_S
+def _list_with_retries(client: ClusterClient, job: Job, after: int | None, wait_s: float) -> JobList:
+    """Return a list with only this job; while the cluster is unavailable, retry for CLUSTER_TIMEOUT_S seconds."""
+    give_up_at = time.monotonic() + CLUSTER_TIMEOUT_S
     while True:
         try:
             timeout_s = 0.0 if after is None else wait_s
@@ -220,18 +223,18 @@ def _patiently(client: ClusterClient, job: Job, after: int | None, wait_s: float
         except ClusterUnavailableError:
             if time.monotonic() > give_up_at:
                 raise
-            say("the cluster does not answer; the job goes on, and so does this step")
+            log_line("the cluster does not answer; the job keeps running, and this step waits for it")
 
 
 def _time_left(job: Job, max_runtime_s: float | None, now: float) -> float:
-    """Seconds that a job may still run; waiting in the queue costs nothing."""
+    """Return the seconds that a job may still run; time in the queue does not count."""
     if max_runtime_s is None or job.status.started_at is None or job.status.phase is not Phase.RUNNING:
         return float("inf")
     return job.status.started_at + max_runtime_s - now
 
 
-def _untold_failure(client: ClusterClient, job: Job, followed: Container[str]) -> list[str]:
-    """The end of the log of the worker that failed first, where the step's log did not follow that one."""
+def _failure_log(client: ClusterClient, job: Job, followed: Container[str]) -> list[str]:
+    """Return the end of the log of the worker that failed first, where the step's log did not follow that worker."""
     failed = [worker for worker in job.status.workers if worker.exit_code and worker.id not in followed]
     if job.status.phase is not Phase.FAILED or not failed:
         return []
@@ -240,7 +243,7 @@ def _untold_failure(client: ClusterClient, job: Job, followed: Container[str]) -
 
 
 def _exit_code(job: Job) -> int:
-    """The job's, where it ended by itself."""
+    """Return 0 for a job that succeeded, else its exit code, or 1 where it has none."""
     if job.status.phase is Phase.SUCCEEDED:
         return 0
     return job.status.exit_code or 1
@@ -248,11 +251,11 @@ def _exit_code(job: Job) -> int:
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kfp_gpuquota.dsl.launcher", description=__doc__)
-    parser.add_argument("--stands-in-for", help="KFP's executor, which kfp.local wants to see named")
-    parser.add_argument("--task", required=True, help="RUN/NAME; on a KFP backend the step's pod says it")
-    parser.add_argument("--gpus", help="the GPUs asked for, where only the run knows them")
+    parser.add_argument("--stands-in-for", help="KFP's executor, which kfp.local requires in the command")
+    parser.add_argument("--task", required=True, help="RUN/NAME; on a KFP backend read from the step's pod")
+    parser.add_argument("--gpus", help="the requested GPUs, where they are a parameter of the run")
     parser.add_argument("--image", default="", help="the step's own image, where the launcher runs in another")
-    parser.add_argument("--pod-resources", help="CPU and memory of a worker, where only the run knows them")
+    parser.add_argument("--pod-resources", help="CPU and memory of a worker, where they are a parameter")
     parser.add_argument("--executor-input", required=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
     separator = given.index("--")  # by hand: argparse's own handling of -- changes with Python's version
@@ -265,23 +268,23 @@ def _write(line: str) -> None:
         sys.stdout.flush()
 
 
-def _say_why(text: str) -> None:
-    """Why the step fails: a line in its log, and its container's termination message.
+def _report_failure(text: str) -> None:
+    """Write why the step fails to its log and to its container's termination message.
 
-    KFP's own launcher ends with 1 for every failure. Argo shows this message beside that code, on the step's node.
+    KFP's own launcher exits with 1 for every failure. Argo shows this message next to that code at the step's node.
     """
-    say(text)
+    log_line(text)
     with contextlib.suppress(OSError):
         if TERMINATION_LOG.exists():
             TERMINATION_LOG.write_text(f"gpuquota: {text}"[:_MESSAGE_LENGTH], encoding="utf-8")
 
 
-def _say_last(text: str) -> None:
-    """The step's last line: the thread that follows the log says nothing after it."""
-    say(text)
+def _print_last(text: str) -> None:
+    """Write the step's last line; the lock stays held, so that the log's thread writes nothing after it."""
+    log_line(text)
     _output.acquire()
 
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the last call
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the last request
     raise _StoppedError(number)

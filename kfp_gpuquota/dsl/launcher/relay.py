@@ -1,20 +1,20 @@
-"""The way of a step's files to workers in other pods and back, where no volume is shared: HTTP from the launcher's pod.
+"""Transfers a step's files to workers in other pods and back, where no volume is shared: HTTP from the launcher's pod.
 
-Files travel as streams, and are never whole in memory: the kernel sends them (`sendfile`), and what comes in is written
-in pieces. A job's token opens just this: to read the step's inputs and what workers start with, and to write below the
-job's own staging directories. Nothing else of the pod can be reached.
+Files are streamed and never whole in memory: the kernel sends them (`sendfile`), and received data is written in
+chunks. A job's token permits reading the step's inputs and the workers' start program, and writing below the job's own
+staging directories. Nothing else of the pod can be reached.
 
 | request                    | answer                                                              |
 |----------------------------|---------------------------------------------------------------------|
-| `GET /package`             | a zip with what a worker starts with (`gpuquota_remote`, `elastic_runtime`) |
+| `GET /package`             | a zip with the worker's start program (`gpuquota_remote`) and `elastic_runtime` |
 | `GET /step`                | the step file                                                       |
 | `GET /list?path=P`         | JSON: [[relative path, size, mode], ...] of an input, a file or a directory |
 | `GET /file?path=P`         | a file of an input                                                  |
 | `PUT /file?path=P&mode=M`  | writes a file of a staged output                                    |
-| `PUT /complete?worker=W`   | 201 where all files of the body's list ([[path, size], ...]) are here, 409 where not |
+| `PUT /complete?worker=W`   | 201 if all files of the body's list ([[path, size], ...]) have arrived, else 409 |
 
-A worker whose command has succeeded asks for the last one when it has sent everything. The launcher may be another one
-by then, in a pod that has nothing of it: the worker sends it all again.
+A worker whose command has succeeded sends the last request when it has uploaded all its outputs. The launcher may have
+been replaced by then, in a pod without these files: the worker then uploads all of them again.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-PIECE: Final = 1 << 20
-SILENCE_S: Final = 120.0
+CHUNK_SIZE: Final = 1 << 20
+IDLE_TIMEOUT_S: Final = 120.0
 MAX_LIST: Final = 16 << 20
 
 
 class Relay:
-    """Serves one job's files on `address` until `close`. Raises OSError where it cannot listen there.
+    """HTTP server for one job's files on `address` until `close`. Raises OSError where it cannot listen there.
 
-    `completed(worker)` is called when a worker's outputs are all here; where it raises, the worker tries again.
+    `completed(worker)` is called when all outputs of a worker have arrived; where it raises, the worker tries again.
     """
 
     def __init__(
@@ -75,27 +75,27 @@ class Relay:
 
     @property
     def url(self) -> str:
-        """Where workers find it."""
+        """The relay's URL, for the workers."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}"
 
     def close(self) -> None:
-        """Stop; transfers that are under way end."""
+        """Stop the server and abort the transfers in progress."""
         self._server.shutdown()
         self._server.server_close()
 
     def readable(self, path: str) -> Path | None:
-        """The file or directory, where it is an input or in one."""
+        """Return the path if it is an input or inside one, else None."""
         return _within(path, self.inputs)
 
     def writable(self, path: str) -> Path | None:
-        """The place, where it is below a staging directory of this job."""
+        """Return the path if it is below a staging directory of this job, else None."""
         found = _within(path, self.outputs)
         return None if found in self.outputs else found
 
 
 def input_paths(executor_input: Json) -> list[str]:
-    """Where the step's input artifacts lie in this pod."""
+    """Return the paths of the step's input artifacts in this pod."""
     listed = executor_input.get("inputs", {}).get("artifacts", {}).values()
     artifacts = (artifact for each in listed for artifact in each.get("artifacts", []))
     return [start.input_path(artifact) for artifact in artifacts if "/" in artifact.get("uri", "")]
@@ -103,7 +103,7 @@ def input_paths(executor_input: Json) -> list[str]:
 
 @cache
 def package() -> bytes:
-    """What a worker starts with, as a zip that Python imports from."""
+    """Return a zip with the worker's start program and elastic_runtime, from which Python can import."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("gpuquota_remote/__init__.py", "")
@@ -116,7 +116,7 @@ def package() -> bytes:
 
 
 def _elastic_runtime() -> list[tuple[str, Path]]:
-    """Its sources: found, not imported, for it needs torch, and the launcher has none."""
+    """Return elastic_runtime's source files as (relative path, path). Not imported: the launcher has no torch."""
     found = importlib.util.find_spec("elastic_runtime")
     assert found is not None
     assert found.submodule_search_locations
@@ -137,14 +137,14 @@ class _Server(http.server.ThreadingHTTPServer):
         self.relay = relay
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing where a worker has ended in the middle of a request: its end is reported by the cluster."""
+        """Ignore the error of a worker that exited during a request: the cluster reports its exit."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = SILENCE_S
+    timeout = IDLE_TIMEOUT_S
 
     def do_GET(self) -> None:
         if not self._allowed():
@@ -170,21 +170,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if urlsplit(self.path).path == "/complete":
             self._complete(int(length) if length.isdecimal() else MAX_LIST + 1)
             return
-        place = cast(_Server, self.server).relay.writable(self._path())
-        if place is None or not length.isdecimal():
-            self._refuse(HTTPStatus.FORBIDDEN if place is None else HTTPStatus.LENGTH_REQUIRED)
+        target = cast(_Server, self.server).relay.writable(self._path())
+        if target is None or not length.isdecimal():
+            self._refuse(HTTPStatus.FORBIDDEN if target is None else HTTPStatus.LENGTH_REQUIRED)
             return
-        self._receive(place, int(length), int(self._query("mode") or "600", 8) & 0o777)
+        self._receive(target, int(length), int(self._query("mode") or "600", 8) & 0o777)
         self._send(b"", HTTPStatus.CREATED)
 
     def _complete(self, length: int) -> None:
-        """Note that a worker's outputs are here, or have them sent again."""
+        """Handle PUT /complete: 201 if the listed files have arrived, else 409, and the worker uploads them again."""
         if length > MAX_LIST:
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             return
         relay = cast(_Server, self.server).relay
-        found = [(relay.writable(path), size) for path, size in json.loads(self.rfile.read(length))]
-        if not all(place and place.is_file() and place.stat().st_size == size for place, size in found):
+        found = [(relay.writable(name), size) for name, size in json.loads(self.rfile.read(length))]
+        if not all(path and path.is_file() and path.stat().st_size == size for path, size in found):
             self._send(b"", HTTPStatus.CONFLICT)
             return
         try:
@@ -195,7 +195,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send(b"", HTTPStatus.CREATED)
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the step's log is the user's."""
+        """Log nothing: requests do not belong in the user's log of the step."""
 
     def _allowed(self) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -211,7 +211,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return parse_qs(urlsplit(self.path).query).get(name, [""])[0]
 
     def _refuse(self, status: HTTPStatus) -> None:
-        self.close_connection = True  # a body that nobody reads would be taken for the next request
+        self.close_connection = True  # an unread body would be parsed as the next request
         self._send(status.phrase.encode(), status)
 
     def _send(self, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
@@ -235,14 +235,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if size:
                 self.connection.sendfile(file, 0, size)
 
-    def _receive(self, place: Path, size: int, mode: int) -> None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = place.with_name(f"{place.name}.{secrets.token_hex(4)}.part")
+    def _receive(self, target: Path, size: int, mode: int) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
         try:
             with open(temporary, "wb", buffering=0) as file:  # noqa: PTH123 (unbuffered)
                 _copy(self.rfile, file, size)
             temporary.chmod(mode)
-            temporary.replace(place)
+            temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -256,11 +256,11 @@ def listing(root: Path) -> list[tuple[str, int, int]]:
 
 
 def _copy(source: Any, target: io.FileIO, size: int) -> None:
-    """In pieces, into one buffer. Raises ConnectionError where the sender ends too early."""
-    buffer = memoryview(bytearray(min(PIECE, max(1, size))))
+    """Copy `size` bytes in chunks through one buffer. Raises ConnectionError where the sender closes too early."""
+    buffer = memoryview(bytearray(min(CHUNK_SIZE, max(1, size))))
     while size > 0:
         got = source.readinto(buffer[: min(len(buffer), size)])
         if not got:
-            raise ConnectionError("the sender has ended in the middle of a file")
+            raise ConnectionError("the sender closed the connection in the middle of a file")
         target.write(buffer[:got])
         size -= got

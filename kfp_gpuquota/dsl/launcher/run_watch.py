@@ -1,7 +1,7 @@
-"""The end of a pipeline's run, seen by the step's launcher as soon as it is decided.
+"""Watches a pipeline's run, so that its termination cancels the step's job at once.
 
 KFP's Terminate changes the Workflow, and Argo acts on that within its requeue time, 10 s by default. The launcher
-watches the same object, so its job is cancelled at once.
+watches the same object, so that it need not wait for Argo to stop its pod.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 WATCH_S: Final = 300
-SILENCE_S: Final = 330.0
-AGAIN_S: Final = 1.0
+IDLE_TIMEOUT_S: Final = 330.0
+RETRY_S: Final = 1.0
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -34,7 +34,10 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 class RunWatch(threading.Thread):
-    """Calls `ended` once, when the run is terminated, ends or is deleted. Ends by itself where it may not watch."""
+    """Thread that calls `ended` once, when the run is terminated, finishes or is deleted.
+
+    It exits where watching Workflows is not permitted.
+    """
 
     def __init__(self, calls: Calls, namespace: str, workflow: str, ended: Callable[[], None]) -> None:
         super().__init__(name="run", daemon=True)
@@ -44,7 +47,7 @@ class RunWatch(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        """Watch, and watch again where the API server was away."""
+        """Watch until the run is over; watch again when the API server was unavailable."""
         while not self._closed.is_set():
             try:
                 if self._is_over():
@@ -54,16 +57,16 @@ class RunWatch(threading.Thread):
             except (NotFoundError, UnauthorizedError):  # no Workflows here, or a role without this right
                 return
             except (GpuQuotaError, msgspec.MsgspecError, OSError, http.client.HTTPException):
-                self._closed.wait(AGAIN_S)
+                self._closed.wait(RETRY_S)
 
     def close(self) -> None:
-        """The step has ended: whatever becomes of its run is not of interest any more."""
+        """Stop watching, because the step has ended."""
         self._closed.set()
 
     def _is_over(self) -> bool:
-        """Whether the run is over; False when the watch ended without."""
+        """Return True when the run is over, False when the watch has expired before that."""
         query = {"watch": "true", "fieldSelector": f"metadata.name={self._workflow}", "timeoutSeconds": WATCH_S}
-        with self._calls.open(self._path, SILENCE_S, **query) as stream:
+        with self._calls.open(self._path, IDLE_TIMEOUT_S, **query) as stream:
             while line := stream.readline():
                 event = msgspec.json.decode(line, type=_Event)
                 if self._closed.is_set() or event.type == "ERROR":

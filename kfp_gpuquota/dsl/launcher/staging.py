@@ -1,4 +1,4 @@
-"""A step's files while its job runs: what the workers read, and the way home for the outputs of one of them."""
+"""A step's files while its job runs: the step file for the workers, and the staged outputs of each worker."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PRIVATE_FILE: Final = 0o600
 class Staging:
     """The staging directories of one job of one step; `job` is the job's name.
 
-    The one beside `outputs.outputFile` holds the step's file and exists from before the job is submitted until its
-    outputs have been brought home. So where it is missing, nothing is left to bring.
+    The root, beside `outputs.outputFile`, holds the step file. It exists from before the job is submitted until the
+    outputs have been published, so where it is missing, no outputs are left to publish.
     """
 
     def __init__(self, executor_input: Json, job: str) -> None:
@@ -35,7 +35,7 @@ class Staging:
         self.step_file = self.root / STEP_FILE
 
     def create(self, argv: list[str], environment: Mapping[str, str]) -> None:
-        """Write down what each worker needs. The environment may hold secrets, so only this user can read it."""
+        """Write the step file for the workers. Its environment may contain secrets, so only this user can read it."""
         self.root.mkdir(parents=True, exist_ok=True, mode=PRIVATE_DIRECTORY)
         content = {
             "tag": self.tag,
@@ -50,37 +50,37 @@ class Staging:
         temporary.replace(self.step_file)
 
     def exists(self) -> bool:
-        """Whether there may be outputs to bring home."""
+        """Return whether there may be outputs to publish."""
         return self.root.exists()
 
-    def bring_home(self, worker: str) -> None:
-        """Move this worker's outputs to their final places, and remove what all workers left. Safe to repeat."""
+    def publish_outputs(self, worker: str) -> None:
+        """Move this worker's outputs to their final paths, and remove the files of all workers. Idempotent."""
         with self._alone() as mine:
             if mine:
                 self._translate(worker)
-                for final in self._finals():
+                for final in self._final_directories():
                     _move_into(final / self.tag / worker, final)
                 self._name_artifacts()
                 self.discard()
 
     def discard(self) -> None:
-        """Remove every worker's files; the root last, for it says that there is something to do."""
+        """Remove every worker's files; the root last, because it marks unpublished outputs."""
         for root in sorted(self.directories(), key=lambda root: root == self.root):
             shutil.rmtree(root, ignore_errors=True)
             with contextlib.suppress(OSError):  # another job's staging lies beside it
                 root.parent.rmdir()
 
     def directories(self) -> list[Path]:
-        """Where workers write, each in a directory of its own below: one beside every output, each once."""
-        return [final / self.tag for final in self._finals()]
+        """Return the staging directories, one beside each output; each worker writes to a subdirectory."""
+        return [final / self.tag for final in self._final_directories()]
 
-    def _finals(self) -> list[Path]:
-        """Final directories of the outputs, each once."""
-        places = output_locations(self._executor_input)
-        return list(dict.fromkeys(Path(local_path(place[key])).parent for place, key in places))
+    def _final_directories(self) -> list[Path]:
+        """Return the final directories of the outputs, without duplicates."""
+        locations = output_locations(self._executor_input)
+        return list(dict.fromkeys(Path(local_path(owner[key])).parent for owner, key in locations))
 
     def _translate(self, worker: str) -> None:
-        """In what KFP will read, name the final places. Text is enough: the staging directory's name is unique."""
+        """Replace staged paths by final ones in the files that KFP reads; the staging directory's name is unique."""
         outputs = self._executor_input["outputs"]
         names = [outputs["outputFile"], *(p["outputFile"] for p in outputs.get("parameters", {}).values())]
         staged = f"{self.tag}/{worker}/".encode()
@@ -89,9 +89,9 @@ class Staging:
                 path.write_bytes(content.replace(staged, b""))
 
     def _name_artifacts(self) -> None:
-        """Write the executor's output where the command wrote none, as container components do.
+        """Write the executor's output file where the command wrote none, as with container components.
 
-        KFP's backend makes it up in that case; kfp.local would take the step for one without artifacts.
+        KFP's backend generates it in that case; kfp.local would treat the step as one without artifacts.
         """
         outputs = self._executor_input["outputs"]
         artifacts = outputs.get("artifacts", {})
@@ -110,7 +110,7 @@ class Staging:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Hold the root's lock; False where the outputs are home already (two attempts may watch one job)."""
+        """Hold the root's lock; yield False where another attempt of the step has published the outputs already."""
         try:
             descriptor = os.open(self.root, os.O_RDONLY)
         except FileNotFoundError:
@@ -124,7 +124,7 @@ class Staging:
 
 
 def _move_into(source: Path, target: Path) -> None:
-    """Move all entries of a directory into another one on the same file system; what is there is replaced."""
+    """Move all entries of a directory into another one on the same file system, replacing existing entries."""
     for entry in sorted(source.iterdir()) if source.is_dir() else ():
         destination = target / entry.name
         if destination.is_dir() and not destination.is_symlink():

@@ -1,4 +1,4 @@
-"""What a launcher was told: by its arguments, and by its environment."""
+"""The step that a launcher runs, parsed from its arguments and its environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Json = dict[str, Any]
-# The cluster says what a worker is and what it holds; the other names are the launcher's or its shell's own.
+# The cluster sets the workers' identity and devices; the other variables belong to the launcher or its shell.
 _NOT_PASSED_ON: Final = re.compile(
     rf"{PREFIX}.*|RUNAI_.*|{'|'.join(WORKER_VARIABLES)}|(CUDA|NVIDIA|HIP|ROCR)_VISIBLE_DEVICES|_|SHLVL"
 )
@@ -32,9 +32,9 @@ _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Step:
-    """One attempt of one step. `argv` is its original command, with the outputs' placeholders still in it.
+    """One attempt of one step. `argv` is its original command, in which the outputs' placeholders are not replaced yet.
 
-    `task` is `name`, or where that is not enough what tells it from the others of its run: the iterations of a loop.
+    `task` identifies the step in its run: its `name`, or its full path where loops repeat the name.
     """
 
     options: Options
@@ -51,25 +51,25 @@ class Step:
 
     @property
     def worker_resources(self) -> Json | None:
-        """CPU, memory and extended resources of a worker in a pod; None: those of the step's own pod."""
+        """CPU, memory and extended resources of a worker's pod; None: those of the step's own pod."""
         if not self.options.extended_resources:
             return self.resources
         return pod_resources.with_extended(self.resources or {}, self.options.extended_resources)
 
     @property
     def job_name(self) -> str:
-        """The same for every attempt of this step of this run, and for nothing else."""
+        """The job's name: the same for every attempt of this step in this run, and unique to it."""
         label = self.options.name or self.name
         return job_name(label, run_id=self.run_id, task=self.task, executor_input=self.executor_input)
 
     @property
     def labels(self) -> dict[str, str]:
-        """Of its job."""
+        """The labels of the step's job."""
         return {"pipeline-run": label_value(self.run_id), "pipeline-task": label_value(self.name)}
 
 
 def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Step:
-    """Raises UsageError where something is missing or does not fit."""
+    """Return the step of the arguments and the environment. Raises UsageError for missing or wrong values."""
     options = from_environment(environment)
     if arguments.gpus is not None:
         options = msgspec.structs.replace(options, gpus=_whole(arguments.gpus))
@@ -91,7 +91,7 @@ def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of the step's environment reaches its workers."""
+    """Return the part of the step's environment that is passed on to its workers."""
     return {
         name: value
         for name, value in environment.items()
@@ -104,7 +104,7 @@ def _project(environment: Mapping[str, str]) -> str:
         return current_project(environment=environment)
     except UsageError:
         raise UsageError(
-            "this step names no project, so nobody's quota is there to use; write @gpuquota.pipeline(project=...) "
+            "this step names no project, so it has no quota to use; write @gpuquota.pipeline(project=...) "
             f"above @dsl.pipeline, set {PROJECT}, or set a default once: gpuquota config project PROJECT"
         ) from None
 
@@ -129,7 +129,7 @@ def _decoded(text: str) -> Json:
 
 
 def _whole(text: str) -> int:
-    """A pipeline parameter's number: KFP writes whole ones as 2 or 2.0."""
+    """Return a pipeline parameter's text as a whole number: KFP writes 2 or 2.0."""
     try:
         number = float(text)
     except ValueError:

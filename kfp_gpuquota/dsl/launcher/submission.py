@@ -1,4 +1,4 @@
-"""The job of a step: the one that an earlier attempt left, or a new one."""
+"""Submits the job of a step, or takes over the job of an earlier attempt of it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.wire import Lease
     from kfp_gpuquota.dsl.launcher.step import Step
-    from kfp_gpuquota.dsl.launcher.worker_location import Place
+    from kfp_gpuquota.dsl.launcher.worker_location import WorkerLocation
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 
 def claim(
-    client: ClusterClient, place: Place, step: Step, lease: Lease, say: Callable[[str], None]
+    client: ClusterClient, location: WorkerLocation, step: Step, lease: Lease, log_line: Callable[[str], None]
 ) -> tuple[Job, Staging]:
-    """The step's job, held by the lease's holder from now on, and where its outputs are staged.
+    """Return the step's job, whose lease is held by `lease.holder` from now on, and its staging directories.
 
-    A job of this step that still runs is taken over, one that succeeded is taken as it is if its outputs have not been
-    brought home. One that failed, was cancelled or is done with stays listed, and a new one gets the next number.
+    A running job of this step is taken over; one that succeeded is returned if its outputs have not been published yet.
+    A job that failed, was cancelled or has published its outputs stays listed, and the new job gets the next number.
     Raises NotFoundError for an unknown project, InvalidFieldError for a job that the cluster could never run.
     """
     for number in itertools.count(1):
@@ -36,25 +36,25 @@ def claim(
         staging = Staging(step.executor_input, name)
         job = (
             _existing(client, step.project, name)
-            or _submitted(place, step, name, staging, lease)
+            or _submitted(location, step, name, staging, lease)
             or _existing(client, step.project, name)
         )
-        if job is not None and _usable(place, job, staging) and _taken_over(client, job, lease):
-            say(f"job {name} in project {step.project}")
+        if job is not None and _usable(location, job, staging) and _taken_over(client, job, lease):
+            log_line(f"job {name} in project {step.project}")
             if not job.status.phase.final:
-                place.serve(step, job, staging)
+                location.serve(step, job, staging)
             return job, staging
     raise AssertionError
 
 
-def _usable(place: Place, job: Job, staging: Staging) -> bool:
+def _usable(location: WorkerLocation, job: Job, staging: Staging) -> bool:
     if job.status.phase is Phase.SUCCEEDED:
-        return staging.exists() and place.has_outputs(job, staging)
+        return staging.exists() and location.has_outputs(job, staging)
     return not job.status.phase.final
 
 
 def _taken_over(client: ClusterClient, job: Job, lease: Lease) -> bool:
-    """Whether the job is ours from now on: not one that is being stopped for good, be it since this very moment."""
+    """Take over the job's lease; return False where the job is being stopped or was deleted meanwhile."""
     if job.status.phase.final:
         return True
     try:
@@ -71,13 +71,13 @@ def _existing(client: ClusterClient, project: str, name: str) -> Job | None:
         return None
 
 
-def _submitted(place: Place, step: Step, name: str, staging: Staging, lease: Lease) -> Job | None:
-    """The new job; None where another attempt was faster."""
+def _submitted(location: WorkerLocation, step: Step, name: str, staging: Staging, lease: Lease) -> Job | None:
+    """Submit the job, and return it; None where another attempt has submitted it meanwhile."""
     try:
-        return place.submit(step, name, staging, lease)
+        return location.submit(step, name, staging, lease)
     except AlreadyExistsError:
         return None
-    except UsageError as error:  # no attempt of this step can run; after any other failure one may
+    except UsageError as error:  # no attempt of this step can succeed; after another error the next attempt may
         staging.discard()
         error.args = (f"step {step.name!r}: {error.message}",)
         raise

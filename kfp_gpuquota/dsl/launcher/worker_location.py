@@ -1,4 +1,4 @@
-"""Where the workers of a step run: as processes beside the launcher, or in pods of their own."""
+"""Where the workers of a step run: as processes on the launcher's machine, or in separate pods."""
 
 from __future__ import annotations
 
@@ -20,58 +20,58 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 
-class Place(Protocol):
-    """How a step's job is submitted, how its workers reach the step's files, and what ends the step."""
+class WorkerLocation(Protocol):
+    """Submits a step's job, gives its workers access to the step's files, and watches the pipeline's run."""
 
-    def identified(self, step: Step) -> Step:
-        """The step with what tells it from every other, of its run and of others."""
+    def with_identity(self, step: Step) -> Step:
+        """Return the step with the identity of its run and its task."""
 
     def submit(self, step: Step, name: str, staging: Staging, lease: Lease) -> Job:
-        """Queue the step's job under this name."""
+        """Submit the step's job under this name."""
 
     def serve(self, step: Step, job: Job, staging: Staging) -> None:
-        """The job is ours from now on: let its workers have the step's files, and bring theirs."""
+        """Give the job's workers access to the step's files; called once this attempt holds the job's lease."""
 
     def has_outputs(self, job: Job, staging: Staging) -> bool:
-        """Whether the outputs of a job that succeeded can be brought home."""
+        """Return whether the outputs of a job that succeeded can be published by this attempt."""
 
-    def result_of(self, job: Job) -> str:
-        """The worker that is the job's result, where that is certain before the cluster has seen it end; else ""."""
+    def result_worker_of(self, job: Job) -> str:
+        """Return the worker whose success decides the job before the cluster has noticed its exit; else ""."""
 
     def watch_run(self, ended: Callable[[], None]) -> None:
-        """Call `ended`, from another thread, when the pipeline's run is terminated."""
+        """Call `ended` from another thread when the pipeline's run is terminated."""
 
-    def make_way(self) -> bool:
-        """This attempt was stopped: whether another one of the step will come."""
+    def prepare_next_attempt(self) -> bool:
+        """Return whether another attempt of the step will follow this one, which was stopped."""
 
-    def show(self, state: str, progress: tuple[int, int] | None) -> None:
-        """Make visible beside the log what the job does, and (steps done, of so many)."""
+    def publish_state(self, state: str, progress: tuple[int, int] | None) -> None:
+        """Publish the job's state and (finished steps, total steps) outside the log, where users see it."""
 
     def close(self) -> None:
-        """The job has ended."""
+        """Stop watching the run, because the job has ended."""
 
 
-def place_of(client: ClusterClient) -> Place:
-    """Where this launcher's workers run."""
+def worker_location(client: ClusterClient) -> WorkerLocation:
+    """Return the location of this launcher's workers: this machine, or pods with a Kubernetes context."""
     if kube_context() is None:
-        return Beside(client)
-    from kfp_gpuquota.dsl.launcher.in_pods import InPods  # noqa: PLC0415 (on one machine none of it is needed)
+        return LocalWorkers(client)
+    from kfp_gpuquota.dsl.launcher.pod_workers import PodWorkers  # noqa: PLC0415 (on one machine none of it is needed)
 
-    return InPods(cast("KubernetesClient", client))
+    return PodWorkers(cast("KubernetesClient", client))
 
 
-class Beside:
-    """Processes of this machine, which see the same files."""
+class LocalWorkers:
+    """Workers that are processes on this machine and use the same files."""
 
     def __init__(self, client: ClusterClient) -> None:
         self._client = client
 
-    def identified(self, step: Step) -> Step:
-        """It is: kfp.local says all of it in the arguments."""
+    def with_identity(self, step: Step) -> Step:
+        """Return the step unchanged: kfp.local passes its identity in the arguments."""
         return step
 
     def submit(self, step: Step, name: str, staging: Staging, lease: Lease) -> Job:
-        """Queue the step's job under this name."""
+        """Submit the step's job under this name."""
         staging.create(step.argv, step.environment)
         command = (sys.executable, "-I", "-S", start.__file__, str(staging.step_file))
         spec = step.options.job_spec(
@@ -80,27 +80,27 @@ class Beside:
         return self._client.submit(spec, lease=lease)
 
     def serve(self, step: Step, job: Job, staging: Staging) -> None:
-        """They see them."""
+        """Do nothing: the workers use the same file system."""
 
     def has_outputs(self, job: Job, staging: Staging) -> bool:
-        """They were written beside their final places; another attempt may have brought them home since."""
+        """Return True: the outputs are on this file system. Another attempt may have published them meanwhile."""
         del job, staging
         return True
 
-    def result_of(self, job: Job) -> str:
-        """The cluster sees its processes end at once."""
+    def result_worker_of(self, job: Job) -> str:
+        """Return "": the cluster notices the exit of its processes at once."""
         del job
         return ""
 
     def watch_run(self, ended: Callable[[], None]) -> None:
-        """Nothing says so here: a lease that expires does."""
+        """Do nothing: there is no run to watch on one machine; the job ends when its lease expires."""
 
-    def make_way(self) -> bool:
-        """A new attempt may take the job over."""
+    def prepare_next_attempt(self) -> bool:
+        """Return True: a new attempt may take the job over."""
         return True
 
-    def show(self, state: str, progress: tuple[int, int] | None) -> None:
-        """The log says it."""
+    def publish_state(self, state: str, progress: tuple[int, int] | None) -> None:
+        """Do nothing: the log contains it."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no run is watched."""

@@ -1,4 +1,4 @@
-"""A pipeline's arguments as somebody types them: NAME=VALUE, read by the types that the pipeline declares. Pure."""
+"""Parses a pipeline's arguments from the command line, NAME=VALUE, by the types that the pipeline declares. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 def arguments_from(spec: Json, given: Sequence[str]) -> Json:
-    """Values by parameter, of a compiled pipeline. Raises UsageError for what it does not take, or still needs."""
+    """Return the values by parameter of a compiled pipeline. Raises UsageError for unknown or missing parameters."""
     declared: Json = spec["root"].get("inputDefinitions", {}).get("parameters", {})
     values = {}
     for pair in given:
@@ -58,7 +58,7 @@ def _dict(text: str) -> object:
 def _json(text: str, kind: type) -> object:
     value = json.loads(text)
     if not isinstance(value, kind):
-        raise ValueError(text)  # noqa: TRY004  # a wrong value, in the caller's eyes
+        raise ValueError(text)  # noqa: TRY004  # for the caller it is a wrong value
     return value
 
 

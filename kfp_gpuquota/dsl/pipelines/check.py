@@ -1,4 +1,4 @@
-"""What will become of a compiled pipeline's steps, and what is wrong with it, before anything runs. Pure."""
+"""Checks a compiled pipeline before it runs: which steps are routed, with which GPUs, and what would fail. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class StepCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that goes through the quota of `project` ("": it names none). GPUs are None where only the run knows."""
+    """A step routed through the quota of `project` ("": none named). GPUs are None where a parameter sets them."""
 
     step: str
     project: str
@@ -31,7 +31,7 @@ class StepCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was found. `unrouted` are the steps that stay as they are."""
+    """The result of a check. `unrouted` are the steps that stay unchanged."""
 
     pipeline: str
     routed: tuple[StepCheck, ...]
@@ -40,7 +40,7 @@ class PipelineCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a cluster limits a job."""
+    """The parts of a cluster's state that limit a job."""
 
     projects: dict[str, Project]
     nodes: tuple[Node, ...]
@@ -56,9 +56,9 @@ def check_pipeline(
 ) -> PipelineCheck:
     """Check a compiled pipeline (KFP's PipelineSpec as JSON) as `route_pipeline(spec, project)` would route it.
 
-    `configured` is the project of where it will run, for steps that name none. `platform` are the documents behind the
-    PipelineSpec, which say what kfp-kubernetes has set. Without `cluster` no quota is checked.
-    Raises DefinitionError for a `project` that cannot be one.
+    `configured` is the default project where it will run, for steps that name none. `platform` are the documents after
+    the PipelineSpec, with the settings of kfp-kubernetes. Without `cluster` no quota is checked.
+    Raises DefinitionError for an invalid `project` name.
     """
     route_pipeline({}, project)
     executors: Json = spec["deploymentSpec"].get("executors", {})
@@ -82,7 +82,7 @@ def check_pipeline(
 
 
 def steps_of(spec: Json) -> Iterator[tuple[str, str]]:
-    """(name, executor) of every step; that of a step inside a loop, a condition or a nested pipeline is a path."""
+    """Yield (name, executor) of every step; inside a loop, a condition or a nested pipeline the name is a path."""
     yield from _steps_of(spec.get("components", {}), spec["root"]["dag"], "")
 
 
@@ -97,7 +97,7 @@ def _steps_of(components: Json, dag: Json, prefix: str) -> Iterator[tuple[str, s
 
 
 def _routed(executors: Json, label: str, project: str | None, platform: Sequence[Json]) -> Json | None:
-    """The step's container after routing; None for a step that stays as it is."""
+    """Return the step's container after routing; None for a step that stays unchanged."""
     spec = route_pipeline({"deploymentSpec": {"executors": {label: executors[label]}}}, project, platform=platform)
     container: Json | None = spec["deploymentSpec"]["executors"][label].get("container")
     return container if container and is_routed(container.get("command")) else None
@@ -106,14 +106,14 @@ def _routed(executors: Json, label: str, project: str | None, platform: Sequence
 def _step_check(step: str, container: Json, configured: str, cluster: Cluster | None) -> StepCheck:
     options = _options(container)
     spec = options.job_spec(name="step", project="project", command=("true",))
-    known = all(not argument.startswith(GPUS_ARGUMENT) for argument in container["args"])
+    constant = all(not argument.startswith(GPUS_ARGUMENT) for argument in container["args"])
     project = _environment(container).get(PROJECT) or configured
     return StepCheck(
         step=step,
         project=project,
-        gpus=spec.gpus if known else None,
-        min_gpus=spec.smallest if known else None,
-        max_gpus=spec.largest if known else None,
+        gpus=spec.gpus if constant else None,
+        min_gpus=spec.smallest if constant else None,
+        max_gpus=spec.largest if constant else None,
         kind=spec.kind,
         quota=cluster.projects.get(project) if cluster else None,
     )
@@ -152,11 +152,11 @@ def _beyond_quota(options: Options, quota: Project, cluster: Cluster) -> Iterato
     if not spec.may_be_preempted and spec.smallest > quota.guaranteed:
         yield (
             f"it cannot be preempted, so it stays inside the quota, and its {spec.smallest} GPUs are more than the "
-            f"{quota.guaranteed} guaranteed to project {quota.name!r}: it would wait for ever; ask for less, or: "
+            f"{quota.guaranteed} guaranteed to project {quota.name!r}: it would never start; request fewer, or: "
             f"gpuquota project set {quota.name} --guaranteed {spec.smallest}"
         )
 
 
 def _of_step(step: str, message: str) -> str:
-    """A message that names the step, as those of routing and of the decorators do by themselves."""
+    """Return the message with the step's name in front, unless it has it already (routing and decorators add it)."""
     return message if message.startswith(("step ", "component ")) else f"step {step!r}: {message}"

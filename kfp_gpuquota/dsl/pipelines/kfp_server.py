@@ -1,9 +1,9 @@
-"""A KFP API server: how to reach it, who asks, and a run submitted to it.
+"""Submits runs to a KFP API server: its address, the user's credentials, and errors in one sentence.
 
-`kfp.Client` sends; whatever fails becomes one sentence that says what to do.
+`kfp.Client` sends the requests; each of its failures becomes one sentence with the next step for the user.
 
-On Kubeflow with several users, a request says who asks by a token or a session's cookie, and a run belongs to a
-Profile's namespace, which is the project of its routed steps.
+On a multi-user Kubeflow a request is authenticated by a token or a session's cookie, and a run belongs to a Profile's
+namespace, which is the project of its routed steps.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ Json = dict[str, Any]
 PROBE_S: Final = 10.0
 _TOKEN_PATH: Final = "KF_PIPELINES_SA_TOKEN_PATH"  # noqa: S105 (KFP's variable: the file of a pod's token)
 _HEALTH: Final = "/apis/v2beta1/healthz"
-_WHO: Final = "say who you are by --token-file FILE, --existing-token TOKEN or --cookie NAME=VALUE"
+_AUTHENTICATE: Final = "authenticate with --token-file FILE, --existing-token TOKEN or --cookie NAME=VALUE"
 
 
 @dataclass(frozen=True)
 class KfpServer:
-    """`token` is sent as a bearer token, `cookie` as it is (NAME=VALUE), `headers` for proxies that want others.
+    """Address and credentials of a KFP API server.
 
-    `ca_cert` is a file with the authority that vouches for the server; "": those that the system trusts.
+    `token` is sent as a bearer token, `cookie` unchanged (NAME=VALUE), `headers` in addition, for proxies. `ca_cert` is
+    a file with the certificate authority of the server; "": the system's authorities.
     """
 
     host: str
@@ -58,13 +59,13 @@ class KfpServer:
     ca_cert: str = ""
 
     def submit(self, package: Package, arguments: Json, *, root: str = "", namespace: str = "") -> str:
-        """Submit the pipeline; returns the run's id.
+        """Submit the pipeline, and return the run's id.
 
-        `namespace` is the Profile in which it is to run; on a server with several users, by default the project of the
-        routed steps. Raises ClusterUnavailableError and UsageError.
+        `namespace` is the namespace of the Profile that runs it; on a multi-user server the default is the project of
+        the routed steps. Raises ClusterUnavailableError and UsageError.
         """
         namespace = namespace_of_run(package, namespace, several_users=self.has_several_users())
-        with tempfile.TemporaryDirectory() as directory, self._failures_in_one_sentence(namespace):
+        with tempfile.TemporaryDirectory() as directory, self._translated_errors(namespace):
             file = Path(directory) / "pipeline.yaml"
             file.write_text(package.text(), encoding="utf-8")
             run = self._client(namespace).create_run_from_pipeline_package(
@@ -77,7 +78,10 @@ class KfpServer:
         return str(run.run_id)
 
     def has_several_users(self) -> bool:
-        """Ask the server. Raises ClusterUnavailableError where it does not answer, UsageError where it refuses."""
+        """Return whether the server is in multi-user mode.
+
+        Raises ClusterUnavailableError where it does not answer, UsageError where it refuses.
+        """
         request = urllib.request.Request(self._address() + _HEALTH, headers=dict(self._all_headers()))  # noqa: S310
         try:
             with self._opener().open(request, timeout=PROBE_S) as response:
@@ -89,8 +93,8 @@ class KfpServer:
             raise self._no_answer(error) from None
         except (ValueError, AttributeError):
             raise UsageError(
-                f"what answers at {self.host} is not a KFP server; on Kubeflow its address is that of the dashboard "
-                "with /pipeline behind it"
+                f"the server at {self.host} is not a KFP server; on Kubeflow the address is the dashboard's, followed "
+                "by /pipeline"
             ) from None
 
     def _client(self, namespace: str) -> kfp.Client:
@@ -111,7 +115,7 @@ class KfpServer:
         return client
 
     def _address(self) -> str:
-        """KFP's client takes an address without a scheme for https."""
+        """Return the server's URL; as in KFP's client, an address without a scheme is https."""
         return (self.host if self.host.startswith("http") else f"https://{self.host}").rstrip("/")
 
     def _all_headers(self) -> Iterator[tuple[str, str]]:
@@ -129,8 +133,8 @@ class KfpServer:
         return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), _NoRedirect)
 
     @contextlib.contextmanager
-    def _failures_in_one_sentence(self, namespace: str) -> Iterator[None]:
-        """KFP's client logs tracebacks and warns of servers before KFP 2 on the way; neither is the user's concern."""
+    def _translated_errors(self, namespace: str) -> Iterator[None]:
+        """Translate errors of KFP's client, and suppress its logged tracebacks and its warnings about KFP 1 servers."""
         logging.disable(logging.ERROR)
         try:
             with warnings.catch_warnings():
@@ -149,29 +153,29 @@ class KfpServer:
 
     def _refusal(self, status: int, reason: str, namespace: str = "") -> UsageError:
         if status in {301, 302, 303, 307, 308}:
-            return UsageError(f"{self.host} sends to a login page; {_WHO}")
+            return UsageError(f"{self.host} redirects to a login page; {_AUTHENTICATE}")
         if status == http.HTTPStatus.UNAUTHORIZED:
-            return UsageError(f"the KFP server at {self.host} does not know who asks (401); {_WHO}")
+            return UsageError(f"the KFP server at {self.host} requires authentication (401); {_AUTHENTICATE}")
         if status == http.HTTPStatus.FORBIDDEN:
             where = f" in namespace {namespace!r}" if namespace else ""
             return UsageError(
-                f"the KFP server at {self.host} does not let this user run pipelines{where} (403); a run belongs to a "
-                "Profile's namespace: give one of yours with --namespace, and the same as --project"
+                f"the KFP server at {self.host} does not permit this user to run pipelines{where} (403); a run belongs "
+                "to a Profile's namespace: pass one of yours with --namespace, and the same as --project"
             )
         return UsageError(f"the KFP server at {self.host} refuses the run: {status} {reason}")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is to a login page: an answer in itself."""
+    """Handler that returns redirects as they are: they lead to a login page, which the caller reports."""
 
     def redirect_request(self, *_: object) -> None:
-        """Follow none."""
+        """Return None: the redirect is not followed."""
 
 
 def namespace_of_run(package: Package, namespace: str, *, several_users: bool) -> str:
-    """The namespace of a run: on a server with several users that of a Profile, the project of all routed steps.
+    """Return the namespace of a run: on a multi-user server a Profile's, which is the project of all routed steps.
 
-    Raises UsageError where there is none, or where a step names another project.
+    Raises UsageError where it is not given, or where a step names another project.
     """
     if not several_users:
         return namespace
@@ -184,8 +188,8 @@ def namespace_of_run(package: Package, namespace: str, *, several_users: bool) -
         )
     if others := [project for project in projects if project != namespace]:
         raise UsageError(
-            f"the run goes to namespace {namespace!r}, but steps of it name project {others[0]!r}; on Kubeflow a "
-            "project is its Profile's namespace: give the same to --namespace and --project"
+            f"the run is in namespace {namespace!r}, but some of its steps name project {others[0]!r}; on Kubeflow a "
+            "project is its Profile's namespace: pass the same to --namespace and --project"
         )
     return namespace
 

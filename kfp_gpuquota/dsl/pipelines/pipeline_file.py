@@ -1,4 +1,4 @@
-"""A compiled pipeline as a file: KFP's YAML, read and written as KFP writes it. Needs PyYAML, which comes with kfp."""
+"""Reads and writes compiled pipelines, KFP's YAML files, as KFP's compiler writes them. Needs PyYAML, as kfp does."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kfp_gpuquota.dsl.pipelines.route import route_pipeline
 from kfp_gpuquota.errors import DefinitionError
 
 Json = dict[str, Any]
-_BODY: Final = "\ncomponents:\n"  # keys are sorted, and a pipeline has some
+_BODY: Final = "\ncomponents:\n"  # the first key: keys are sorted, and every pipeline has components
 _COMPILE: Final = "compile one with: kfp dsl compile --py FILE.py --output FILE.yaml"
 
 
 @dataclass(frozen=True)
 class Package:
-    """`spec` is KFP's PipelineSpec, `more` the documents after it (what kfp-kubernetes has set), as they came."""
+    """A compiled pipeline: KFP's PipelineSpec, and in `more` the documents after it (settings of kfp-kubernetes)."""
 
     comments: str
     spec: Json
@@ -25,21 +25,21 @@ class Package:
 
     @property
     def name(self) -> str:
-        """The pipeline's."""
+        """The pipeline's name."""
         return str(self.spec["pipelineInfo"]["name"])
 
     def routed(self, project: str | None, launcher_image: str | None = None) -> Package:
-        """See `route_pipeline`."""
+        """Return the pipeline with its GPU steps routed through the quota of `project` (`route_pipeline`)."""
         return replace(self, spec=route_pipeline(self.spec, project, launcher_image, platform=self.more))
 
     def text(self) -> str:
-        """As KFP's compiler writes it, byte for byte: so a diff shows what routing did, and nothing else."""
+        """Return the YAML byte for byte as KFP's compiler writes it, so that a diff shows only what routing changed."""
         documents: str = yaml.dump_all([self.spec, *self.more], sort_keys=True)
         return self.comments + documents
 
 
 def parse(text: str, origin: str) -> Package:
-    """The pipeline in `text`, which came from `origin`. Raises DefinitionError for anything else."""
+    """Return the pipeline in `text`; errors name its `origin`. Raises DefinitionError where it is not a pipeline."""
     text = _with_whole_header(text)
     try:
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
@@ -51,10 +51,10 @@ def parse(text: str, origin: str) -> Package:
 
 
 def _with_whole_header(text: str) -> str:
-    """The same, with every line of KFP's head a comment.
+    """Return the text with every line of KFP's header as a comment.
 
-    KFP writes defaults there as they are: of a prompt with several lines all but the first would be read as YAML, and
-    KFP cannot load its own file.
+    KFP writes parameters' defaults into the header without escaping: all but the first line of a multi-line default
+    would be parsed as YAML, and KFP itself cannot load such a file.
     """
     head, begins, body = text.partition(_BODY)
     if not begins or not text.startswith("# PIPELINE DEFINITION"):

@@ -1,6 +1,6 @@
-"""What kfp-kubernetes sets for a routed step and its workers could not have: found when routing, never dropped. Pure.
+"""Rejects settings of kfp-kubernetes that the workers of a routed step cannot have, instead of dropping them. Pure.
 
-Everything else that it sets stands on the step's pod and is copied to the workers (`pod_template.py`).
+All other settings are on the step's pod and are copied to the workers' pods (`pod_template.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VOLUMES: Final = ("pvcMount", "secretAsVolume", "configMapAsVolume", "emptyDirM
 
 
 def executor_configs(documents: Iterable[Json]) -> Json:
-    """The Kubernetes configuration of each executor, from the documents behind a PipelineSpec."""
+    """Return the Kubernetes configuration of each executor, from the documents after a PipelineSpec."""
     found: Json = {}
     for document in documents:
         kubernetes = document.get("platforms", {}).get("kubernetes", {})
@@ -36,7 +36,7 @@ def executor_configs(documents: Iterable[Json]) -> Json:
 
 
 def check_config(step: str, config: Json) -> None:
-    """Raises DefinitionError for the first setting that would not reach the step's workers."""
+    """Raise DefinitionError for the first setting that would not reach the step's workers."""
     for problem in _problems(config):
         raise DefinitionError(f"step {step!r}: {problem}")
 

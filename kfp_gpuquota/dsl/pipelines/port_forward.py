@@ -1,7 +1,7 @@
-"""KFP's API server of a Kubernetes cluster, reached as the kubeconfig's user: `kubectl port-forward`, and a token.
+"""Reaches KFP's API server in a Kubernetes cluster as the kubeconfig's user: `kubectl port-forward`, and a token.
 
-A port forward goes past the ingress gateway that tells KFP who asks, so on a Kubeflow with several users a request
-brings a token of a service account of the Profile, for KFP's audience, as pods of that namespace do.
+A port forward bypasses the ingress gateway, which authenticates the user for KFP. So on a multi-user Kubeflow a request
+carries a token of a service account of the Profile for KFP's audience, as requests from the Profile's pods do.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _FORWARDING = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+)")
 
 @contextlib.contextmanager
 def forwarded(context: str, namespace: str) -> Iterator[str]:
-    """The address on this machine at which KFP's API server answers meanwhile.
+    """Forward a local port to KFP's API server, and yield its URL on this machine.
 
-    `context` is the kubeconfig's ("": its current one), `namespace` that of KFP. Raises UsageError without kubectl,
-    ClusterUnavailableError where it cannot forward.
+    `context` is a context of the kubeconfig ("": the current one), `namespace` that of KFP. Raises UsageError where
+    kubectl is not installed, ClusterUnavailableError where it cannot forward the port.
     """
     program = shutil.which("kubectl")
     if not program:
@@ -57,7 +57,7 @@ def forwarded(context: str, namespace: str) -> Iterator[str]:
 
 
 def profile_token(calls: Calls, namespace: str, service_account: str) -> str:
-    """A token of the Profile's service account, good for an hour at KFP's API server. Raises UsageError."""
+    """Return a token of the Profile's service account, valid for TOKEN_S at KFP's API server. Raises UsageError."""
     path = f"/api/v1/namespaces/{quote(namespace)}/serviceaccounts/{quote(service_account)}/token"
     body = {
         "apiVersion": "authentication.k8s.io/v1",
@@ -69,7 +69,7 @@ def profile_token(calls: Calls, namespace: str, service_account: str) -> str:
 
 
 def _local_port(process: subprocess.Popen[bytes]) -> int:
-    """The port that kubectl says it has opened."""
+    """Return the local port that kubectl reports in its output."""
     assert process.stdout is not None
     output, give_up_at = b"", time.monotonic() + _STARTS_WITHIN_S
     with selectors.DefaultSelector() as selector:

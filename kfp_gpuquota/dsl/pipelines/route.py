@@ -1,7 +1,7 @@
-"""A step's container, and a whole compiled pipeline, edited so that the step goes through the quota. Pure.
+"""Routing: edits the steps of a compiled pipeline so that the launcher runs instead of their commands. Pure.
 
-Routing works on what KFP compiled (the JSON form of its PipelineSpec), because then tracing is over and everything is
-in one place: steps in nested pipelines, conditions, loops and exit handlers are all entries of
+It edits the compiled form (KFP's PipelineSpec as JSON), not the tasks while KFP traces the pipeline's function, because
+in the compiled form the steps of nested pipelines, conditions, loops and exit handlers are all entries of
 `deploymentSpec.executors`.
 """
 
@@ -17,7 +17,7 @@ from kfp_gpuquota.dsl.pipelines.platform_config import check_config, executor_co
 from kfp_gpuquota.dsl.spec import pod_resources
 from kfp_gpuquota.dsl.spec.lease import DURATION_VARIABLE
 from kfp_gpuquota.dsl.spec.options import PREFIX, PROJECT, Options, checked, to_environment
-from kfp_gpuquota.dsl.spec.placeholders import EXECUTOR_INPUT, disguise
+from kfp_gpuquota.dsl.spec.placeholders import EXECUTOR_INPUT, masked
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ Json = dict[str, Any]
 
 COMMAND: Final = ("python3", "-m", "kfp_gpuquota.dsl.launcher")
 # kfp.local's SubprocessRunner runs a step only if its command names KFP's executor, as a Python component's own does.
-# For all others the launcher says that it stands in for it.
+# For all other components the launcher's arguments name it.
 EXECUTOR: Final = "kfp.dsl.executor_main"
-# One element, for the sake of large pipelines: KFP takes its time over every line of YAML.
+# One argument instead of two: KFP's time to compile grows with each line of YAML.
 TASK: Final = "--task={{$.pipeline_job_uuid}}/{{$.pipeline_task_name}}"
 GPUS_ARGUMENT: Final = "--gpus="
 IMAGE_ARGUMENT: Final = "--image="
@@ -44,43 +44,43 @@ LAUNCHER_VARIABLES: Final = frozenset({
 POD_VARIABLES: Final = frozenset({"KFP_POD_NAME", "KFP_POD_UID"})
 GPU_RESOURCE_SUFFIX: Final = "/gpu"
 _OUTSIDE_THE_QUOTA: Final = "tpu"
-# What an image holds is not known here; these say it by their name.
+# The content of an image cannot be inspected here; images without a shell are recognized by their names.
 _WITHOUT_SHELL: Final = re.compile(r"(^|/)(distroless/(?!.*debug)|chainguard/static\b|scratch$)")
 
 
 def is_routed(command: Sequence[object] | None) -> bool:
-    """Whether a container's command is the launcher already."""
+    """Return whether a container's command is already the launcher."""
     return tuple(command or ())[: len(COMMAND)] == COMMAND
 
 
 def launcher_arguments(argv: Sequence[str], *, gpus: str = "") -> list[str]:
-    """Arguments of the launcher for a step that would have run `argv`; `gpus` is a placeholder of the run's."""
+    """Return the launcher's arguments for a step with the command `argv`; `gpus` is a placeholder for a parameter."""
     stands_in = [] if any(EXECUTOR in element for element in argv) else [f"--stands-in-for={EXECUTOR}"]
     size = [f"{GPUS_ARGUMENT}{gpus}"] if gpus else []
-    return [*stands_in, TASK, *size, "--executor-input", EXECUTOR_INPUT, "--", *map(disguise, argv)]
+    return [*stands_in, TASK, *size, "--executor-input", EXECUTOR_INPUT, "--", *map(masked, argv)]
 
 
 def check_command(component: str, command: Sequence[object] | None) -> None:
-    """Raises DefinitionError for a container that relies on its image's entry point, which cannot be seen from here."""
+    """Raise DefinitionError for a container without a command: its image's entry point is not visible here."""
     if not command:
         raise DefinitionError(
-            f"component {component!r} has no command: what its image starts by itself cannot be known here; "
-            "name it, as in dsl.ContainerSpec(command=[...])"
+            f"component {component!r} has no command: the entry point of its image is not visible here; "
+            "write it as in dsl.ContainerSpec(command=[...])"
         )
 
 
 def route_pipeline(
     spec: Json, project: str | None = None, launcher_image: str | None = None, *, platform: Sequence[Json] = ()
 ) -> Json:
-    """A compiled pipeline (KFP's PipelineSpec as JSON, `yaml.safe_load` of its file) with its GPU steps routed.
+    """Return a compiled pipeline (KFP's PipelineSpec as JSON, `yaml.safe_load` of its file) with its GPU steps routed.
 
-    Every step that is decorated, or asks for GPUs with `set_accelerator_type` and `set_accelerator_limit`, runs
-    through the quota of `project`; a step that names a project already keeps it. All others stay as they are, and
-    routing twice changes nothing. The given spec is not touched. Raises DefinitionError.
+    Every step that is decorated, or requests GPUs with `set_accelerator_type` and `set_accelerator_limit`, uses the
+    quota of `project`; a step that names a project already keeps it. All other steps stay unchanged. Routing is
+    idempotent, and the given spec is not changed. Raises DefinitionError.
 
-    With `launcher_image` the launcher of every routed step runs in that image, and the step's own image is that of its
-    workers: so it needs nothing of ours. Without, the launcher runs in the step's image, which must have this package.
-    `platform` are the documents behind the PipelineSpec, which say what kfp-kubernetes has set: they are checked.
+    With `launcher_image` the launcher of every routed step runs in that image, and the workers run in the step's own
+    image, which then need not contain this package. Without it the launcher runs in the step's image, which must.
+    `platform` are the documents after the PipelineSpec, with the settings of kfp-kubernetes, which are checked.
     """
     _check_project(project)
     routed = copy.deepcopy(spec)
@@ -107,20 +107,20 @@ def _route_container(step: str, container: Json, project: str | None, launcher_i
         _wrap(step, container, str(accelerator["count"]))
         del container["resources"]["accelerator"]
     check_environment(step, container["env"])
-    pod_resources.take_over(container, on_backend=bool(launcher_image))
+    pod_resources.move_to_workers(container, on_backend=bool(launcher_image))
     if project and all(entry["name"] != PROJECT for entry in container["env"]):
         container["env"].append({"name": PROJECT, "value": project})
 
 
 def _swap_image(step: str, container: Json, launcher_image: str | None) -> None:
-    """Run the launcher in its own image. As an argument the step's own stays a part of KFP's cache key."""
+    """Replace the image by the launcher's. The step's image becomes an argument, so it stays in KFP's cache key."""
     arguments = container["args"]
     given = (str(argument) for argument in arguments[: arguments.index("--")])
     own = next((text.removeprefix(IMAGE_ARGUMENT) for text in given if text.startswith(IMAGE_ARGUMENT)), "")
     if _WITHOUT_SHELL.search(own or container["image"]):
         raise DefinitionError(
-            f"step {step!r}: its image {own or container['image']!r} has no shell, and a worker starts by one; use the "
-            "image's variant with a shell (of distroless images, the tag 'debug')"
+            f"step {step!r}: its image {own or container['image']!r} has no shell, which starts the workers; use the "
+            "image's variant with a shell (for distroless images the tag 'debug')"
         )
     if launcher_image and not own:
         arguments.insert(0, f"{IMAGE_ARGUMENT}{container['image']}")
@@ -139,11 +139,11 @@ def _wrap(step: str, container: Json, count: str) -> None:
 
 
 def _accelerator(step: str, container: Json) -> Json | None:
-    """{"type", "count"} of a step that asks for GPUs; None for one that does not, or asks for a TPU."""
-    asked = container.get("resources", {}).get("accelerator")
-    if not asked:
+    """Return {"type", "count"} of a step that requests GPUs; None for one that requests none, or a TPU."""
+    requested = container.get("resources", {}).get("accelerator")
+    if not requested:
         return None
-    kind = str(asked.get("resourceType") or asked.get("type") or "")
+    kind = str(requested.get("resourceType") or requested.get("type") or "")
     if _OUTSIDE_THE_QUOTA in kind.lower():
         return None
     if not kind.lower().endswith(GPU_RESOURCE_SUFFIX):
@@ -151,7 +151,7 @@ def _accelerator(step: str, container: Json) -> Json | None:
             f"step {step!r} asks for the accelerator {kind!r}, but the quota counts GPUs of any type: "
             "write set_accelerator_type('nvidia.com/gpu'); choosing a type is not supported yet"
         )
-    return {"type": kind, "count": asked.get("resourceCount") or asked.get("count") or "1"}
+    return {"type": kind, "count": requested.get("resourceCount") or requested.get("count") or "1"}
 
 
 def _check_agreement(step: str, container: Json, accelerator: Json | None) -> None:
@@ -160,13 +160,13 @@ def _check_agreement(step: str, container: Json, accelerator: Json | None) -> No
     decorated = next(e["value"] for e in container["env"] if e["name"] == PREFIX + "GPUS")
     if str(accelerator["count"]) != decorated:
         raise DefinitionError(
-            f"step {step!r}: the decorator says gpus={decorated}, the task set_accelerator_limit"
-            f"({accelerator['count']}); say it once, or use gpuquota.set_gpus(task, {accelerator['count']})"
+            f"step {step!r}: the decorator sets gpus={decorated}, the task set_accelerator_limit"
+            f"({accelerator['count']}); set it once, or use gpuquota.set_gpus(task, {accelerator['count']})"
         )
 
 
 def check_environment(step: str, environment: Sequence[Json]) -> None:
-    """Raises DefinitionError for a variable that the author sets and that would not reach the workers."""
+    """Raise DefinitionError for a variable that the author sets and that would not reach the workers."""
     for name in (entry["name"] for entry in environment):
         if name in WORKER_VARIABLES or name in POD_VARIABLES:
             raise DefinitionError(
@@ -175,8 +175,8 @@ def check_environment(step: str, environment: Sequence[Json]) -> None:
             )
         if name.startswith(PREFIX) and name not in LAUNCHER_VARIABLES:
             raise DefinitionError(
-                f"step {step!r} sets the environment variable {name}, but names that begin with {PREFIX} are the "
-                "launcher's, and this one means nothing to it; rename it"
+                f"step {step!r} sets the environment variable {name}, but names that begin with {PREFIX} are reserved "
+                "for the launcher, which does not use this one; rename it"
             )
 
 

@@ -1,4 +1,4 @@
-"""Running a compiled pipeline on this machine, under kfp.local."""
+"""Runs a compiled pipeline on this machine with kfp.local."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _COLOUR = re.compile(r"\x1b\[\d+m")
 
 
 def run_locally(package: Package, arguments: Json, root: str = "") -> Json:
-    """Run it here, each step in this Python's environment; returns its outputs. Raises JobFailedError.
+    """Run the pipeline, each step in this Python environment, and return its outputs. Raises JobFailedError.
 
-    Told to stop by SIGTERM, it interrupts its steps, as Ctrl-C does: their jobs are cancelled.
+    SIGTERM interrupts the steps, as Ctrl-C does: their jobs are cancelled.
     """
     local.init(local.SubprocessRunner(use_venv=False), **({"pipeline_root": root} if root else {}))
     pipeline = components.load_component_from_text(package.text())
@@ -41,24 +41,23 @@ def run_locally(package: Package, arguments: Json, root: str = "") -> Json:
 
 
 class _Stop:
-    """Whether somebody has told this run to stop.
+    """The signal that has stopped this run, if any.
 
-    Remembered, for an exception out of a signal may be lost in kfp.local, which then takes its interrupted step for one
-    that failed.
+    It is stored because kfp.local may swallow an exception of a signal handler and report a failed step instead.
     """
 
     def __init__(self) -> None:
         self._number = 0
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Ctrl-C reaches the steps by itself. kfp.local starts each as a child: nobody else tells them of SIGTERM."""
+        """Forward SIGTERM to the steps, children of this process, and raise. The terminal sends them Ctrl-C itself."""
         self._number = number
         if number == signal.SIGTERM:
             _interrupt_children()
         self.check()
 
     def check(self) -> None:
-        """End as the signal says, where there was one."""
+        """Raise the exception of the received signal, if any."""
         if self._number == signal.SIGINT:
             raise KeyboardInterrupt
         if self._number:

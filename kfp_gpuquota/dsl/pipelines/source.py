@@ -1,4 +1,4 @@
-"""The pipeline in a file that somebody names on the command line: compiled YAML, or the Python that defines it."""
+"""Loads a pipeline from a file that the user names on the command line: compiled YAML, or Python that defines it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-# Not the file's own name: a pipeline in `torch.py` must not become what everybody else imports as torch.
+# Not the file's own name: a pipeline in `torch.py` must not replace the module torch.
 _MODULE: Final = "gpuquota_pipeline_file"
 
 
 def load(path: Path, name: str = "") -> Package:
-    """The pipeline in `path`; `name` chooses among several of a Python file.
+    """Return the pipeline in `path`; `name` selects one of several in a Python file.
 
-    Raises UsageError and DefinitionError, with the author's own mistakes among them.
+    Raises UsageError and DefinitionError, also for errors in the user's file.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def _compiled(pipeline: BaseComponent) -> Package:
 
 
 def _pipelines_in(path: Path) -> dict[str, BaseComponent]:
-    """Pipelines by the variable that holds them, less private ones; one that has several is listed under its last."""
+    """Return the pipelines by variable name, without private variables; of several names of one pipeline the last."""
     by_identity = {
         id(value): (variable, value)
         for variable, value in vars(_imported(path)).items()
@@ -63,7 +63,7 @@ def _chosen(pipelines: dict[str, BaseComponent], name: str, path: Path) -> BaseC
     shown = ", ".join(sorted(pipelines)) or "none"
     if not pipelines:
         raise DefinitionError(f"{path} defines no pipeline: put @dsl.pipeline above a function of it")
-    if name in pipelines:  # a variable is the only one of its name, and two pipelines may call themselves the same
+    if name in pipelines:  # variable names are unique, names of pipelines are not
         return pipelines[name]
     named = {variable: pipeline for variable, pipeline in pipelines.items() if name in ("", pipeline.name)}
     if len(named) == 1:
@@ -74,8 +74,8 @@ def _chosen(pipelines: dict[str, BaseComponent], name: str, path: Path) -> BaseC
 
 
 def _imported(path: Path) -> ModuleType:
-    """Import a file as `python FILE` would find its neighbours; what it prints is not the command's output."""
-    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode  # running it would leave no __pycache__ either
+    """Import a file with its directory on sys.path, as `python FILE` does; its output is redirected to stderr."""
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode  # `python FILE` writes no __pycache__ either
     try:
         return _executed(path)
     finally:
@@ -89,32 +89,33 @@ def _executed(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module  # KFP looks a component's source up there
     sys.path.insert(0, str(path.absolute().parent))
-    with _mistakes_in_one_sentence(path), contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+    with _user_errors(path), contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about KFP's default image: not what was asked for
         spec.loader.exec_module(module)
     return module
 
 
 @contextlib.contextmanager
-def _mistakes_in_one_sentence(path: Path) -> Iterator[None]:
+def _user_errors(path: Path) -> Iterator[None]:
+    """Raise exceptions of the user's code as DefinitionError with a message of one sentence."""
     try:
         yield
     except GpuQuotaError:
         raise
     except SystemExit:
         raise DefinitionError(
-            f"{path} ends when it is imported{_line(path)}; put what it runs under: if __name__ == '__main__'"
+            f"{path} exits when it is imported{_line(path)}; move its main program under: if __name__ == '__main__'"
         ) from None
     except Exception as error:  # noqa: BLE001  # whatever the author's code raises
-        said = " ".join(str(error).split())
-        raise DefinitionError(f"{path} cannot be imported: {type(error).__name__}: {said}{_line(path)}") from None
+        message = " ".join(str(error).split())
+        raise DefinitionError(f"{path} cannot be imported: {type(error).__name__}: {message}{_line(path)}") from None
 
 
 def _line(path: Path) -> str:
-    """Where in the author's file it happened, for an exception that is being handled."""
+    """Return " (line N)", the line of the user's file that raised the exception that is being handled."""
     _, error, trace = sys.exc_info()
     if isinstance(error, SyntaxError):
-        return ""  # says so itself
+        return ""  # its message contains the line
     frames = traceback.extract_tb(trace)
     lines = [frame.lineno for frame in frames if Path(frame.filename).absolute() == path.absolute()]
     return f" (line {lines[-1]})" if lines else ""

@@ -1,1 +1,1 @@
-"""What a step asks for and what its pods are: shared by the compiled pipeline and the launcher. Pure, without kfp."""
+"""A step's options, its job's name, and its workers' pods; used by routing and the launcher. Pure, without kfp."""

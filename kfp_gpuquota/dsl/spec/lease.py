@@ -1,4 +1,4 @@
-"""The launcher's promise that it is still there: while it renews the lease, the job lives."""
+"""The lease of a step's job: the launcher renews it, and the cluster cancels the job when it expires."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 DURATION_S: Final = 30.0
 DURATION_VARIABLE: Final = "GPUQUOTA_LEASE_S"
-# How long a job outlives a launcher that was stopped, where the cluster cannot ask the pipeline's run whether another
-# attempt will come (no Workflow owns the job, or the controller may not read it). With a Workflow the job lives for as
-# long as that waits for the step, be it minutes.
+# How long a job survives a stopped launcher where the cluster cannot read from the pipeline's run whether another
+# attempt will follow (no Workflow owns the job, or the controller may not read it). With a Workflow the job survives as
+# long as the Workflow waits for the step.
 AFTER_STOP_S: Final = 90.0
 RENEWALS: Final = 3
 _LAST_CALL_WAITS_S: Final = 0.2
 
 
 class LeaseKeeper(threading.Thread):
-    """Renews a job's lease from a thread of its own, over a connection of its own, until `stop`.
+    """Thread that renews a job's lease over its own connection until `stop`.
 
-    When another attempt has taken the job over it ends, and `taken_over` is set: the job is nobody's business here.
+    It exits and sets `taken_over` when another attempt of the step has become the lease's holder.
     """
 
     def __init__(
-        self, connect: Callable[[], ClusterClient], lease: Lease, spec: JobSpec, say: Callable[[str], None]
+        self, connect: Callable[[], ClusterClient], lease: Lease, spec: JobSpec, log_line: Callable[[str], None]
     ) -> None:
         super().__init__(name="lease", daemon=True)
-        self._connect, self._lease, self._spec, self._say = connect, lease, spec, say
+        self._connect, self._lease, self._spec, self._log_line = connect, lease, spec, log_line
         self.taken_over = threading.Event()
         self._stopped = threading.Event()
         self._calling = threading.Lock()
 
     def run(self) -> None:
-        """Renew until told to stop. A cluster that is away is asked again and again."""
+        """Renew the lease until `stop`; while the cluster is unavailable, retry."""
         client = self._connect()
         while not self._stopped.wait(self._lease.duration_s / RENEWALS):
             try:
@@ -55,14 +55,14 @@ class LeaseKeeper(threading.Thread):
             except NotFoundError:
                 return
             except RunError as error:
-                self._say(f"cannot renew the job's lease, trying on: {error.message}")
+                self._log_line(f"cannot renew the job's lease, retrying: {error.message}")
 
     def stop(self) -> None:
-        """The job has ended."""
+        """Stop renewing the lease."""
         self._stopped.set()
 
-    def leave(self, after_s: float) -> None:
-        """Stop, and with one quick call let the job live only `after_s` longer, unless somebody takes it over."""
+    def shorten(self, after_s: float) -> None:
+        """Stop, and with one request shorten the lease to `after_s` seconds; another attempt can still take it over."""
         self._stopped.set()
         self._calling.acquire(timeout=_LAST_CALL_WAITS_S)  # a renewal in flight must not undo this
         try:
@@ -70,7 +70,7 @@ class LeaseKeeper(threading.Thread):
         except ConflictError:
             self.taken_over.set()
         except GpuQuotaError as error:
-            self._say(f"the job ends with its present lease: {error.message}")
+            self._log_line(f"cannot shorten the lease; the job ends when it expires: {error.message}")
 
     def _renew(self, client: ClusterClient, duration_s: float) -> None:
         lease = msgspec.structs.replace(self._lease, duration_s=duration_s)

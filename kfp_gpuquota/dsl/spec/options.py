@@ -1,7 +1,7 @@
-"""What the decorator says about a step, and how that travels to the step's launcher.
+"""The options of a decorated step, and their encoding for the step's launcher.
 
-As environment variables of the step's container: KFP's backend leaves those out of its cache key, so that a step that
-asks for other GPUs still finds its cached result.
+They are environment variables of the step's container, not arguments: KFP's backend leaves variables out of its cache
+key, so that a step with other GPUs still finds its cached result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PREFIX: Final = "GPUQUOTA_"
 PROJECT: Final = "GPUQUOTA_PROJECT"
 GPU_PRODUCT: Final = "nvidia.com/gpu.product"
-# What the vocabulary calls it, and what an author writes.
+# Fields of JobSpec, and the decorator's arguments for them.
 _WORDS: Final = {
     "gpu_fraction_limit": "fraction_limit",
     "gpu_fraction": "fraction",
@@ -40,13 +40,13 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A step's job, less what only a run can know. GPU counts are of the whole job.
+    """The options of a step's job that do not depend on the run. GPU counts are of the whole job.
 
-    `fraction`, or `memory_mib`, is a share of each of `devices` GPUs of one node, with the limit up to which it may use
-    what is idle. `gpu_type` is the product's name on the node's label. `max_runtime_s` counts from the last start, not
-    from when the job began to wait. `checkpoint` names a PersistentVolumeClaim (the embedded cluster keeps checkpoints
-    anyway). `extended_resources` are what else each worker's pod requests, such as {"rdma/hca": 1}. `name` is the
-    beginning of the job's name ("": the step's own).
+    `fraction`, or `memory_mib`, is a share of each of `devices` GPUs of one node, with a limit up to which it may use
+    idle capacity. `gpu_type` is the GPU product in the node's label. `max_runtime_s` counts from the last start, not
+    from submission. `checkpoint` names a PersistentVolumeClaim (the embedded cluster needs none). `extended_resources`
+    are requested by each worker's pod in addition, such as {"rdma/hca": 1}. `name` is the prefix of the job's name
+    ("": the step's name).
     """
 
     gpus: int = 1
@@ -81,7 +81,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         self.job_spec(name="step", project="project", command=("true",))
 
     def job_spec(self, *, name: str, project: str, command: tuple[str, ...], **more: Any) -> JobSpec:
-        """The job that a run submits; `more` are JobSpec's other fields. Raises InvalidFieldError."""
+        """Return the JobSpec that a run submits; `more` are other fields of JobSpec. Raises InvalidFieldError."""
         kind = Kind.BUILD if self.interactive else Kind.TRAIN
         shared = ("gpus", "min_gpus", "max_gpus", "gpus_per_worker", "preemptible", "priority")
         return JobSpec(
@@ -101,12 +101,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def checked(component: str, given: Mapping[str, object]) -> Options:
-    """Options from what an author wrote; each DefinitionError names the component and the argument."""
+    """Return the options from the decorator's arguments. Raises DefinitionError with the component and the argument."""
     for argument, value in given.items():
         if _is_channel(value):
             raise DefinitionError(
-                f"component {component!r}: {argument} is {_channel(value)}, which is only known when the pipeline "
-                "runs, but a constant is needed here; for a number of GPUs that the run decides use "
+                f"component {component!r}: {argument} is {_channel(value)}, which has no value before the pipeline "
+                "runs, but a constant is needed here; for a number of GPUs set by a parameter use "
                 "task.set_accelerator_type('nvidia.com/gpu').set_accelerator_limit(...)"
             )
     fields = {name: value for name, value in given.items() if value is not None}
@@ -125,14 +125,14 @@ def checked(component: str, given: Mapping[str, object]) -> Options:
 
 
 def to_environment(options: Options) -> dict[str, str]:
-    """GPUQUOTA_* variables, in a fixed order; defaults are left out, the size never is."""
+    """Return the options as GPUQUOTA_* variables in a fixed order, without defaults except `gpus`."""
     given = msgspec.to_builtins(options)
     given = {"gpus": options.gpus, **given}
     return {PREFIX + name.upper(): _shown(value) for name, value in sorted(given.items())}
 
 
 def from_environment(environment: Mapping[str, str]) -> Options:
-    """The opposite of `to_environment`. Raises InvalidFieldError."""
+    """Return the options from GPUQUOTA_* variables, the inverse of `to_environment`. Raises InvalidFieldError."""
     found: dict[str, Any] = {
         field: environment[PREFIX + field.upper()]
         for field in Options.__struct_fields__
@@ -143,11 +143,13 @@ def from_environment(environment: Mapping[str, str]) -> Options:
             found[_EXTENDED] = msgspec.json.decode(found[_EXTENDED])
         return msgspec.convert(found, Options, strict=False)
     except msgspec.DecodeError as error:
-        raise InvalidFieldError("environment", found, f"the step's GPUQUOTA_* variables do not fit: {error}") from error
+        raise InvalidFieldError(
+            "environment", found, f"the step's GPUQUOTA_* variables are invalid: {error}"
+        ) from error
 
 
 def _is_channel(value: object) -> bool:
-    """A pipeline parameter or a task's output, told by its shape: this module must not import kfp."""
+    """Return whether it is a pipeline parameter or a task's output. By attributes: this module must not import kfp."""
     return hasattr(value, "pattern") and hasattr(value, "channel_type")
 
 

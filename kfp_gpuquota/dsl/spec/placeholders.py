@@ -1,8 +1,8 @@
-"""KFP's placeholders that only a worker can fill in, because each worker writes to a place of its own.
+"""Masks KFP's placeholders for outputs, which only a worker can fill in: each worker writes to its own directory.
 
-KFP replaces `{{$...}}` anywhere in a step's command before the step starts. Those that stand for outputs are disguised
-in the original command, so that they reach the worker; the inputs' are left to KFP. Replacing finished paths in the
-finished command was rejected: an output's path may be a part of another one's, or of the author's text.
+KFP replaces `{{$...}}` anywhere in a step's command before the step starts. The placeholders for outputs are masked in
+the original command, so that they reach the worker unchanged; those for inputs are left to KFP. Replacing the final
+paths in the finished command was rejected: an output's path may be a part of another path, or of the author's text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from typing import Final
 
 EXECUTOR_INPUT: Final = "{{$}}"
-DISGUISE: Final = "gpuquota"
+MASK: Final = "gpuquota"
 
 _OUTPUTS = re.compile(
     r"""\{\{\$(?=
@@ -25,6 +25,6 @@ _OUTPUTS = re.compile(
 )
 
 
-def disguise(element: str) -> str:
-    """One element of a command with the placeholders of outputs out of KFP's sight."""
-    return _OUTPUTS.sub("{{" + DISGUISE, element)
+def masked(element: str) -> str:
+    """Return one element of a command with the placeholders for outputs masked, so that KFP does not replace them."""
+    return _OUTPUTS.sub("{{" + MASK, element)

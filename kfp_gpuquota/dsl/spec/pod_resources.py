@@ -1,9 +1,9 @@
 """CPU, memory and extended resources of a step: its workers request them, and its launcher requests almost nothing.
 
-KFP puts what `set_cpu_limit` and `set_memory_limit` say on the step's own pod, which runs the launcher. If that pod
-kept them, each step would reserve them twice, and a step that needs more than half a node would wait for its own
-launcher. So routing replaces them by the launcher's own, and passes them on: constants as an environment variable,
-which KFP leaves out of its cache key as it leaves out resources; what only the run knows (a pipeline parameter) as an
+KFP sets the values of `set_cpu_limit` and `set_memory_limit` on the step's own pod, which runs the launcher. If that
+pod kept them, each step would reserve them twice, and a step that needs more than half a node would wait for its own
+launcher. So routing replaces them by the launcher's requests and passes them on to the workers: constants as an
+environment variable, which KFP leaves out of its cache key as it leaves out resources; pipeline parameters as an
 argument, because KFP fills parameters only into commands and arguments.
 """
 
@@ -19,8 +19,8 @@ Json = dict[str, Any]
 VARIABLE: Final = "GPUQUOTA_POD_RESOURCES"
 ARGUMENT: Final = "--pod-resources="
 
-# The launcher waits, follows a log and relays files in pieces. The limits are set only where the step has limits: a
-# namespace whose ResourceQuota counts limits refuses pods without them, others need none.
+# The launcher waits, follows a log and relays files in chunks. Limits are set only where the step has limits: a
+# namespace whose ResourceQuota counts limits rejects pods without them.
 _OWN: Final = {"CpuRequest": ("50m", 0.05), "MemoryRequest": ("64Mi", 64 * 2**20 / 1e9)}
 _OWN_LIMITS: Final = {"CpuLimit": ("1", 1.0), "MemoryLimit": ("512Mi", 512 * 2**20 / 1e9)}
 _FIELDS: Final = {
@@ -32,23 +32,23 @@ _FIELDS: Final = {
 _PLACEHOLDER: Final = "{{"
 
 
-def take_over(container: Json, *, on_backend: bool) -> None:
-    """Move the requests of a routed container (PipelineSpec JSON) to its workers. A second call changes nothing.
+def move_to_workers(container: Json, *, on_backend: bool) -> None:
+    """Move the resources of a routed container (PipelineSpec JSON) to its workers. Idempotent.
 
-    A step that asks for nothing gets the launcher's requests only when it is meant for a KFP backend: kfp.local warns
-    of each request that it ignores.
+    A step without requests gets the launcher's requests only for a KFP backend: kfp.local warns about each request,
+    which it ignores.
     """
     resources: Json = container.get("resources", {})
     if _is_moved(container):
         if on_backend and not resources:
             container["resources"] = _launchers({})
         return
-    asked = _kubernetes_resources(resources)
-    if asked or on_backend:
+    requested = _kubernetes_resources(resources)
+    if requested or on_backend:
         container["resources"] = _launchers(resources)
     else:
         container.pop("resources", None)
-    text = json.dumps(asked, sort_keys=True)
+    text = json.dumps(requested, sort_keys=True)
     if _PLACEHOLDER in text:
         container["args"].insert(0, ARGUMENT + text)
     else:
@@ -56,7 +56,7 @@ def take_over(container: Json, *, on_backend: bool) -> None:
 
 
 def parsed(text: str | None) -> Json | None:
-    """Container resources as Kubernetes writes them; None where the step was compiled without routing.
+    """Return container resources in Kubernetes' format; None where the step was compiled without routing.
 
     Raises InvalidFieldError.
     """
@@ -72,7 +72,7 @@ def parsed(text: str | None) -> Json | None:
 
 
 def with_extended(resources: Json, extended: dict[str, int]) -> Json:
-    """The resources with extended ones, whose request and limit are always equal."""
+    """Return the resources with `extended` added to the limits and to the requests, which must be equal."""
     amounts = {name: str(count) for name, count in extended.items()}
     parts = {part: {**resources.get(part, {}), **amounts} for part in ("limits", "requests")}
     return {**resources, **{part: found for part, found in parts.items() if found}}
@@ -85,10 +85,10 @@ def _is_moved(container: Json) -> bool:
 
 
 def _kubernetes_resources(resources: Json) -> Json:
-    """KFP's fields as {"limits": ..., "requests": ...}.
+    """Return KFP's fields as {"limits": ..., "requests": ...}.
 
-    KFP writes each amount as text (`resourceMemoryLimit`), and constants also as the number that older backends read:
-    CPUs, and memory in 10^9 bytes.
+    KFP writes each amount as text (`resourceMemoryLimit`), and constants also as a number for older backends: CPUs, and
+    memory in 10^9 bytes.
     """
     found: Json = {}
     for field, (part, name) in _FIELDS.items():

@@ -1,10 +1,10 @@
-"""The pods of a step's workers: what the step's own pod is, with another command. Pure.
+"""The pod template of a step's workers: a copy of the step's own pod with another command. Pure.
 
-KFP puts on the step's pod what its author asked for (environment, and by kfp-kubernetes volumes, secrets, tolerations,
-node selectors, labels, pull secrets), and admission what the namespace's admin asked for. The workers do the step's
-work, so they get all of it. Left out is exactly what KFP, Argo and the API server add for the launcher itself, by name:
-a rule by prefix would also match names that users choose (KFP names the volume of a PVC after its claim: `kfp-data`).
-The lists below are those of the pods that KFP 2.17 and Argo 4.0 create (docs/pipelines.md says how they were checked).
+KFP sets the author's settings on the step's pod (environment, and by kfp-kubernetes volumes, secrets, tolerations, node
+selectors, labels, pull secrets), and admission adds the namespace admin's. The workers do the step's work, so they get
+all of these. Removed is exactly what KFP, Argo and the API server add for the launcher itself, by name. A rule by
+prefix was rejected: it would match names that users choose (KFP names the volume of a PVC after its claim: `kfp-data`).
+The lists below were taken from pods of KFP 2.17 and Argo 4.0 (docs/pipelines.md describes how).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAIN: Final = "main"
 MOUNT: Final = "/var/run/gpuquota/relay"
 VOLUME: Final = "gpuquota-relay"
 LAUNCHER_PREFIX: Final = "GPUQUOTA_"
-# Labels and annotations by which Argo and KFP find the pods that they have made: on a worker's pod they would take it
-# for one of the Workflow's.
+# Domains of labels and annotations by which Argo and KFP find the pods that they have created: with these a worker's
+# pod would be treated as a pod of the Workflow.
 LAUNCHER_DOMAINS: Final = frozenset({"workflows.argoproj.io", "pipelines.kubeflow.org", "pipeline"})
 
-# Fields of a pod's spec that the API server, the scheduler or KFP fill in for this one pod. A worker's node, grace
-# period and restart policy are the controller's to choose; its time limit is the job's (`max_runtime`).
+# Fields of a pod's spec that the API server, the scheduler or KFP fill in for this one pod. The controller sets a
+# worker's node, grace period and restart policy; its time limit is the job's (`max_runtime`).
 _LAUNCHERS_SPEC: Final = frozenset({
     "activeDeadlineSeconds", "containers", "ephemeralContainers", "hostname", "initContainers", "nodeName", "overhead",
     "preemptionPolicy", "priority", "resources", "restartPolicy", "schedulingGates", "schedulingGroup",
@@ -45,13 +45,13 @@ _LAUNCHERS_VARIABLES: Final = frozenset({
 })  # fmt: skip
 _LAUNCHERS_CONFIG_MAPS: Final = frozenset({"metadata-grpc-configmap"})
 # Empty volumes through which Argo's and KFP's executors reach the step's container. All other empty volumes are kept:
-# each worker gets its own (KFP mounts artifacts' places as such, so that images that are not root's can write there).
+# each worker gets its own (KFP mounts artifacts' paths as such, so that images without root can write there).
 _LAUNCHERS_EMPTY_VOLUMES: Final = frozenset({"kfp-launcher", "tmp-dir-argo", "var-run-argo"})
 _SERVICE_ACCOUNT_PATH: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 # KFP's launcher sets these for its child at run time, where the backend has a CA bundle for the object store.
 _CA_VARIABLES: Final = ("AWS_CA_BUNDLE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR", "SSL_CERT_FILE")
 
-# Runs in whatever Python the image has: it fetches the rest from the launcher, which may not be up yet.
+# Runs in any Python that the image has: it downloads the rest from the launcher, which may not be ready yet.
 BOOTSTRAP: Final = """\
 import os, sys, tempfile, time, urllib.request
 directory, last = sys.argv[1], time.monotonic() + 900
@@ -71,12 +71,12 @@ sys.path.insert(0, package)
 from gpuquota_remote import remote
 sys.exit(remote.main(directory))
 """
-# An image without Python runs the command itself: it reads and writes what its volumes hold.
+# An image without Python runs the command itself: it can read and write only its volumes.
 _SHELL: Final = 'if command -v python3 >/dev/null 2>&1; then exec python3 -I -c "$0" "$1"; fi; shift; exec "$@"'
 
 
 def worker_template(
-    own_pod: Json,
+    step_pod: Json,
     image: str,
     secret: str,
     argv: list[str],
@@ -84,12 +84,12 @@ def worker_template(
     resources: Json | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Json:
-    """A pod template for workers in `image` ("": that of the step's own pod) that start from the relay in `secret`.
+    """Return a pod template for workers in `image` ("": the step's own) that find their relay in the Secret `secret`.
 
-    `argv` is what runs in an image without Python. `resources` are a worker's (None: those of the step's own pod),
-    `environment` is that of the launcher's process, of which CA bundles on mounted volumes are passed on.
+    `argv` is the command for an image without Python. `resources` are those of a worker (None: those of the step's own
+    pod). `environment` is the launcher's own, from which CA bundles on mounted volumes are passed on.
     """
-    spec = own_pod.get("spec", {})
+    spec = step_pod.get("spec", {})
     own = _container(spec)
     mounts = [mount for mount in own.get("volumeMounts", []) if mount["mountPath"] != _SERVICE_ACCOUNT_PATH]
     volumes = _volumes(spec, {mount["name"] for mount in mounts})
@@ -113,7 +113,7 @@ def worker_template(
     if resources:
         container["resources"] = resources
     return {
-        "metadata": _metadata(own_pod.get("metadata", {})),
+        "metadata": _metadata(step_pod.get("metadata", {})),
         "spec": {
             **{field: value for field, value in spec.items() if field not in _LAUNCHERS_SPEC},
             "containers": [container],
@@ -124,7 +124,7 @@ def worker_template(
 
 
 def _container(spec: Json) -> Json:
-    """KFP calls the container that runs the user's code "main"."""
+    """Return the container that runs the user's code, which KFP names "main"."""
     containers: list[Json] = spec.get("containers", [])
     return next((each for each in containers if each["name"] == MAIN), containers[0] if containers else {})
 
@@ -138,7 +138,7 @@ def _metadata(own: Json) -> Json:
 
 
 def _volumes(spec: Json, mounted: set[str]) -> list[Json]:
-    """Volumes that the step's container mounts, without those that Argo's and KFP's executors share with it."""
+    """Return the volumes that the step's container mounts, except those of Argo's and KFP's executors."""
     return [
         volume
         for volume in spec.get("volumes", [])
@@ -147,7 +147,7 @@ def _volumes(spec: Json, mounted: set[str]) -> list[Json]:
 
 
 def _is_authors(entry: Json) -> bool:
-    """Whether it is neither the launcher's nor what admission adds to pods without GPUs, such as the launcher's."""
+    """Return whether the author set the variable: not the launcher, and not admission for pods without GPUs."""
     return (
         entry != NO_DEVICES
         and entry["name"] not in _LAUNCHERS_VARIABLES
@@ -160,7 +160,7 @@ def _is_launchers_source(source: Json) -> bool:
 
 
 def _ca_bundles(own: Json, mounts: list[Json], environment: Mapping[str, str]) -> list[Json]:
-    """CA bundles that the launcher's process was given at run time, where the workers have the same file."""
+    """Return the CA bundle variables that KFP sets at run time, where the workers mount the same file."""
     given = {entry["name"] for entry in own.get("env", [])}
     return [
         {"name": name, "value": environment[name]}

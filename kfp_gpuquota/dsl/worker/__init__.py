@@ -1,1 +1,1 @@
-"""What each worker of a step starts with: the standard library only, for it runs in the step's own image."""
+"""The start programs of a step's workers. They use only the standard library, because they run in the step's image."""

@@ -1,8 +1,8 @@
-"""What a worker in a pod of its own starts with: it fetches the step's inputs, runs its command, and sends its outputs.
+"""The start program of a worker in its own pod: downloads the step's inputs, runs its command, uploads its outputs.
 
-The standard library only, and nothing of this package but the module beside it: the relay (`relay.py`) hands both out
-as `gpuquota_remote` to whatever Python the user's image has. Its address and token lie in a directory, mounted from a
-Secret, and are read again at each attempt: a launcher that was made anew has another address.
+It uses only the standard library and `start.py`: the relay (`relay.py`) serves both modules as `gpuquota_remote` to any
+Python that the user's image has. The relay's address and token are files in a directory mounted from a Secret. They are
+read again for each request, because a launcher that was replaced has another address.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from . import start
 
 Json = dict[str, Any]
 
-PIECE = 1 << 20
+CHUNK_SIZE = 1 << 20
 CONFLICT, UNAVAILABLE = 409, 503
-SILENCE_S = 120.0
-PATIENCE_S = 900.0  # a launcher is made anew within this time, or its job is cancelled anyway
-LONGEST_PAUSE_S = 10.0
+IDLE_TIMEOUT_S = 120.0
+RELAY_TIMEOUT_S = 900.0  # a launcher is replaced within this time, or its job is cancelled
+MAX_PAUSE_S = 10.0
 
 
-CONNECTS_WITHIN_S = 10.0
-SENDS = 5
+CONNECT_TIMEOUT_S = 10.0
+MAX_UPLOAD_ROUNDS = 5
 ENDED = "gpuquota: the step's command has ended with exit code "
-"""The last line of a worker's log, with the code: whoever follows the log need not wait for its pod's end."""
+"""The last line of a worker's log, followed by the code: a reader of the log need not wait for the end of the pod."""
 
 
 class RelayError(Exception):
-    """The relay refused a request, with its HTTP status: no use in repeating it."""
+    """The relay has refused a request with an HTTP status (retrying is useless), or has not answered in time."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -44,37 +44,37 @@ class RelayError(Exception):
 
 
 class RelayClient:
-    """Requests to the relay, repeated with growing pauses while it does not answer."""
+    """Client of the relay; retries with growing pauses while the relay does not answer."""
 
-    def __init__(self, directory: str, patience_s: float = PATIENCE_S) -> None:
-        self._directory, self._patience_s = directory, patience_s
+    def __init__(self, directory: str, timeout_s: float = RELAY_TIMEOUT_S) -> None:
+        self._directory, self._timeout_s = directory, timeout_s
 
     def read(self, path: str) -> bytes:
-        """A small answer, whole."""
-        content: bytes = self._patiently(lambda: self._ask("GET", path).read())
+        """Return the whole body of a small response."""
+        content: bytes = self._with_retries(lambda: self._request("GET", path).read())
         return content
 
     def download(self, path: str, target: str, size: int, mode: int) -> None:
-        """A file of an input."""
-        self._patiently(lambda: self._download(path, target, size, mode))
+        """Download a file of an input to `target`."""
+        self._with_retries(lambda: self._download(path, target, size, mode))
 
-    def upload(self, source: str, place: str) -> None:
-        """A file of an output."""
-        self._patiently(lambda: self._upload(source, place))
+    def upload(self, source: str, target: str) -> None:
+        """Upload a file of an output."""
+        self._with_retries(lambda: self._upload(source, target))
 
     def complete(self, worker_name: str, files: list[tuple[str, int]]) -> bool:
-        """Whether the launcher that answers now has all of these files; a launcher that was made anew has not."""
+        """Return whether the relay has all of these files; the relay of a replaced launcher has not."""
         body = json.dumps(files).encode()
         try:
-            self._patiently(lambda: self._ask("PUT", f"/complete?worker={quote(worker_name)}", body, len(body)))
+            self._with_retries(lambda: self._request("PUT", f"/complete?worker={quote(worker_name)}", body, len(body)))
         except RelayError as error:
             if error.status != CONFLICT:
                 raise
             return False
         return True
 
-    def _patiently(self, attempt: Any) -> Any:
-        give_up_at, pause_s = time.monotonic() + self._patience_s, 0.2
+    def _with_retries(self, attempt: Any) -> Any:
+        give_up_at, pause_s = time.monotonic() + self._timeout_s, 0.2
         while True:
             try:
                 return attempt()
@@ -82,14 +82,14 @@ class RelayClient:
                 if time.monotonic() + pause_s > give_up_at:
                     raise RelayError(f"the step's launcher does not answer: {error}") from error
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    def _ask(self, method: str, path: str, body: Any = None, size: int = 0) -> http.client.HTTPResponse:
-        address = urlsplit(self._said("url"))
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=CONNECTS_WITHIN_S)
-        connection.connect()  # nothing answers at the address of a launcher that is gone, until the new one's is known
-        connection.sock.settimeout(SILENCE_S)
-        headers = {"Authorization": f"Bearer {self._said('token')}"}
+    def _request(self, method: str, path: str, body: Any = None, size: int = 0) -> http.client.HTTPResponse:
+        address = urlsplit(self._read_setting("url"))
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=CONNECT_TIMEOUT_S)
+        connection.connect()  # with a short timeout: the address of a launcher that was deleted does not answer
+        connection.sock.settimeout(IDLE_TIMEOUT_S)
+        headers = {"Authorization": f"Bearer {self._read_setting('token')}"}
         if body is not None:
             headers["Content-Length"] = str(size)
         connection.request(method, path, headers=headers)
@@ -99,19 +99,19 @@ class RelayClient:
             connection.sock.sendfile(body, 0, size)
         response = connection.getresponse()
         if response.status == UNAVAILABLE:
-            raise ConnectionError("the launcher cannot take it now")
+            raise ConnectionError("the launcher cannot accept the request now")
         if response.status >= 300:
-            said = response.read(200).decode(errors="replace")
-            raise RelayError(f"{method} {path}: {response.status} {said}", response.status)
+            reason = response.read(200).decode(errors="replace")
+            raise RelayError(f"{method} {path}: {response.status} {reason}", response.status)
         return response
 
-    def _said(self, name: str) -> str:
+    def _read_setting(self, name: str) -> str:
         with open(os.path.join(self._directory, name), encoding="utf-8") as file:  # noqa: PTH118, PTH123
             return file.read().strip()
 
     def _download(self, path: str, target: str, size: int, mode: int) -> None:
-        response = self._ask("GET", f"/file?path={quote(path)}")
-        buffer = memoryview(bytearray(PIECE))
+        response = self._request("GET", f"/file?path={quote(path)}")
+        buffer = memoryview(bytearray(CHUNK_SIZE))
         written = 0
         with open(f"{target}.part", "wb", buffering=0) as file:  # noqa: PTH123
             while got := response.readinto(buffer):
@@ -122,15 +122,15 @@ class RelayClient:
         os.chmod(f"{target}.part", mode)  # noqa: PTH101
         os.replace(f"{target}.part", target)  # noqa: PTH105
 
-    def _upload(self, source: str, place: str) -> None:
+    def _upload(self, source: str, target: str) -> None:
         with open(source, "rb") as file:  # noqa: PTH123
             facts = os.fstat(file.fileno())
-            path = f"/file?path={quote(place)}&mode={facts.st_mode & 0o777:o}"
-            self._ask("PUT", path, file, facts.st_size)
+            path = f"/file?path={quote(target)}&mode={facts.st_mode & 0o777:o}"
+            self._request("PUT", path, file, facts.st_size)
 
 
 def main(directory: str) -> int:
-    """Run the step; returns its command's exit code, or 1 where its files cannot be moved."""
+    """Run the step, and return its command's exit code, or 1 where its files cannot be transferred."""
     relay = RelayClient(directory)
     try:
         step = json.loads(relay.read("/step"))
@@ -147,11 +147,11 @@ def main(directory: str) -> int:
 
 
 def fetch_inputs(relay: RelayClient, executor_input: Json) -> None:
-    """Every input artifact to the place where the step's command looks for it."""
+    """Download every input artifact to the path where the step's command reads it."""
     listed = executor_input.get("inputs", {}).get("artifacts", {}).values()
     for artifact in (artifact for each in listed for artifact in each.get("artifacts", [])):
         root = start.input_path(artifact)
-        if "/" not in root or os.path.exists(root):  # noqa: PTH110 (there by a volume that is shared)
+        if "/" not in root or os.path.exists(root):  # noqa: PTH110 (it exists on a shared volume)
             continue
         for relative, size, mode in json.loads(relay.read(f"/list?path={quote(root)}")):
             target = os.path.join(root, relative) if relative else root  # noqa: PTH118
@@ -160,12 +160,14 @@ def fetch_inputs(relay: RelayClient, executor_input: Json) -> None:
 
 
 def run(step: Json, mine: Json) -> int:
-    """The original command as a child, for its outputs are to be sent when it has ended."""
-    for place, key in start.output_locations(mine):
-        os.makedirs(os.path.dirname(start.local_path(place[key])), exist_ok=True)  # noqa: PTH103, PTH120
-    argv = [start.revealed(element, mine) for element in step["argv"]]
+    """Run the original command as a child process, and return its exit code."""
+    for owner, key in start.output_locations(mine):
+        os.makedirs(os.path.dirname(start.local_path(owner[key])), exist_ok=True)  # noqa: PTH103, PTH120
+    argv = [start.resolved(element, mine) for element in step["argv"]]
     environment = {**os.environ, **step["environment"]}
-    if importlib.machinery.PathFinder.find_spec("elastic_runtime", sys.path[1:]) is None:  # the image's own goes first
+    if (
+        importlib.machinery.PathFinder.find_spec("elastic_runtime", sys.path[1:]) is None
+    ):  # the image's own version is preferred
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], environment.get("PYTHONPATH")]))
     try:
         child = subprocess.Popen(argv, env=environment)
@@ -179,10 +181,10 @@ def run(step: Json, mine: Json) -> int:
 
 
 def send_outputs(relay: RelayClient, mine: Json) -> None:
-    """All that the command has written into this worker's own places. Raises RelayError."""
-    places = [start.local_path(place[key]) for place, key in start.output_locations(mine)]
-    directories = dict.fromkeys(os.path.dirname(place) for place in places)  # noqa: PTH120
-    for _ in range(SENDS):
+    """Upload all files that the command has written to this worker's output directories. Raises RelayError."""
+    paths = [start.local_path(owner[key]) for owner, key in start.output_locations(mine)]
+    directories = dict.fromkeys(os.path.dirname(path) for path in paths)  # noqa: PTH120
+    for _ in range(MAX_UPLOAD_ROUNDS):
         files = [
             os.path.join(path, name)  # noqa: PTH118
             for directory in directories
@@ -194,4 +196,4 @@ def send_outputs(relay: RelayClient, mine: Json) -> None:
         sizes = [(file, os.path.getsize(file)) for file in files]  # noqa: PTH202
         if relay.complete(os.environ[start.POD_NAME], sizes):
             return
-    raise RelayError(f"the step's launcher was replaced {SENDS} times while the outputs were sent")
+    raise RelayError(f"the step's launcher was replaced {MAX_UPLOAD_ROUNDS} times during the upload of the outputs")

@@ -1,10 +1,11 @@
-"""What each worker of a step's job starts with: `python3 -I -S start.py STEP_FILE`.
+"""The start program of each worker of a step's job: `python3 -I -S start.py STEP_FILE`.
 
-It sends the outputs of the step's original command to a place of this worker's own, and then becomes that command.
-The standard library only, and no import of this package: it runs in whatever image the step has.
+It redirects the outputs of the step's original command to this worker's staging directories, and then executes the
+command in the same process. It uses only the standard library and imports nothing of this package, because it runs in
+the step's image.
 
-A worker's own place is a directory beside each output's final one, `.gpuquota/JOB/WORKER`, so that bringing a result
-home is a rename, and that a path and a URI are staged by the same rule.
+A worker's staging directory is `.gpuquota/JOB/WORKER` beside each output's final path. So publishing an output is a
+rename, and the same rule stages paths and URIs.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _OUTPUT = re.compile(r"\.outputs\.(parameters|artifacts)\['([^']+)'\]\.(\w+)")
 
 
 def staged(location: str, tag: str) -> str:
-    """A path or URI, moved into the directory `tag` beside it."""
+    """Return a path or URI moved into the directory `tag` beside it."""
     directory, _, name = location.rpartition("/")
     return f"{directory}/{tag}/{name}"
 
 
 def local_path(uri: str) -> str:
-    """Where KFP lets a step read and write the artifact with this URI."""
+    """Return the path at which KFP mounts the artifact with this URI for a step."""
     for scheme, mount in _MOUNTS.items():
         if uri.startswith(scheme):
             return mount + uri[len(scheme) :]
@@ -43,7 +44,7 @@ def local_path(uri: str) -> str:
 
 
 def input_path(artifact: Json) -> str:
-    """Where KFP lets a step read an input: a model image's content, or a file in the run's workspace, among others."""
+    """Return the path at which a step reads an input, also for model images and files in the run's workspace."""
     uri = artifact.get("uri", "")
     model = f"/oci/{uri[len(_IMAGE) :].replace('/', '_')}/models"
     path = model if uri.startswith(_IMAGE) else local_path(uri)
@@ -53,25 +54,25 @@ def input_path(artifact: Json) -> str:
 
 
 def output_locations(executor_input: Json) -> list[tuple[Json, str]]:
-    """Every place in an executor input that says where an output goes, as (object, key)."""
+    """Return the fields of an executor input that hold an output's path or URI, as (object, key)."""
     outputs = executor_input.get("outputs", {})
     found = [(outputs, "outputFile")]
     found += [(parameter, "outputFile") for parameter in outputs.get("parameters", {}).values()]
     for listed in outputs.get("artifacts", {}).values():
         found += [(artifact, key) for artifact in listed.get("artifacts", []) for key in ("uri", "customPath")]
-    return [(place, key) for place, key in found if "/" in place.get(key, "") and "oci://" not in place[key]]
+    return [(owner, key) for owner, key in found if "/" in owner.get(key, "") and "oci://" not in owner[key]]
 
 
 def redirected(executor_input: Json, tag: str) -> Json:
-    """The executor input of a worker that writes every output into the directory `tag` beside its final place."""
+    """Return the executor input of a worker that writes every output into the directory `tag` beside its final path."""
     mine = copy.deepcopy(executor_input)
-    for place, key in output_locations(mine):
-        place[key] = staged(place[key], tag)
+    for owner, key in output_locations(mine):
+        owner[key] = staged(owner[key], tag)
     return mine
 
 
-def revealed(element: str, executor_input: Json) -> str:
-    """One element of the original command, with the placeholders of outputs filled in."""
+def resolved(element: str, executor_input: Json) -> str:
+    """Return one element of the original command with the masked placeholders for outputs filled in."""
     return _PLACEHOLDER.sub(lambda match: _value(match[1], executor_input) or match[0], element)
 
 
@@ -93,13 +94,13 @@ def _value(path: str, executor_input: Json) -> str:
 
 
 def main(step_file: str) -> None:
-    """Become the original command. Ends with 127 where there is no such program, as a shell does."""
+    """Execute the original command in this process. Exits with 127 where there is no such program, as a shell does."""
     with open(step_file, encoding="utf-8") as file:  # noqa: PTH123  # pathlib costs a worker 10 ms
         step = json.load(file)
     mine = redirected(step["executor_input"], f"{step['tag']}/{os.environ['ELASTIC_WORKER_ID']}")
-    for place, key in output_locations(mine):
-        os.makedirs(local_path(place[key]).rpartition("/")[0], exist_ok=True)  # noqa: PTH103
-    argv = [revealed(element, mine) for element in step["argv"]]
+    for owner, key in output_locations(mine):
+        os.makedirs(local_path(owner[key]).rpartition("/")[0], exist_ok=True)  # noqa: PTH103
+    argv = [resolved(element, mine) for element in step["argv"]]
     environment = {**os.environ, **step["environment"]}
     try:
         os.execvpe(argv[0], argv, environment)

@@ -1,1 +1,1 @@
-"""One scheduling cycle: allocate what is idle, reclaim and preempt, consolidate, and lend what is left."""
+"""The actions of a scheduling cycle: allocate, reclaim, preempt, consolidate, and expand over quota."""

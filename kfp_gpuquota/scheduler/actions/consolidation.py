@@ -1,7 +1,7 @@
-"""Moving preemptible workers, only where every one of them finds a new place that is idle now.
+"""Moves preemptible workers to other nodes, only where idle capacity exists for every one of them now.
 
-Used in two ways: to make room for a waiting job without stopping anything (`consolidate`), and to give victims of a
-reclaim a place elsewhere instead of stopping them (`resettle`).
+Used in two ways: to free capacity for a pending job without stopping another one (`consolidate`), and to move the
+victims of a reclaim instead of stopping them (`resettle`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 Candidate = tuple[tuple[int, float, int, int, float, int, str], Host, list[Task]]
 
 _TRIES: Final = 16
-"""Hosts on which moves are tried out for one task: the cheapest ones; others hardly ever succeed where these fail."""
+"""How many hosts are tried for one task, the cheapest first; others rarely succeed where these fail."""
 
 
 @dataclass(slots=True)
 class Known:
-    """What one cycle found out: what would have to move from a host, by the host's version; and what has no place.
+    """Cache of one cycle: the moves that would free a host, by the host's version, and which requests fit elsewhere.
 
-    That a task has no place elsewhere is believed for the rest of the cycle: moves hardly ever make one.
+    That a request fits nowhere else is kept for the rest of the cycle: moves rarely change it.
     """
 
     candidates: dict[tuple[Host, Request], tuple[int, Candidate | None]] = field(default_factory=dict)
     mobile: dict[tuple[Queue, Request], bool] = field(default_factory=dict)
 
     def may_move(self, ledger: Ledger, task: Task) -> bool:
-        """Somewhere is room for a task like this one."""
+        """Return whether a task like this one could start on some host now."""
         key = (task.job.queue, task.request)
         if key not in self.mobile:
             self.mobile[key] = placement.choose_host(ledger, _copy(task), 1, future=False) is not None
@@ -45,7 +45,7 @@ class Known:
 
 
 def consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known, sheltered: Collection[Job] = ()) -> bool:
-    """Nominate all tasks where others, but not `sheltered` ones, are moved away from, or change nothing."""
+    """Nominate all tasks by moving workers of other jobs, except `sheltered` ones, or change nothing."""
     job = tasks[0].job
     return domains.within_required(ledger, job, tasks, lambda: _consolidate(ledger, tasks, known, sheltered))
 
@@ -63,7 +63,7 @@ def _consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known, sheltered:
 
 
 def resettle(ledger: Ledger, evicted: Sequence[Task]) -> None:
-    """Move victims to idle places elsewhere: all workers of a job that go, or none of it."""
+    """Move victims to idle capacity on other hosts: all evicted workers of a job, or none of them."""
     by_job: dict[Job, list[Task]] = {}
     if not ledger.any_idle and all(task.request.whole and task.request.devices for task in evicted):
         return
@@ -117,7 +117,7 @@ def _candidate(ledger: Ledger, host: Host, task: Task, known: Known, sheltered: 
 
 
 def _moves(host: Host, task: Task, movable: list[Task]) -> list[Task]:
-    """One small task that suffices, or as few large ones as it takes; the youngest of equals first.
+    """Return the smallest task whose move suffices, or as few large ones as needed; the youngest of equals first.
 
     Tasks of jobs that resume from a checkpoint come before those that would start from the beginning.
     """
@@ -145,7 +145,7 @@ def _size(task: Task, host: Host) -> float:
 
 
 def _find_place(ledger: Ledger, task: Task) -> bool:
-    """Bind a copy of the leaving task where it can start now, its queue's limit permitting both for a moment."""
+    """Bind a copy of the leaving task where it can start now, if its queue's limit permits both at the same time."""
     copy = _copy(task)
     if quota.barred_by_limit(task.job, ledger.amount(copy), future=False):
         return False

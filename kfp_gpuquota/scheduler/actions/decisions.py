@@ -1,4 +1,4 @@
-"""What is to be done: the scheduler's answer for one state."""
+"""The decisions in a `Plan`, the scheduler's result for one state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kfp_gpuquota.api import Reason
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where one worker goes: device indices on a node. `part`: which of the job's parts it is a worker of."""
+    """The node and the device indices of one worker. `part` is the part of the job that it belongs to."""
 
     node: str
     devices: tuple[int, ...]
@@ -24,7 +24,7 @@ class Bind(msgspec.Struct, frozen=True):
 
 
 class Resize(msgspec.Struct, frozen=True):
-    """Start a worker at each placement of `add`, tell the workers `remove` to go."""
+    """Start a worker at each placement of `add`, and ask the workers `remove` to leave."""
 
     job: str
     add: tuple[Placement, ...]
@@ -35,7 +35,7 @@ class Resize(msgspec.Struct, frozen=True):
 
 
 class Evict(msgspec.Struct, frozen=True):
-    """Stop the whole job; it returns to the queue with its age."""
+    """Stop the whole job; it returns to the pending queue and keeps its submission time."""
 
     job: str
     workers: tuple[str, ...]
@@ -43,7 +43,7 @@ class Evict(msgspec.Struct, frozen=True):
 
 
 class Move(msgspec.Struct, frozen=True):
-    """Stop one worker and start it elsewhere."""
+    """Stop one worker and start it at another placement."""
 
     job: str
     worker: str
@@ -52,7 +52,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Nominate(msgspec.Struct, frozen=True):
-    """The job will start (or grow) there when the workers `waiting_for` are gone; nothing to do."""
+    """The job will start (or expand) there when the workers `waiting_for` have exited. Needs no action."""
 
     job: str
     placements: tuple[Placement, ...]
@@ -61,10 +61,10 @@ class Nominate(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One answer. `waiting` says of each job that waits (uid) why; a job that is nominated waits, too.
+    """All decisions for one state. `waiting` has the reason of each pending job, by uid, also of nominated jobs.
 
-    `again_at`: when to plan again, in seconds since the epoch, though nothing happens until then: a decision waits for
-    that time (a cool-down, a gang below its minimum). None: only an event can change the answer.
+    `again_at` is when to plan again without an event, in seconds since the epoch, because a decision waits for that
+    time (a cool-down, a gang below its minimum). None: only an event can change the plan.
     """
 
     bind: tuple[Bind, ...] = ()
@@ -77,5 +77,5 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def empty(self) -> bool:
-        """There is nothing to do (nominations and reasons do not count)."""
+        """Whether the plan needs no action; nominations and reasons need none."""
         return not (self.bind or self.resize or self.evict or self.move)

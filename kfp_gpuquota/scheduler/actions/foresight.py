@@ -1,9 +1,9 @@
-"""Looking one cycle ahead: nobody is stopped for a job that would then not start.
+"""Lookahead of one cycle: no worker is stopped for a job that would then not start.
 
-A nomination is not remembered. When the victims are gone they wait again, and the places go to whom the order says;
-with gangs and nodes of several sizes that may be another job within its share, placed so that the first no longer fits.
-That one would then take from others once more, and so for ever. So the next allocation is played through on the ledger,
-with all that leaves gone, before anybody is told to go.
+A nomination is not stored. When the victims have exited they are pending again, and the freed capacity is allocated in
+queue order. With gangs and nodes of several sizes that may start another job within its share, placed so that the
+nominated one no longer fits; that job would then reclaim again, and this could repeat without end. So before a worker
+is stopped, the next allocation is simulated on the ledger, with all leaving workers removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def would_not_start(cycle: Cycle) -> set[Job]:
-    """Jobs for which others lose workers in this cycle, and which the next cycle would not place after all."""
+    """Return the jobs for which other jobs lose workers in this cycle, and which the next cycle would not place."""
     takers = {job for job, action in cycle.causes.values() if action != "evict_stale"}
     ledger = cycle.ledger
     if not ledger.special and all(_simple(job) for job in takers):
@@ -36,12 +36,12 @@ def would_not_start(cycle: Cycle) -> set[Job]:
 
 
 def _simple(job: Job) -> bool:
-    """One worker with one whole GPU fits wherever one is free: nothing can be placed so that it no longer does."""
+    """Return whether the job starts with one worker on one whole GPU: it fits wherever a GPU is free."""
     return job.groups is None and job.gang == 1 and job.request.plain and job.request.devices == 1
 
 
 def _let_go(ledger: Ledger, cycle: Cycle) -> list[Task]:
-    """All that leaves is gone and waits again, and nominations are forgotten. Returns what was added to be waiting."""
+    """Make leaving workers pending again and remove nominations; return the tasks that were added as pending."""
     for task in cycle.changed():
         if task.status is Status.NOMINATED:
             ledger.set(task, Status.PENDING, None)

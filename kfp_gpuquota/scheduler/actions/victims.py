@@ -1,7 +1,7 @@
-"""Making room for a waiting job: the cheapest units are stopped whose going lets it start, and no more.
+"""Selects victims for a pending job: the cheapest units whose eviction lets it start, and no more.
 
-For each task a host is chosen on which the most valuable unit that must go is the least valuable (a bottleneck order),
-and on that host every unit that is not needed is spared.
+For each task the host is chosen whose most valuable victim is the least valuable (a bottleneck order), and on that host
+every unit that need not be evicted is spared.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.state.ledger import Ledger
 
 _SPARE_AT_MOST: Final = 32
-"""Sparing tries each unit again: beyond this many it costs more than it can save."""
+"""With more victims than this none is spared: testing each of them again takes longer than it is worth."""
 
 
 def make_room(attempt: Attempt, finders: Finders) -> bool:
-    """Evict victims and nominate all tasks in their places, or change nothing."""
+    """Evict victims and nominate all tasks on the freed devices, or change nothing."""
     if attempt.job.groups is None:
         return _make_room(attempt, finders)
     return domains.within_required(attempt.ledger, attempt.job, attempt.tasks, lambda: _make_room(attempt, finders))
@@ -37,7 +37,7 @@ def _make_room(attempt: Attempt, finders: Finders) -> bool:
     units = _find(attempt, mark, finders)
     if units is None:
         return False
-    # What one task needs on its host was pruned there; only several tasks, or limits, leave more to spare.
+    # For one task the finder has spared units already; only several tasks, or limits, can leave unneeded victims.
     several = len(attempt.tasks) > 1 or attempt.limited
     if several and 1 < len(units) <= _SPARE_AT_MOST and not _spare(attempt, units, mark):
         attempt.ledger.rollback(mark)
@@ -48,7 +48,7 @@ def _make_room(attempt: Attempt, finders: Finders) -> bool:
 
 
 def _resettle(attempt: Attempt, mark: int) -> None:
-    """Victims that find an idle place elsewhere move there; the most valuable are asked first."""
+    """Move victims to idle capacity elsewhere, the most valuable first."""
     gone = [t for t, before, _, _ in attempt.ledger.since(mark) if before is Status.HELD and t.job.preemptible]
     gone = [t for t in gone if t.status is Status.LEAVING and t.job.active < t.job.wanted]
     gone = [t for t in gone if not domains.bound_to_domain(t.job)]
@@ -57,7 +57,7 @@ def _resettle(attempt: Attempt, mark: int) -> None:
 
 
 def _find(attempt: Attempt, mark: int, finders: Finders) -> list[Unit] | None:
-    """Room for one task after the other; the units evicted for all of them."""
+    """Free capacity for one task after the other; return the units evicted for all of them, or None."""
     units: list[Unit] = []
     attempt.evicted = attempt.limited = False
     for done, task in enumerate(attempt.tasks):
@@ -88,14 +88,14 @@ def _room_for(attempt: Attempt, task: Task, more: int, units: list[Unit], finder
 
 def _evict(ledger: Ledger, unit: Unit) -> None:
     for task in unit.tasks:
-        if task.status is Status.BOUND:  # given a place by this very plan
+        if task.status is Status.BOUND:  # placed by this plan
             ledger.set(task, Status.PENDING, None)
         else:
             ledger.set(task, Status.LEAVING, task.node, task.devices)
 
 
 def _meet_limits(attempt: Attempt, units: list[Unit]) -> bool:
-    """Evict more where a limit or a department's fair share, and not the devices, stands in the way."""
+    """Evict more units while the queue exceeds a limit or a department exceeds its fair share."""
     for queue in attempt.job.queue.path:
         while quota.exceeds(queue, attempt.amount, fairly=attempt.mode is Mode.RECLAIM):
             unit = cheapest_below(attempt, queue)
@@ -108,7 +108,7 @@ def _meet_limits(attempt: Attempt, units: list[Unit]) -> bool:
 
 
 def _spare(attempt: Attempt, units: list[Unit], mark: int) -> bool:
-    """Try again without each unit, the most valuable first, and keep what still works."""
+    """Spare each unit without which the tasks still fit, the most valuable first; return whether the rest works."""
     ledger, needed = attempt.ledger, list(units)
     for unit in sorted(units, key=lambda u: u.key, reverse=True):
         fewer = [u for u in needed if u is not unit]

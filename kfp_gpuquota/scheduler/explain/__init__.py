@@ -1,1 +1,1 @@
-"""Why: the sentences for every decision, and why a job waits."""
+"""The user-visible reasons for every decision, and for jobs that wait."""

@@ -1,4 +1,4 @@
-"""Why: one plain sentence for everything that is decided, with names and not uids."""
+"""The reason for each decision as one sentence for users, with names instead of uids."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def gpus(micro: float) -> str:
-    """'1 GPU', '2 GPUs', '0.5 GPUs'."""
+    """Return a number of GPUs as text, such as '1 GPU' or '0.5 GPUs'; `micro` is in millionths of a GPU."""
     number = count(micro)
     return f"{number} GPU" if number == "1" else f"{number} GPUs"
 
 
 def count(micro: float) -> str:
-    """A number of GPUs without its unit."""
+    """Return a number of GPUs as text without a unit; `micro` is in millionths of a GPU."""
     return f"{micro / GPU:g}"
 
 
 def started(job: Job, workers: int) -> Reason:
-    """Why a waiting job starts now."""
+    """Return why a pending job starts now."""
     held = asked(job, workers)
     requested = ""
     if workers < job.wanted:
@@ -37,7 +37,7 @@ def started(job: Job, workers: int) -> Reason:
 
 
 def expanded(job: Job, before: int, after: int) -> Reason:
-    """Why a running job grows."""
+    """Return why a running job expands."""
     more = gpus(_gpus(job, after - before))
     verb = "is" if more == "1 GPU" else "are"
     return Reason(
@@ -48,18 +48,18 @@ def expanded(job: Job, before: int, after: int) -> Reason:
 
 
 def shrunk(job: Job, before: int, after: int, cause: tuple[Job, str]) -> Reason:
-    """Why a running job gives workers back."""
+    """Return why a running job shrinks."""
     return _taken(job, f"shrunk from {_sizes(job, before, after)}", cause)
 
 
 def stopped(job: Job, cause: tuple[Job, str]) -> Reason:
-    """Why a running job stops and returns to the queue."""
+    """Return why a running job stops and returns to the queue."""
     then = "back in the queue with its age" if job.movable else "lost, since its owner does not create it again"
     return _taken(job, f"stopped, and {then}", cause)
 
 
 def moved(task: Task, to: str, cause: tuple[Job, str]) -> Reason:
-    """Why a worker goes elsewhere."""
+    """Return why a worker is moved to another node."""
     node = task.node.name if task.node is not None else "its node"
     return Reason(
         code=ReasonCode.CONSOLIDATED,
@@ -70,26 +70,26 @@ def moved(task: Task, to: str, cause: tuple[Job, str]) -> Reason:
 
 
 def nominated(job: Job, workers: Sequence[Task]) -> Reason:
-    """Why a job that has its place does not start yet."""
+    """Return why a nominated job does not start yet."""
     names = sorted({t.job.name for t in workers})
-    who = f" of {', '.join(names)}" if names else ""
+    of_jobs = f" of {', '.join(names)}" if names else ""
     noun = "worker" if len(workers) == 1 else "workers"
     verb = "is" if len(workers) == 1 else "are"
     act = "starts" if below(job) or not job.tasks else "grows"
     return Reason(
         code=ReasonCode.WAITS_FOR_RELEASE,
-        message=f"{act} when {len(workers)} {noun}{who} {verb} gone",
+        message=f"{act} when {len(workers)} {noun}{of_jobs} {verb} gone",
         project=job.queue.name,
     )
 
 
 def suspended(job: Job) -> Reason:
-    """Why a suspended job waits."""
+    """Return why a suspended job waits."""
     return Reason(code=ReasonCode.SUSPENDED, message="suspended by its user", project=job.queue.name)
 
 
 def emptying(job: Job) -> Reason:
-    """Why a job whose own workers still leave waits."""
+    """Return why a job waits whose own workers are still exiting."""
     left = len(job.tasks)
     noun = "worker has" if left == 1 else "workers have"
     return Reason(
@@ -110,12 +110,12 @@ def _taken(victim: Job, what: str, cause: tuple[Job, str]) -> Reason:
 
 
 def _guaranteed(job: Job) -> bool:
-    """With this job its project is still within what it is guaranteed."""
+    """Return whether the job's project stays within its guaranteed quota with this job."""
     return all(job.queue.claim(r) <= job.queue.deserved[r] for r in range(3))
 
 
 def _own(size: str) -> str:
-    """'its guaranteed GPU', but 'its guaranteed 2 GPUs'."""
+    """Return the size without '1 ': 'its guaranteed GPU', but 'its guaranteed 2 GPUs'."""
     return size.removeprefix("1 ")
 
 
@@ -133,12 +133,12 @@ def _sizes(job: Job, before: int, after: int) -> str:
 
 
 def size_needed(job: Job) -> str:
-    """What a job asks for next, for a sentence."""
+    """Return what a job needs next as text: its gang if it does not run, else one more worker."""
     return asked(job, max(1, job.gang if not job.tasks else 1))
 
 
 def asked(job: Job, workers: int) -> str:
-    """What so many workers ask for: '2 GPUs', '0.25 of a GPU', '40Gi of each of 8 GPUs', and CPU and memory."""
+    """Return the request of `workers` workers as text: '2 GPUs', '40Gi of each of 8 GPUs', and CPU and memory."""
     if job.groups is not None and job.groups.children:
         tasks = (*job.tasks.values(), *job.pending)
         return f"{gpus(sum(t.request.devices * t.request.share for t in tasks))} for {len(tasks)} workers"
@@ -158,13 +158,13 @@ def _devices(request: Request, workers: int) -> str:
 
 
 def cpus(milli: float) -> str:
-    """'1 CPU', '0.5 CPUs'."""
+    """Return thousandths of CPUs as text, such as '1 CPU' or '0.5 CPUs'."""
     number = f"{milli / MILLI:g}"
     return f"{number} CPU" if number == "1" else f"{number} CPUs"
 
 
 def memory(size: float) -> str:
-    """'4Gi of memory'."""
+    """Return a size in bytes as text, such as '4Gi of memory'."""
     return f"{show_mib(ceil(size / MIB))} of memory"
 
 

@@ -1,4 +1,4 @@
-"""What the nodes lack for a task: too small altogether, or held by others. Devices first, then CPU, memory, places."""
+"""Finds what the nodes lack for a task, in total or at present: devices first, then CPU, memory and the pod limit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Details = tuple[tuple[str, str | float], ...]
 
 
 class Cause(NamedTuple):
-    """One cause: the sentence after what is needed, and the change that helps, as words and as numbers.
+    """One cause: the clause that follows the request in the message, and the change that helps, as text and numbers.
 
-    `binding`: nothing else needs to be said, such as why it is not taken from others.
+    `binding`: the message needs no further clause, such as why the capacity is not reclaimed from others.
     """
 
     code: ReasonCode
@@ -33,12 +33,12 @@ class Cause(NamedTuple):
 
 
 def are(n: float) -> str:
-    """'1 is', '2 are'."""
+    """Return the verb for a number: 'is' for 1, else 'are'."""
     return "is" if n == 1 else "are"
 
 
 def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
-    """What no waiting helps against."""
+    """Return why the tasks can never start on these nodes, or None."""
     task = tasks[0]
     if task.request.plain and not ledger.special:
         return _too_large_for(ledger.by_size, task.request.devices, len(tasks))
@@ -54,7 +54,7 @@ def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
 
 
 def missing(ledger: Ledger, tasks: Sequence[Task]) -> Cause:
-    """What is not free now. Not `binding` where it is simply held by others."""
+    """Return what is not free now; not `binding` where other jobs hold it."""
     request = tasks[0].request
     most = domains.most_room(ledger, tasks)
     if most is not None and most[1] < len(tasks):
@@ -90,7 +90,7 @@ def _fitting(host: Host, request: Request) -> list[int]:
 
 
 def _places(host: Host, request: Request) -> float:
-    """How many such tasks an empty host has room for."""
+    """Return how many such tasks fit on an empty host."""
     share = request.share_of(host.gpu_memory_mib)
     room = [host.max_tasks]
     if request.devices:
@@ -125,7 +125,7 @@ def _too_large_for(sizes: dict[int, int], size: int, tasks: int) -> Cause | None
 
 
 def _too_large(hosts: Iterable[Host], request: Request) -> Cause:
-    """Which of its needs no node could ever meet; the first that none meets, else all of them together."""
+    """Return the first need that no node can meet even when empty, else that no node meets all of them together."""
     hosts = list(hosts)
     devices, mib = max(len(h.devices) for h in hosts), max(h.gpu_memory_mib for h in hosts)
     cpu, size = max(h.cpu for h in hosts), max(h.memory for h in hosts)
@@ -156,7 +156,7 @@ def _missing_devices(free: dict[str, int], size: int, tasks: int) -> Cause:
 
 
 def _missing_share(hosts: Sequence[Host], request: Request) -> Cause:
-    """On one device: how much of one is idle at the most. On several: on how many there is enough."""
+    """Return the shortage of shares: the largest idle share of a device, or the number of devices with enough."""
     if request.devices > 1:
         best = max(hosts, key=lambda h: (len(_fitting(h, request)), h.name))
         n = len(_fitting(best, request))
@@ -170,13 +170,13 @@ def _missing_share(hosts: Sequence[Host], request: Request) -> Cause:
 
 
 def _lack(host: Host, request: Request) -> tuple[int, str, int]:
-    """What the host's best device lacks, the host, and what is idle of that device."""
+    """Return what the host's emptiest device lacks, the host's name, and the idle share of that device."""
     left = max((host.idle(d) for d in host.devices), default=0)
     return request.share_of(host.gpu_memory_mib) - left, host.name, left
 
 
 def _missing_other(hosts: Sequence[Host], request: Request) -> Cause:
-    """There are devices; CPU, memory or places on their nodes are held by others."""
+    """Return the shortage of CPU, memory or pods on the nodes that have idle devices."""
     kinds = (
         (ReasonCode.NO_FREE_CPU, request.cpu, cpus),
         (ReasonCode.NO_FREE_MEMORY, request.memory, memory),

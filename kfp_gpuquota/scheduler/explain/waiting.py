@@ -1,6 +1,6 @@
-"""Why a job waits: the binding cause, and the smallest change that would let it start.
+"""Finds why a job waits, and the smallest change that would let it start.
 
-Causes are an ordered list, first match wins: what cannot be, what the quota forbids, what the nodes forbid.
+Causes are an ordered list, and the first match wins: requests that no node can meet, then quota, then free capacity.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _UNITS = (GPU, MILLI, 1)
 
 
 def waits(ledger: Ledger, job: Job, tasks: Sequence[Task], sheltered_s: float | None = None) -> Reason:
-    """Why this job, and every other of its shape, cannot start.
+    """Return why this job, and every other job of its shape, cannot start.
 
-    With `sheltered_s` only minimum run times of others stand in the way, the first of them for that long.
+    With `sheltered_s` only minimum run times of other jobs prevent it; the first of them ends in that many seconds.
     """
     queue = job.queue
     if not queue.known:
@@ -69,7 +69,7 @@ def _forbidden(job: Job, amount: Amount) -> Cause | None:
 
 
 def _no_room(ledger: Ledger, job: Job, tasks: Sequence[Task], sheltered_s: float | None) -> Cause:
-    """What is missing on the nodes, and why it is not taken from others."""
+    """Return what is missing on the nodes, and why it is not reclaimed from other jobs."""
     missing = shortage.missing(ledger, tasks)
     if missing.binding:
         return missing
@@ -89,5 +89,5 @@ def _no_room(ledger: Ledger, job: Job, tasks: Sequence[Task], sheltered_s: float
 
 
 def _number(value: float, r: int) -> str:
-    """GPUs go without their unit: what is spoken of are GPUs."""
+    """Return the value as text, GPUs without a unit because the sentence is about GPUs."""
     return count(value) if r == 0 else _SHOW[r](value)

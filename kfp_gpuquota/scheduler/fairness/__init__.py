@@ -1,1 +1,1 @@
-"""How much each queue may have, and whose job is considered next."""
+"""Fair shares and quotas of the queues, and the order in which pending jobs are considered."""

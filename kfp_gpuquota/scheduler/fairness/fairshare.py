@@ -1,9 +1,10 @@
-"""How much of the cluster each queue may have: guaranteed first, the surplus by priority and weight.
+"""Computes the fair share of each queue: guaranteed quota first, then the surplus by priority and weight.
 
-The rules of hierarchical proportional fairness as KAI-Scheduler documents them: per resource and parents before
-children, each queue first gets min(deserved, requested, limit); the surplus goes to the highest priority that still
-wants some, within a priority by over-quota weight, in whole units; what rounding leaves goes one unit at a time by
-largest remainder, then to the older queue. A queue of weight 0 takes no surplus.
+The rules are those of hierarchical proportional fairness as KAI-Scheduler documents them. Per resource, and parents
+before children, each queue first gets min(deserved, requested, limit). The surplus goes to the highest priority with
+unmet requests, within a priority by over-quota weight, in whole units. The rest from rounding goes one unit at a time
+by largest remainder, then to the older queue. A queue of weight 0 gets no surplus while siblings of its priority with a
+weight request it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _UNITS: Final = (GPU, 1, 1)
 
 
 def assign_shares(roots: Iterable[Queue], capacity: Sequence[float], used: Used | None = None) -> None:
-    """Set `share` of every queue of the trees, from what they request now, and what they `used` of GPUs before."""
+    """Set `share` of every queue of the trees, from their present requests and their past GPU usage (`used`)."""
     level = sorted(roots, key=lambda q: (q.created, q.name))
     divided = [divide(level, r, capacity[r], used if r == 0 else None) for r in range(3)]
     for i, queue in enumerate(level):
@@ -33,13 +34,13 @@ def assign_shares(roots: Iterable[Queue], capacity: Sequence[float], used: Used 
 
 
 def divide(queues: Sequence[Queue], r: int, total: float, used: Used | None = None) -> list[float]:
-    """The share of resource `r` of each of the siblings, oldest first, when there is `total` for all of them."""
+    """Return the share of resource `r` of each of the siblings, which are oldest first, of `total` for all of them."""
     caps = [min(q.requested[r], q.limit[r]) for q in queues]
-    # Unlimited guarantees are worth the whole; finite ones count in full even where they exceed it together.
+    # An unlimited guarantee counts as `total`; finite ones count in full even where their sum exceeds it.
     shares = [
         min(q.deserved[r] if q.deserved[r] < UNLIMITED else total, cap) for q, cap in zip(queues, caps, strict=True)
     ]
-    if total == UNLIMITED:  # nobody counts what there is of it
+    if total == UNLIMITED:  # the nodes do not report this resource
         return caps
     left = total - sum(shares)
     amounts = None if used is None else [used(queue) for queue in queues]
@@ -60,14 +61,14 @@ def _give(
     r: int,
     used: list[float] | None,
 ) -> float:
-    """Share `left` within one priority; returns what nobody wants."""
+    """Divide `left` within one priority; return the rest that no queue requests."""
     unit = _UNITS[r]
     while left > 0:
-        hungry = [i for i in group if shares[i] < caps[i]]
-        if not hungry:
+        unmet = [i for i in group if shares[i] < caps[i]]
+        if not unmet:
             break
-        # Weight 0 borrows nothing while others of the priority want to; when none does, all are equal.
-        weights = {i: queues[i].weights[r] for i in hungry if queues[i].weights[r] > 0} or dict.fromkeys(hungry, 1.0)
+        # Weight 0 gets nothing while another queue of the priority has a weight; else all are equal.
+        weights = {i: queues[i].weights[r] for i in unmet if queues[i].weights[r] > 0} or dict.fromkeys(unmet, 1.0)
         if used is not None:
             lighter = usage.adjusted(weights, dict(enumerate(used)))
             weights = {i: weight for i, weight in lighter.items() if weight > 0} or weights
@@ -80,7 +81,7 @@ def _give(
 
 
 def _serve(parts: dict[int, float], caps: list[float], shares: list[float], unit: int) -> float:
-    """Give each its part in whole units, but no more than it wants; returns what was given."""
+    """Add to each share its part in whole units, up to its cap; return the sum of what was added."""
     given = 0.0
     for i, part in parts.items():
         got = min(part // unit * unit, caps[i] - shares[i])
@@ -90,7 +91,7 @@ def _serve(parts: dict[int, float], caps: list[float], shares: list[float], unit
 
 
 def _leftovers(parts: dict[int, float], caps: list[float], shares: list[float], left: float, unit: int) -> float:
-    """What rounding left, one unit at a time by largest remainder, then to the older queue."""
+    """Distribute the rest from rounding one unit at a time by largest remainder, then to the older queue."""
     for i in sorted(parts, key=lambda i: -(parts[i] % unit)):
         got = min(unit, left, caps[i] - shares[i])
         shares[i] += got

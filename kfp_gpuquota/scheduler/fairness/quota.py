@@ -1,4 +1,4 @@
-"""What a queue may start: limits at every level, the guarantee for what cannot be preempted, fair share to reclaim."""
+"""Checks quotas: limits at every level, the guarantee for non-preemptible jobs, and the fair share for reclaim."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Bar(StrEnum):
-    """Which rule of a queue forbids a job."""
+    """The rule of a queue that forbids a job."""
 
     LIMIT = "limit"
     GUARANTEED = "guaranteed"
@@ -31,7 +31,7 @@ class Barred(NamedTuple):
 
 
 def total(ledger: Ledger, tasks: Iterable[Task]) -> Amount:
-    """What the tasks count against quotas together."""
+    """Return the sum of what the tasks count against quotas."""
     gpu = cpu = memory = 0.0
     for task in tasks:
         amount = ledger.amount(task)
@@ -40,7 +40,7 @@ def total(ledger: Ledger, tasks: Iterable[Task]) -> Amount:
 
 
 def barred_by_limit(job: Job, amount: Amount, *, future: bool) -> Barred | None:
-    """The limit that the job would exceed at some level, now or (with `future`) when what leaves is gone."""
+    """Return the limit that the job would exceed at some level now, or with `future` once leaving ones have exited."""
     for queue in job.queue.path:
         for r, value in enumerate(amount):
             coming = 0 if future else queue.leaving[r]
@@ -50,7 +50,7 @@ def barred_by_limit(job: Job, amount: Amount, *, future: bool) -> Barred | None:
 
 
 def barred_by_guarantee(job: Job, amount: Amount) -> Barred | None:
-    """The guaranteed quota that a non-preemptible job would exceed at some level; none for others."""
+    """Return the guaranteed quota that a non-preemptible job would exceed at some level; None for other jobs."""
     if job.preemptible:
         return None
     for queue in job.queue.path:
@@ -61,9 +61,9 @@ def barred_by_guarantee(job: Job, amount: Amount) -> Barred | None:
 
 
 def barred_by_share(job: Job, amount: Amount) -> Barred | None:
-    """The job would bring its own queue above its fair share: it may not reclaim then.
+    """Return the fair share of its own queue that the job would exceed, so that it may not reclaim; else None.
 
-    Departments above are looked at when the victims are known, since those may belong to the same department.
+    Departments are checked when the victims are selected, because the victims may belong to the same department.
     """
     queue = job.queue
     for r, value in enumerate(amount):
@@ -73,7 +73,7 @@ def barred_by_share(job: Job, amount: Amount) -> Barred | None:
 
 
 def exceeds(queue: Queue, amount: Amount, *, fairly: bool) -> bool:
-    """The queue is above its limit (or, with `fairly`, its fair share) in a resource of `amount`."""
+    """Return whether the queue exceeds its limit (with `fairly`, its fair share) in a resource of `amount`."""
     for r, value in enumerate(amount):
         if value and (queue.held[r] > queue.limit[r] or (fairly and queue.claim(r) > queue.share[r])):
             return True
@@ -81,7 +81,7 @@ def exceeds(queue: Queue, amount: Amount, *, fairly: bool) -> bool:
 
 
 def rivals(one: Queue, other: Queue) -> tuple[Queue, Queue] | None:
-    """The ancestors of two queues that compete: siblings, or roots. None where one queue is the other."""
+    """Return the ancestors of two queues that compete, siblings or roots; None for the same queue."""
     for a, b in zip(reversed(one.path), reversed(other.path), strict=False):
         if a is not b:
             return a, b
@@ -89,15 +89,15 @@ def rivals(one: Queue, other: Queue) -> tuple[Queue, Queue] | None:
 
 
 def within_guarantee(queue: Queue, amount: Amount) -> bool:
-    """The queue stays within what it is guaranteed when it gets `amount` more."""
+    """Return whether the queue stays within its guaranteed quota with `amount` more."""
     return all(queue.claim(r) + value <= queue.deserved[r] for r, value in enumerate(amount) if value)
 
 
 def may_lose(victim: Queue, taken: Amount, amount: Amount, *, guaranteed: bool) -> bool:
-    """The sibling queue still holds more than it keeps when `taken` is gone, so that it can lose one more.
+    """Return whether the sibling queue can lose more after it has lost `taken`.
 
-    A reclaimer within its guaranteed quota may take all that is above the victim's guaranteed quota, one above it
-    only what is above the victim's fair share.
+    A job within its queue's guaranteed quota may reclaim all above the victim's guaranteed quota; a job above it only
+    what is above the victim's fair share.
     """
     for r, value in enumerate(amount):
         left = victim.claim(r) - taken[r]

@@ -1,1 +1,1 @@
-"""On which nodes and devices tasks go, and what could be taken from whom to make room."""
+"""Selects nodes and devices for tasks, and the cheapest victims on each node."""

@@ -2,8 +2,8 @@
 
 A job (or a part of it) may *require* that its tasks share a domain of some level, and *prefer* that they share a
 narrower one. Domains are tried from the preferred level up to the required one, at each level the one with the least
-room first in which all fit: so large domains stay free. Where none of the preferred level has room for all, as few of
-them as possible are used, the roomiest first.
+free capacity first in which all fit, so that large domains stay free. Where no domain of the preferred level can hold
+all, as few of them as possible are used, those with the most free capacity first.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def place(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
 
 
 def within_required(ledger: Ledger, job: Job, tasks: Sequence[Task], attempt: Callable[[], bool]) -> bool:
-    """`attempt` in one domain of the level that the job requires after the other, the roomiest first, until it works.
+    """Run `attempt` in one domain of the job's required level after the other until one succeeds; return whether.
 
-    For taking from others, where what fits is not known beforehand. Only what the whole job requires is looked at.
+    Used for reclaim, where what fits cannot be computed beforehand. The domain with the most free capacity is first.
+    Only the requirement of the whole job is considered, not those of its parts.
     """
     topology = None if job.groups is None else job.groups.topology
     for task in tasks:
@@ -54,7 +55,7 @@ def within_required(ledger: Ledger, job: Job, tasks: Sequence[Task], attempt: Ca
 
 
 def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None:
-    """(label, how many of the tasks fit now in the roomiest of the domains that the job requires); None without one."""
+    """Return (label, the most tasks that fit in one required domain now); None without a required level."""
     topology = None if tasks[0].job.groups is None else tasks[0].job.groups.topology
     if topology is None or topology.required is None:
         return None
@@ -65,7 +66,7 @@ def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None
 
 
 def bound_to_domain(job: Job) -> bool:
-    """Its workers cannot be moved one by one: they must stay together."""
+    """Return whether the job's workers must share a domain, so that they cannot be moved one by one."""
     return job.groups is not None and any(
         g.topology is not None and g.topology.required is not None for g in _all(job.groups)
     )
@@ -78,7 +79,7 @@ def _all(group: Group) -> Iterator[Group]:
 
 
 def _place(ledger: Ledger, group: Group, tasks: list[Task], hosts: Domain, *, future: bool) -> bool:
-    """All of the group's tasks in one of its domains among the hosts, or nothing."""
+    """Place all of the group's tasks in one of its domains among the hosts, or change nothing."""
     mine = {leaf.name for leaf in groups.leaves(group)}
     chosen = [task for task in tasks if task.group in mine]
     if not chosen:
@@ -97,7 +98,7 @@ def _place(ledger: Ledger, group: Group, tasks: list[Task], hosts: Domain, *, fu
 
 
 def _fill(ledger: Ledger, tasks: Sequence[Task], areas: Sequence[Domain], *, future: bool) -> bool:
-    """Each task in the first of the areas that has room for it, going on from the last."""
+    """Place each task in the first of the areas where it fits; return False where one fits in none."""
     sets = [frozenset(area) for area in areas]
     for done, task in enumerate(tasks):
         for area in sets:
@@ -112,7 +113,7 @@ def _fill(ledger: Ledger, tasks: Sequence[Task], areas: Sequence[Domain], *, fut
 
 
 def _areas(group: Group, tasks: Sequence[Task], hosts: Domain, *, future: bool) -> Iterable[list[Domain]]:
-    """Where the group may go, best first: each a list of domains to be filled one after the other."""
+    """Yield the candidates for the group, best first: each is a list of domains to be filled one after the other."""
     topology = group.topology
     if topology is None:
         yield [hosts]
@@ -142,14 +143,14 @@ def _holds(domain: Domain, held: Iterable[Task]) -> bool:
 
 
 def _may_hold(domain: Domain, tasks: Sequence[Task], *, future: bool) -> bool:
-    """A quick no, where all tasks are alike: there is room for fewer of them."""
+    """Return False where equal tasks certainly do not all fit (a fast check by count)."""
     if any(task.request is not tasks[0].request and task.request != tasks[0].request for task in tasks):
         return True
     return sum(_room(host, tasks[0], future=future) for host in domain) >= len(tasks)
 
 
 def _domains(hosts: Domain, topology: Topology, level: int, task: Task, *, future: bool) -> list[Domain]:
-    """The domains of a level among the hosts, those with the least room first, within wider ones in the same order."""
+    """Return the domains of a level, sorted at each wider level by free capacity, the least first."""
     found = [hosts]
     for key in topology.levels[: level + 1]:
         found = [part for domain in found for part in _parts(domain, key, task, future=future)]
@@ -167,7 +168,7 @@ def _parts(domain: Domain, key: str, task: Task, *, future: bool) -> list[Domain
 
 
 def _room(host: Host, task: Task, *, future: bool) -> float:
-    """How many tasks like this one fit on the host, at the most."""
+    """Return an upper bound of how many tasks like this one fit on the host."""
     request = task.request
     if not placement.may_use(host, task, anywhere=True):
         return 0

@@ -1,8 +1,9 @@
-"""Where the cheapest victims are: hosts in heaps by what their cheapest sufficient set costs, kept up to date lazily.
+"""Finds the host with the cheapest victims, with lazily updated heaps of hosts by the cost of their victims.
 
-Thousands of jobs alike take from others in one cycle. Between two of them only the hosts that changed are looked at
-again; every other entry is checked when it comes to the top. That is sound because what a host costs only grows while
-its own tasks do not change: queues and elastic jobs that lose workers become dearer, never cheaper.
+Thousands of equal jobs may reclaim in one cycle. Between two of them only the changed hosts are evaluated again; every
+other entry is checked when it reaches the top of its heap. Invariant: the cost of a host whose own tasks do not change
+only increases, because queues and elastic jobs that lose workers become more expensive, never cheaper. So an outdated
+entry is at most too cheap, and is corrected at the top. Evaluating every host for each job would take quadratic time.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ Entry = tuple[Cost, int, int, "Host", list[Unit], tuple[int, ...]]
 
 
 class Finders:
-    """One finder for every kind of attempt in a cycle."""
+    """The finders of one cycle, one for each kind of attempt."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._finders: dict[FinderKey, Finder] = {}
 
     def cheapest(self, attempt: Attempt, task: Task) -> tuple[Host, list[Unit]] | None:
-        """The host on which room for the task costs the least, with the units that must go."""
+        """Return the host with the cheapest victims for the task, and these victims."""
         priority = attempt.job.priority if attempt.mode is Mode.PREEMPT else 0
         key = (attempt.mode, attempt.job.queue, priority, task.request, attempt.within, task.within)
         if key not in self._finders:
@@ -43,10 +44,10 @@ class Finders:
 
 
 class Finder:
-    """Hosts by cost, in one heap per queue that the dearest unit on the host belongs to.
+    """Hosts by cost, in one heap for each queue of the most expensive victim on the host.
 
-    One heap for all would be reordered by every eviction, since the first thing compared is how far above its share
-    the victim's queue is.
+    Every eviction would reorder a single heap, because the first criterion is how far the victim's queue is above its
+    share.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -58,7 +59,7 @@ class Finder:
         self._serial = 0
 
     def cheapest(self, attempt: Attempt, task: Task) -> tuple[Host, list[Unit]] | None:
-        """The host and the units that must go there."""
+        """Return the host with the cheapest victims for the task, and these victims; None where there is none."""
         self._refresh(attempt, task)
         while True:
             tops = [(self._rank(attempt, queue, heap[0]), queue) for queue, heap in self._heaps.items() if heap]
@@ -70,7 +71,7 @@ class Finder:
                 return found
 
     def _check(self, attempt: Attempt, task: Task, queue: Queue) -> tuple[Host, list[Unit]] | None:
-        """The top entry of the queue's heap if it still holds, after putting right or dropping it if not."""
+        """Return the top entry of the queue's heap if it is valid; else correct or drop it, and return None."""
         heap = self._heaps[queue]
         _, _, version, host, chosen, sizes = heap[0]
         if version == host.version and sizes == _sizes(chosen) and all_allowed(attempt, chosen):
@@ -85,16 +86,17 @@ class Finder:
         return None
 
     def look_at(self, attempt: Attempt, task: Task, host: Host) -> None:
-        """Take the host up as it is now."""
+        """Evaluate the host's present state, and add it to its heap."""
         if host.ready and host.tasks and placement.may_use(host, task):
             chosen = needed_on(attempt, host, task, self._units_on(attempt, host))
             if chosen is not None:
                 self._push(chosen, host)
 
     def _units_on(self, attempt: Attempt, host: Host) -> list[Unit]:
-        """The host's units in order; those known from before less the ones that went, where that is all that changed.
+        """Return the host's units in order, from the cache without evicted ones where nothing else has changed.
 
-        It is where they are whole jobs of one queue that run on this host alone: what others lose does not touch them.
+        That holds where all units are whole jobs of one queue that run only on this host: evictions elsewhere do not
+        affect them.
         """
         if len(attempt.tasks) > 1:
             return units_on(attempt, host)
@@ -113,7 +115,7 @@ class Finder:
         log = self._ledger.touched_hosts
         changed: Iterable[Host] = self._ledger.hosts.values()
         if self._seen is not None:
-            # A host that was of no use in the middle of an attempt may be of use after that was rolled back.
+            # A host that was dropped during an attempt may be a candidate again after the attempt was rolled back.
             changed = dict.fromkeys([*log[self._seen :], *(() if attempt.evicted else self._dropped)])
         for host in changed:
             self.look_at(attempt, task, host)
@@ -132,12 +134,12 @@ class Finder:
 
 
 def _sizes(chosen: list[Unit]) -> tuple[int, ...]:
-    """What else the units depend on: how many workers their jobs have, wherever those run."""
+    """Return the numbers of workers of the units' jobs on all hosts, on which the units' cost depends."""
     return tuple(unit.job.active for unit in chosen)
 
 
 def _cost(chosen: list[Unit], host: Host) -> Cost:
-    """What the dearest unit is worth, apart from its queue; then how many workers go."""
+    """Return the value of the most expensive unit without its queue, the number of victims, and the host's name."""
     dearest = chosen[-1].key
     key = (dearest[0], 0.0, 0.0, *dearest[3:])
     return (key, sum(len(u.tasks) for u in chosen), host.name)

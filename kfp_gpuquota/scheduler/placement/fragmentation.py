@@ -1,12 +1,12 @@
-"""Placement that keeps what is left usable: fragmentation gradient descent.
+"""Placement that keeps the remaining capacity usable: fragmentation gradient descent.
 
 After Weng et al., "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation Gradient Descent"
 (USENIX ATC 2023). For a prior mix of demands, a node's fragmentation is the expected amount of its idle GPUs that a
 demand drawn from the mix cannot use: all of it where the node lacks the devices, CPU or memory for the demand, else the
-devices that have too little left. A demand goes where it raises that least; among equals to the node with the least
-idle GPUs.
+devices that have too little left. A demand is placed where it raises that least, among equals on the node with the
+fewest idle GPUs.
 
-Costs are kept per kind of demand, and only nodes that changed since are looked at again, all at once.
+Costs are cached per kind of demand, and only the nodes that changed since are evaluated again, in one array operation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHOLE: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A node as it is when empty."""
+    """The capacity of an empty node."""
 
     name: str
     devices: int
@@ -42,7 +42,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`milli` thousandths of each of `devices` devices of one node; models None is any."""
+    """A request for `milli` thousandths of each of `devices` devices of one node; `models` None: any model."""
 
     devices: int
     milli: int = WHOLE
@@ -53,7 +53,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where a demand was placed: the machine's index and its devices."""
+    """The machine's index and the devices on which a demand was placed."""
 
     machine: int
     devices: tuple[int, ...]
@@ -61,7 +61,7 @@ class Spot:
 
 @dataclass(slots=True)
 class _Costs:
-    """Per machine, what placing one kind of demand would cost (inf: impossible), as of the `seen`-th change."""
+    """Per machine, the cost of placing one kind of demand (inf: impossible), valid up to the `seen`-th change."""
 
     cost: Floats
     value: Ints
@@ -70,7 +70,7 @@ class _Costs:
 
 
 class Packer:
-    """Machines, what is idle on them, and the mix of demands they should stay useful for."""
+    """Machines with their idle capacity, and the mix of demands for which it should stay usable."""
 
     def __init__(self, machines: Sequence[Machine], mix: Mapping[Demand, float]) -> None:
         self.machines = list(machines)
@@ -88,7 +88,7 @@ class Packer:
         self._known: dict[Demand, _Costs] = {}
 
     def place(self, demand: Demand) -> Spot | None:
-        """Take devices for the demand where that fragments least; None where it fits nowhere."""
+        """Allocate devices for the demand where that fragments least; return None where it fits nowhere."""
         costs = self._costs(demand)
         machine = int(np.argmin(costs.cost))
         if not np.isfinite(costs.cost[machine]):
@@ -98,12 +98,12 @@ class Packer:
         return Spot(machine, devices)
 
     def ranked(self, demand: Demand) -> list[int]:
-        """The machines on which the demand fits, those first where it fragments least."""
+        """Return the machines on which the demand fits, in ascending order of fragmentation."""
         costs = self._costs(demand).cost
         return [int(machine) for machine in np.argsort(costs, kind="stable") if np.isfinite(costs[machine])]
 
     def set_idle(self, idle: Mapping[int, tuple[Sequence[int], int, int]]) -> None:
-        """What is idle on machines now, whoever changed it: (thousandths by device, CPU, memory) by machine."""
+        """Set the idle capacity of machines: (thousandths by device, CPU, memory) by machine."""
         for machine, (gpu, cpu_milli, memory_mib) in idle.items():
             self.gpu[machine, : len(gpu)] = gpu
             self.cpu[machine], self.memory[machine] = cpu_milli, memory_mib
@@ -113,11 +113,11 @@ class Packer:
             self._changes.extend(idle)
 
     def release(self, demand: Demand, spot: Spot) -> None:
-        """Give back what the demand took."""
+        """Release the devices of the demand."""
         self._change(spot.machine, demand, spot.devices, 1)
 
     def _pick(self, machine: int, demand: Demand, value: int) -> tuple[int, ...]:
-        """One shared device with exactly `value` left, else the tightest devices that fit."""
+        """Return one shared device with exactly `value` left, else the fullest devices on which it fits."""
         left = self.gpu[machine]
         if demand.devices == 1:
             return (int(np.argmax(left == value)),)
@@ -151,7 +151,7 @@ class Packer:
         return costs
 
     def _evaluate(self, demand: Demand, rows: Ints, costs: _Costs) -> None:
-        """Fill in the cost of each of the rows (machines)."""
+        """Set the cost of each of the machines `rows`."""
         costs.cost[rows] = np.inf
         fits = (self.cpu[rows] >= demand.cpu_milli) & (self.memory[rows] >= demand.memory_mib)
         fits &= (self.gpu[rows] >= demand.milli).sum(axis=1) >= demand.devices
@@ -169,8 +169,8 @@ class Packer:
 _TIE: Final = 1e-7
 
 _SHARPNESS: Final = 1.5
-"""Exponent of the mix. What is common fills gaps for longer than what is rare: with 1 (the paper's mix) the last few
-percent of a cluster are kept for demands that hardly ever come. Rejected: dropping the rarest 5 or 10 % of the mix."""
+"""Exponent of the mix, which favors common demands: with 1 (the paper's mix) the last few percent of a cluster are kept
+for demands that hardly ever arrive. Rejected: dropping the rarest 5 or 10 % of the mix."""
 
 
 class Mix:
@@ -189,7 +189,7 @@ class Mix:
         self.admitted: Bools = np.array(admitted, dtype=np.bool_).reshape(len(demands), len(models)).T  # (machines, k)
 
     def fragments(self, machines: Ints, gpu: Ints, cpu: Ints, memory: Ints) -> Floats:
-        """Expected thousandths of devices that a demand of the mix could not use. (b,), (b, d), (b,), (b,) -> (b,)."""
+        """Return the expected thousandths of devices that a demand could not use: (b,), (b, d), (b,), (b,) -> (b,)."""
         usable = gpu[:, None, :] >= self.shares[None, :, None]  # (b, s, d)
         counts = usable.sum(axis=2)  # (b, s)
         amounts = (usable * gpu[:, None, :]).sum(axis=2)  # (b, s)
@@ -209,9 +209,9 @@ def _admits(demand: Demand, models: NDArray[np.str_]) -> Bools:
 
 
 def _options(gpu: Ints, demand: Demand) -> tuple[Ints, Ints, Ints]:
-    """Every distinct way to take the demand from machines with sorted devices.
+    """Return every distinct way to allocate the demand on machines with sorted devices.
 
-    (b, d) -> the machine of each option (o,), the devices after it (o, d), what its device had left before (o,).
+    (b, d) -> the machine of each option (o,), the devices after it (o, d), the device's idle share before it (o,).
     """
     rows = np.arange(len(gpu))
     if demand.devices != 1 or demand.milli == WHOLE:

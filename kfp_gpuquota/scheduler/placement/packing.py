@@ -1,9 +1,9 @@
-"""Where a share of a GPU leaves the most that others can use: `fragmentation.Packer` over a plan's hosts.
+"""Ranks hosts for shares of GPUs with `fragmentation.Packer`, so that the remaining capacity stays usable.
 
-The mix of demands is that of the jobs which run or wait, each with the hosts that its rules admit. It is used for
-shares that start now, and for single workers with whole devices where there are shares; elsewhere whole devices are
-counted, and what is nominated depends on what leaves. Made when a plan places its first share, and brought up to date
-with the hosts that changed since.
+The mix of demands is that of the running and pending jobs, each with the hosts that its rules admit. It is used for
+shares that start now, and for single workers with whole devices where devices are shared; for other workers the whole
+devices are counted, and nominations depend on the workers that leave. It is created when a plan places its first share,
+and updated with the hosts that changed since.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Packing:
         self._seen = len(ledger.touched_hosts)
 
     def ranked(self, request: Request, pool: str) -> Iterator[Host]:
-        """The hosts that have devices, CPU and memory for it, those first where it fragments least."""
+        """Return the hosts with enough devices, CPU and memory, in ascending order of fragmentation."""
         touched = self._ledger.touched_hosts
         changed = dict.fromkeys(touched[self._seen :])
         self._packer.set_idle({self._rows[host]: _idle(host) for host in changed if host in self._rows})
@@ -47,7 +47,7 @@ class Packing:
         return (self._hosts[row] for row in self._packer.ranked(self._demand(request, pool)))
 
     def _machine(self, host: Host) -> Machine:
-        """Hosts that the same kinds of request may use are of one model."""
+        """Return the host as a machine; hosts that the same kinds of requests may use have the same model."""
         admits = (pool == host.pool and host.admits(rules) for rules, pool in self._kinds)
         return Machine(host.name, len(host.devices), _ENDLESS, _ENDLESS, "".join("-+"[yes] for yes in admits))
 
@@ -60,7 +60,7 @@ class Packing:
 
 
 def _idle(host: Host) -> tuple[list[int], int, int]:
-    """Thousandths of each device, milli-CPUs and MiB that something may take now."""
+    """Return the idle thousandths of each device, milli-CPUs and MiB."""
     used, leaving, nominated = host.other
     free = [_left(total, used[r] + max(leaving[r], nominated[r])) for r, total in enumerate((host.cpu, host.memory))]
     devices = [max(0, host.idle(device)) * WHOLE // GPU for device in host.devices]
@@ -72,7 +72,7 @@ def _left(total: float, taken: float) -> int:
 
 
 def _mix(ledger: Ledger) -> Counter[tuple[Request, str]]:
-    """How many tasks ask for what, in which node pool."""
+    """Return the number of tasks by request and node pool."""
     mix: Counter[tuple[Request, str]] = Counter()
     for queue in ledger.queues.values():
         for shape, entries in queue.waiting.items():
@@ -84,7 +84,7 @@ def _mix(ledger: Ledger) -> Counter[tuple[Request, str]]:
 
 
 def _counted(demands: Iterable[tuple[Demand, int]]) -> Counter[Demand]:
-    """Several requests may be one demand: names of nodes are not told apart."""
+    """Return the demands with the sums of their counts; several requests may be the same demand."""
     counted: Counter[Demand] = Counter()
     for demand, number in demands:
         counted[demand] += number

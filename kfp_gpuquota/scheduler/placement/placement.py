@@ -1,4 +1,4 @@
-"""Where tasks go: the fullest node on which they fit, workers of one job near each other."""
+"""Selects the host and the devices of a task: the fullest host on which it fits, close to its job's other workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 _BUSY: Final = 0.25
-"""The part of a node pool's devices that must be held before it matters what kind of room is left."""
+"""The part of a node pool's devices that must be in use before placement considers fragmentation."""
 
 
 def place_all(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
@@ -35,7 +35,7 @@ def place_all(ledger: Ledger, tasks: Sequence[Task], *, future: bool) -> bool:
 
 
 def _fill(ledger: Ledger, host: Host, tasks: Sequence[Task], done: int, *, future: bool) -> int:
-    """Place as many of the tasks from `done` on the host as are alike and fit; at least one. Returns how many."""
+    """Place the tasks from `done` on the host while they are equal and fit, at least one; return how many."""
     first, placed = tasks[done], 0
     for task in tasks[done:]:
         if placed and (task.request is not first.request or not fits(host, task, future=future)):
@@ -46,7 +46,7 @@ def _fill(ledger: Ledger, host: Host, tasks: Sequence[Task], done: int, *, futur
 
 
 def put(ledger: Ledger, task: Task, host: Host, *, future: bool) -> None:
-    """Give the task devices of a host on which it fits."""
+    """Assign devices of the host, on which the task must fit, to the task."""
     devices = pick_devices(host, task, future=future)
     if devices is None:
         raise AssertionError(f"{host.name} has no room for a task of {task.job.name}")
@@ -54,7 +54,7 @@ def put(ledger: Ledger, task: Task, host: Host, *, future: bool) -> None:
 
 
 def choose_host(ledger: Ledger, task: Task, more: int, *, future: bool) -> Host | None:
-    """The best host for the task, when `more` tasks like it (itself included) are still to be placed."""
+    """Return the best host for the task, where `more` tasks like it (itself included) remain to be placed, or None."""
     more = 1 if ledger.one_by_one else more
     for host in _preferred(ledger, task, more, future=future):
         if fits(host, task, future=future):
@@ -63,7 +63,7 @@ def choose_host(ledger: Ledger, task: Task, more: int, *, future: bool) -> Host 
 
 
 def fits(host: Host, task: Task, *, future: bool) -> bool:
-    """The task may be placed on the host, now or when what leaves is gone."""
+    """Return whether the task fits on the host now, or with `future` after leaving workers have exited."""
     return (
         host.ready
         and may_use(host, task)
@@ -73,7 +73,7 @@ def fits(host: Host, task: Task, *, future: bool) -> bool:
 
 
 def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
-    """The task would fit on the host when what leaves, and `others`, are gone."""
+    """Return whether the task would fit on the host after leaving workers and `others` have exited."""
     freed: dict[int, int] = {}
     other = [0.0, 0.0, 0.0]
     for victim in others:
@@ -91,7 +91,7 @@ def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
 
 
 class Room:
-    """Whether a task fits on a host without some others. In the common case it is a matter of counting devices."""
+    """Checks whether a task fits on a host without some other tasks; in the common case by counting devices."""
 
     def __init__(self, host: Host, task: Task) -> None:
         request = task.request
@@ -100,7 +100,7 @@ class Room:
         self._short = request.devices - host.future_whole
 
     def suffices(self, others: Iterable[Task]) -> bool:
-        """The task fits when these have gone."""
+        """Return whether the task fits after these tasks have exited."""
         if not self._countable:
             return fits_without(self._host, self._task, others)
         host = self._host
@@ -108,16 +108,16 @@ class Room:
 
 
 def room_elsewhere(ledger: Ledger, task: Task) -> bool:
-    """A quick no: less will be free in the whole node pool than the task needs, wherever the others go."""
+    """Return False where the node pool has too little capacity, however other tasks are moved (a fast check)."""
     pool = task.job.queue.pool
     held = ledger.held_gpus.get(pool, 0.0)
     return held + ledger.amount(task).gpu <= ledger.capacity(pool)[0]
 
 
 def may_use(host: Host, task: Task, *, anywhere: bool = False) -> bool:
-    """The task's affinity admits the host, it tolerates the host's taints, and is limited to no others at the moment.
+    """Return whether the host is in the task's node pool, and its affinity, tolerations and domain admit the host.
 
-    That last is not asked `anywhere`.
+    With `anywhere` the domain to which the task is limited at present is ignored.
     """
     request = task.request
     if task.within is not None and not anywhere and host not in task.within:
@@ -128,7 +128,7 @@ def may_use(host: Host, task: Task, *, anywhere: bool = False) -> bool:
 
 
 def pick_devices(host: Host, task: Task, *, future: bool) -> tuple[int, ...] | None:
-    """Devices of the host for the task: the fullest on which its share fits, idle before leaving ones."""
+    """Return devices of the host for the task: the fullest on which its share fits, idle before leaving ones."""
     count = task.request.devices
     if not count:
         return ()
@@ -146,7 +146,7 @@ def pick_devices(host: Host, task: Task, *, future: bool) -> tuple[int, ...] | N
 
 
 def _whole_devices(host: Host, count: int, *, future: bool) -> tuple[int, ...]:
-    """The first whole devices that are free, idle before leaving ones."""
+    """Return the first whole devices that are free, idle before leaving ones."""
     idle: list[int] = []
     coming: list[int] = []
     for device in host.devices:
@@ -159,7 +159,7 @@ def _whole_devices(host: Host, count: int, *, future: bool) -> tuple[int, ...]:
 
 
 def _preferred(ledger: Ledger, task: Task, more: int, *, future: bool) -> Iterable[Host]:
-    """Hosts in the order in which they should be tried: where the job already is, where all of it fits, the rest."""
+    """Yield hosts in the order of preference: with workers of the job, where all of the job fits, then the others."""
     devices = task.request.devices
     if task.job.spread:
         yield from _spread(ledger, task, future=future)
@@ -178,12 +178,12 @@ def _preferred(ledger: Ledger, task: Task, more: int, *, future: bool) -> Iterab
 
 
 def _near(task: Task, *, future: bool) -> Iterable[Host]:
-    """The hosts where the job already has workers, the fullest first."""
+    """Return the hosts where the job already has workers, the fullest first."""
     return sorted(task.job.hosts, key=lambda h: (h.future_whole if future else h.idle_whole, h.name))
 
 
 def _spread(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:
-    """The hosts with the fewest workers of the job first, among them the emptiest."""
+    """Return the hosts with the fewest workers of the job first, among them the emptiest."""
     taken = task.job.hosts
     count = task.request.devices if task.request.whole else 0
     hosts = list(ledger.hosts_with(count, future=future))
@@ -191,7 +191,7 @@ def _spread(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:
 
 
 def _roomiest(ledger: Ledger, devices: int, *, future: bool) -> Iterable[Host]:
-    """The emptiest first: a gang too large for any one host is spread over as few as possible."""
+    """Yield hosts, the emptiest first: a gang too large for any one host is spread over as few as possible."""
     index = ledger.by_future if future else ledger.by_idle
     for count in sorted(index, reverse=True):
         if count >= devices:
@@ -200,9 +200,9 @@ def _roomiest(ledger: Ledger, devices: int, *, future: bool) -> Iterable[Host]:
 
 
 def _mixes(ledger: Ledger, task: Task, more: int) -> bool:
-    """A share, or a single worker with whole devices where shares are: what is left matters in more than number.
+    """Return whether placement should consider fragmentation: for a share, or a single worker on nodes with shares.
 
-    Not while most of the node pool is idle: it costs a look at every host, and what is left over is of use anyway.
+    It does not while most of the node pool is idle: ranking takes time for every host, and enough capacity is left.
     """
     if task.request.whole and (more > 1 or not ledger.shared_hosts or task.job.hosts or not task.request.devices):
         return False
@@ -212,7 +212,7 @@ def _mixes(ledger: Ledger, task: Task, more: int) -> bool:
 
 
 def _gentle(ledger: Ledger, task: Task) -> Iterable[Host]:
-    """The hosts in the order in which it leaves the most for others; devices are then the fullest that fit."""
+    """Return the hosts in ascending order of fragmentation; devices are then the fullest that fit."""
     if ledger.packing is None:
         from kfp_gpuquota.scheduler.placement.packing import Packing  # noqa: PLC0415 (numpy, which most plans do not need)
 
@@ -221,9 +221,9 @@ def _gentle(ledger: Ledger, task: Task) -> Iterable[Host]:
 
 
 def _packed(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:
-    """For shared devices: the host whose best device is the fullest, then the fullest host.
+    """Return hosts for a share: by the fullest device on which it fits, then the fullest host.
 
-    Only hosts where devices are shared already are looked at one by one: on the others a device is idle or is not.
+    Only hosts with shared devices are evaluated one by one: on the others a device is either idle or in use.
     """
     index = ledger.by_future if future else ledger.by_idle
     partly = sorted(key for key in (_packing_key(host, task, future=future) for host in ledger.shared_hosts) if key[0])
@@ -232,7 +232,7 @@ def _packed(ledger: Ledger, task: Task, *, future: bool) -> Iterable[Host]:
 
 
 def _packing_key(host: Host, task: Task, *, future: bool) -> tuple[int, int, str]:
-    """What the fullest device with enough left has left (0: there is none), what is left on the host, its name."""
+    """Return the idle share of the fullest device that fits (0: none), that of the whole host, and the host's name."""
     free = host.future if future else host.idle
     left = [free(d) for d in host.devices]
     share = task.request.share_of(host.gpu_memory_mib)

@@ -1,6 +1,6 @@
-"""What may be taken from whom: units, and the cheapest set of them that makes a task fit on one host.
+"""Units of eviction, and the cheapest set of them that makes a task fit on one host.
 
-A *unit* is what goes together: one worker that is lent or above the gang, or a whole job at its gang.
+A *unit* is evicted as a whole: one worker above the request (over quota) or above the gang, or a whole job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UnitKey = tuple[bool, float, float, "Stage", tuple[int, bool, float, float, str]
 
 
 class Mode(IntEnum):
-    """From whom a waiting job may take."""
+    """From which jobs a pending job may take devices."""
 
     LENT = 0
     RECLAIM = 1
@@ -32,7 +32,7 @@ class Mode(IntEnum):
 
 
 class Stage(IntEnum):
-    """How much a unit's going costs, before anything else is compared."""
+    """The first criterion of a unit's cost."""
 
     LENT = 0
     ELASTIC = 1
@@ -40,7 +40,7 @@ class Stage(IntEnum):
 
 
 class Unit(NamedTuple):
-    """Tasks of one job that go together; the smallest key goes first."""
+    """Tasks of one job that are evicted together; the unit with the smallest key is evicted first."""
 
     key: UnitKey
     stage: Stage
@@ -50,7 +50,7 @@ class Unit(NamedTuple):
 
 @dataclass(slots=True)
 class Attempt:
-    """One try to make room for `tasks` of `job`. The `sheltered` jobs cannot be stopped as a whole."""
+    """One attempt to free devices for `tasks` of `job`. The `sheltered` jobs cannot be stopped as a whole."""
 
     ledger: Ledger
     job: Job
@@ -67,19 +67,19 @@ class Attempt:
         self.within = frozenset(q for q in self.job.queue.path if quota.within_guarantee(q, self.amount))
 
     def ratio(self, queue: Queue) -> float:
-        """How far above what it keeps the queue is; the same during one attempt."""
+        """Return the queue's dominant share of what it keeps; constant during one attempt."""
         if queue not in self.ratios:
             self.ratios[queue] = dominant_share(queue, [queue.claim(r) for r in range(3)])
         return self.ratios[queue]
 
 
 def units_on(attempt: Attempt, host: Host) -> list[Unit]:
-    """What may be taken on the host, the cheapest first."""
+    """Return the units on the host, the cheapest first."""
     return sorted(_units(attempt, _by_job(host.tasks)), key=lambda u: u.key)
 
 
 def needed_on(attempt: Attempt, host: Host, task: Task, units: Sequence[Unit]) -> list[Unit] | None:
-    """The cheapest of the host's units that make the task fit there, in order of value; None where all do not."""
+    """Return the host's cheapest units that make the task fit, in ascending order; None where all do not suffice."""
     room = placement.Room(host, task)
     chosen: list[Unit] = []
     for unit in units:
@@ -93,7 +93,7 @@ def needed_on(attempt: Attempt, host: Host, task: Task, units: Sequence[Unit]) -
 
 
 def _pruned(room: placement.Room, chosen: list[Unit]) -> list[Unit]:
-    """Without the units that turn out not to be needed, the most valuable spared first."""
+    """Return the units without those that are not needed, the most valuable spared first."""
     for unit in chosen[-2::-1]:
         fewer = [u for u in chosen if u is not unit]
         if room.suffices(t for u in fewer for t in u.tasks):
@@ -102,7 +102,7 @@ def _pruned(room: placement.Room, chosen: list[Unit]) -> list[Unit]:
 
 
 def all_allowed(attempt: Attempt, chosen: Sequence[Unit]) -> bool:
-    """The queues may still lose these units, one after the other."""
+    """Return whether the queues may still lose these units, one after the other."""
     if attempt.mode is not Mode.RECLAIM:
         return True
     if len(chosen) == 1:
@@ -111,7 +111,7 @@ def all_allowed(attempt: Attempt, chosen: Sequence[Unit]) -> bool:
 
 
 def cheapest_below(attempt: Attempt, queue: Queue) -> Unit | None:
-    """The cheapest unit in the subtree of the queue, wherever it runs."""
+    """Return the cheapest unit in the subtree of the queue, on any host; None where there is none."""
     held = {job: [t for t in job.tasks.values() if t.status is Status.HELD] for job in _jobs_below(queue)}
     units = (u for u in _units(attempt, {j: t for j, t in held.items() if t}) if _allowed(attempt, u, ()))
     return min(units, key=lambda u: u.key, default=None)
@@ -149,7 +149,7 @@ def _units(attempt: Attempt, grouped: dict[Job, list[Task]]) -> list[Unit]:
 
 
 def _all_of(job: Job) -> list[Task]:
-    """Its workers, those that hold their devices first, and those that this plan would start."""
+    """Return the job's workers, first those that hold devices, then those that this plan would start."""
     held = [t for t in job.tasks.values() if t.status is Status.HELD]
     return held + [t for t in job.pending if t.status is Status.BOUND] if len(held) < job.active else held
 
@@ -165,7 +165,7 @@ def _add_single(attempt: Attempt, job: Job, tasks: list[Task], units: list[Unit]
 
 
 def may_be_victim(attempt: Attempt, job: Job) -> bool:
-    """The rules that do not depend on how much was taken already."""
+    """Return whether the job may lose workers, by the rules that do not depend on what was evicted already."""
     if not job.preemptible:
         return False
     same = job.queue is attempt.job.queue
@@ -180,8 +180,8 @@ def _unit(attempt: Attempt, stage: Stage, job: Job, tasks: tuple[Task, ...]) -> 
         -attempt.ratio(job.queue),
         -job.queue.created,
         stage,
-        # A job that does not return to the queue loses all of its work, and then the one furthest from its last
-        # checkpoint the most; a worker above the gang takes nothing with it.
+        # A job that does not return to the queue loses all of its work; others lose the work since their last
+        # checkpoint. A worker above the gang loses nothing.
         (job.priority, not job.movable, -job.saved_at if stage is Stage.WHOLE else 0.0, -job.submitted_at, job.uid),
         -tasks[0].index,
     )
@@ -189,7 +189,7 @@ def _unit(attempt: Attempt, stage: Stage, job: Job, tasks: tuple[Task, ...]) -> 
 
 
 def _allowed(attempt: Attempt, unit: Unit, before: Sequence[Unit]) -> bool:
-    """A queue may lose the unit, after those before it, only while it holds more than it keeps."""
+    """Return whether the queue, after losing the units `before`, holds more than it keeps and may lose this one."""
     if unit.stage is Stage.LENT or attempt.mode is not Mode.RECLAIM:
         return True
     levels = quota.rivals(attempt.job.queue, unit.job.queue)
@@ -200,7 +200,7 @@ def _allowed(attempt: Attempt, unit: Unit, before: Sequence[Unit]) -> bool:
         return quota.may_lose(victim, NOTHING, attempt.amount, guaranteed=reclaimer in attempt.within)
     gone = [t for u in before if u.stage is not Stage.LENT and victim in u.job.queue.path for t in u.tasks]
     if unit.stage is Stage.WHOLE:
-        # The gang is looked at as what is left when everything above it has gone.
+        # The gang is evicted last, after all workers above it.
         gone.extend(unit.tasks[: unit.job.surplus - unit.job.lent])
     return quota.may_lose(
         victim, quota.total(attempt.ledger, gone), attempt.amount, guaranteed=reclaimer in attempt.within

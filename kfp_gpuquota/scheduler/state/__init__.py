@@ -1,1 +1,1 @@
-"""What the scheduler reasons about: jobs, queues, nodes and who holds what, indexed, changed by events only."""
+"""The scheduler's state: jobs, queues, nodes and device assignments, indexed, changed only by events."""

@@ -1,7 +1,7 @@
-"""A copy of a state that shares nothing that changes with it.
+"""Copies a state so that original and copy share no mutable record.
 
-Rejected: `copy.deepcopy`, which follows job -> worker -> node -> worker -> job by recursion and ends a large state with
-a RecursionError; and applying events and taking them back, since not every event has an inverse.
+Rejected: `copy.deepcopy`, which follows job -> worker -> node -> worker -> job by recursion and raises RecursionError
+for a large state; and applying events and undoing them, because not every event has an inverse.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def copied(state: State) -> State:
-    """The same state, to be changed on its own. O(jobs + workers + nodes)."""
+    """Return an independent copy of the state. O(jobs + workers + nodes)."""
     return _Copier(state).state
 
 
 class _Copier:
-    """First a shallow copy of every record, by the original; then what they say of each other is put right."""
+    """Makes a shallow copy of every record, by the original, then replaces the references between the copies."""
 
     def __init__(self, original: State) -> None:
         jobs = original.jobs.values()

@@ -1,4 +1,4 @@
-"""What happened, in the past tense: the only way to change a `State`."""
+"""The scheduler's events, in the past tense: only they change a `State`."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ class Event(msgspec.Struct, frozen=True, tag_field="event"):
 
 
 class NodeChanged(Event, frozen=True, tag=True):
-    """The node is as given from now on. Workers on it are not touched."""
+    """The node was added or changed. Workers on it are not affected."""
 
     node: Node
 
 
 class NodeRemoved(Event, frozen=True, tag=True):
-    """Nothing new is placed on the node; its workers hold their devices until they are gone."""
+    """The node was removed. Its workers hold their devices until they have exited."""
 
     name: str
 
 
 class QuotaChanged(Event, frozen=True, tag=True):
-    """The project's quota is as given from now on."""
+    """The project's quota was set or changed."""
 
     project: Project
 
 
 class QuotaRemoved(Event, frozen=True, tag=True):
-    """The project is gone; jobs that still name it wait."""
+    """The project was deleted; jobs that still name it wait."""
 
     name: str
 
 
 class JobSubmitted(Event, frozen=True, tag=True):
-    """The job waits. `at` fixes its age for ever, also across evictions.
+    """The job is pending. `at` is its submission time permanently, also across evictions.
 
-    Not `movable`: whoever started its workers starts none anew, so one that is stopped to run elsewhere would be gone.
-    With `parts` its workers differ: each spec says what a set of them asks for, and all of all sets start together.
+    Not `movable`: the owner of its workers does not create replacements, so a worker that is stopped is lost. With
+    `parts` its workers differ: each spec is the request of a set of them, and all workers of all sets start together.
     """
 
     uid: str
@@ -57,13 +57,13 @@ class JobUpdated(Event, frozen=True, tag=True):
 
 
 class JobRemoved(Event, frozen=True, tag=True):
-    """The job ended or was cancelled; its workers hold their devices until they are gone."""
+    """The job ended or was cancelled; its workers hold their devices until they have exited."""
 
     uid: str
 
 
 class JobCompleting(Event, frozen=True, tag=True):
-    """One of its workers has finished: the job takes no more of them, unless it returns to the queue."""
+    """A worker of the job has finished: the job gets no more workers, unless it returns to the queue."""
 
     uid: str
 
@@ -75,16 +75,16 @@ class JobSuspended(Event, frozen=True, tag=True):
 
 
 class JobResumed(Event, frozen=True, tag=True):
-    """The job is considered again, with its age."""
+    """The job is considered again, with its submission time."""
 
     uid: str
 
 
 class JobDeferred(Event, frozen=True, tag=True):
-    """Before `until` the job is neither started nor given more than it needs to run, for that `reason`.
+    """Until `until` the job is not started and gets no workers above its minimum, for `reason`.
 
-    Instead of what was said before; a time that is past defers nothing. A gang below its minimum is made whole all the
-    same, and what the job holds it keeps.
+    It replaces an earlier deferral; a time in the past ends it. A running gang below its minimum is still completed,
+    and the job keeps its workers.
     """
 
     uid: str
@@ -93,9 +93,9 @@ class JobDeferred(Event, frozen=True, tag=True):
 
 
 class NodesBarred(Event, frozen=True, tag=True):
-    """No worker of the job is placed on these nodes from now on, instead of those named before; what runs there stays.
+    """No worker of the job is placed on these nodes, which replace those named before; running workers stay.
 
-    Where its workers found no room for a reason that is not planned with.
+    Used where its workers did not fit for a reason that the scheduler does not model.
     """
 
     uid: str
@@ -103,9 +103,9 @@ class NodesBarred(Event, frozen=True, tag=True):
 
 
 class WorkerStarted(Event, frozen=True, tag=True):
-    """The worker holds `devices` (indices on `node`) from now on. `worker` is unique for ever.
+    """The worker holds `devices` (indices on `node`). `worker` is never used again for another worker.
 
-    `part` says which of the job's parts it belongs to, where it has some.
+    `part` is the part of the job that it belongs to, if the job has parts.
     """
 
     worker: str
@@ -117,10 +117,9 @@ class WorkerStarted(Event, frozen=True, tag=True):
 
 
 class WorkerLeaving(Event, frozen=True, tag=True):
-    """The worker was told to go, and still holds its devices.
+    """The worker was asked to leave, and still holds its devices.
 
-    With `at`, here or where it is gone, a job that grew less than its cool-down ago is not grown again before that is
-    over.
+    With `at`, here or in WorkerGone, a job is not expanded again until its cool-down has passed.
     """
 
     worker: str
@@ -128,9 +127,9 @@ class WorkerLeaving(Event, frozen=True, tag=True):
 
 
 class WorkerGone(Event, frozen=True, tag=True):
-    """The worker's devices are free: quota is released only here.
+    """The worker has exited and its devices are free: quota is released only here.
 
-    With `at`, a gang that runs below its minimum from then on is stopped whole after a while.
+    With `at`, a gang that stays below its minimum from then on is stopped as a whole after `stale_after_s`.
     """
 
     worker: str
@@ -138,7 +137,7 @@ class WorkerGone(Event, frozen=True, tag=True):
 
 
 class UsageRecalled(Event, frozen=True, tag=True):
-    """The project has borrowed so much until `at`, as much as is not forgotten; instead of what was known of it."""
+    """The project's decayed over-quota usage up to `at`, which replaces the recorded one (after a restart)."""
 
     project: str
     gpu_seconds: float
@@ -146,10 +145,10 @@ class UsageRecalled(Event, frozen=True, tag=True):
 
 
 class ProgressReported(Event, frozen=True, tag=True):
-    """What a training said about itself.
+    """Progress that a training reported.
 
-    `step` counts applied global batches. `throughput` is in samples per second; where a training never says it, steps
-    per second stand for it. `workers` is the size it speaks of, by default all that the job holds.
+    `step` counts applied global batches. `throughput` is in samples per second; if it is never reported, steps per
+    second are used instead. `workers` is the size that the report is about, by default all workers of the job.
     """
 
     job: str

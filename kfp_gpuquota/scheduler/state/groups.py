@@ -1,7 +1,7 @@
-"""Gangs made of parts: sets of tasks with a minimum each, in a tree; a job without one is a single set.
+"""Gangs with parts: a tree of sets of tasks, each with a minimum; a job without a tree is a single set.
 
-A set is *whole* when it has its minimum, an inner group when enough of its children are (all, or `fewest`). What the
-gang lacks is placed together; above it, the part that is the least above its own minimum is next.
+A set is *whole* when it has its minimum, an inner group when enough of its children are whole (all, or `fewest`). The
+missing tasks of the gang are placed together; above the gang, the part with the lowest ratio to its minimum is next.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Counts = dict[str, int]
 
 
 def below(job: Job) -> bool:
-    """The job has less than its gang."""
+    """Return whether the job has fewer tasks than its gang."""
     if job.groups is None:
         return job.active < job.gang
     return not _whole(job.groups, active_by_set(job))
 
 
 def next_tasks(job: Job) -> list[Task]:
-    """What the job asks for next: what its gang lacks together, then one task at a time; nothing where it cannot be."""
+    """Return the tasks to place next: the gang's missing tasks together, then one at a time; [] if too few wait."""
     if job.groups is None:
         count = max(1, job.gang - job.active)
         tasks = job.pending[job.placed : job.placed + count]
@@ -39,7 +39,7 @@ def next_tasks(job: Job) -> list[Task]:
 
 
 def loose(job: Job, tasks: list[Task]) -> list[Task]:
-    """Those of the tasks, in their order, that may each go alone."""
+    """Return those of the tasks, in their order, that may be evicted one by one."""
     if job.groups is None:
         return tasks[: max(0, job.active - job.gang)]
     if below(job):
@@ -54,7 +54,7 @@ def loose(job: Job, tasks: list[Task]) -> list[Task]:
 
 
 def leaves(group: Group) -> Iterable[Group]:
-    """The sets of tasks below a group, itself where it is one."""
+    """Yield the sets of tasks below a group, or the group itself if it is one."""
     if not group.children:
         yield group
     for child in group.children:
@@ -62,7 +62,7 @@ def leaves(group: Group) -> Iterable[Group]:
 
 
 def active_by_set(job: Job) -> Counts:
-    """How many tasks of each set have a place."""
+    """Return the number of placed tasks of each set."""
     counts = {leaf.name: 0 for leaf in leaves(job.groups)} if job.groups is not None else {}
     for task in active_tasks(job):
         counts[task.group] = counts.get(task.group, 0) + 1
@@ -70,7 +70,7 @@ def active_by_set(job: Job) -> Counts:
 
 
 def active_tasks(job: Job) -> list[Task]:
-    """The tasks that have a place: those that run, and those that this plan gives one."""
+    """Return the placed tasks: those that run, and those that this plan places."""
     return [task for task in dict.fromkeys([*job.tasks.values(), *job.pending]) if task.status in _PLACED]
 
 
@@ -89,7 +89,7 @@ def _whole(group: Group, active: Counts) -> bool:
 
 
 def _lacking(group: Group, active: Counts, waiting: dict[str, list[Task]]) -> list[Task] | None:
-    """The tasks that make the group whole; None where too few wait."""
+    """Return the tasks that make the group whole; None where too few wait."""
     if not group.children:
         short = max(0, group.gang - active[group.name])
         tasks = waiting.get(group.name, [])[:short]
@@ -105,7 +105,7 @@ def _lacking(group: Group, active: Counts, waiting: dict[str, list[Task]]) -> li
 
 
 def _further(group: Group, active: Counts, waiting: dict[str, list[Task]]) -> list[Task]:
-    """What comes after the gang: of the child that is the least above what it needs. A set's gang comes together."""
+    """Return the next tasks above the gang, of the child with the lowest ratio; a set's gang is placed together."""
     if not group.children:
         return waiting.get(group.name, [])[: max(1, group.gang - active[group.name])]
     for child in sorted(group.children, key=lambda child: _ratio(child, active)):

@@ -1,4 +1,4 @@
-"""What users ask for, as the scheduler's records."""
+"""Creates the scheduler's records from users' job specs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def new_job(uid: str, spec: JobSpec, queue: Queue, at: float, parts: Mapping[str, JobSpec] | None = None) -> Job:
-    """The scheduler's record of a job as its user asks for it; see `JobSubmitted` for `parts`."""
+    """Return the scheduler's record of a job spec; `parts` as in `JobSubmitted`."""
     size = spec.worker_gpus
     job = Job(
         uid=uid,
@@ -74,7 +74,7 @@ def update(job: Job, spec: JobSpec, ledger: Ledger) -> None:
 
 
 def _make_of(job: Job, parts: Mapping[str, JobSpec]) -> None:
-    """Give the job all workers of all parts as its gang."""
+    """Set all workers of all parts as the job's gang."""
     counts = {name: spec.gpus // spec.worker_gpus for name, spec in parts.items()}
     requests = [(name, request_of(spec)) for name, spec in parts.items() for _ in range(counts[name])]
     job.pending = [Task(job=job, request=r, index=i, group=name) for i, (name, r) in enumerate(requests)]
@@ -83,13 +83,13 @@ def _make_of(job: Job, parts: Mapping[str, JobSpec]) -> None:
 
 
 def request_of(spec: JobSpec) -> Request:
-    """What each worker of the job needs. Limits of shares are no part of it: they are never placed."""
+    """Return the request of each worker of the job, without limits of shares, which do not affect placement."""
     rules = Rules(tuple(sorted(spec.node_selector.items())), spec.node_affinity, spec.tolerations)
     return Request(
         devices=spec.worker_gpus,
         share=GPU if spec.gpu_fraction is None else round(spec.share_of(0) * GPU),
         memory_mib=spec.gpu_memory_mib or 0,
-        # 1.1 * 1000 is a little more than 1100: what floating point adds must not count as a thousandth more.
+        # 1.1 * 1000 is slightly more than 1100 in floating point, which must not round up to the next thousandth.
         cpu=0 if spec.cpu is None else ceil(round(spec.cpu * MILLI, 3)),
         memory=(spec.memory_mib or 0) * MIB,
         nodes=None if spec.node is None else frozenset({spec.node}),
@@ -98,8 +98,8 @@ def request_of(spec: JobSpec) -> Request:
 
 
 def bar(job: Job, nodes: frozenset[str]) -> None:
-    """Place none of its tasks on these nodes from now on."""
-    after: dict[Request, Request] = {}  # tasks that ask for the same go on sharing one request
+    """Exclude these nodes for all tasks of the job."""
+    after: dict[Request, Request] = {}  # equal tasks keep sharing one request object
     asking: tuple[Job | Task, ...] = (job, *job.tasks.values(), *job.pending)
     for one in asking:
         request = one.request
@@ -110,7 +110,7 @@ def bar(job: Job, nodes: frozenset[str]) -> None:
 
 
 def _topology_of(spec: JobSpec) -> Group | None:
-    """One set of workers within a topology, where the job asks for one."""
+    """Return one set of workers with the job's topology, or None where it requests none."""
     levels = tuple(key for key in (spec.required_topology, spec.preferred_topology) if key is not None)
     if not levels:
         return None

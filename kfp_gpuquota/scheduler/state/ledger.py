@@ -1,7 +1,7 @@
-"""Who holds what: the one place where a task's devices and its queues' amounts are counted, with undo.
+"""The ledger: the only module that counts the devices of tasks and the amounts of queues, with undo.
 
-A plan is tried out on the real ledger and rolled back, so that a cycle costs what it changes and not the size of the
-cluster (rejected: copying the cluster for each attempt).
+A plan is computed on the real ledger and rolled back, so that the cost of a cycle grows with its changes, not with the
+size of the cluster. Rejected: copying the cluster for each attempt.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _COLUMN = {Status.HELD: _USED, Status.BOUND: _USED, Status.NOMINATED: _NOMINATED
 
 
 class Packing(Protocol):
-    """Hosts in the order in which a share fragments them least: `placement.packing`."""
+    """Ranks hosts by fragmentation; implemented by `placement.packing`."""
 
     def ranked(self, request: Request, pool: str) -> Iterator[Host]:
-        """Hosts that have devices, CPU and memory for the request, the best first."""
+        """Return hosts with enough devices, CPU and memory for the request, the best first."""
 
 
 class Ledger:
-    """Hosts, queues and what tasks take of them. `by_idle[n]` and `by_future[n]`: names of hosts with n whole GPUs.
+    """Hosts, queues and the tasks on them. `by_idle[n]` and `by_future[n]` are names of hosts with n free whole GPUs.
 
-    `half_life_s`: after which what queues borrowed counts half in their shares; None: it does not count.
-    `reclaim_shelter_s`: for no longer does a minimum run time keep borrowed resources from those who reclaim them.
-    `held_gpus` and `leaving_gpus` are micro-GPUs by node pool, `lent_tasks` counts tasks above what their job requests.
-    `touched_queues` logs the queues whose tasks changed since the ledger was settled. `state` names what is held: after
-    a rollback it is what it was. `packing`: of shares, during a plan. `one_by_one`: each task of a gang is packed by
-    itself, and shares onto the fullest device, as KAI-Scheduler does, instead of next to the others and where they
-    fragment least.
+    `half_life_s`: the half-life of over-quota usage in fair shares; None: usage does not count. `reclaim_shelter_s`:
+    the longest time for which a minimum run time protects over-quota workers from reclaim. `held_gpus` and
+    `leaving_gpus` are micro-GPUs by node pool, `lent_tasks` counts tasks above what their job requests.
+    `touched_queues` lists the queues whose tasks changed since the ledger was settled. `state` identifies what is held:
+    after a rollback it is what it was. `packing`: the ranking for shares, during a plan. `one_by_one`: each task of a
+    gang is packed by itself, and shares onto the fullest device, as KAI-Scheduler does, instead of close to the others
+    and with the least fragmentation.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Ledger:
         self._states: list[int] = []
 
     def put_host(self, host: Host) -> None:
-        """Add or replace a host; the tasks on a replaced one stay where they are."""
+        """Add or replace a host; the tasks on a replaced host keep their devices."""
         old = self.hosts.get(host.name)
         if old is not None:
             self._unindex(old)
@@ -85,39 +85,39 @@ class Ledger:
         self._note_memory(host, old)
 
     def _note_memory(self, host: Host, old: Host | None) -> None:
-        """Keep the memory of the smallest device; looked for again only where a host changes that had it."""
+        """Update the memory of the smallest device; all hosts are searched only when a host that had it changes."""
         sizes: Iterable[int] = (self.gpu_memory_mib, host.gpu_memory_mib)
         if old is not None and old.gpu_memory_mib == self.gpu_memory_mib:
             sizes = (other.gpu_memory_mib for other in self.hosts.values())
         self.gpu_memory_mib = min((size for size in sizes if size), default=0)
 
     def drop_host(self, host: Host) -> None:
-        """Forget a host that holds nothing."""
+        """Remove a host without tasks."""
         self._unindex(host)
         self._count_capacity(host, -1)
         del self.hosts[host.name]
 
     def capacity(self, pool: str = "") -> Amount:
-        """What the ready hosts of a node pool have together; no bound where one of them says none."""
+        """Return the sum of the ready hosts of a node pool; unlimited where a host does not report the resource."""
         totals, boundless = self.totals.get(pool, [0.0] * 3), self.boundless.get(pool, [0] * 3)
         return Amount(*(UNLIMITED if n else total for n, total in zip(boundless, totals, strict=True)))
 
     def roots(self, pool: str) -> list[Queue]:
-        """The queues of a node pool that have no parent."""
+        """Return the queues of a node pool that have no parent."""
         return [queue for queue in self.queues.values() if queue.parent is None and queue.pool == pool]
 
     @property
     def pools(self) -> list[str]:
-        """The node pools in which there are queues."""
+        """The node pools that have queues."""
         return sorted({queue.pool for queue in self.queues.values()})
 
     @property
     def any_idle(self) -> bool:
-        """Some ready host has a whole GPU that is idle."""
+        """Whether a ready host has an idle whole GPU."""
         return any(names for count, names in self.by_idle.items() if count)
 
     def hosts_with(self, devices: int, *, future: bool) -> Iterable[Host]:
-        """Ready hosts with at least that many whole GPUs free, the fullest first, then by name."""
+        """Yield ready hosts with at least that many free whole GPUs, the fullest first, then by name."""
         index = self.by_future if future else self.by_idle
         for count in sorted(index):
             if count >= devices:
@@ -125,7 +125,7 @@ class Ledger:
                     yield self.hosts[name]
 
     def set(self, task: Task, status: Status, host: Host | None, devices: tuple[int, ...] = ()) -> None:
-        """Change where the task stands; undone by `rollback` to a mark taken before."""
+        """Change the status and the devices of the task; `rollback` to an earlier mark undoes it."""
         self._journal.append((task, task.status, task.node, task.devices))
         self._states.append(self.state)
         self._change(task, status, host, devices)
@@ -133,7 +133,7 @@ class Ledger:
         self.state = self._last_state
 
     def mark(self) -> int:
-        """A point to roll back to."""
+        """Return a point to roll back to."""
         return len(self._journal)
 
     def rollback(self, mark: int) -> None:
@@ -143,11 +143,11 @@ class Ledger:
             self.state = self._states.pop()
 
     def since(self, mark: int) -> list[Change]:
-        """What was changed since the mark, oldest first, each with what it was before."""
+        """Return the changes since the mark, oldest first, each with the values before it."""
         return self._journal[mark:]
 
     def settle(self) -> None:
-        """What was changed so far is history now."""
+        """Make all changes so far permanent."""
         self._journal.clear()
         self._states.clear()
         self.touched_hosts.clear()
@@ -155,7 +155,7 @@ class Ledger:
         self.packing = None
 
     def amount(self, task: Task) -> Amount:
-        """What the task counts against quotas: by its device's memory where it is placed, else by the smallest."""
+        """Return what the task counts against quotas, by the memory of its device, or of the smallest if not placed."""
         memory = task.node.gpu_memory_mib if task.node is not None else self.gpu_memory_mib
         return task.request.amount(memory)
 
@@ -197,7 +197,7 @@ class Ledger:
         count_queues(job, amount, sign, leaving=leaving, lent=lent)
 
     def _count_host(self, task: Task, host: Host, old: int | None, new: int | None) -> None:
-        """Count the task in column `new` instead of `old`; None is outside the host."""
+        """Count the task in column `new` instead of `old`; None: not on the host."""
         host.version += 1
         self.touched_hosts.append(host)
         request = task.request
@@ -271,7 +271,7 @@ def _count_other(column: list[float], request: Request, sign: int) -> None:
 
 
 def _note_present(task: Task, host: Host, sign: int) -> None:
-    """Keep the host's count of shared devices' tasks, and the job's of its hosts."""
+    """Update the host's count of tasks on shared devices, and the job's count of tasks by host."""
     if task.devices and not task.request.whole:
         host.shared += sign
     hosts = task.job.hosts
@@ -281,7 +281,7 @@ def _note_present(task: Task, host: Host, sign: int) -> None:
 
 
 def _count_devices(host: Host, devices: tuple[int, ...], share: int, old: int | None, new: int | None) -> None:
-    """Change the columns of the devices, and how many of them are idle or coming as a whole."""
+    """Change the columns of the devices, and the host's counts of idle and future whole devices."""
     taken, present = host.taken, host.devices
     futures = idles = 0
     for d in devices:
@@ -303,7 +303,7 @@ def _count_devices(host: Host, devices: tuple[int, ...], share: int, old: int | 
 
 
 def _note_running(job: Job, sign: int) -> None:
-    """Keep the queue's index of what runs: by job, and how many preemptible ones by priority."""
+    """Update the queue's running jobs, and its count of preemptible ones by priority."""
     queue = job.queue
     if job.active == (sign > 0):
         if sign > 0:
@@ -315,7 +315,7 @@ def _note_running(job: Job, sign: int) -> None:
 
 
 def count_queues(job: Job, amount: Amount, sign: int, *, leaving: bool, lent: bool) -> None:
-    """Add one task's amount (or take it away) to what its queue and all ancestors hold."""
+    """Add one task's amount, times `sign`, to its queue and all ancestors."""
     resources = [(r, sign * value) for r, value in enumerate(amount) if value]
     for queue in job.queue.path:
         queue.version += 1

@@ -1,7 +1,7 @@
-"""What the scheduler reasons about: requests, tasks, jobs, queues and nodes, as plain mutable records.
+"""The scheduler's records: requests, tasks, jobs, queues and nodes, as plain mutable dataclasses.
 
-Richer than the wire vocabulary: a device may be shared, quotas cover CPU and memory, queues form a tree of any depth.
-Only the `Ledger` changes what a record counts; everything else reads.
+They are richer than the API: a device may be shared, quotas cover CPU and memory, queues form a tree of any depth. Only
+the `Ledger` changes the counts in a record.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Reason
 
 GPU: Final = 1_000_000
-"""One whole device in the unit that shares are counted in."""
+"""One whole device in micro-GPUs, the unit of shares."""
 
 MILLI: Final = 1000
-"""One CPU core in the unit that cores are counted in."""
+"""One CPU core in milli-CPUs."""
 
 UNLIMITED: Final = math.inf
 NEVER: Final = -math.inf
 
 STALE_AFTER_S: Final = 60.0
-"""How long a gang may run below its minimum, waiting for others to take the lost places, before it is stopped whole."""
+"""How long a gang may run below its minimum, waiting for replacements, before it is stopped as a whole."""
 
 
 class Amount(NamedTuple):
@@ -42,7 +42,7 @@ BOUNDLESS: Final = Amount(UNLIMITED, UNLIMITED, UNLIMITED)
 
 
 class Status(IntEnum):
-    """Where a task stands. BOUND and NOMINATED exist only inside a plan."""
+    """The status of a task. BOUND and NOMINATED exist only during a plan."""
 
     PENDING = 0
     HELD = 1
@@ -53,7 +53,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which hosts a task may use: labels they must have, terms of which one must admit them; `barred` are names."""
+    """Which hosts a task may use: required labels, terms of which one must match, and excluded names (`barred`)."""
 
     labels: tuple[tuple[str, str], ...] = ()
     terms: tuple[NodeTerm, ...] = ()
@@ -61,7 +61,7 @@ class Rules:
     barred: frozenset[str] = frozenset()
 
     def admit(self, host: Host) -> bool:
-        """The host has the labels, and no taint that is not tolerated."""
+        """Return whether the host matches, and has no taint that is not tolerated."""
         if host.name in self.barred or any(host.labels.get(key) != value for key, value in self.labels):
             return False
         if self.terms and not any(term.admits(host.name, host.labels) for term in self.terms):
@@ -74,9 +74,9 @@ NO_RULES: Final = Rules()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one task needs: `share` of each of `devices` devices of one node, or `memory_mib` of each.
+    """The request of one task: `share` of each of `devices` devices of one node, or `memory_mib` of each.
 
-    `cpu` is in milli-CPUs, `memory` in bytes. `plain`: whole devices of any node, and nothing else.
+    `cpu` is in milli-CPUs, `memory` in bytes. `plain`: only whole devices, of any node.
     """
 
     devices: int = 1
@@ -97,13 +97,13 @@ class Request:
         object.__setattr__(self, "_amount", Amount(self.devices * self.share, self.cpu, self.memory))
 
     def share_of(self, gpu_memory_mib: int) -> int:
-        """Micro-GPUs of each device, on devices of that size; more than GPU where it can never fit."""
+        """Return the micro-GPUs of each device with that memory; more than GPU where it can never fit."""
         if not self.memory_mib:
             return self.share
         return -(-self.memory_mib * GPU // gpu_memory_mib) if gpu_memory_mib else GPU + 1
 
     def amount(self, gpu_memory_mib: int) -> Amount:
-        """What it counts against quotas."""
+        """Return what the request counts against quotas."""
         if not self.memory_mib:
             return self._amount
         return Amount(self.devices * self.share_of(gpu_memory_mib), self.cpu, self.memory)
@@ -113,9 +113,10 @@ class Request:
 class Queue:
     """A project or department, in one node pool. Amounts are of the whole subtree.
 
-    `held` is what will be held when what leaves is gone: running, bound and nominated. `leaving` still occupies
-    devices and counts against the limit for whatever would start now. `lent` is the part of `held` above the
-    requests of elastic jobs, `fixed` the part that cannot be preempted. `used` is what it borrowed until `used_until`.
+    `held` is what tasks will hold after leaving ones have exited: running, bound and nominated ones. `leaving` still
+    occupies devices and counts against the limit of tasks that would start now. `lent` is the part of `held` above the
+    requests of elastic jobs, `fixed` the part that cannot be preempted. `used` is its decayed over-quota usage in
+    GPU-seconds up to `used_until`.
     """
 
     name: str
@@ -145,15 +146,15 @@ class Queue:
 
     @property
     def label(self) -> str:
-        """Its name, for people."""
+        """The queue's name for messages."""
         return f"{self.name} (node pool {self.pool})" if self.pool else self.name
 
     def claim(self, r: int) -> float:
-        """What it holds of resource `r` in its own right: without what is lent to it."""
+        """Return what the queue holds of resource `r`, without what is lent to it."""
         return self.held[r] - self.lent[r]
 
     def set_share(self, share: Amount) -> None:
-        """Fix the fair share for a cycle, and what nobody's fair share takes from it."""
+        """Set the fair share for a cycle, and `keeps`, which reclaim by others does not take."""
         self.share = share
         self.keeps = Amount(*(min(max(d, s), n) for d, s, n in zip(self.deserved, share, self.limit, strict=True)))
 
@@ -179,7 +180,7 @@ class Group:
 
     @property
     def needed(self) -> int:
-        """How many of its children must be whole."""
+        """The number of children that must be whole."""
         return len(self.children) if self.fewest is None else self.fewest
 
 
@@ -187,7 +188,7 @@ OrderKey = tuple[int, int, float, str]
 
 
 class Shape(NamedTuple):
-    """Jobs of one queue and shape are interchangeable but for their age: when one fails, all do."""
+    """Jobs of one queue and shape differ only in age: when one cannot be placed, none can."""
 
     requests: tuple[Request, ...]
     priority: int
@@ -198,9 +199,9 @@ class Shape(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One worker: running, or still to be placed. `id` is "" until somebody starts it.
+    """One worker, running or still to be placed. `id` is "" until it is started.
 
-    `group` is the set of its job that it belongs to, `within` the hosts that an attempt to place it is limited to.
+    `group` is the set of its job that it belongs to, `within` the hosts to which a placement attempt is limited.
     """
 
     job: Job
@@ -218,7 +219,7 @@ class Task:
 
 
 class Mark(NamedTuple):
-    """A training's step at some time, with that many workers."""
+    """The step of a training at a time, with its number of workers."""
 
     step: int
     at: float
@@ -229,11 +230,11 @@ class Mark(NamedTuple):
 class Job:
     """A gang of `gang` tasks, elastic up to `wanted`; above that, up to `most`, GPUs are only lent to it.
 
-    `started_at` is when its present run began, `grown_at` and `shrunk_at` when that was last given a worker more and
-    lost one to others. `throughput` is by number of workers, in one unit for all: samples per second where the training
-    told them (`throughput_told`), else steps per second since `counting_from`. With `groups` the gang has parts; its
-    tasks `spread` over hosts instead of being packed. No worker of one not `movable` is stopped to run elsewhere.
-    Before `deferred_until` it is given nothing that it does not need to go on, `deferred_for` says why.
+    `started_at` is the start of its present run, `grown_at` and `shrunk_at` are the times of its last expansion and
+    shrink. `throughput` is by number of workers, in one unit for all: samples per second if the training reports them
+    (`throughput_reported`), else steps per second since `counting_from`. With `groups` the gang has parts; with
+    `spread` its tasks are spread over hosts instead of being packed. Workers of a job that is not `movable` are not
+    moved. Before `deferred_until` it gets no workers above its minimum, for the reason `deferred_for`.
     """
 
     uid: str
@@ -273,12 +274,12 @@ class Job:
     shrunk_at: float = NEVER
     checkpoint_at: float = NEVER
     throughput: dict[int, float] = field(default_factory=dict)
-    throughput_told: bool = False
+    throughput_reported: bool = False
     counting_from: Mark | None = None
 
     @property
     def saved_at(self) -> float:
-        """Since when its work is lost when all of it is stopped: its last checkpoint, else the start of this run."""
+        """The time from which work is lost if the job is stopped: its last checkpoint, else the start of this run."""
         return self.checkpoint_at if self.checkpoint_at > self.started_at else self.started_at
 
     @property
@@ -291,18 +292,18 @@ class Job:
 
     @property
     def surplus(self) -> int:
-        """Tasks above the gang: each may go alone."""
+        """The number of tasks above the gang, which can be evicted one by one."""
         return max(0, self.active - self.gang)
 
     @property
     def lent(self) -> int:
-        """Tasks above the request: the lowest claim of all."""
+        """The number of tasks above the request, which are evicted first."""
         return max(0, self.active - self.wanted)
 
 
 @dataclass(slots=True, eq=False, order=False)
 class Host:
-    """A node. `taken[device]` in micro-GPUs: by what runs, by what leaves, and for what will come (nominated)."""
+    """A node. `taken[device]`: micro-GPUs of running, leaving and nominated tasks."""
 
     name: str
     devices: tuple[int, ...]
@@ -327,30 +328,30 @@ class Host:
     admitted: dict[Rules, bool] = field(default_factory=dict)
 
     def admits(self, rules: Rules) -> bool:
-        """The rules admit this host, as its labels and taints are: a host that changes is another record."""
+        """Return whether the rules admit this host. Cached: a changed host is a new record."""
         if rules is NO_RULES and not self.taints:
             return True
-        known = self.admitted.get(rules)
-        if known is None:
-            known = self.admitted[rules] = rules.admit(self)
-        return known
+        admitted = self.admitted.get(rules)
+        if admitted is None:
+            admitted = self.admitted[rules] = rules.admit(self)
+        return admitted
 
     @property
     def special(self) -> bool:
-        """A free device is not all that it takes to run on it."""
+        """Whether running on the host needs more than a free device: a toleration, the node pool or a free pod slot."""
         return bool(self.taints) or bool(self.pool) or self.max_tasks < UNLIMITED
 
     @property
     def countable(self) -> bool:
-        """Nothing on it is shared or scarce but whole devices: whether something fits is a matter of counting."""
+        """Whether no device is shared and pods are unlimited, so that counting whole devices decides what fits."""
         return not self.shared and self.max_tasks == UNLIMITED
 
     def idle(self, device: int) -> int:
-        """Micro-GPUs of the device that something may take now."""
+        """Return the micro-GPUs of the device that are free now."""
         used, leaving, nominated = self.taken[device]
         return GPU - used - max(leaving, nominated)
 
     def future(self, device: int) -> int:
-        """Micro-GPUs of the device that something may take when what leaves is gone."""
+        """Return the micro-GPUs of the device that are free after leaving tasks have exited."""
         used, _, nominated = self.taken[device]
         return GPU - used - nominated

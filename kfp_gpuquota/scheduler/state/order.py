@@ -1,4 +1,4 @@
-"""Who is first: the order of queues, of the jobs in one queue, and of victims."""
+"""Sort keys: the order of queues, and of the jobs in one queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Entitlement(IntEnum):
-    """What a job brings its queue to."""
+    """The level of its quota that a queue reaches with a job."""
 
     WITHIN_GUARANTEE = 0
     WITHIN_SHARE = 1
@@ -24,7 +24,7 @@ QueueKey = tuple[bool, Entitlement, int, float, float, float, str, str]
 
 
 def entitlement(queue: Queue, amount: Amount) -> Entitlement:
-    """Where the queue stands with `amount` more."""
+    """Return the level of its quota that the queue reaches with `amount` more."""
     if all(queue.claim(r) + value <= queue.deserved[r] for r, value in enumerate(amount) if value):
         return Entitlement.WITHIN_GUARANTEE
     if all(queue.claim(r) + value <= queue.share[r] for r, value in enumerate(amount) if value):
@@ -33,12 +33,12 @@ def entitlement(queue: Queue, amount: Amount) -> Entitlement:
 
 
 def shape_of(job: Job, tasks: Sequence[Task]) -> Shape:
-    """The class of jobs that fit or fail together with this one."""
+    """Return the shape of the job; jobs of one shape fit or fail together."""
     return Shape(tuple(t.request for t in tasks), job.priority, job.preemptible, below(job), job.groups)
 
 
 def shape_amount(shape: Shape, gpu_memory_mib: int) -> Amount:
-    """What a job of this shape asks for next."""
+    """Return the amount of the next request of a job of this shape."""
     gpu = cpu = memory = 0.0
     for request in shape.requests:
         amount = request.amount(gpu_memory_mib)
@@ -47,16 +47,16 @@ def shape_amount(shape: Shape, gpu_memory_mib: int) -> Amount:
 
 
 def job_key(job: Job) -> OrderKey:
-    """Priority, then gangs below their minimum before those at it before those above it, then age."""
+    """Return the sort key of a job: priority, then gangs below, at and above their minimum, then age."""
     stage = 0 if below(job) else 1 if job.active == job.gang else 2
     return (-job.priority, stage, job.submitted_at, job.uid)
 
 
 def queue_key(queue: Queue, amount: Amount) -> QueueKey:
-    """Queues not above their fair share; then those still within deserved; priority; dominant share; age.
+    """Return the sort key of a queue: not above its fair share, entitlement, priority, dominant share, age.
 
-    Between the second and the third: what stays within the fair share goes before what does not. Without that, a place
-    that was reclaimed for a queue within its share could fall back to the queue that it was taken from.
+    The entitlement puts jobs within the fair share before others. Without it, devices that were reclaimed for a queue
+    within its share could be allocated again to the queue that lost them.
     """
     held, lent, share = queue.held, queue.lent, queue.share
     claims = (held[0] - lent[0], held[1] - lent[1], held[2] - lent[2])
@@ -75,7 +75,7 @@ def queue_key(queue: Queue, amount: Amount) -> QueueKey:
 
 
 def dominant_share(queue: Queue, amounts: Sequence[float]) -> float:
-    """The largest part that the amounts are of what the queue keeps."""
+    """Return the largest ratio of an amount to what the queue keeps of that resource."""
     largest = 0.0
     for amount, keep in zip(amounts, queue.keeps, strict=True):
         if amount > 0:

@@ -1,4 +1,4 @@
-"""What trainings tell about themselves, and what follows: since when work is lost, what one worker more adds."""
+"""Records the progress that trainings report, and estimates the gain of one more worker."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.state.events import ProgressReported
 
 LINEAR: Final = 1.0
-"""The gain of a worker that adds as much as those of the smallest size did each."""
+"""The gain of a worker that adds as much throughput as each worker of the smallest measured size."""
 
 
 def note_started(job: Job, at: float) -> None:
-    """A worker starts: the first one begins a run, every other makes the job grow. In whatever order they are told."""
+    """Record the start of a worker: the first one begins a run, others expand the job. Events may be out of order."""
     if not job.active:
         job.started_at, job.grown_at, job.shrunk_at, job.counting_from = at, NEVER, NEVER, None
     elif at != job.started_at:
@@ -26,29 +26,29 @@ def note_started(job: Job, at: float) -> None:
 
 
 def note_shrunk(job: Job, at: float | None) -> None:
-    """The job has given a worker back, at a time that may not be known."""
+    """Record that the job has lost a worker, at a time that may be None."""
     if at is not None and job.active:
         job.shrunk_at = max(job.shrunk_at, at)
 
 
 def note_progress(job: Job, event: ProgressReported) -> None:
-    """Keep what was said about checkpoints and throughput."""
+    """Record the reported checkpoint and throughput."""
     if event.checkpoint_at is not None:
         job.checkpoint_at = event.checkpoint_at
     mark = Mark(event.step, event.at, job.active if event.workers is None else event.workers)
     if not mark.workers:
         return
     if event.throughput is not None and event.throughput > 0:
-        if not job.throughput_told:  # steps and samples per second do not compare
+        if not job.throughput_reported:  # steps and samples per second do not compare
             job.throughput.clear()
-        job.throughput_told = True
+        job.throughput_reported = True
         job.throughput[mark.workers] = event.throughput
-    elif not job.throughput_told:
+    elif not job.throughput_reported:
         _count_steps(job, mark)
 
 
 def _count_steps(job: Job, mark: Mark) -> None:
-    """Steps per second at one size, over all the time at it. A step is the same number of samples at every size."""
+    """Update the steps per second at one size since it was reached. A step has the same samples at every size."""
     since = job.counting_from
     fresh = since is None or since.workers != mark.workers or since.at < max(job.grown_at, job.shrunk_at)
     if since is None or fresh or mark.step < since.step:
@@ -58,11 +58,11 @@ def _count_steps(job: Job, mark: Mark) -> None:
 
 
 def gain(throughput: Mapping[int, float], workers: int) -> float:
-    """What one worker more than `workers` adds, in tenths of what each worker of the smallest measured size does.
+    """Return the gain of one worker more than `workers`, relative to a worker of the smallest measured size.
 
-    1.0 where nothing is known yet, 0 where it does not help. In tenths, so that the noise of measurements does not
-    decide. Giving each worker to the job with the largest gain makes the most of them where gains diminish (Optimus,
-    EuroSys 2018); sizes that were not measured are read off Amdahl's law, fitted to those that were.
+    It is 1.0 with fewer than two measurements, and 0 where another worker does not help. It is rounded to tenths, so
+    that noise does not decide. Giving each worker to the job with the largest gain is optimal where gains diminish
+    (Optimus, EuroSys 2018). Sizes that were not measured are estimated by Amdahl's law, fitted to the others.
     """
     if len(throughput) < 2:
         return LINEAR
@@ -74,7 +74,7 @@ def gain(throughput: Mapping[int, float], workers: int) -> float:
 
 
 def _amdahl(throughput: Mapping[int, float]) -> Callable[[int], float]:
-    """Throughput by size, with the time of a sample fixed + divided / size by least squares; neither is negative."""
+    """Return throughput by size: time per sample = fixed + divided / size by least squares, neither negative."""
     inverse, times = [1 / size for size in throughput], [1 / rate for rate in throughput.values()]
     x, y = fmean(inverse), fmean(times)
     slope = sum((i - x) * (t - y) for i, t in zip(inverse, times, strict=True)) / sum((i - x) ** 2 for i in inverse)

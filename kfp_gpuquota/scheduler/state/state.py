@@ -1,4 +1,4 @@
-"""Everything the scheduler knows, indexed for planning. Events are the only way to change it."""
+"""The scheduler's state, indexed for planning. Only events change it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 class State:
     """An indexed snapshot of the cluster.
 
-    `apply` raises `NotFoundError` for an event about a job or worker that was never announced, `AlreadyExistsError` for
-    a job announced twice, and `InvalidFieldError` for departments that contain each other; the state is as it was.
+    `apply` raises `NotFoundError` for an event of an unknown job or worker, `AlreadyExistsError` for a job submitted
+    twice, and `InvalidFieldError` for departments that contain each other; the state is then unchanged.
 
-    With `usage_half_life_s` what a queue borrowed counts in its fair share of what may be borrowed, half as much after
-    that time.
+    With `usage_half_life_s` the past over-quota usage of a queue, decayed with this half-life, reduces its part of the
+    surplus.
     """
 
     def __init__(self, *, usage_half_life_s: float | None = None) -> None:
@@ -58,7 +58,7 @@ class State:
         self.last_at = 0.0
 
     def apply(self, event: events.Event) -> None:
-        """Take note of what happened."""
+        """Apply the event to the state."""
         _handler_of(type(event))(self, event)
 
     @singledispatchmethod
@@ -195,7 +195,7 @@ class State:
     def _(self, event: events.WorkerGone) -> None:
         task = self._worker(event.worker)
         job, host = task.job, task.node
-        if task.status is Status.LEAVING:  # a crash is no decision: what it took may be replaced at once
+        if task.status is Status.LEAVING:  # a crash is not a shrink: a lost worker may be replaced at once
             progress.note_shrunk(job, event.at)
         self._note_usage(job, event.at)
         self.ledger.set(task, Status.PENDING, None)
@@ -213,7 +213,7 @@ class State:
         progress.note_progress(self._job(event.job), event)
 
     def queues_of(self, project: str) -> list[Queue]:
-        """The project's queues: one in nodes of no pool, and one in each pool that it has had anything to do with."""
+        """Return the project's queues: one for nodes without a pool, and one for each pool that it has used."""
         keys = (_key(project, pool) for pool in dict.fromkeys(("", *self.ledger.totals, *self._pools_of(project))))
         return [self.ledger.queues[key] for key in keys if key in self.ledger.queues]
 
@@ -221,12 +221,12 @@ class State:
         return self.projects[project].pools if project in self.projects else ()
 
     def add_job(self, job: Job) -> None:
-        """Take up a job made by hand (richer than a `JobSpec` can say), with its queue among the ledger's."""
+        """Add a job record that no `JobSpec` can describe; its queue must be in the ledger."""
         self.jobs[job.uid] = job
         self._changed(job)
 
     def add_queue(self, queue: Queue, parent: Queue | None = None) -> None:
-        """Take up a queue made by hand, below `parent`."""
+        """Add a queue record below `parent`."""
         self.ledger.queues[_key(queue.name, queue.pool)] = queue
         graft(queue, parent)
 
@@ -236,23 +236,23 @@ class State:
         queue.used, queue.used_until = event.gpu_seconds, event.at
 
     def _note_usage(self, job: Job, at: float | None) -> None:
-        """What its queues hold changes, at that time; where nobody says when, at the last one that was said."""
+        """Update the usage of the job's queues before a change at that time; None: at the last reported time."""
         self.last_at = max(self.last_at, at or 0.0)
         if self.ledger.half_life_s is not None:
             usage.note(job.queue.path, self.last_at, self.ledger.half_life_s)
 
     def _job(self, uid: str) -> Job:
         if uid not in self.jobs:
-            raise NotFoundError(f"job {uid!r} is not known to the scheduler")
+            raise NotFoundError(f"the scheduler has no job {uid!r}")
         return self.jobs[uid]
 
     def _worker(self, worker: str) -> Task:
         if worker not in self.workers:
-            raise NotFoundError(f"worker {worker!r} is not known to the scheduler")
+            raise NotFoundError(f"the scheduler has no worker {worker!r}")
         return self.workers[worker]
 
     def _configure(self, project: Project, pool: str) -> None:
-        """Give the project's queue in the node pool its place and quota."""
+        """Set the parent and the quota of the project's queue in the node pool."""
         queue = self._queue(project.name, pool)
         parent = None if project.parent is None else self._parent(project.parent, pool)
         if parent is not queue.parent:
@@ -266,7 +266,7 @@ class State:
         return self.ledger.queues[key]
 
     def _parent(self, name: str, pool: str) -> Queue:
-        """A department; one that nobody has described yet stands in nobody's way."""
+        """Return the queue of a department; one that does not exist yet has no limits."""
         key = _key(name, pool)
         if key not in self.ledger.queues:
             self.add_queue(Queue(name=name, pool=pool, deserved=BOUNDLESS))
@@ -280,7 +280,7 @@ class State:
             self.ledger.drop_host(host)
 
     def _changed(self, job: Job) -> None:
-        """Bring every index that mentions the job up to date."""
+        """Update every index that contains the job."""
         self.ledger.settle()
         _unfile(job)
         if job.removed and not job.tasks:
@@ -314,13 +314,13 @@ _handler_of = State.__dict__["_apply"].dispatcher.dispatch
 
 
 def _take_pending(job: Job, part: str) -> Task | None:
-    """The first of its tasks of that part that is still to be started."""
+    """Remove and return the first pending task of the part, or None."""
     index = next((i for i, task in enumerate(job.pending) if task.group == part), None)
     return None if index is None else job.pending.pop(index)
 
 
 def _key(name: str, pool: str) -> str:
-    """A queue among the ledger's; a name has no '@'."""
+    """Return the key of a queue in the ledger; names contain no '@'."""
     return f"{name}@{pool}" if pool else name
 
 
@@ -341,7 +341,7 @@ def _unfile(job: Job) -> None:
 
 
 def _request(job: Job, ledger: Ledger, *, considered: bool) -> None:
-    """Count what the job holds and wants towards its queue's request, without what is only lent to it."""
+    """Add what the job holds and wants to its queue's request, without what is only lent to it."""
     held = [t for t in job.tasks.values() if t.status is Status.HELD]
     wants = (held + job.pending if considered else held)[: job.wanted]
     gpu = cpu = memory = 0.0

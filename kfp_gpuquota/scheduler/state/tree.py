@@ -1,4 +1,4 @@
-"""The tree of queues: their quotas, and moving one with all that it holds."""
+"""The tree of queues: sets their quotas, and moves a queue with its totals to another parent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def set_quota(queue: Queue, project: Project) -> None:
-    """The project's quota in the queue's node pool is the queue's from now on."""
+    """Set the queue's quota to the project's quota in its node pool."""
     if queue.pool:
         quota = project.pools.get(queue.pool, PoolQuota())
         queue.deserved, queue.limit = _amount(quota.guaranteed, None, None), _amount(quota.limit, None, None)
@@ -30,7 +30,7 @@ def _amount(gpus: float | None, cpu: float | None, memory_mib: int | None) -> Am
 
 
 def graft(queue: Queue, parent: Queue | None) -> None:
-    """Hang the queue below another parent, with all that its subtree holds."""
+    """Move the queue below another parent, with the totals of its subtree. Raises InvalidFieldError for a cycle."""
     if parent is not None and queue in parent.path:
         raise InvalidFieldError("parent", parent.name, f"it is itself below {queue.name!r}")
     for above in queue.path[1:]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cluster.change_recorder import ChangeRecorder
 from kfp_gpuquota.cluster.job_book import Change
 from kfp_gpuquota.cluster.records import with_status
-from kfp_gpuquota.cluster.transcript import Transcript
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -59,10 +59,10 @@ class Decisions:
         self._changed(uid)
 
     @contextmanager
-    def transcript(self) -> Iterator[Transcript]:
+    def transcript(self) -> Iterator[ChangeRecorder]:
         """Write a decision, remember it when the block ends, then carry it out."""
         change = Change()
-        transcript = Transcript(self._book, change, time.time())
+        transcript = ChangeRecorder(self._book, change, time.time())
         yield transcript
         self._book.commit(change)
         self._start_all(transcript.started)

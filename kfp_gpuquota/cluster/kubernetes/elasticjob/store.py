@@ -35,23 +35,23 @@ class Book(JobBook):
 
     def commit(self, change: Change) -> None:
         """Remember it, and tell the scheduler; a job of None is forgotten, with its workers."""
-        told = list(self.news(change))
-        self.remember(change)
+        told = list(self.scheduler_events(change))
+        self.apply_change(change)
         for event in told:
             self._tell(event)
 
-    def remember_worker(self, record: WorkerRecord) -> None:
+    def put_worker(self, record: WorkerRecord) -> None:
         """The worker as given; it sits on its devices until it is gone."""
-        super().remember_worker(record)
+        super().put_worker(record)
         worker, held = record.worker, self._seats.held(record.worker.id)
         if record.alive and held is None:
             self._seats.take(worker.id, worker.node, len(worker.devices), worker.devices, part=worker.share < 1)
         elif not record.alive and held is not None:
             self._seats.release(worker.id)
 
-    def forget_job(self, uid: str) -> list[str]:
+    def remove_job(self, uid: str) -> list[str]:
         """Forget it, its workers and what they sat on."""
-        workers = super().forget_job(uid)
+        workers = super().remove_job(uid)
         for worker in workers:
             self._seats.release(worker)
         return workers

@@ -36,14 +36,14 @@ from kfp_gpuquota.errors import DeviceError, GpuQuotaError
 from kfp_gpuquota.fractions import Kill, Policy, Round
 from kfp_gpuquota.fractions.agent import Agent, code_of, explain, what_it_can_do
 from kfp_gpuquota.fractions.devices import NvmlMemory, SimulatedMemory
-from kfp_gpuquota.fractions.processes import place_of
+from kfp_gpuquota.fractions.processes import container_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationView
     from kfp_gpuquota.fractions.devices import DeviceMemory
-    from kfp_gpuquota.fractions.processes import Place
+    from kfp_gpuquota.fractions.processes import ContainerIdentity
 
 NAME: Final = "gpuquota-node-agent"
 INTERVAL_S: Final = 0.1
@@ -98,7 +98,7 @@ class NodeAgent:
         self._shown: dict[str, tuple[str, float]] = {}  # uid of a reservation -> (ledger on it, when it was written)
         self._totals: dict[str, int] = {}
         self._last = Round()
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, ContainerIdentity] = {}
         self._next: asyncio.TimerHandle | None = None
         self.metrics = AgentMetrics()
 
@@ -119,7 +119,7 @@ class NodeAgent:
         """Asked when a process is first seen; where it ran is to be said when it is gone, too."""
         if len(self._places) >= REMEMBERED:
             self._places.clear()
-        self._places[pid] = place_of(pid)
+        self._places[pid] = container_of(pid)
         return self._shares.owner_of(self._places[pid])
 
     # What is seen

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationView
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
     from kfp_gpuquota.fractions import Claim
-    from kfp_gpuquota.fractions.processes import Place
+    from kfp_gpuquota.fractions.processes import ContainerIdentity
 
 
 class KnownPod(NamedTuple):
@@ -66,11 +66,11 @@ class NodeShares:
             for container in known.containers:
                 self._pod_of_container.pop(container, None)
 
-    def owner_of(self, place: Place) -> str:
+    def owner_of(self, place: ContainerIdentity) -> str:
         """The uid of the pod that a process belongs to."""
         return place.pod or self._pod_of_container.get(place.container, UNKNOWN)
 
-    def container_of(self, place: Place) -> str:
+    def container_of(self, place: ContainerIdentity) -> str:
         """The name of the container that a process belongs to; "" where it is not known."""
         known = self.pods.get(self.owner_of(place))
         return "" if known is None else known.containers.get(place.container, "")

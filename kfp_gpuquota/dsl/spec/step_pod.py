@@ -1,7 +1,7 @@
-"""What the pod of a step on a KFP backend says of itself. Argo Workflows makes it; the API server of KFP labels it.
+"""Reads a step's run, task and owner from its pod on a KFP backend; Argo Workflows creates the pod, KFP labels it.
 
-KFP's placeholders for the run and the task are filled in where they are a task's inputs, and in no command (its
-`launcher_v2.go` knows those of inputs and outputs). So the step's run and place in it are read here.
+KFP's backend fills in its placeholders for the run and the task only in a task's inputs, not in commands (its
+`launcher_v2.go` handles those of inputs and outputs only). So they are read from the pod.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ _ITERATION: Final = re.compile(r"\(\d+:[^)]*\)$")
 
 
 def run_id(pod: Json) -> str:
-    """The run's id, else its Workflow's name."""
+    """Return the run's id, else its Workflow's name."""
     return str(_labels(pod).get(RUN_LABEL) or workflow(pod))
 
 
 def workflow(pod: Json) -> str:
-    """The Workflow that made the pod; "" where none did."""
+    """Return the name of the Workflow that created the pod; "" where there is none."""
     return str(_labels(pod).get(WORKFLOW_LABEL, ""))
 
 
 def task(pod: Json) -> str:
-    """The step's place in its run, the same for each attempt of it and of all that it is in:
-    "run-x7.root.for-loop-1.iteration(0:0).train".
+    """Return the step's path in its run, such as "run-x7.root.for-loop-1.iteration(0:0).train".
+
+    It is the same for every attempt of the step and of the loops and pipelines around it.
     """
     metadata = pod.get("metadata", {})
     node = metadata.get("annotations", {}).get(NODE_ANNOTATION) or metadata.get("name", "")
@@ -42,14 +43,14 @@ def task(pod: Json) -> str:
 
 
 def name(task: str) -> str:
-    """The step's name: the last part of its place."""
+    """Return the step's name, the last part of its path."""
     return _ITERATION.sub("", task.rpartition(".")[2])
 
 
 def owner(pod: Json) -> Json | None:
-    """A reference to the Workflow that made the pod, for what is to be deleted with the run; None where none did.
+    """Return an owner reference to the pod's Workflow, for objects that are deleted with the run; None without one.
 
-    Not to the pod: a pod that is made anew has another UID, and what the one before owns would be deleted.
+    The pod is no suitable owner: a later attempt has another pod, and the job would be deleted with the first.
     """
     for one in pod.get("metadata", {}).get("ownerReferences", []):
         if one.get("kind") == workflows.KIND and one.get("apiVersion", "").startswith(f"{workflows.GROUP}/"):
@@ -58,7 +59,7 @@ def owner(pod: Json) -> Json | None:
 
 
 def timed_out(pod: Json, now: float) -> bool:
-    """Whether the pod has run for its `activeDeadlineSeconds` (KFP's set_timeout), so that the kubelet ends it."""
+    """Return whether the pod has reached its `activeDeadlineSeconds` (KFP's set_timeout), when the kubelet stops it."""
     deadline_s, started = pod.get("spec", {}).get("activeDeadlineSeconds"), pod.get("status", {}).get("startTime")
     if not deadline_s or not started:
         return False

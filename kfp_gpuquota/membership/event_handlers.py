@@ -1,7 +1,7 @@
-"""What one elastic job's events say: each changes what is known of the job, and nothing is decided here.
+"""Applies each event of an elastic job to the job's state, and decides nothing.
 
-A restarted coordinator knows nothing but the highest number; it learns from the workers that come back which generation
-is in force, and which switches were agreed on before it.
+A restarted coordinator restores from the workers that reconnect which generation is in force, and which switches were
+agreed on before the restart: the workers may have switched after its last write.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from typing import Final
 
 from kfp_gpuquota.membership import commands as c
 from kfp_gpuquota.membership import events as e
-from kfp_gpuquota.membership.known import KnownJob
+from kfp_gpuquota.membership.job_state import JobState
 from kfp_gpuquota.membership.limits import kills_due
-from kfp_gpuquota.membership.policy import concerned
+from kfp_gpuquota.membership.policy import participants
 from kfp_gpuquota.membership.roster import Generation, Member
 from kfp_gpuquota.membership.tables import GenerationState, WorkerState, WorkerTrigger
 
 _OPEN: Final = {GenerationState.PROPOSED, GenerationState.RECOVERING, GenerationState.WITHDRAWN}
 
 
-def hear(job: KnownJob, event: e.Event) -> None:
-    """Change what is known."""
+def record(job: JobState, event: e.Event) -> None:
+    """Apply the event to the job's state."""
     if not isinstance(event, e.TargetChanged | e.Ticked | e.WorkerGone | e.WorkerDisconnected):
         member = job.members.get(event.worker)
         if member and member.alive:
-            member.hear(job.now, job.limits.gap_s)
+            member.record(job.now, job.limits.gap_s)
     _on(event, job)
 
 
 @singledispatch
-def _on(event: object, _job: KnownJob) -> None:
+def _on(event: object, _job: JobState) -> None:
     raise TypeError(f"{event!r} is not an event")
 
 
 @_on.register
-def _on_target(event: e.TargetChanged, job: KnownJob) -> None:
+def _on_target(event: e.TargetChanged, job: JobState) -> None:
     job.target, job.targeted = event.workers, frozenset(event.workers)
     for worker in event.workers:
         member = job.members.setdefault(worker, Member(worker))
@@ -44,23 +44,25 @@ def _on_target(event: e.TargetChanged, job: KnownJob) -> None:
 
 
 @_on.register
-def _on_leave_requested(event: e.LeaveRequested, job: KnownJob) -> None:
-    job.asked_to_leave.add(event.worker)
+def _on_leave_requested(event: e.LeaveRequested, job: JobState) -> None:
+    job.leave_requested.add(event.worker)
     _mark_leaving(job)
 
 
 @_on.register
-def _on_tick(_event: e.Ticked, job: KnownJob) -> None:
+def _on_tick(_event: e.Ticked, job: JobState) -> None:
     _mark_leaving(job)
-    together = [job.members[w] for w in concerned(job.generations.values())]  # also one withdrawn, yet agreed on
+    together = [
+        job.members[w] for w in participants(job.generations.values())
+    ]  # also of withdrawn ones: perhaps agreed on
     for worker, why in kills_due(job.members.values(), together, job.limits, job.now, job.finished_at):
         job.kill(worker, why)
-    for member in [member for member in job.members.values() if _is_stray(job, member)]:
-        job.kill(member.id, f"it trains in generation {member.stray_in}, which is not in force")
+    for member in [member for member in job.members.values() if _is_stale(job, member)]:
+        job.kill(member.id, f"it trains in generation {member.stale_generation}, which is not in force")
 
 
 @_on.register
-def _on_gone(event: e.WorkerGone, job: KnownJob) -> None:
+def _on_exited(event: e.WorkerGone, job: JobState) -> None:
     member = job.members.setdefault(event.worker, Member(event.worker))
     member.disconnect(job.now)
     if event.finished and not member.killed and member.state is not WorkerState.LEFT:
@@ -69,73 +71,73 @@ def _on_gone(event: e.WorkerGone, job: KnownJob) -> None:
 
 
 @_on.register
-def _on_disconnected(event: e.WorkerDisconnected, job: KnownJob) -> None:
+def _on_disconnected(event: e.WorkerDisconnected, job: JobState) -> None:
     if member := job.members.get(event.worker):
         member.disconnect(job.now)
 
 
 @_on.register
-def _on_joined(event: e.WorkerJoined, job: KnownJob) -> None:
+def _on_joined(event: e.WorkerJoined, job: JobState) -> None:
     member = job.members.setdefault(event.worker, Member(event.worker))
     member.connect(job.now)
-    member.hear(job.now, job.limits.gap_s)
+    member.record(job.now, job.limits.gap_s)
     member.move(WorkerTrigger.JOINED)
 
 
 @_on.register
-def _on_ready(event: e.WorkerReady, job: KnownJob) -> None:
+def _on_ready(event: e.WorkerReady, job: JobState) -> None:
     if (member := job.members.get(event.worker)) and member.move(WorkerTrigger.READY):
         member.ready_at = job.now
 
 
 @_on.register
-def _on_heard(_event: e.WorkerHeard, _job: KnownJob) -> None:
-    """A sign of life and nothing else: `hear` has noted it."""
+def _on_heard(_event: e.WorkerHeard, _job: JobState) -> None:
+    """Do nothing: `record` has updated the time of the last message."""
 
 
 @_on.register
-def _on_reconnected(event: e.WorkerReconnected, job: KnownJob) -> None:
-    """A restarted coordinator learns from its workers which generation is in force: the highest one adopted."""
+def _on_reconnected(event: e.WorkerReconnected, job: JobState) -> None:
+    """Restore the generation in force after a restart of the coordinator: the highest one that a worker adopted."""
     member = job.members.setdefault(event.worker, Member(event.worker))
     member.connect(job.now)
-    member.stray_in = 0
+    member.stale_generation = 0
     known = job.generations.get(event.generation)
     if known is None and event.generation > job.generation:
-        _relearn(job, event.generation, event.members, event.step).adopted[event.worker] = (0.0, 0)
+        _restore_generation(job, event.generation, event.members, event.step).adopted[event.worker] = (0.0, 0)
     elif known is not None:
         generation = _note_adoption(job, event.worker, event.generation, event.step)
         if generation:
             generation.adopted.setdefault(event.worker, (0.0, 0))
     else:
-        member.stray_in = event.generation
+        member.stale_generation = event.generation
 
 
 @_on.register
-def _on_prepared(event: e.GenerationPrepared, job: KnownJob) -> None:
+def _on_prepared(event: e.GenerationPrepared, job: JobState) -> None:
     if generation := job.generations.get(event.generation):
         generation.prepared.add(event.worker)
 
 
 @_on.register
-def _on_preparation_failed(event: e.PreparationFailed, job: KnownJob) -> None:
+def _on_preparation_failed(event: e.PreparationFailed, job: JobState) -> None:
     if generation := job.generations.get(event.generation):
         generation.refused.add(event.worker)
     elif event.generation < job.first:
-        job.refused_before[event.worker] = event.generation
+        job.earlier_refusals[event.worker] = event.generation
     if job.pending is None or job.pending.number != event.generation:
         return
     if job.pending.base:
-        job.pending.failed_at = job.now  # nobody waits for it; it is proposed anew after a while
+        job.pending.failed_at = job.now  # the members keep training; it is proposed again after failure_s
     elif job.failed_at is None:
         job.failed_at = job.now
 
 
 @_on.register
-def _on_adopted(event: e.GenerationAdopted, job: KnownJob) -> None:
-    _learn_switch(job, event)
+def _on_adopted(event: e.GenerationAdopted, job: JobState) -> None:
+    _restore_switch(job, event)
     generation = _note_adoption(job, event.worker, event.generation, event.step)
     if generation is None:
-        _end_stray(job, event.worker, event.generation)
+        _kill_stale(job, event.worker, event.generation)
         return
     generation.adopted[event.worker] = (event.pause_ms, event.lost_steps)
     if event.worker not in generation.members:
@@ -143,8 +145,8 @@ def _on_adopted(event: e.GenerationAdopted, job: KnownJob) -> None:
 
 
 @_on.register
-def _on_failed(event: e.CollectiveFailed, job: KnownJob) -> None:
-    _learn_switch(job, event)
+def _on_failed(event: e.CollectiveFailed, job: JobState) -> None:
+    _restore_switch(job, event)
     generation = _note_adoption(job, event.worker, event.generation, event.step)
     in_base = job.base is not None and event.worker in job.base.members
     behind = generation is None and in_base and job.base and event.worker not in job.base.adopted
@@ -154,45 +156,45 @@ def _on_failed(event: e.CollectiveFailed, job: KnownJob) -> None:
     if in_base and job.base and event.generation == job.base.number:
         job.base.failed.add(event.worker)
     elif job.base and event.worker in job.base.leavers:
-        job.let_go(event.worker, job.base)
+        job.release_after_failure(event.worker, job.base)
 
 
 @_on.register
-def _on_finished(event: e.TrainingFinished, job: KnownJob) -> None:
+def _on_finished(event: e.TrainingFinished, job: JobState) -> None:
     member = job.members.get(event.worker)
     if member and member.move(WorkerTrigger.FINISHED):
         job.finish(member)
         job.out.append(c.AnnounceFinish(event.worker, event.step))
 
 
-def _relearn(job: KnownJob, number: int, members: tuple[str, ...], step: int) -> Generation:
+def _restore_generation(job: JobState, number: int, members: tuple[str, ...], step: int) -> Generation:
     generation = Generation(number, members, 0, GenerationState.RECOVERING)
-    generation.refused = {worker for worker in members if job.refused_before.get(worker) == number}
+    generation.refused = {worker for worker in members if job.earlier_refusals.get(worker) == number}
     job.generations[number] = generation
     job.highest = max(job.highest, number)
     for worker in members:
         member = job.members.setdefault(worker, Member(worker))
-        if member.heard_at is None:
+        if member.last_message_at is None:
             member.trained_before = member.returning = True
-        member.heard_at = job.now  # its silence is counted from here
+        member.last_message_at = job.now  # its silence counts from now on
     job.commit(generation, step)
     return generation
 
 
-def _learn_switch(job: KnownJob, event: e.GenerationAdopted | e.CollectiveFailed) -> None:
-    """A switch that was agreed on under the coordinator before this one, and made after they connected to this one.
+def _restore_switch(job: JobState, event: e.GenerationAdopted | e.CollectiveFailed) -> None:
+    """Restore a switch that was agreed on before the coordinator's restart and made after the workers had reconnected.
 
-    All members of the generation in force had agreed on it, so that it is the only one that can follow; one that
-    leaves with it may be the first to say so, and nobody is in it where they agreed on an eviction.
+    All members of the generation in force had agreed on it, so that no other generation can follow. The first report
+    may come from a worker that leaves with it, and after an agreed eviction it has no members.
     """
     before = job.generation < event.generation < job.first and event.generation not in job.generations
     if before and event.members is not None and event.worker in job.members:
         job.withdraw()
-        _relearn(job, event.generation, event.members, event.step)
+        _restore_generation(job, event.generation, event.members, event.step)
 
 
-def _note_adoption(job: KnownJob, worker: str, number: int, step: int) -> Generation | None:
-    """The generation in force if `worker` is in `number`, which commits it; None where that is history."""
+def _note_adoption(job: JobState, worker: str, number: int, step: int) -> Generation | None:
+    """Commit generation `number` if it is open, and return it; None where it is not in force."""
     generation = job.generations.get(number)
     if generation is None or worker not in job.members:
         return None
@@ -201,10 +203,10 @@ def _note_adoption(job: KnownJob, worker: str, number: int, step: int) -> Genera
     return generation if generation is job.base else None
 
 
-def _end_stray(job: KnownJob, worker: str, number: int) -> None:
-    """A worker in a generation that is not in force meets nobody there, and cannot be taken back: its state is old.
+def _kill_stale(job: JobState, worker: str, number: int) -> None:
+    """Kill a worker that switched to a generation that is not in force: its state is outdated, so it cannot rejoin.
 
-    Members of the one in force, and those who leave, may be heard late.
+    Late messages of the members of the generation in force, and of workers that leave with it, are ignored.
     """
     member = job.members.get(worker)
     base = job.base
@@ -216,19 +218,19 @@ def _end_stray(job: KnownJob, worker: str, number: int) -> None:
         job.kill(worker, f"it switched to generation {number}, which generation {job.generation} has replaced")
 
 
-def _is_stray(job: KnownJob, member: Member) -> bool:
-    """It came back with a generation that is history, and has not said since that it left by agreement."""
-    if not member.stray_in or member.connected_at is None or job.base is None or job.recovering:
+def _is_stale(job: JobState, member: Member) -> bool:
+    """Return whether the worker reconnected with an outdated generation and has not reported leaving by agreement."""
+    if not member.stale_generation or member.connected_at is None or job.base is None or job.recovering:
         return False
     concerned_now = member.id in {*job.base.members, *job.base.leavers}
     had_time = job.now - member.connected_at >= job.limits.failure_s
     return had_time and not concerned_now and job.stays(member)
 
 
-def _mark_leaving(job: KnownJob) -> None:
+def _mark_leaving(job: JobState) -> None:
     for member in job.members.values():
-        released = member.state is WorkerState.LEFT  # for good: its id is not wanted again
-        if not released and member.id in job.targeted and member.id not in job.asked_to_leave:
+        released = member.state is WorkerState.LEFT  # permanently: its id is never in the target again
+        if not released and member.id in job.targeted and member.id not in job.leave_requested:
             member.leaving_since = None
         elif member.leaving_since is None:
             member.leaving_since = job.now

@@ -1,4 +1,4 @@
-"""What would happen if: a supposition about jobs, quotas and nodes, answered in names and sentences. Pure."""
+"""Answers what-if questions about jobs, quotas and nodes with names and sentences. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 _PREFIX = "what-if-"
 
 
-def suppose(state: scheduler.State, supposed: Supposition, now: float) -> Outlook:
-    """The answer of the next plan; `state` stays as it is. Raises NotFoundError for a job or node that is not there.
+def outlook(state: scheduler.State, supposed: Supposition, now: float) -> Outlook:
+    """Return the effect of the supposition on the next plan; `state` is not changed.
 
-    Who must give back is told at once; that takes effect when the workers have left.
+    Jobs that would lose workers are listed at once, although they would hold the GPUs until the workers have exited.
+    Raises NotFoundError for a job or node that does not exist.
     """
     answer = scheduler.what_if(state, list(_events(state, supposed, now)), now)
     names = {uid: (job.queue.name, job.name) for uid, job in state.jobs.items()}

@@ -1,6 +1,6 @@
-"""What is known of one elastic job, and the changes of it that hold its invariants.
+"""The state of one elastic job at its coordinator, and the changes of it that preserve its invariants.
 
-Written by `hearing` (what the events say) and `deciding` (what follows), within one call of `Membership.apply`.
+Changed only by `event_handlers` and `decisions`, within one call of `Membership.apply`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from kfp_gpuquota.membership.roster import Generation, Limits, Member
 from kfp_gpuquota.membership.tables import GenerationState, GenerationTrigger, WorkerState, WorkerTrigger
 
 
-class KnownJob:
-    """One elastic job as its coordinator knows it. `out`: what is to be done, in order."""
+class JobState:
+    """The coordinator's state of one elastic job. `out` are the commands of the present event, in order."""
 
     def __init__(self, min_workers: int, first_generation: int, limits: Limits, now: float) -> None:
         self.min_workers, self.limits = min_workers, limits
         self.members: dict[str, Member] = {}
         self.target: tuple[str, ...] = ()
-        self.targeted: frozenset[str] = frozenset()  # the same, to look one worker up
-        self.asked_to_leave: set[str] = set()  # they, or their nodes; for good
+        self.targeted: frozenset[str] = frozenset()  # `target` as a set
+        self.leave_requested: set[str] = set()  # by the workers or their nodes; never withdrawn
         self.generations: dict[int, Generation] = {}  # in force, pending, or withdrawn and perhaps agreed on
-        self.refused_before: dict[str, int] = {}  # by worker: a generation not known of that it gave up
-        self.base: Generation | None = None  # the one in force
-        self.pending: Generation | None = None  # the next one
-        self.finished_at: float | None = None  # somebody had applied the last step
-        self.first = first_generation  # numbers below it were used by coordinators before this one
+        self.earlier_refusals: dict[str, int] = {}  # by worker: a generation before the restart that it refused
+        self.base: Generation | None = None  # the generation in force
+        self.pending: Generation | None = None  # the next generation
+        self.finished_at: float | None = None  # when the first worker had applied the last step
+        self.first = first_generation  # lower numbers were used by earlier coordinators of the job
         self.highest = first_generation - 1
-        self.amnesia_until = now + limits.silence_s if first_generation > 1 else now
+        self.reconnect_until = now + limits.silence_s if first_generation > 1 else now
         self.now = now
-        self.failed_at: float | None = None  # when a collective failed, while nothing was done about it
+        self.failed_at: float | None = None  # when a collective failed that no recovery has handled yet
         self.sent: dict[str, c.Order] = {}
         self.out: list[c.Command] = []
 
@@ -39,51 +39,52 @@ class KnownJob:
 
     @property
     def finished(self) -> bool:
-        """Somebody has applied the last step."""
+        """Whether a worker has applied the last step."""
         return self.finished_at is not None
 
     @property
     def recovering(self) -> bool:
-        """Nobody trains: what is pending is built at once, for a loss or as the first one."""
+        """Whether no worker trains, because the pending generation is the first one or a recovery from a loss."""
         return self.pending is not None and self.pending.base == 0
 
     def wanted(self) -> tuple[str, ...]:
-        """Whom the cluster wants, in its order, less those who asked to go and those who cannot."""
-        return tuple(w for w in self.target if w not in self.asked_to_leave and self.members[w].alive)
+        """Return the target in its order, without workers that asked to leave and workers that are not alive."""
+        return tuple(w for w in self.target if w not in self.leave_requested and self.members[w].alive)
 
     def finish(self, member: Member) -> None:
-        """It has applied the last step, and with it the job."""
+        """Record that the member has applied the last step, and the job is finished."""
         member.finished = True
         self.finished_at = self.now if self.finished_at is None else self.finished_at
 
     def stays(self, member: Member) -> bool:
-        """It is wanted, or nobody has named it yet; others are let go."""
+        """Return whether the member is in the target, or the cluster has not named it yet; others are released."""
         if member.wanted_at is None:
             return True
-        return member.id in self.targeted and member.id not in self.asked_to_leave and member.alive
+        return member.id in self.targeted and member.id not in self.leave_requested and member.alive
 
-    def perhaps_training(self) -> set[str]:
-        """Workers that have not been heard since a restart, and may hold the job's state, wanted or not.
+    def possibly_training(self) -> set[str]:
+        """Return the workers that have sent nothing since a restart and may hold the job's state, wanted or not.
 
-        For a while all of them; those that are known to have trained until one of them is heard or all are gone.
+        Until `reconnect_until` these are all silent workers; after it those that trained before the restart, until one
+        of them reconnects or all have exited.
         """
-        unheard = {worker for worker, member in self.members.items() if member.heard_at is None and member.alive}
-        if self.now >= self.amnesia_until:
-            return {worker for worker in unheard if self.members[worker].returning}
-        return unheard
+        silent = {worker for worker, member in self.members.items() if member.last_message_at is None and member.alive}
+        if self.now >= self.reconnect_until:
+            return {worker for worker in silent if self.members[worker].returning}
+        return silent
 
-    def all_switched(self, generation: Generation) -> bool:
-        """Everybody whom the switch concerns has made it, or will never make it."""
+    def switch_is_over(self, generation: Generation) -> bool:
+        """Return whether every member and leaver of the generation has switched, was killed or has exited."""
         waited_for = {*generation.members, *generation.leavers} - set(generation.adopted)
         return all(self.members[w].killed or self.members[w].state is WorkerState.GONE for w in waited_for)
 
     def commit(self, generation: Generation, step: int) -> None:
-        """It is in force, since the end of `step`."""
+        """Put the generation in force, since the end of `step`."""
         generation.move(GenerationTrigger.ADOPTED)
         generation.step = step
         generation.leavers = set(self.base.members if self.base else ()) - set(generation.members)
         for worker in generation.leavers & (self.base.failed if self.base else set()):
-            self.let_go(worker, generation)
+            self.release_after_failure(worker, generation)
         self.base, self.pending, self.failed_at = generation, None, None
         for number in [n for n in self.generations if n < generation.number]:
             self.generations.pop(number).move(GenerationTrigger.REPLACED)
@@ -92,13 +93,13 @@ class KnownJob:
         self.announce(generation)
 
     def withdraw(self) -> None:
-        """What is pending is not wanted any more; its members may still agree on it."""
+        """Withdraw the pending generation; its members may still agree on it."""
         if self.pending:
             self.pending.move(GenerationTrigger.OUTDATED)
         self.pending, self.failed_at = None, None
 
     def open(self, members: tuple[str, ...], base: int) -> None:
-        """The next generation, under a number of its own; `base` as `Generation` says."""
+        """Open the next generation with a new number; for `base` see `Generation`."""
         self.highest += 1
         state = GenerationState.PROPOSED if base else GenerationState.RECOVERING
         self.pending = Generation(self.highest, members, base, state)
@@ -106,13 +107,13 @@ class KnownJob:
         self.out.append(c.Reserve(self.highest))
 
     def forget_base(self) -> None:
-        """Nobody holds the job's state any more: what comes next starts from the last checkpoint."""
+        """Remove the generation in force: no worker has the job's state, the next one starts from the checkpoint."""
         if self.base:
             self.base.move(GenerationTrigger.REPLACED)
         self.base = None
 
     def announce(self, generation: Generation) -> None:
-        """Tell the cluster what is in force, and what the switch cost so far."""
+        """Report the generation in force to the cluster, with the cost of the switch so far."""
         pauses, lost = zip(*(generation.adopted.values() or [(0.0, 0)]), strict=True)
         self.out.append(
             c.AnnounceCommit(
@@ -120,19 +121,19 @@ class KnownJob:
             )
         )
 
-    def let_go(self, worker: str, generation: Generation) -> None:
-        """It leaves with this generation, and its collective before has failed: it is waited for no more."""
+    def release_after_failure(self, worker: str, generation: Generation) -> None:
+        """Release a worker that leaves with this generation, without waiting for its switch: its collective failed."""
         self.release(worker, WorkerTrigger.EXCLUDED, generation.step)
         generation.adopted.setdefault(worker, (0.0, 0))
 
     def release(self, worker: str, trigger: WorkerTrigger, step: int) -> None:
-        """It is in no generation any more, as was agreed: its end says nothing about the job."""
+        """Record that the worker is in no generation any more, so that its exit is expected."""
         member = self.members[worker]
         if member.move(trigger) and not member.killed:
             self.out.append(c.AnnounceRelease(worker, step))
 
     def kill(self, worker: str, why: str) -> None:
-        """Have its process ended, once."""
+        """Order the kill of the worker's process, once."""
         member = self.members[worker]
         if not member.killed and member.state is not WorkerState.GONE:
             member.killed = True

@@ -1,4 +1,4 @@
-"""What the step's log says about its job: one line a change. Pure."""
+"""The messages about a job's state changes in the step's log, one line each. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Progress, Resize
 
 PROGRESS_EVERY_S: Final = 5.0
-# A step that is elastic calls elastic_runtime early, but reading its data and importing torch come before: from a cold
-# disk the import alone has taken more than a minute.
+# An elastic step calls elastic_runtime after it has imported torch and opened its data: from a cold disk the import
+# alone has taken more than a minute.
 JOINS_WITHIN_S: Final = 300.0
 _SHOWN_METRICS: Final = 3
 
 
-class Narrator:
-    """Tells a job's story: `lines(job, now)` for each new state of it, `now` in seconds."""
+class JobMessages:
+    """Computes the messages between successive states of a job; call `lines` with each new state."""
 
     def __init__(self, progress_every_s: float = PROGRESS_EVERY_S) -> None:
         self._every_s = progress_every_s
@@ -30,16 +30,15 @@ class Narrator:
         self._apart_since: float | None = None
         self._joining_is_settled = False
         self.state = ""
-        """What the job does now, in one line without the name of its step."""
+        """The newest message about the job's state, without the name of its step."""
 
     def lines(self, job: Job, now: float) -> list[str]:
-        """What is new since the state before."""
+        """Return the messages for the changes since the previous state; `now` is in seconds of any monotonic clock."""
         states = [*self._phase(job), *self._restarts(job), *self._resizes(job)]
         self.state = states[-1] if states else self.state
-        told = [*states, *self._progress(job, now)]
-        told += self._joining(job, now)
+        messages = [*states, *self._progress(job, now), *self._joining(job, now)]
         self._before = job
-        return told
+        return messages
 
     def _phase(self, job: Job) -> Iterator[str]:
         before, status = self._before, job.status
@@ -50,7 +49,7 @@ class Narrator:
             yield f"{verb} with {size(status.gpus, requested)}"
         waits = {Phase.PENDING: "waiting", Phase.SUSPENDED: "suspended", Phase.STOPPING: "stopping"}
         word, reason = waits.get(status.phase), _reason(job)
-        if word and reason and (changed or _reason(before) != reason):  # without one it has not been looked at yet
+        if word and reason and (changed or _reason(before) != reason):  # no reason: not planned yet
             yield f"{word}: {reason}"
         if _held_up(job) and (before is None or not _held_up(before) or _reason(before) != reason):
             yield f"a worker does not start: {reason}"
@@ -61,11 +60,11 @@ class Narrator:
             yield f"restart {job.status.restarts} of at most {job.spec.max_restarts}: {_reason(job)}"
 
     def _resizes(self, job: Job) -> Iterator[str]:
-        """Those after the last one that was told: a cluster may remember the last few only."""
-        told = self._before.status.resizes if self._before else ()
+        """Yield a message for each resize after the last reported one; a cluster may keep only the newest."""
+        reported = self._before.status.resizes if self._before else ()
         changes = job.status.resizes
-        already = changes.index(told[-1]) + 1 if told and told[-1] in changes else 0
-        yield from map(_resized, changes[already:])
+        first_new = changes.index(reported[-1]) + 1 if reported and reported[-1] in changes else 0
+        yield from map(_resized, changes[first_new:])
 
     def _progress(self, job: Job, now: float) -> Iterator[str]:
         progress = job.status.progress
@@ -76,7 +75,7 @@ class Narrator:
             yield _progressed(progress)
 
     def _joining(self, job: Job, now: float) -> Iterator[str]:
-        """A warning, once, where nobody joins elastic_runtime though the job has another size than one plain worker."""
+        """Yield one warning where no worker joins elastic_runtime although the job has several or was resized."""
         if self._joining_is_settled or any(worker.rank is not None for worker in job.status.workers):
             self._joining_is_settled = True
             return
@@ -91,14 +90,14 @@ class Narrator:
 
 
 def _held_up(job: Job) -> bool:
-    """Its pods do not come up (an image that cannot be pulled), though it was given its GPUs."""
+    """Return whether the job has its GPUs but its pods do not become ready, as with an image that cannot be pulled."""
     reason = job.status.reason
     given = job.status.phase in {Phase.STARTING, Phase.RUNNING}
     return given and reason is not None and reason.code is ReasonCode.PODS_NOT_READY
 
 
 def progress_of(job: Job) -> tuple[int, int] | None:
-    """(steps done, of so many), where the training says both."""
+    """Return (finished steps, total steps) where the training reports both, else None."""
     found = job.status.progress
     if found is None or not found.total_steps:
         return None
@@ -106,13 +105,13 @@ def progress_of(job: Job) -> tuple[int, int] | None:
 
 
 def succeeded(job: Job, worker: str, now: float) -> Job:
-    """The job as it will be when the cluster has seen the end of its only worker, which has succeeded."""
+    """Return the job as it will be when the cluster has noticed that `worker`, its only one, has succeeded."""
     status = msgspec.structs.replace(job.status, phase=Phase.SUCCEEDED, finished_at=now, result_worker=worker)
     return msgspec.structs.replace(job, status=status)
 
 
 def conclusion(job: Job) -> str:
-    """The last line: how the job ended."""
+    """Return the last message, which states how the job ended."""
     status = job.status
     why = f": {_reason(job)}" if _reason(job) else ""
     if status.phase is Phase.SUCCEEDED:
@@ -127,7 +126,7 @@ def conclusion(job: Job) -> str:
 
 
 def size(held: float, requested: float) -> str:
-    """How many GPUs, and how many of them are beyond the request or short of it."""
+    """Return a number of GPUs as text, with the requested number where it differs."""
     gpus = f"{held} GPU{'' if held == 1 else 's'}"
     if held > requested:
         return f"{gpus} ({requested} requested, {held - requested} borrowed)"
@@ -135,7 +134,7 @@ def size(held: float, requested: float) -> str:
 
 
 def _needs_membership(job: Job) -> bool:
-    """Several workers, or another size than was asked for, make sense only to workers that know of each other."""
+    """Return whether the job has several workers or another size than requested, which needs elastic_runtime."""
     if job.status.phase not in {Phase.RUNNING, Phase.SUCCEEDED}:
         return False
     borrows = job.spec.elastic and job.status.phase is Phase.RUNNING and job.status.gpus != job.spec.gpus
@@ -145,7 +144,7 @@ def _needs_membership(job: Job) -> bool:
 def _unjoined(job: Job, when: str) -> str:
     running = sum(worker.phase is WorkerPhase.RUNNING for worker in job.status.workers)
     workers = running or len(job.status.workers)
-    who = f"none of its {workers} workers has" if workers > 1 else "its worker has not"
+    subject = f"none of its {workers} workers has" if workers > 1 else "its worker has not"
     then = "each of them does the whole work, and the result of one is kept"
     if workers == 1:
         then = "it does the whole work, and so does every worker that is added"
@@ -153,7 +152,7 @@ def _unjoined(job: Job, when: str) -> str:
         then = f"until it does, {then}"
     given = {"min_gpus": job.spec.min_gpus, "max_gpus": job.spec.max_gpus, "gpus_per_worker": job.spec.gpus_per_worker}
     sizes = ", ".join(name for name, value in given.items() if value is not None)
-    return f"warning: {when}{who} called elastic_runtime.init(): {then}; call it in the step, or leave out {sizes}"
+    return f"warning: {when}{subject} called elastic_runtime.init(): {then}; call it in the step, or leave out {sizes}"
 
 
 def _resized(resize: Resize) -> str:
@@ -161,9 +160,9 @@ def _resized(resize: Resize) -> str:
     pause = "" if resize.pause_ms is None else f" (paused {resize.pause_ms:.0f} ms at step {resize.step})"
     reason = str(resize.reason)
     if verb == "shrunk" and resize.reason.code is ReasonCode.IDLE_GPUS:
-        # Nobody took a GPU back: the workers that were ready first have begun without one that still starts.
+        # No GPU was reclaimed: the workers that were ready first have begun without one that is still starting.
         return f"begun with {resize.to_gpus} of {resize.from_gpus} GPUs, until the other workers have joined{pause}"
-    if not reason.startswith(verb):  # the scheduler's reasons tell the sizes, a crash's does not
+    if not reason.startswith(verb):  # the scheduler's reasons contain the sizes, the reason of a crash does not
         reason = f"{verb} from {resize.from_gpus} to {resize.to_gpus} GPUs: {reason}"
     return f"{reason}{pause}"
 

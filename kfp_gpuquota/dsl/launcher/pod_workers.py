@@ -1,4 +1,4 @@
-"""The workers of a step in pods of their own, and the launcher's own pod among Argo's."""
+"""The workers of a step in separate pods, and the launcher's own pod, which Argo Workflows manages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.dsl.launcher.relay import Relay
 from kfp_gpuquota.dsl.launcher.run_watch import RunWatch
-from kfp_gpuquota.dsl.spec import own_pod
+from kfp_gpuquota.dsl.spec import step_pod
 from kfp_gpuquota.dsl.spec.pod_template import worker_template
 from kfp_gpuquota.dsl.worker import start as worker
 from kfp_gpuquota.errors import AlreadyExistsError, GpuQuotaError, UsageError
@@ -34,18 +34,18 @@ Json = dict[str, Any]
 
 POD_NAME: Final = "KFP_POD_NAME"
 TTL_S: Final = 86_400.0
-"""A job that has ended stays listed for a day, as KFP's Workflows do, and goes with its Workflow before that."""
+"""A finished job stays listed for a day, as KFP's Workflows do; it is deleted earlier when its Workflow is deleted."""
 STATE: Final = "kfp.gpuquota.dev/state"
-"""Annotation of the step's pod: what its job does or waits for. KFP shows the pod as running all the while."""
-# Moving a launcher costs its training nothing but a new pod: but without a reason none should be moved. A
-# PodDisruptionBudget would hold up every drain of a node for as long as a step takes, so there is none.
-UNDISTURBED: Final = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+"""Annotation of the step's pod: what its job does or waits for. KFP shows the pod as running during all of it."""
+# The training survives the eviction of its launcher, but autoscalers should not evict one without need. A
+# PodDisruptionBudget was rejected: it would block every drain of the node until the step ends.
+DO_NOT_EVICT: Final = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 _JOBS: Final = f"/apis/{labels.API_VERSION}/namespaces/{{namespace}}/elasticjobs"
 _PROGRESS_FILE: Final = "ARGO_PROGRESS_FILE"
 
 
-class InPods:
-    """Pods like the step's own. Its files travel through a relay in the launcher's pod."""
+class PodWorkers:
+    """Workers in pods that are copies of the step's pod. A relay in the launcher's pod transfers the step's files."""
 
     def __init__(self, client: KubernetesClient) -> None:
         self._client = client
@@ -56,37 +56,37 @@ class InPods:
         self._uid = str(self._own["metadata"]["uid"])
         self._delivered: set[str] = set()
 
-    def identified(self, step: Step) -> Step:
-        """KFP's backend fills nothing of it in, and its environment does not say it: the pod's metadata does."""
-        task = own_pod.task(self._own)
-        return replace(step, run_id=own_pod.run_id(self._own), task=task, name=own_pod.name(task))
+    def with_identity(self, step: Step) -> Step:
+        """Return the step with its run, task and name from the pod's metadata; KFP's backend does not pass them on."""
+        task = step_pod.task(self._own)
+        return replace(step, run_id=step_pod.run_id(self._own), task=task, name=step_pod.name(task))
 
     def submit(self, step: Step, name: str, staging: Staging, lease: Lease) -> Job:
-        """Queue the step's job under this name; its workers wait for the relay, which `serve` opens."""
+        """Submit the step's job under this name; its workers wait for the relay, which `serve` opens."""
         del staging
-        untouched = [worker.revealed(element, step.executor_input) for element in step.argv]
+        untouched = [worker.resolved(element, step.executor_input) for element in step.argv]
         template = worker_template(
             self._own, step.image, secret_name(name), untouched, resources=step.worker_resources, environment=os.environ
         )
         spec = step.options.job_spec(name=name, project=step.project, command=("step",), labels=step.labels)
         metadata: Json = {"annotations": {labels.STEP: step.task}}
-        owner = own_pod.owner(self._own)
-        if owner is not None and step.project == self._client.namespace:  # an owner is of the same namespace
+        owner = step_pod.owner(self._own)
+        if owner is not None and step.project == self._client.namespace:  # owner references do not cross namespaces
             metadata["ownerReferences"] = [owner]
         return self._client.submit(
             spec, lease=lease, template=template, checkpoint=step.options.checkpoint, ttl_s=TTL_S, metadata=metadata
         )
 
     def serve(self, step: Step, job: Job, staging: Staging) -> None:
-        """Open the relay, and publish to the workers where it is; after a take-over, where it is now.
+        """Open the relay, and publish its address to the workers, also when this attempt has taken the job over.
 
-        The step's file is written first: the pod of an attempt that takes a job over begins with an empty directory,
-        and workers that start later (in growth, or instead of others) read it.
+        The step file is written first: the pod of an attempt that takes a job over begins with an empty directory,
+        and workers that start later (expansion or replacement) read it.
         """
-        staging.create(step.argv, {})  # what its workers find in their environment stands in their template
+        staging.create(step.argv, {})  # the workers' environment is in their pod template
         address = self._own.get("status", {}).get("podIP")
         if not address:
-            raise UsageError("the step's pod has no address yet that its workers could reach; try again")
+            raise UsageError("the step's pod has no IP address yet, which its workers need; try again")
         path = f"/api/v1/namespaces/{quote(job.spec.project)}/secrets"
         token = self._client.secret_value(job.spec.project, secret_name(job.spec.name), "token")
         self._relay = Relay(step.executor_input, staging, address, token, partial(self._note_outputs, job))
@@ -101,80 +101,83 @@ class InPods:
             self._client.calls.patch(f"{path}/{quote(secret_name(job.spec.name))}", change)
 
     def has_outputs(self, job: Job, staging: Staging) -> bool:
-        """Whether the outputs of a job that succeeded are in this pod.
+        """Return whether this pod has the outputs of a job that succeeded.
 
-        They are not where its worker sent them to the pod of an earlier attempt, which was deleted before it had
-        handed them on. A worker without Python sends nothing, and its job has no such note: it writes to volumes.
+        It has not where the worker uploaded them to the pod of an earlier attempt, which was deleted before it had
+        published them. A worker without Python uploads nothing and sets no annotation: it writes to volumes.
         """
         del staging
         if not job.status.result_worker or job.status.result_worker in self._delivered:
             return True
         path = f"{_JOBS.format(namespace=quote(job.spec.project))}/{quote(job.spec.name)}"
-        notes: dict[str, str] = self._client.calls.get(path)["metadata"].get("annotations", {})
-        return notes.get(_note_of(job.status.result_worker), self._uid) == self._uid
+        annotations: dict[str, str] = self._client.calls.get(path)["metadata"].get("annotations", {})
+        return annotations.get(_outputs_annotation(job.status.result_worker), self._uid) == self._uid
 
-    def result_of(self, job: Job) -> str:
-        """The only worker of a job that never has another one, once it has sent its outputs: its command has succeeded.
+    def result_worker_of(self, job: Job) -> str:
+        """Return the worker of a job of fixed size 1 as soon as it has uploaded its outputs, else "".
 
-        The kubelet and the controller find that out within seconds, for which the step need not wait.
+        Its command has succeeded then. The kubelet and the controller need seconds to notice; the step need not wait.
         """
         alive = [each.id for each in job.status.workers if each.phase is not WorkerPhase.GONE]
         single = not job.spec.elastic and job.spec.gpus == job.spec.worker_gpus
         return alive[0] if single and len(alive) == 1 and alive[0] in self._delivered else ""
 
     def watch_run(self, ended: Callable[[], None]) -> None:
-        """Call `ended` when the run is terminated, from another thread."""
-        if name := own_pod.workflow(self._own):
+        """Call `ended` from another thread when the run is terminated."""
+        if name := step_pod.workflow(self._own):
             calls = Calls(self._client.calls.credentials, retry_for_s=0.0)
             self._watch = RunWatch(calls, self._client.namespace, name, ended)
             self._watch.start()
 
-    def make_way(self) -> bool:
-        """Whether another attempt of the step will come; then this pod is deleted at once.
+    def prepare_next_attempt(self) -> bool:
+        """Return whether another attempt of the step will follow; then this pod is deleted at once.
 
-        Argo repeats a step whose pod was deleted, and none whose pod it has seen Failed. A pod that is being deleted is
-        Failed for a moment before it is gone, as is one on a node that shuts down. Deleted by force it never is.
+        Argo retries a step whose pod was deleted, but not one whose pod it has seen in phase Failed. A pod that is
+        deleted gracefully, or whose node shuts down, is Failed for a moment first; one deleted with grace period 0 is
+        not.
         """
         calls = Calls(self._client.calls.credentials, retry_for_s=0.0)  # the other connection was interrupted
-        if own_pod.timed_out(self._own, time.time()) or self._run_is_over(calls):
+        if step_pod.timed_out(self._own, time.time()) or self._run_is_over(calls):
             return False
-        with contextlib.suppress(GpuQuotaError):  # without the right to delete it, it ends as Argo's race has it
+        with contextlib.suppress(GpuQuotaError):  # without permission to delete it, Argo may see it Failed
             calls.delete(self._own_path(), gracePeriodSeconds=0, preconditions={"uid": self._uid})
         return True
 
-    def show(self, state: str, progress: tuple[int, int] | None) -> None:
-        """Say on the step's pod what its job does, and to Argo how far it is; nothing depends on either."""
+    def publish_state(self, state: str, progress: tuple[int, int] | None) -> None:
+        """Write the job's state to an annotation of the step's pod and the progress to Argo's file; best effort."""
         if progress is not None and (file := os.environ.get(_PROGRESS_FILE)):
             with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as written:  # noqa: PTH123
                 written.write(f"{progress[0]}/{progress[1]}\n")
         if state and state != self._shown:
             self._shown = state
             with contextlib.suppress(GpuQuotaError):
-                self._client.calls.patch(self._own_path(), {"metadata": {"annotations": {**UNDISTURBED, STATE: state}}})
+                self._client.calls.patch(
+                    self._own_path(), {"metadata": {"annotations": {**DO_NOT_EVICT, STATE: state}}}
+                )
 
     def close(self) -> None:
-        """Stop the watch. The relay ends with the process: to stop it in order takes half a second."""
+        """Stop the watch. The relay ends with the process: an orderly shutdown would take half a second."""
         if self._watch:
             self._watch.close()
 
     def _note_outputs(self, job: Job, worker: str) -> None:
-        """Record on the job to which attempt's pod a worker has sent its outputs. Raises GpuQuotaError.
+        """Annotate the job with the pod to which the worker has uploaded its outputs. Raises GpuQuotaError.
 
-        The launcher's own watch of its job brings that to the main thread.
+        The main thread receives the change through the launcher's watch of its job.
         """
         if worker not in {f"{job.spec.name}-{index}" for index in (worker.rpartition("-")[2],) if index.isdecimal()}:
-            raise UsageError(f"{worker!r} is no worker of job {job.spec.name!r}")
+            raise UsageError(f"{worker!r} is not a worker of job {job.spec.name!r}")
         self._delivered.add(worker)
-        calls = Calls(self._client.calls.credentials, retry_for_s=0.0)  # this is a thread of the relay's
+        calls = Calls(self._client.calls.credentials, retry_for_s=0.0)  # this method runs in a thread of the relay
         path = f"{_JOBS.format(namespace=quote(job.spec.project))}/{quote(job.spec.name)}"
-        calls.patch(path, {"metadata": {"annotations": {_note_of(worker): self._uid}}})
+        calls.patch(path, {"metadata": {"annotations": {_outputs_annotation(worker): self._uid}}})
 
     def _run_is_over(self, calls: Calls) -> bool:
         if self._watch is None or self._watch.over.is_set():
             return self._watch is not None
         try:
             collection = workflows.COLLECTION.format(namespace=quote(self._client.namespace))
-            found = calls.get(f"{collection}/{quote(own_pod.workflow(self._own))}")
+            found = calls.get(f"{collection}/{quote(step_pod.workflow(self._own))}")
             return workflows.is_over(workflows.read(found))
         except GpuQuotaError:
             return False
@@ -194,11 +197,11 @@ class InPods:
             ) from error
 
 
-def _note_of(worker: str) -> str:
-    """The annotation of a job that names the pod to which this worker has sent its outputs."""
+def _outputs_annotation(worker: str) -> str:
+    """Return the name of the job's annotation with the UID of the pod to which this worker has uploaded its outputs."""
     return f"outputs.{labels.GROUP}/{worker.rpartition('-')[2]}"
 
 
 def secret_name(job: str) -> str:
-    """Of the Secret that holds where a job's relay is, and its token."""
+    """Return the name of the Secret with the address and the token of a job's relay."""
     return f"{job}-relay"

@@ -19,7 +19,7 @@ from kfp_gpuquota.api import (
     Worker,
     WorkerPhase,
 )
-from kfp_gpuquota.dsl.launcher.narration import Narrator, conclusion, progress_of
+from kfp_gpuquota.dsl.launcher.job_messages import JobMessages, conclusion, progress_of
 
 SPEC = JobSpec(name="train", project="team-a", command=("true",), gpus=1, min_gpus=1, max_gpus=2)
 WAITS = Reason(code=ReasonCode.NO_FREE_GPUS, message="all 2 GPUs are in use; 1 more is needed")
@@ -36,8 +36,8 @@ def _resize(before: int, after: int, reason: Reason, **more: Any) -> Resize:
 
 
 def _story(*jobs: Job) -> list[str]:
-    narrator = Narrator()
-    return [line for at, job in enumerate(jobs) for line in narrator.lines(job, float(at))]
+    messages = JobMessages()
+    return [line for at, job in enumerate(jobs) for line in messages.lines(job, float(at))]
 
 
 def test_changes_are_told_once_where_the_cluster_remembers_the_last_few_only() -> None:
@@ -98,11 +98,11 @@ def test_a_preempted_job_says_why_it_waits_again() -> None:
 
 
 def test_progress_is_told_at_most_every_five_seconds() -> None:
-    narrator = Narrator(progress_every_s=5.0)
+    messages = JobMessages(progress_every_s=5.0)
     told = []
     for second in range(12):
         progress = Progress(step=second * 10, total_steps=120, metrics={"loss": 1.0 / (second + 1)})
-        told += narrator.lines(_job(Phase.RUNNING, gpus=1, progress=progress), float(second))
+        told += messages.lines(_job(Phase.RUNNING, gpus=1, progress=progress), float(second))
     assert told == [
         "training with 1 GPU",
         "step 0/120, loss 1",
@@ -126,8 +126,8 @@ def _workers(*ranks: int | None, phase: WorkerPhase = WorkerPhase.RUNNING) -> tu
 
 
 def _warnings(*states: tuple[float, Job]) -> list[str]:
-    narrator = Narrator()
-    return [line for at, job in states for line in narrator.lines(job, at) if line.startswith("warning")]
+    messages = JobMessages()
+    return [line for at, job in states for line in messages.lines(job, at) if line.startswith("warning")]
 
 
 def test_an_elastic_step_that_has_not_joined_in_five_minutes_is_warned_once() -> None:
@@ -140,9 +140,9 @@ def test_an_elastic_step_that_has_not_joined_in_five_minutes_is_warned_once() ->
 
 
 def test_the_state_is_the_last_line_that_is_no_progress() -> None:
-    narrator = Narrator()
-    narrator.lines(_job(Phase.RUNNING, gpus=1, progress=Progress(step=3, total_steps=9)), 0.0)
-    assert narrator.state == "training with 1 GPU"
+    messages = JobMessages()
+    messages.lines(_job(Phase.RUNNING, gpus=1, progress=Progress(step=3, total_steps=9)), 0.0)
+    assert messages.state == "training with 1 GPU"
 
 
 def test_progress_is_shown_as_steps_of_steps_where_both_are_known() -> None:

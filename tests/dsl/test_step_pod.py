@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kfp_gpuquota.dsl.spec import own_pod
+from kfp_gpuquota.dsl.spec import step_pod
 from kfp_gpuquota.dsl.spec.naming import label_value
 
 RECORDINGS = "GPUQUOTA_KFP_RECORDINGS"
@@ -33,12 +33,12 @@ def pod(node: str, **labels: str) -> dict[str, Any]:
     ],
 )
 def test_a_step_is_known_by_its_node_less_the_attempt(node: str, task: str, name: str) -> None:
-    assert own_pod.task(pod(node)) == task
-    assert own_pod.name(task) == name
+    assert step_pod.task(pod(node)) == task
+    assert step_pod.name(task) == name
 
 
 def test_attempts_share_a_place_and_iterations_do_not() -> None:
-    places = [own_pod.task(pod(f"d.root.loop.iteration({i}:{i}).train.executor({n})")) for i in (0, 1) for n in (0, 1)]
+    places = [step_pod.task(pod(f"d.root.loop.iteration({i}:{i}).train.executor({n})")) for i in (0, 1) for n in (0, 1)]
     assert places[0] == places[1] != places[2] == places[3]
 
 
@@ -49,9 +49,9 @@ def test_recorded_steps_keep_their_place_over_attempts_and_are_told_apart() -> N
     assert len(steps) > 30
     places: dict[str, set[tuple[str, int | None]]] = {}
     for one in steps:
-        task = own_pod.task(pod(one["node_name"]))
+        task = step_pod.task(pod(one["node_name"]))
         places.setdefault(task, set()).add((one["node_name"].rpartition("(")[0], one["attempt"]))
-        assert label_value(own_pod.name(task)) == own_pod.name(task), one["node_name"]
+        assert label_value(step_pod.name(task)) == step_pod.name(task), one["node_name"]
     for task, attempts in places.items():  # one node each, in one or more attempts
         assert len({node for node, _ in attempts if node}) <= 1, (task, attempts)
     assert {len(attempts) for attempts in places.values()} == {1, 2}
@@ -65,9 +65,9 @@ def test_any_text_becomes_a_labels_value(text: str, label: str) -> None:
 
 
 def test_the_run_is_the_labels_and_else_its_workflow() -> None:
-    assert own_pod.run_id(pod("", **{"pipeline/runid": "8c", "workflows.argoproj.io/workflow": "d-x7"})) == "8c"
-    assert own_pod.run_id(pod("", **{"workflows.argoproj.io/workflow": "d-x7"})) == "d-x7"
-    assert own_pod.workflow(pod("")) == own_pod.run_id(pod("")) == ""
+    assert step_pod.run_id(pod("", **{"pipeline/runid": "8c", "workflows.argoproj.io/workflow": "d-x7"})) == "8c"
+    assert step_pod.run_id(pod("", **{"workflows.argoproj.io/workflow": "d-x7"})) == "d-x7"
+    assert step_pod.workflow(pod("")) == step_pod.run_id(pod("")) == ""
 
 
 def test_what_a_step_makes_is_owned_by_its_workflow_and_by_nothing_else() -> None:
@@ -79,17 +79,17 @@ def test_what_a_step_makes_is_owned_by_its_workflow_and_by_nothing_else() -> Non
         "controller": True,
     }
     made = pod("d-x7.root.train.executor")
-    assert own_pod.owner(made) is None
+    assert step_pod.owner(made) is None
     made["metadata"]["ownerReferences"] = [{**workflow, "blockOwnerDeletion": True}]
-    assert own_pod.owner(made) == {field: workflow[field] for field in ("apiVersion", "kind", "name", "uid")}
+    assert step_pod.owner(made) == {field: workflow[field] for field in ("apiVersion", "kind", "name", "uid")}
     made["metadata"]["ownerReferences"] = [{**workflow, "apiVersion": "batch/v1", "kind": "Job"}]
-    assert own_pod.owner(made) is None
+    assert step_pod.owner(made) is None
 
 
 def test_a_step_with_set_timeout_has_timed_out_once_its_pod_has_run_for_so_long() -> None:
     made = {"spec": {"activeDeadlineSeconds": 120}, "status": {"startTime": "2026-11-22T12:40:00Z"}}
     began = 1795351200.0
-    assert not own_pod.timed_out(made, began + 100)
-    assert own_pod.timed_out(made, began + 120)
-    assert not own_pod.timed_out({"spec": {}, "status": made["status"]}, began + 1e6)
-    assert not own_pod.timed_out({"spec": made["spec"], "status": {}}, began + 1e6)
+    assert not step_pod.timed_out(made, began + 100)
+    assert step_pod.timed_out(made, began + 120)
+    assert not step_pod.timed_out({"spec": {}, "status": made["status"]}, began + 1e6)
+    assert not step_pod.timed_out({"spec": made["spec"], "status": {}}, began + 1e6)

@@ -1,4 +1,7 @@
-"""A plan, or somebody's wish to stop a job, as a change of records: nothing here starts or signals anything."""
+"""Records a plan, or a request to stop a job, as a change of records. Starts and signals no process.
+
+The change is committed before anything is started or stopped, so that a restarted process finds every decision.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Transcript:
-    """Writes decisions into `change`; `started` and `stopped` are to be carried out after the commit."""
+class ChangeRecorder:
+    """Writes decisions into `change`. The caller commits it, then starts and stops the workers `started`, `stopped`."""
 
     state: JobBook
     change: Change
@@ -32,7 +35,7 @@ class Transcript:
     stopped: list[str] = field(default_factory=list)
 
     def plan(self, plan: scheduler.Plan) -> None:
-        """All of a plan. Nominations are no change: they only say what will be planned next."""
+        """Record a plan, except nominations, which change no record."""
         for evict in plan.evict:
             self._evict(evict)
         for move in plan.move:
@@ -44,7 +47,7 @@ class Transcript:
             self._bind(bind)
 
     def stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
-        """Stop a job with this intent; one without workers is settled at once."""
+        """Record the stop of a job with this intent; a job without workers gets its final phase at once."""
         job = msgspec.structs.replace(job, intent=intent)
         if not job.status.phase.final:
             job = with_status(job, phase=Phase.STOPPING, reason=reason)
@@ -66,12 +69,12 @@ class Transcript:
             self._release(job, [worker.id for worker in youngest], Reason(code=ReasonCode.USER, message=message))
 
     def fail(self, job: JobRecord, others: Iterable[str]) -> None:
-        """Stop the workers that are left of a job that has failed."""
+        """Record the stop of the remaining workers of a failed job."""
         assert job.status.reason is not None
         self._release(with_status(job, phase=Phase.STOPPING), others, job.status.reason)
 
     def record(self, job: JobRecord) -> None:
-        """The job as given from now on; what ended or changed its size enters the history."""
+        """Replace the job's record; its end and changes of its size are added to the history."""
         before = self.state.jobs[job.uid]
         if len(job.status.resizes) > len(before.status.resizes):
             last = job.status.resizes[-1]
@@ -86,7 +89,7 @@ class Transcript:
     def note(
         self, job: JobRecord, kind: EventKind, *, worker: str = "", gpus: float = 0, reason: Reason | None = None
     ) -> None:
-        """Add to the history."""
+        """Add an event to the history."""
         spec = job.spec
         self.change.events.append(
             Event(
@@ -153,7 +156,7 @@ class Transcript:
         self.change.jobs[job.uid] = with_status(msgspec.structs.replace(job, resize_reason=reason), reason=reason)
 
     def _release(self, job: JobRecord, workers: Iterable[str], reason: Reason) -> None:
-        """Tell workers to go: they hold their devices until they are gone."""
+        """Record workers as leaving; they hold their devices until they have exited."""
         for worker in workers:
             record = self.change.workers.get(worker) or self.state.workers[worker]
             self.change.workers[worker] = leaving(record, self.now)

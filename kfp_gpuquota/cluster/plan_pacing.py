@@ -1,0 +1,34 @@
+"""Pacing of plans: the next plan follows at once, unless plans follow each other without end.
+
+A plan that was executed leads to another one, and at last to an empty plan. If a plan were repeated endlessly, or two
+plans undid each other, the cluster would do nothing else: so after `MAX_PLANS_IN_A_ROW` plans follow with a pause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+MAX_PLANS_IN_A_ROW: Final = 100
+PAUSE_S: Final = 1.0
+
+
+@dataclass
+class PlanPacing:
+    """Counts the plans since the last empty one."""
+
+    in_a_row: int = 0
+
+    def planned(self, *, empty: bool) -> None:
+        """Record a plan that was made and executed."""
+        self.in_a_row = 0 if empty else self.in_a_row + 1
+
+    @property
+    def reached_limit(self) -> bool:
+        """Whether the last plan was the first one to reach the limit, which is logged once."""
+        return self.in_a_row == MAX_PLANS_IN_A_ROW
+
+    @property
+    def delay_s(self) -> float:
+        """The pause before the next plan, in seconds."""
+        return PAUSE_S if self.in_a_row >= MAX_PLANS_IN_A_ROW else 0.0
