@@ -301,7 +301,7 @@ def test_no_object_keeps_a_valid_pod_from_being_planned(
         test.team("valid")
         await planned(test, test.pod("valid", "pod"))
         held = [uid for uid, pod in test.controller.snapshot.pods.items() if pod.holds and pod.requested]
-        assert all(test.controller.snapshot.seats.held(uid) for uid in held if not is_worker(test, uid))
+        assert all(test.controller.snapshot.allocator.held(uid) for uid in held if not is_worker(test, uid))
         assert not test.controller.health.failures
 
     with no_traceback():

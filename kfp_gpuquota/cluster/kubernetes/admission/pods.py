@@ -27,7 +27,7 @@ from kfp_gpuquota.api.quantity import parse_quantity
 from kfp_gpuquota.api.validation import check_count
 from kfp_gpuquota.cluster.kubernetes.admission import device_visibility, shares
 from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
-from kfp_gpuquota.cluster.kubernetes.convert.requests import escaped
+from kfp_gpuquota.cluster.kubernetes.convert.requests import escape_json_pointer
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import DEFAULT_RULES
 from kfp_gpuquota.errors import InvalidFieldError
@@ -381,7 +381,9 @@ def _whole(given: Mapping[str, str], name: str) -> int | None:
 
 def _gated(spec: PodSpec, notes: Mapping[str, str], hidden: tuple[dict[str, Any], ...]) -> Verdict:
     erased = tuple(
-        {"op": "remove", "path": f"/metadata/annotations/{escaped(name)}"} for name in OF_THE_PLAN if name in notes
+        {"op": "remove", "path": f"/metadata/annotations/{escape_json_pointer(name)}"}
+        for name in OF_THE_PLAN
+        if name in notes
     )
     more = (*erased, *hidden)
     gates = spec.scheduling_gates

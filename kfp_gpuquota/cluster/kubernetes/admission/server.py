@@ -136,7 +136,7 @@ class Certificates:
         try:
             body = await self._connection.call("GET", f"{self._secrets}/{SECRET}")
         except ApiError as error:
-            if not error.gone:
+            if not error.not_found:
                 raise
             return None, ""
         secret = msgspec.json.decode(body)
@@ -164,7 +164,7 @@ class Certificates:
                 params = {"fieldManager": labels.FIELD_MANAGER}
                 await self._connection.call("PATCH", path, operations, content_type=JSON_PATCH, params=params)
         except ApiError as error:
-            if not error.gone:
+            if not error.not_found:
                 raise
             log.warning("there is no MutatingWebhookConfiguration %s: pods are not gated", CONFIGURATION)
 

@@ -15,7 +15,7 @@ from kfp_gpuquota.api.annotations import FRACTION_LIMIT, MEMORY_LIMIT, PREFIX
 from kfp_gpuquota.api.policy import admit
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.share import limit_text
-from kfp_gpuquota.cluster.kubernetes.convert.requests import escaped
+from kfp_gpuquota.cluster.kubernetes.convert.requests import escape_json_pointer
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import (
     MEMORY_DIRECTORY,
@@ -48,12 +48,12 @@ def of_pod(pod: Pod, spec: JobSpec, uid: str, policies: Iterable[WorkloadPolicy]
     name = notes.get(labels.GPU_CONFIG, "")
     if not is_name(name):
         name = name_for(uid)
-        yield _add(f"{_NOTES}/{escaped(labels.GPU_CONFIG)}", name)
+        yield _add(f"{_NOTES}/{escape_json_pointer(labels.GPU_CONFIG)}", name)
         if labels.SET_BY in notes and not set_by:
-            yield {"op": "remove", "path": f"{_NOTES}/{escaped(labels.SET_BY)}"}
+            yield {"op": "remove", "path": f"{_NOTES}/{escape_json_pointer(labels.SET_BY)}"}
     said = msgspec.json.encode(set_by).decode()
     if set_by and notes.get(labels.SET_BY) != said:
-        yield _add(f"{_NOTES}/{escaped(labels.SET_BY)}", said)
+        yield _add(f"{_NOTES}/{escape_json_pointer(labels.SET_BY)}", said)
     if pod.spec.containers:  # the API server refuses a pod that has none
         yield from _told_its_gpus(pod.spec, pod.spec.containers[0], name, spec)
 
@@ -82,7 +82,7 @@ def of_job(job: SharingJob, namespace: str, policies: Iterable[WorkloadPolicy]) 
     if job.metadata.annotations is None:
         yield _add(_NOTES, {labels.SET_BY: said})
     else:
-        yield _add(f"{_NOTES}/{escaped(labels.SET_BY)}", said)
+        yield _add(f"{_NOTES}/{escape_json_pointer(labels.SET_BY)}", said)
 
 
 class JobMetadata(msgspec.Struct, frozen=True, gc=False):
@@ -140,7 +140,7 @@ def _noted(name: str, value: str, notes: Mapping[str, str]) -> Iterator[Operatio
     """In the annotations that are there already, or in our own; no write where it is said already."""
     for own in [one for one in (name, PREFIX + name) if one in notes] or [PREFIX + name]:
         if notes.get(own) != value:
-            yield _add(f"{_NOTES}/{escaped(own)}", value)
+            yield _add(f"{_NOTES}/{escape_json_pointer(own)}", value)
 
 
 def _variables_set(main: Container, values: list[dict[str, Any]]) -> Iterator[Operation]:

@@ -20,11 +20,11 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.kubernetes.client.cooperative import Turns
+from kfp_gpuquota.cluster.kubernetes.client.cooperative import TimeSlices
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import StandIns, fewest
-from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
-from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import Bystanders
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
+from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NonGpuPods
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -67,12 +67,12 @@ class Snapshot:
     def __init__(self, wake: Callable[[], None] = lambda: None, rules: RulesBook | None = None) -> None:
         self.rules = rules or RulesBook()
         self.state = scheduler.State()
-        self.seats = Seats()
+        self.allocator = DeviceAllocator()
         self.nodes: dict[str, Node] = {}
         self.quotas: dict[str, GpuQuota] = {}
         self.projects: dict[str, Project] = {}
         self.pods: dict[str, PodView] = {}
-        self.plain = PlainPods(self.tell, self.seats, lambda pod: self.rules.rules.recreates(pod))  # noqa: PLW0108
+        self.plain = PlainPods(self.emit, self.allocator, lambda pod: self.rules.rules.recreates(pod))  # noqa: PLW0108
         self.refused_quotas: dict[str, str] = {}
         self.told_nodes: dict[str, ApiNode] = {}
         self.elastic: ElasticJobs | None = None
@@ -80,49 +80,49 @@ class Snapshot:
         self._node_names: dict[str, str] = {}
         self._quota_names: dict[str, str] = {}
         self._foreign: dict[str, PodView] = {}
-        self._bystanders = Bystanders()
+        self._bystanders = NonGpuPods()
         self._outdated: dict[str, None] = {}  # nodes of which the scheduler knows an earlier state
         self._untold: dict[str, PodView] = {}  # while `start` goes on: listed, and not told yet
         self._wake = wake
-        self.stand_ins = StandIns((), self.tell, self.seats, self.told_nodes)
+        self.stand_ins = StandIns((), self.emit, self.allocator, self.told_nodes)
         self._pool_nodes: dict[str, set[str]] = {}  # of autoscaled pools, by pool
         self.started = self.complete = False
 
     async def start(self, join: Callable[[PodView], PodView | None] = lambda pod: pod) -> None:
         """All has been listed: tell the scheduler, in an order of its own. `join` puts pods into owners' groups."""
-        turns = Turns()
+        slices = TimeSlices()
         self.started = True
-        self.stand_ins = StandIns(self.rules.rules.pools, self.tell, self.seats, self.told_nodes)
+        self.stand_ins = StandIns(self.rules.rules.pools, self.emit, self.allocator, self.told_nodes)
         for name in sorted(self.nodes):
             self._safely(self._tell_node, name)
-            await turns.yielded()
-        opened = [pod.opened for pod in self.pods.values() if pod.opened]
+            await slices.yield_if_due()
+        stand_in = [pod.stand_in for pod in self.pods.values() if pod.stand_in]
         for pool in self.stand_ins.pools:
-            self.stand_ins.adjust(pool, fewest(opened, pool))
+            self.stand_ins.adjust(pool, fewest(stand_in, pool))
         for name in sorted(self.quotas):
             self._safely(self._tell_quota, name)
         for uid in sorted(self._jobs):
             if (job := self._jobs.pop(uid, None)) is not None:
                 self._safely(self.put_job, job)
-            await turns.yielded()
+            await slices.yield_if_due()
         self._untold = dict(self.pods)
         self.pods.clear()  # others hold this dict: it stays the same one
         for uid in [pod.uid for pod in sorted(self._untold.values(), key=self._place_in_line)]:
             if (pod := self._untold.pop(uid, None)) is not None:
                 self._safely(self.put_pod, join(pod) or pod)
-            await turns.yielded()
+            await slices.yield_if_due()
         for _ in self.plain.settling():
-            await turns.yielded()
+            await slices.yield_if_due()
         if self.elastic:
             self.elastic.start()
         self.complete = True
         self._wake()
 
     @staticmethod
-    def _safely(tell: Callable[[T], None], what: T) -> None:
+    def _safely(emit: Callable[[T], None], what: T) -> None:
         """One object that cannot be told must not keep all others from being told."""
         try:
-            tell(what)
+            emit(what)
         except Exception:
             log.exception("%r could not be told to the scheduler", what)
 
@@ -131,7 +131,7 @@ class Snapshot:
         accounted = self.elastic is not None and self.elastic.accounted(pod)
         return not accounted, pod.exit_code != 0, pod.devices is None, pod.created, pod.uid
 
-    def tell(self, event: scheduler.Event) -> None:
+    def emit(self, event: scheduler.Event) -> None:
         """The scheduler hears of it; what it refuses is our own mistake, and must not stop the controller."""
         try:
             self.state.apply(event)
@@ -162,31 +162,31 @@ class Snapshot:
             return
         self.nodes.pop(name, None)
         self.told_nodes.pop(name, None)
-        self.seats.resize(name, 0)
+        self.allocator.resize(name, 0)
         if self.started:
-            self.tell(scheduler.NodeRemoved(name))
+            self.emit(scheduler.NodeRemoved(name))
 
     def _tell_node(self, name: str) -> None:
         node = self.nodes.get(name)
         if node is None:
             return
-        self.seats.resize(name, nodes.gpu_count(node))
+        self.allocator.resize(name, nodes.gpu_count(node))
         self._outdated.pop(name, None)
         pool = node.metadata.labels.get(labels.POOL, "")
         if pool in self.stand_ins.pools:
             self._pool_nodes.setdefault(pool, set()).add(name)
             if self.told_nodes.pop(name, None) is not None:
-                self.tell(scheduler.NodeRemoved(name))
+                self.emit(scheduler.NodeRemoved(name))
             self._wake()
             return
         try:
-            seen = nodes.node_of(node, self.seats.foreign(name), self._bystanders.on(name))
+            seen = nodes.node_of(node, self.allocator.foreign(name), self._bystanders.on(name))
         except InvalidFieldError as error:
             log.error("node %s is left out: %s", name, error)
             return
         if self.told_nodes.get(name) != seen:
             self.told_nodes[name] = seen
-            self.tell(scheduler.NodeChanged(seen))
+            self.emit(scheduler.NodeChanged(seen))
 
     def catch_up(self) -> None:
         """Tell of the nodes whose other pods have come or gone: once before a plan, however many these were."""
@@ -199,7 +199,7 @@ class Snapshot:
         """Return the GPUs of an autoscaled pool's nodes, without those of pods outside the quota."""
         names = [name for name in self._pool_nodes.get(pool, ()) if name in self.nodes]
         return sum(
-            nodes.gpu_count(self.nodes[name]) - len(self.seats.foreign(name))
+            nodes.gpu_count(self.nodes[name]) - len(self.allocator.foreign(name))
             for name in names
             if self.nodes[name].metadata.labels.get(labels.POOL) == pool
         )
@@ -237,7 +237,7 @@ class Snapshot:
         self.quotas.pop(name, None)
         self.refused_quotas.pop(name, None)
         if self.projects.pop(name, None) is not None:
-            self.tell(scheduler.QuotaRemoved(name))
+            self.emit(scheduler.QuotaRemoved(name))
 
     def _tell_quota(self, name: str) -> None:
         try:
@@ -288,8 +288,8 @@ class Snapshot:
         if pod.uid in self._untold:
             self._untold[pod.uid] = pod
             return
-        if pod.opened and pool_of(pod.opened) in self.stand_ins.pools:
-            pod = msgspec.structs.replace(pod, node=pod.opened)
+        if pod.stand_in and pool_of(pod.stand_in) in self.stand_ins.pools:
+            pod = msgspec.structs.replace(pod, node=pod.stand_in)
         before = self.pods.get(pod.uid)
         if pod.stage is Stage.OUTSIDE and before is None:
             self._put_bystander(pod)
@@ -297,13 +297,13 @@ class Snapshot:
         self.pods[pod.uid] = pod
         if not self.started:
             return
-        if self.elastic and self.elastic.knows(pod):
+        if self.elastic and self.elastic.owns(pod):
             self.elastic.put_pod(pod)
         elif pod.uid in self._foreign or (before is None and self._is_foreign(pod)):
             self._put_foreign(pod)
         else:
             self.plain.put(pod)
-        if pod.stage is Stage.OVER:
+        if pod.stage is Stage.ENDED:
             self._forget(pod.uid)
 
     def drop_pod(self, uid: str) -> None:
@@ -316,7 +316,7 @@ class Snapshot:
         if not self.started:
             del self.pods[uid]
             return
-        if self.elastic and self.elastic.knows(pod):
+        if self.elastic and self.elastic.owns(pod):
             self.elastic.drop_pod(pod)
         elif uid in self._foreign:
             self._release_foreign(uid)
@@ -341,10 +341,10 @@ class Snapshot:
     def _put_foreign(self, pod: PodView) -> None:
         """It takes what its containers ask for: annotations say nothing where no webhook of ours has checked them."""
         self._foreign[pod.uid] = pod
-        held = self.seats.held(pod.uid)
+        held = self.allocator.held(pod.uid)
         if pod.holds and held is None:
             if pod.requested:
-                self.seats.take(pod.uid, pod.node, pod.requested, None, foreign=True)
+                self.allocator.take(pod.uid, pod.node, pod.requested, None, foreign=True)
             self._bystanders.put(pod.uid, pod.node, pod.needs)
             self._tell_node(pod.node)
         elif not pod.holds:
@@ -353,7 +353,7 @@ class Snapshot:
     def _release_foreign(self, uid: str) -> None:
         self._foreign.pop(uid, None)
         self._bystanders.drop(uid)
-        if held := self.seats.release(uid):
+        if held := self.allocator.release(uid):
             self._tell_node(held[0])
 
     def _adopt_foreign(self, project: str) -> None:

@@ -38,11 +38,11 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
-from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import Avoidance
+from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import StuckPods, awaits_a_node, does_not_come_up, lacks_its_place
-from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitingPods
+from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
 from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
@@ -110,13 +110,13 @@ class Controller:
         self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
         self.events = Recorder(self._writer)
-        self.quarantine = Quarantine(partial(self.events.tell, warning=True))
+        self.quarantine = Quarantine(partial(self.events.record, warning=True))
         self.pods = self._reflector(
             "/api/v1/pods", core_types.Pod, self._pod_changed, self._pod_gone, recover=recovered_pod
         )
         self.reflectors = [self.pods, *self._other_reflectors()]
         self.reservations = Reservations(
-            snapshot.seats,
+            snapshot.allocator,
             snapshot.nodes,
             self._writer,
             reserving or ReservationSettings(),
@@ -143,8 +143,8 @@ class Controller:
             self.evictions,
         )
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
-        self._waiting = WaitingPods(snapshot.plain, self._tell_user)
-        self._avoidance = Avoidance(snapshot.pods, snapshot.put_pod, self._avoided)
+        self._waiting = WaitEvents(snapshot.plain, self._tell_user)
+        self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._avoided)
         self._ready = ready or ReadyRules()
         self._stuck = [StuckPods(snapshot.pods, self._place_taken, lacks_its_place)]
         if self._ready.timeout_s:
@@ -153,8 +153,8 @@ class Controller:
         conditions: dict[str, tuple[core_types.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
         self.elastic = snapshot.elastic = ElasticJobs(
-            snapshot.tell,
-            snapshot.seats,
+            snapshot.emit,
+            snapshot.allocator,
             snapshot.told_nodes,
             self._writer,
             settings,
@@ -164,8 +164,8 @@ class Controller:
             requests_in=self.limits.requests_in,
             volume_terms=self.volumes.terms,
             ready=self._ready,
-            avoided=self._avoidance.note,
-            told=self._workers_not_ready,
+            avoided=self._exclusions.note,
+            warn_user=self._workers_not_ready,
             epoch=epoch,
         )
         self.elastic.max_grace_s = lambda: self.rules.rules.reclaim.max_grace_s
@@ -258,7 +258,9 @@ class Controller:
             subject = Subject(name, metadata.name, metadata.namespace, metadata.uid, version)
             self.quarantine.put(subject, problem)
 
-        return Reflector(self._connection, path, kind, changed=handled, gone=released, quarantined=quarantined, **more)
+        return Reflector(
+            self._connection, path, kind, changed=handled, deleted=released, quarantined=quarantined, **more
+        )
 
     def _pod_gone(self, uid: str) -> None:
         self.gangs.drop(uid)
@@ -278,7 +280,7 @@ class Controller:
             self._put_pod(joined)
 
     def _put_pod(self, view: PodView) -> None:
-        self.snapshot.put_pod(self._avoidance.apply(self.volumes.apply(view)))
+        self.snapshot.put_pod(self._exclusions.apply(self.volumes.apply(view)))
         self.evictions.note(view)
         for stuck in self._stuck:
             stuck.note(view)
@@ -293,12 +295,12 @@ class Controller:
         self.elastic.limits_changed(namespace)
 
     def _place_taken(self, pod: PodView) -> None:
-        why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.trouble}"
+        why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.start_failure}"
         recreated = self.rules.rules.recreates(pod)
         if recreated:
-            self._avoidance.note(pod)
-        if self.elastic.knows(pod):
-            self.elastic.news.remake(pod)
+            self._exclusions.note(pod)
+        if self.elastic.owns(pod):
+            self.elastic.pod_events.remake(pod)
             self._tell_user(pod, "PlaceTaken", why)
         elif recreated:
             self.actions.remake(pod, "PlaceTaken", why)
@@ -307,24 +309,24 @@ class Controller:
 
     def _workers_not_ready(self, job: Subject, message: str) -> None:
         self.metrics.decisions.labels(NOT_READY).inc()
-        self.events.tell(job, "WorkersNotReady", message, warning=True)
+        self.events.record(job, "WorkersNotReady", message, warning=True)
 
     def _not_ready(self, pod: PodView) -> None:
         """Its owner's next pod waits with others at the gate, and is sent elsewhere."""
         if pod.uid not in self.snapshot.plain.members:
             return
-        said = pod.trouble or "its volumes or its network are not there"
+        said = pod.start_failure or "its volumes or its network are not there"
         why = f"it did not come up on node {pod.node} in {self._ready.timeout_s:g} s: {said}"
         if self.rules.rules.recreates(pod):
             self.metrics.decisions.labels(NOT_READY).inc()
-            self._avoidance.note(pod)
+            self._exclusions.note(pod)
             self.actions.remake(pod, "NotReady", f"{why}; its GPUs are given back")
         else:
             self._tell_user(pod, "NotReady", f"{why}; it keeps its GPUs, since nobody would make it anew: delete it")
 
     def _no_node_came(self, pod: PodView) -> None:
         """The autoscaler has no node for it, or cannot get one: what can be queued anew leaves its GPUs to others."""
-        said = pod.trouble or "kube-scheduler has not looked at it"
+        said = pod.start_failure or "kube-scheduler has not looked at it"
         why = f"no node of the autoscaled pool took it in {self._ready.timeout_s:g} s: {said}"
         if pod.uid in self.snapshot.plain.members and self.rules.rules.recreates(pod):
             self.metrics.decisions.labels(NOT_READY).inc()
@@ -341,10 +343,10 @@ class Controller:
             self._tell_user(member.view, "GpuChanged", f"{why}; delete it, and create it again: nobody else would")
         elif worker is not None:
             self._tell_user(worker, "GpuChanged", why)
-            self.elastic.news.remake(worker)
+            self.elastic.pod_events.remake(worker)
 
-    def _avoided(self, maker: str, nodes: tuple[str, ...]) -> None:
-        self.elastic.avoid(maker, nodes)
+    def _avoided(self, controller_uid: str, nodes: tuple[str, ...]) -> None:
+        self.elastic.avoid(controller_uid, nodes)
 
     def _namespace_changed(self, namespace: core_types.Namespace) -> None:
         self.profiles.put_namespace(namespace)
@@ -374,10 +376,10 @@ class Controller:
         self.wake()
 
     def _tell_user(self, pod: PodView, reason: str, message: str) -> None:
-        self.events.tell(Subject("Pod", pod.name, pod.namespace, pod.uid), reason, message)
+        self.events.record(Subject("Pod", pod.name, pod.namespace, pod.uid), reason, message)
 
     def _tell_team(self, namespace: str, reason: str, message: str) -> None:
-        self.events.tell(Subject("Namespace", namespace, namespace), reason, message, warning=True)
+        self.events.record(Subject("Namespace", namespace, namespace), reason, message, warning=True)
 
     # Planning
 

@@ -93,7 +93,7 @@ class Replica:
             credentials = load_credentials(options.kubeconfig, options.context)
             connection = await stack.enter_async_context(Connection(credentials, count=self._metrics.count_call))
             served = probes.serving(
-                self._metrics, options.metrics_port, ready=self._is_ready, look=self._look, healthy=self._is_healthy
+                self._metrics, options.metrics_port, ready=self._is_ready, refresh=self._look, healthy=self._is_healthy
             )
             log.info("metrics and probes on port %d", await stack.enter_async_context(served))
             certificates = await self._certificates(connection)
@@ -109,14 +109,14 @@ class Replica:
     def _policies_of(self, connection: Connection) -> Reflector[custom_types.PolicyObject]:
         book = self._policies
         self._reflector = Reflector(
-            connection, PATH, custom_types.PolicyObject, changed=book.put, gone=book.drop, optional=True
+            connection, PATH, custom_types.PolicyObject, changed=book.put, deleted=book.drop, optional=True
         )
         return self._reflector
 
     def _rules_of(self, connection: Connection) -> Reflector[custom_types.QuotaPolicyObject]:
         book, kind = self._rules, custom_types.QuotaPolicyObject
         path = quota_policy.PATH
-        self._rules_reflector = Reflector(connection, path, kind, changed=book.put, gone=book.drop, optional=True)
+        self._rules_reflector = Reflector(connection, path, kind, changed=book.put, deleted=book.drop, optional=True)
         return self._rules_reflector
 
     async def _review(self, certificates: server.Certificates, user: str) -> None:

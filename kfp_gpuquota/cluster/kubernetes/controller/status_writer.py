@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
     from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import Facts
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
     from kfp_gpuquota.cluster.records import JobRecord
 
 QUIET_S: Final = 0.05
@@ -132,27 +132,27 @@ def _apply(built: Built) -> Write:
 
 def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
     """An ElasticJob's status; None for one that is gone."""
-    facts, record = jobs.book.facts.get(uid), jobs.book.jobs.get(uid)
-    if facts is None or facts.object.metadata.deletion_timestamp is not None:
+    state, record = jobs.book.runtime_states.get(uid), jobs.book.jobs.get(uid)
+    if state is None or state.object.metadata.deletion_timestamp is not None:
         return None
-    meta = facts.object.metadata
-    conditions = conditions_of(facts, record, time.time())
+    meta = state.object.metadata
+    conditions = conditions_of(state, record, time.time())
     if record is None:
-        status = ElasticJobStatus(message=facts.refused, conditions=conditions, observed_generation=meta.generation)
+        status = ElasticJobStatus(message=state.refused, conditions=conditions, observed_generation=meta.generation)
     else:
         status = status_of(
-            facts.object,
+            state.object,
             record,
             jobs.book.workers_of(uid),
-            generation=facts.generation,
-            reserved=facts.reserved,
-            membership_digest=facts.secret,
-            membership_shard=facts.shard,
+            generation=state.generation,
+            reserved=state.reserved,
+            membership_digest=state.secret,
+            membership_shard=state.shard,
             conditions=conditions,
-            ended=facts.ended,
-            ran_s=facts.ran_s,
-            ranks=facts.ranks,
-            retries=retry_fields(facts.complaints, facts.requeue, facts.grow),
+            ended=state.ended,
+            ran_s=state.ran_s,
+            ranks=state.ranks,
+            retries=retry_fields(state.complaints, state.requeue, state.grow),
         )
     body = {
         "apiVersion": labels.API_VERSION,
@@ -199,25 +199,25 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
     return Built(f"/apis/{labels.API_VERSION}/gpuquotas/{name}", name, body, (accepted.status, accepted.message))
 
 
-def conditions_of(facts: Facts, record: JobRecord | None, now: float) -> tuple[Condition, ...]:
+def conditions_of(state: RuntimeState, record: JobRecord | None, now: float) -> tuple[Condition, ...]:
     """Accepted, WorkersReady, CheckpointsKept, and of a job that has ended Complete or Failed."""
-    known: Sequence[Condition] = facts.conditions
-    for wanted in _wanted(facts, record, now):
+    known: Sequence[Condition] = state.conditions
+    for wanted in _wanted(state, record, now):
         known = with_condition(known, wanted, now)
-    facts.conditions = tuple(sorted(known, key=lambda c: c.type))
-    return facts.conditions
+    state.conditions = tuple(sorted(known, key=lambda c: c.type))
+    return state.conditions
 
 
-def _wanted(facts: Facts, record: JobRecord | None, now: float) -> list[Condition]:
+def _wanted(state: RuntimeState, record: JobRecord | None, now: float) -> list[Condition]:
     accepted = Condition("Accepted", "True", "Valid", "it can be what it asks for")
-    if facts.refused or record is None:
-        return [Condition("Accepted", "False", "Invalid", facts.refused)]
-    found = [accepted, _workers_ready(facts, record, now)]
-    if facts.object.spec.checkpoint is None:
+    if state.refused or record is None:
+        return [Condition("Accepted", "False", "Invalid", state.refused)]
+    found = [accepted, _workers_ready(state, record, now)]
+    if state.object.spec.checkpoint is None:
         text = "no checkpoint claim is given: what stops the whole job loses its work since it started"
         found.append(Condition("CheckpointsKept", "False", "NoClaim", text))
     else:
-        claim = facts.object.spec.checkpoint.claim_name
+        claim = state.object.spec.checkpoint.claim_name
         found.append(Condition("CheckpointsKept", "True", "Claim", f"on claim {claim}"))
     phase = record.status.phase
     message = record.status.reason.message if record.status.reason else ""
@@ -227,15 +227,15 @@ def _wanted(facts: Facts, record: JobRecord | None, now: float) -> list[Conditio
     return found
 
 
-def _workers_ready(facts: Facts, record: JobRecord, now: float) -> Condition:
-    if facts.held_back:
-        return Condition("WorkersReady", "False", "PodRefused", facts.held_back)
-    trouble = next((text for text in facts.trouble.values() if text), "")
-    if trouble:
-        return Condition("WorkersReady", "False", trouble.partition(":")[0], trouble)
-    if facts.requeue is not None and facts.requeue.attempt == record.attempt:
-        rests = facts.requeue.until is None or now < facts.requeue.until  # after that it waits as others do
-        return Condition("WorkersReady", "False", "GivenUp", facts.requeue.message if rests else "")
+def _workers_ready(state: RuntimeState, record: JobRecord, now: float) -> Condition:
+    if state.held_back:
+        return Condition("WorkersReady", "False", "PodRefused", state.held_back)
+    start_failure = next((text for text in state.start_failure.values() if text), "")
+    if start_failure:
+        return Condition("WorkersReady", "False", start_failure.partition(":")[0], start_failure)
+    if state.requeue is not None and state.requeue.attempt == record.attempt:
+        rests = state.requeue.until is None or now < state.requeue.until  # after that it waits as others do
+        return Condition("WorkersReady", "False", "GivenUp", state.requeue.message if rests else "")
     running = record.status.phase is Phase.RUNNING
     return Condition("WorkersReady", str(running), record.status.phase.value, "")
 

@@ -76,7 +76,7 @@ async def _run(options: argparse.Namespace) -> None:
             shown.workers.set(jobs.service.connected)
             shown.leader.set(control.connected)
 
-        served = probes.serving(shown, options.metrics_port, ready=lambda: True, look=look)
+        served = probes.serving(shown, options.metrics_port, ready=lambda: True, refresh=look)
         log.info("metrics and probes on port %d", await stack.enter_async_context(served))
         log.info("workers are served on port %d", port)
         await first_to_end(certificates.keep(), membership_service.keep_key(connection, options.keys_namespace, key))

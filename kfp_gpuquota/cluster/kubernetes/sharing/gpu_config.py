@@ -28,7 +28,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 if TYPE_CHECKING:
     from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
-    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Place
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment
 
 VISIBLE: Final = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 SIMULATED: Final = "ELASTIC_SIMULATED_DEVICES"
@@ -76,7 +76,7 @@ def mount() -> dict[str, Any]:
     return {"name": MEMORY_VOLUME, "mountPath": MEMORY_DIRECTORY}
 
 
-def config_map(pod: PodView, name: str, place: Place) -> Write:
+def config_map(pod: PodView, name: str, assignment: DeviceAssignment) -> Write:
     """Fill the pod's ConfigMap, or say anew what one holds that was filled for another place."""
     body = {
         "apiVersion": "v1",
@@ -86,28 +86,28 @@ def config_map(pod: PodView, name: str, place: Place) -> Write:
             "namespace": pod.namespace,
             "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}],
         },
-        "data": _data(place),
+        "data": _data(assignment),
     }
     path = f"/api/v1/namespaces/{pod.namespace}/configmaps/{name}?fieldManager={labels.FIELD_MANAGER}&force=true"
     about = f"{pod.namespace}/{name}"
     return Write(verb="PATCH", path=path, about=about, lane=Lane.ADMIT, body=body, content_type=APPLY_PATCH)
 
 
-def with_place(body: dict[str, Any], spec: JobSpec, place: Place) -> dict[str, Any]:
+def with_assignment(body: dict[str, Any], spec: JobSpec, assignment: DeviceAssignment) -> dict[str, Any]:
     """The pod of an ElasticJob's worker, with the GPUs that it shares."""
     pod = {**body["spec"]}
     main = {**pod["containers"][0]}
-    values = {**_data(place), MEMORY_VARIABLE: MEMORY_DIRECTORY, LIMIT_VARIABLE: limit_text(spec)}
+    values = {**_data(assignment), MEMORY_VARIABLE: MEMORY_DIRECTORY, LIMIT_VARIABLE: limit_text(spec)}
     kept = [variable for variable in main.get("env") or [] if variable.get("name") not in values]
     main["env"] = [*kept, *({"name": name, "value": value} for name, value in values.items())]
     main["volumeMounts"] = [*(main.get("volumeMounts") or []), mount()]
     pod["volumes"] = [*(pod.get("volumes") or []), volume()]
     pod["containers"] = [main, *pod["containers"][1:]]
-    notes = {**body["metadata"]["annotations"], labels.GPUS: ",".join(place.note.gpus)}
+    notes = {**body["metadata"]["annotations"], labels.GPUS: ",".join(assignment.note.gpus)}
     return {**body, "metadata": {**body["metadata"], "annotations": notes}, "spec": pod}
 
 
-def _data(place: Place) -> dict[str, str]:
-    gpus = ",".join(place.note.gpus)
-    simulated = {SIMULATED: ":".join(place.simulated)} if place.simulated else {}
+def _data(assignment: DeviceAssignment) -> dict[str, str]:
+    gpus = ",".join(assignment.note.gpus)
+    simulated = {SIMULATED: ":".join(assignment.simulated)} if assignment.simulated else {}
     return {**dict.fromkeys(VISIBLE, gpus), **simulated}

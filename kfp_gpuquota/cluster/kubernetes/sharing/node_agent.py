@@ -90,7 +90,7 @@ class NodeAgent:
             "/api/v1/pods",
             Pod,
             changed=self._pod_changed,
-            gone=self._pod_gone,
+            deleted=self._pod_gone,
             fields=f"spec.nodeName={options.node}",
         )
         self._pod = msgspec.json.Decoder(Pod)
@@ -109,7 +109,7 @@ class NodeAgent:
             stack.callback(self._agent.close)
             stack.callback(self._cancel)
             serving = probes.serving(
-                self.metrics, self._options.metrics_port, ready=self._pods.synced.is_set, look=self._look
+                self.metrics, self._options.metrics_port, ready=self._pods.synced.is_set, refresh=self._look
             )
             log.info("metrics and probes on port %d", await stack.enter_async_context(serving))
             log.info("on node %s it %s", self._options.node, what_it_can_do(self._options.policy))
@@ -229,7 +229,7 @@ class NodeAgent:
         namespace, _, name = pod.partition("/")
         place = self._places.get(kill.process.pid)
         message = explain(kill, f"pod {beneficiary}", self._shares.container_of(place) if place else "")
-        self._events.tell(Subject("Pod", name, namespace, uid), reason, message, warning=True)
+        self._events.record(Subject("Pod", name, namespace, uid), reason, message, warning=True)
         self.metrics.ended.labels(namespace, name, reason, beneficiary, str(not kill.only_reported).lower()).inc()
         self.metrics.over.labels(namespace, name).inc(kill.over_mib)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write, pods_path
-from kfp_gpuquota.cluster.kubernetes.convert.requests import REQUIRED, deletion, escaped, node_term
+from kfp_gpuquota.cluster.kubernetes.convert.requests import REQUIRED, deletion, escape_json_pointer, node_term
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICES, bounded_number
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 
@@ -67,7 +67,7 @@ class ReservationView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ready: frozenset[str] = frozenset()
     leaving: bool = False
     over: bool = False
-    trouble: str = ""
+    start_failure: str = ""
 
 
 def name_of(node: str, device: int) -> str:
@@ -93,7 +93,7 @@ def annotation(view: ReservationView, settings: ReservationSettings, sharers: st
     path = f"{pods_path(settings.namespace)}/{view.name}"
     operations = [
         {"op": "test", "path": "/metadata/uid", "value": view.uid},
-        {"op": "add", "path": f"/metadata/annotations/{escaped(labels.SHARERS)}", "value": sharers},
+        {"op": "add", "path": f"/metadata/annotations/{escape_json_pointer(labels.SHARERS)}", "value": sharers},
     ]
     about = f"{settings.namespace}/{view.name}"
     return Write(verb="PATCH", path=path, about=about, body=operations, content_type=JSON_PATCH)
@@ -115,7 +115,7 @@ def view_of(pod: Pod) -> ReservationView | None:
         ready=frozenset(filter(None, notes.get(labels.READY, "").split(","))),
         leaving=meta.deletion_timestamp is not None,
         over=pod.status.phase in {"Succeeded", "Failed"},
-        trouble=_trouble(pod),
+        start_failure=_trouble(pod),
     )
 
 

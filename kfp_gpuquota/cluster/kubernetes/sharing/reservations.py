@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.client.request import Write
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
-    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings, ReservationView
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
@@ -49,7 +49,7 @@ PATIENCE_S: Final = 20.0
 log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class DeviceAssignment(NamedTuple):
     """Where a sharer starts. `note` names its GPUs; `simulated`: their folders, where they exist by name only."""
 
     note: ShareNote
@@ -60,7 +60,7 @@ class Sharer(NamedTuple):
     """Who waits for its part. `told(reason, message)` is for an event that its user sees."""
 
     note: ShareNote
-    ready: Callable[[Place], None]
+    ready: Callable[[DeviceAssignment], None]
     failed: Callable[[Exception], None]
     told: Callable[[str, str], None] = lambda _reason, _message: None
 
@@ -76,7 +76,7 @@ class Room:
     pod: ReservationView | None = None
     writing: bool = False
     ended: str = ""
-    trouble: str = ""
+    start_failure: str = ""
 
     @property
     def gpu(self) -> str:
@@ -94,7 +94,7 @@ class Reservations:
 
     def __init__(
         self,
-        seats: Seats,
+        allocator: DeviceAllocator,
         nodes: Mapping[str, Node],
         writer: Writer,
         settings: ReservationSettings,
@@ -103,7 +103,7 @@ class Reservations:
         displaced: Callable[[str, str], None],
         later: Callable[[float, Callable[[], None]], object] | None = None,
     ) -> None:
-        self._seats, self._nodes, self._writer, self._settings = seats, nodes, writer, settings
+        self._allocator, self._nodes, self._writer, self._settings = allocator, nodes, writer, settings
         self._noted, self._recall, self._later = noted, recall, later or _on_the_loop
         self._displaced, self._told_displaced = displaced, set[str]()
         self._rooms: dict[tuple[str, int], Room] = {}
@@ -114,11 +114,11 @@ class Reservations:
         self._notes: dict[str, ShareNote] = {}  # of those that were told to start
         self._pod = msgspec.json.Decoder(Pod)
         self._started = False
-        seats.shared_changed = self._shared_changed
+        allocator.shared_changed = self._shared_changed
 
     def start(self) -> None:
         """All has been listed, and all who hold parts are seated: put right what an earlier controller left."""
-        for key in list(self._seats.shared()):
+        for key in list(self._allocator.shared()):
             self._room(*key)
         for room in list(self._rooms.values()):
             self._remember(room)
@@ -132,7 +132,7 @@ class Reservations:
 
         Where somebody has taken the reservation away meanwhile, what its sharers asked for says the same.
         """
-        sharers = self._seats.sharers(room.node, room.device)
+        sharers = self._allocator.sharers(room.node, room.device)
         noted = share_annotations.read(room.pod.sharers) if room.pod is not None else ()
         self._notes |= {note.holder: note for note in noted if note.holder in sharers}
         for holder in sharers - self._notes.keys():
@@ -199,7 +199,7 @@ class Reservations:
 
     def _find_displaced(self, room: Room) -> None:
         """A reservation that was made anew may have another GPU: who runs on the one before shares it with anybody."""
-        for holder in self._seats.sharers(room.node, room.device) if room.gpu else ():
+        for holder in self._allocator.sharers(room.node, room.device) if room.gpu else ():
             note = self._notes.get(holder)
             if note is None or not note.uid or room.gpu in note.gpus or holder in self._told_displaced:
                 continue
@@ -226,7 +226,7 @@ class Reservations:
         return waited
 
     def _shared_changed(self, holder: str, node: str, devices: tuple[int, ...]) -> None:
-        if self._seats.held(holder) is None:
+        if self._allocator.held(holder) is None:
             self._waiting.pop(holder, None)
             self._notes.pop(holder, None)
             self._told_displaced.discard(holder)
@@ -238,7 +238,7 @@ class Reservations:
         return self._rooms.setdefault((node, device), Room(node, device))
 
     def _rooms_of(self, holder: str) -> list[Room]:
-        node, devices = self._seats.held(holder) or ("", ())
+        node, devices = self._allocator.held(holder) or ("", ())
         return [self._room(node, device) for device in devices]
 
     def _sync_rooms_of(self, holder: str) -> None:
@@ -247,7 +247,7 @@ class Reservations:
 
     def _look_at(self, room: Room) -> None:
         self._sync(room)
-        for holder in self._seats.sharers(room.node, room.device):
+        for holder in self._allocator.sharers(room.node, room.device):
             if holder in self._waiting:
                 self._advance(holder)
 
@@ -266,7 +266,9 @@ class Reservations:
         del self._waiting[holder]
         self._notes[holder] = note = self._named(sharer.note, rooms)
         folders = self._folders(rooms[0].node)
-        sharer.ready(Place(note, tuple(folders[room.device] for room in rooms if room.device < len(folders))))
+        sharer.ready(
+            DeviceAssignment(note, tuple(folders[room.device] for room in rooms if room.device < len(folders)))
+        )
 
     def _named(self, note: ShareNote, rooms: list[Room]) -> ShareNote:
         return msgspec.structs.replace(note, gpus=tuple(room.gpu for room in rooms))
@@ -285,8 +287,8 @@ class Reservations:
             return
         room = lacking[0]
         name = f"{self._settings.namespace}/{reservation_pods.name_of(room.node, room.device)}"
-        trouble = room.pod.trouble if room.pod is not None else room.trouble
-        why = f"its GPU on node {room.node} is not reserved yet: pod {name}: {trouble or 'it does not run yet'}"
+        start_failure = room.pod.start_failure if room.pod is not None else room.start_failure
+        why = f"its GPU on node {room.node} is not reserved yet: pod {name}: {start_failure or 'it does not run yet'}"
         sharer.told("WaitsForReservation", why)
         self.gives_up(holder)
         sharer.failed(RunError(why))
@@ -297,7 +299,7 @@ class Reservations:
         """One step towards what is wanted, unless a step is under way; its end leads here again."""
         if room.writing:
             return
-        wanted, pod = bool(self._seats.sharers(room.node, room.device)), room.pod
+        wanted, pod = bool(self._allocator.sharers(room.node, room.device)), room.pod
         if pod is None:
             if wanted:
                 self._write(room, self._creation(room))
@@ -324,7 +326,7 @@ class Reservations:
     def _sharers(self, room: Room) -> str:
         """All that were told to start, and the newcomers that an agent is to make room for."""
         notes = []
-        for holder in self._seats.sharers(room.node, room.device):
+        for holder in self._allocator.sharers(room.node, room.device):
             if (note := self._notes.get(holder)) is not None:
                 notes.append(note)
             elif (sharer := self._waiting.get(holder)) is not None and all(r.gpu for r in self._rooms_of(holder)):
@@ -336,7 +338,7 @@ class Reservations:
         self._writer.submit(write, partial(self._answered, room, ended), partial(self._refused, room))
 
     def _answered(self, room: Room, ended: str, answer: bytes) -> None:
-        room.writing, room.trouble = False, ""
+        room.writing, room.start_failure = False, ""
         if ended:
             room.ended = ended if room.pod is not None and room.pod.uid == ended else ""
             self._sync(room)
@@ -346,9 +348,9 @@ class Reservations:
 
     def _refused(self, room: Room, error: Exception) -> None:
         """Another state than was thought, which the watch will tell; or a trouble that may pass."""
-        if not (isinstance(error, ApiError) and error.status == 409) and room.trouble != str(error):
+        if not (isinstance(error, ApiError) and error.status == 409) and room.start_failure != str(error):
             log.warning("GPU %s of node %s: its reservation: %s", room.device, room.node, error)
-        room.trouble = str(error)
+        room.start_failure = str(error)
         self._later(AGAIN_S, partial(self._again, room))
 
     def _again(self, room: Room) -> None:

@@ -230,7 +230,7 @@ def queued_pods(pods: Iterable[Pod]) -> list[Queued]:
         with suppress(InvalidFieldError):
             view = translate.pod_view(pod)
             if view.stage is translate.Stage.WAITING:
-                whose, each = view.group or view.maker or view.uid, _queued_pod(pod, view)
+                whose, each = view.group or view.controller_uid or view.uid, _queued_pod(pod, view)
                 found[whose] = min(found.get(whose, each), each, key=lambda one: one.key)
     return list(found.values())
 
