@@ -445,6 +445,6 @@ def test_a_claim_to_a_place_in_an_autoscaled_pool_makes_no_more_places_than_the_
         }
         test.see(PODS, body)
         await test.start()
-        assert set(test.controller.snapshot.told_nodes) == {"autoscaled.burst.0", "autoscaled.burst.1"}
+        assert set(test.controller.snapshot.emitted_nodes) == {"autoscaled.burst.0", "autoscaled.burst.1"}
 
     run(scenario)

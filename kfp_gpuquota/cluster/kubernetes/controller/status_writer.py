@@ -1,7 +1,7 @@
-"""What users see of jobs and quotas: their status, written by server-side apply, and no oftener than it pays.
+"""Writes the status of jobs and quotas by server-side apply, at a limited rate.
 
-A status that says what the object says already is not written. What changes all the time (progress, what a team holds)
-is written once in a while; a change of phase at once.
+An unchanged status is not written. Fields that change constantly (progress, a team's GPUs) are written every few
+seconds; a change of phase at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class StatusWriter:
-    """Writes statuses that differ from what was last written. `build(key)` gives (path, about, body, urgent)."""
+    """Writes statuses that differ from the last written one. `build(key)` returns the status to write, if any."""
 
     def __init__(self, writer: Writer, build: Callable[[str], Built | None]) -> None:
         self._writer, self._build = writer, build
@@ -50,12 +50,12 @@ class StatusWriter:
         self._under_way: set[str] = set()
 
     def changed(self, key: str) -> None:
-        """It may have to be written."""
+        """Write the status soon, if it has changed."""
         if key not in self._dirty and key not in self._under_way:
             self._dirty[key] = asyncio.get_running_loop().call_later(QUIET_S, self._look, key)
 
     def decided(self, key: str) -> None:
-        """Something of it may be urgent: what waits to be written with it, since it can wait, does not hold it up."""
+        """Write the status at once if an urgent field has changed, even if a delayed write is pending."""
         timer = self._dirty.get(key)
         if timer is not None and timer.when() > asyncio.get_running_loop().time() + QUIET_S:
             timer.cancel()
@@ -63,13 +63,13 @@ class StatusWriter:
         self.changed(key)
 
     def forget(self, key: str) -> None:
-        """The object is gone."""
+        """Drop a deleted object."""
         self._written.pop(key, None)
         if timer := self._dirty.pop(key, None):
             timer.cancel()
 
     def close(self) -> None:
-        """Write no more."""
+        """Cancel all timers."""
         for timer in self._dirty.values():
             timer.cancel()
         self._dirty.clear()
@@ -97,7 +97,7 @@ class StatusWriter:
         self._under_way.discard(key)
         if built.stored is not None:
             built.stored()
-        self.changed(key)  # what came in the meantime
+        self.changed(key)  # it may have changed in the meantime
 
     def _failed(self, key: str, error: Exception) -> None:
         self._under_way.discard(key)
@@ -109,7 +109,7 @@ class StatusWriter:
 
 
 class Built(msgspec.Struct, frozen=True):
-    """One status: where it goes, and what of it is worth a write at once when it differs. `stored` is called then."""
+    """A status to write. A change of `urgent` is written at once; `stored` is called after the write."""
 
     path: str
     about: str
@@ -131,7 +131,7 @@ def _apply(built: Built) -> Write:
 
 
 def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
-    """An ElasticJob's status; None for one that is gone."""
+    """Return an ElasticJob's status; None if it was deleted."""
     state, record = jobs.book.runtime_states.get(uid), jobs.book.jobs.get(uid)
     if state is None or state.object.metadata.deletion_timestamp is not None:
         return None
@@ -170,7 +170,7 @@ def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
 
 
 def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Condition, ...]]) -> Built | None:
-    """A GpuQuota's status; None for one that is gone. `conditions` keeps what was said before, by name."""
+    """Return a GpuQuota's status; None if it was deleted. `conditions` are the previous conditions, by name."""
     quota = snapshot.quotas.get(name)
     if quota is None:
         conditions.pop(name, None)
@@ -200,7 +200,7 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
 
 
 def conditions_of(state: RuntimeState, record: JobRecord | None, now: float) -> tuple[Condition, ...]:
-    """Accepted, WorkersReady, CheckpointsKept, and of a job that has ended Complete or Failed."""
+    """Return the conditions Accepted, WorkersReady and CheckpointsKept, and Complete or Failed of a finished job."""
     known: Sequence[Condition] = state.conditions
     for wanted in _wanted(state, record, now):
         known = with_condition(known, wanted, now)
@@ -234,13 +234,13 @@ def _workers_ready(state: RuntimeState, record: JobRecord, now: float) -> Condit
     if start_failure:
         return Condition("WorkersReady", "False", start_failure.partition(":")[0], start_failure)
     if state.requeue is not None and state.requeue.attempt == record.attempt:
-        rests = state.requeue.until is None or now < state.requeue.until  # after that it waits as others do
+        rests = state.requeue.until is None or now < state.requeue.until  # after that it waits in the queue
         return Condition("WorkersReady", "False", "GivenUp", state.requeue.message if rests else "")
     running = record.status.phase is Phase.RUNNING
     return Condition("WorkersReady", str(running), record.status.phase.value, "")
 
 
 def _without_nulls(status: ElasticJobStatus) -> dict[str, Any]:
-    """Apply takes what is left out away; null it would refuse for some fields."""
+    """Return the status without nulls, which some fields refuse; server-side apply removes absent fields."""
     found: dict[str, Any] = msgspec.to_builtins(status)
     return {name: value for name, value in found.items() if value is not None}

@@ -216,7 +216,7 @@ def pod_view(pod: Pod) -> PodView:
     owner = next((o for o in meta.owner_references if o.controller), None)
     elastic = elastic_owner(meta) is not None
     if not gpus and not elastic:
-        return _bystander(pod)
+        return _non_gpu_view(pod)
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
@@ -260,7 +260,7 @@ def _seconds(noted: str) -> float:
     return float(bounded_number(noted, MAX_TIME_S) or 0)
 
 
-def _bystander(pod: Pod) -> PodView:
+def _non_gpu_view(pod: Pod) -> PodView:
     """Return the view of a pod without GPUs: its node and its requests, which count until it has ended."""
     meta = pod.metadata
     there = pod.status.phase not in {"Succeeded", "Failed"}

@@ -99,7 +99,7 @@ class PodActions:
             note_of(pod_job(pod), pod.uid, name, time.time()),
             ready=partial(self._configure, pod, admission),
             failed=partial(self._admission_failed, pod),
-            told=partial(self._report, pod),
+            report=partial(self._report, pod),
         )
         self._reservations.prepare(sharer)
 

@@ -1,15 +1,15 @@
-"""How a pod that shares GPUs learns which: from a ConfigMap, for nobody knows it when the pod is created. Pure.
+"""Builds the GPU configuration of a pod with shared GPUs: a ConfigMap, since its GPUs are not known at creation. Pure.
 
-Admission adds the references, the controller fills the ConfigMap before the gate opens, and the kubelet starts no
-container without it. It belongs to the pod and goes with it. What is known at once stands in the variables themselves.
-All of it is for the pod's first container, as RUNAI_GPU_MEMORY_LIMIT is.
+Admission adds the references, the controller fills the ConfigMap before it removes the gate, and the kubelet starts no
+container without it. The pod owns the ConfigMap. Values that are known at creation are in the variables themselves. All
+of it is for the pod's first container, as RUNAI_GPU_MEMORY_LIMIT is.
 
 | variable                                     | from                                                             |
 |----------------------------------------------|------------------------------------------------------------------|
 | NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES | the ConfigMap: UUIDs of the GPUs that its reservations hold      |
 | ELASTIC_SIMULATED_DEVICES                    | the ConfigMap, on nodes with simulated devices                   |
-| ELASTIC_MEMORY_DIR                           | a volume of the pod, where the node's agent says what it may use |
-| RUNAI_GPU_MEMORY_LIMIT                       | its limit, or its request where it has none                      |
+| ELASTIC_MEMORY_DIR                           | a volume of the pod, where the node's agent writes its allowance |
+| RUNAI_GPU_MEMORY_LIMIT                       | its limit, by default its request                                |
 
 An ElasticJob's worker is created when its GPUs are known, so its variables hold them and there is no ConfigMap.
 """
@@ -40,17 +40,17 @@ _NAME: Final = re.compile(rf"gpuquota-gpu-[0-9a-f]{{{_LENGTH}}}")
 
 
 def name_for(review: str) -> str:
-    """The ConfigMap's name, from the review's uid: a pod that is named by a prefix has no name of its own yet."""
+    """Return the ConfigMap's name, from the review's uid: a pod with a generateName has no name yet."""
     return f"gpuquota-gpu-{review.replace('-', '').lower().ljust(_LENGTH, '0')[:_LENGTH]}"
 
 
 def is_name(name: str) -> bool:
-    """Whether it can be one of ours. The controller writes no ConfigMap of another name, whatever a pod says."""
+    """Return whether the name is one of `name_for`; the controller writes no other ConfigMap, whatever a pod claims."""
     return _NAME.fullmatch(name) is not None
 
 
 def variables(name: str, spec: JobSpec) -> list[dict[str, Any]]:
-    """What admission gives the first container."""
+    """Return the variables that admission adds to the first container."""
 
     def reference(key: str, *, optional: bool = False) -> dict[str, Any]:
         source = {"name": name, "key": key, **({"optional": True} if optional else {})}
@@ -65,19 +65,20 @@ def variables(name: str, spec: JobSpec) -> list[dict[str, Any]]:
 
 
 def volume() -> dict[str, Any]:
-    """A folder that the pod and its node's agent share. Not in memory: a mount of its own would be hidden from an agent
-    that was there before it.
+    """Return the volume that the pod shares with its node's agent.
+
+    It is not in memory: such a mount would be invisible to an agent that was started before it.
     """
     return {"name": MEMORY_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}}
 
 
 def mount() -> dict[str, Any]:
-    """Where the first container finds it."""
+    """Return the first container's mount of the volume."""
     return {"name": MEMORY_VOLUME, "mountPath": MEMORY_DIRECTORY}
 
 
 def config_map(pod: PodView, name: str, assignment: DeviceAssignment) -> Write:
-    """Fill the pod's ConfigMap, or say anew what one holds that was filled for another place."""
+    """Return the request that fills the pod's ConfigMap, or overwrites that of an earlier assignment."""
     body = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -94,7 +95,7 @@ def config_map(pod: PodView, name: str, assignment: DeviceAssignment) -> Write:
 
 
 def with_assignment(body: dict[str, Any], spec: JobSpec, assignment: DeviceAssignment) -> dict[str, Any]:
-    """The pod of an ElasticJob's worker, with the GPUs that it shares."""
+    """Return the pod of an ElasticJob's worker with its shared GPUs."""
     pod = {**body["spec"]}
     main = {**pod["containers"][0]}
     values = {**_data(assignment), MEMORY_VARIABLE: MEMORY_DIRECTORY, LIMIT_VARIABLE: limit_text(spec)}
