@@ -4,7 +4,8 @@ Both train copies of one model over one process group, in turns of `--turn` step
 does falls on both. `ratio` is the median step of elastic_runtime over that of DDP; `python_us_per_step` the CPU time
 of the loop's thread that a step of a tiny model of 16 parameters takes beyond forward, backward and optimizer. In it is
 what any reduction costs there: to start a collective and to wait for it, which is most of `ddp_us_per_step`, the same
-for DDP; `beyond_ddp_us_per_step` is the difference, what elastic_runtime adds to a step. Last line: JSON.
+for DDP; `beyond_ddp_us_per_step` is the difference, what elastic_runtime adds to a step. `agreement_percent`: what part
+of a step without reduction comparing learning rates and parameters takes. Last line: JSON.
 
 Usage: python benchmarks/overhead.py [--mparams 26] [--workers 2] [--steps 60]
 """
@@ -27,6 +28,7 @@ from torch import nn
 
 import elastic_runtime
 from elastic_runtime.plan.batches import MicroBatch
+from elastic_runtime.validation.agreement import FULL_TURN, Agreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,8 +98,29 @@ def measure(task: Task, workers: int, steps: int, turn: int) -> list[Times]:
         names = [f"w{i}" for i in range(workers)]
         bench.target(*names)
         bench.start(*names, body=worker, arguments=(steps, turn, answer))
-        found: list[Times] = answer.get(timeout=400)
+        found: list[Times] = answer.get(timeout=1200)
     return found
+
+
+def agreement_part(task: Task, steps: int) -> float:
+    """What finding workers that differ costs, as a part of a step without any reduction, in CPU time of one thread."""
+    torch.set_num_threads(1)
+    model, optimizer = build(task)
+    agreement = Agreement(list(model.named_parameters()), [optimizer])
+    section, x = torch.zeros(agreement.size), torch.randn(task.global_batch, task.width)
+    compared, trained = [], []
+    for step in range(steps * FULL_TURN):
+        began = time.thread_time()
+        agreement.fill(section, step, leader=True)
+        agreement.check(section, step)
+        compared.append(time.thread_time() - began)
+        if step % FULL_TURN == 0:
+            began = time.thread_time()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trained.append(time.thread_time() - began)
+    return statistics.mean(compared) / statistics.median(trained)
 
 
 def median(times: Times, column: int) -> float:
@@ -112,10 +135,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--turn", type=int, default=5)
+    parser.add_argument("--tiny-steps", type=int, default=1000, help="of the model of 16 parameters")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, gloo, {options.mparams:g} M parameters, AdamW")
     elastic, ddp, _ = measure(Task(mparams=options.mparams), options.workers, options.steps, options.turn)
-    tiny_elastic, tiny_ddp, tiny_local = measure(Task(mparams=0.001), options.workers, 2000, 50)
+    print(f"ratio {median(elastic, 0) / median(ddp, 0):.4f} at load {os.getloadavg()[0]:.1f}", flush=True)
+    tiny = measure(Task(mparams=0.001), options.workers, options.tiny_steps, 50)
+    tiny_elastic, tiny_ddp, tiny_local = tiny
     result = {
         "ratio": round(median(elastic, 0) / median(ddp, 0), 4),
         "step_ms": round(median(elastic, 0) * 1e3, 2),
@@ -123,6 +149,7 @@ def main() -> None:
         "python_us_per_step": round((median(tiny_elastic, 1) - median(tiny_local, 1)) * 1e6, 1),
         "ddp_us_per_step": round((median(tiny_ddp, 1) - median(tiny_local, 1)) * 1e6, 1),
         "beyond_ddp_us_per_step": round((median(tiny_elastic, 1) - median(tiny_ddp, 1)) * 1e6, 1),
+        "agreement_percent": round(agreement_part(Task(mparams=options.mparams), 5) * 100, 3),
         "load": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(result))

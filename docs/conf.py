@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 project = "kfp-gpuquota"
 author = "The kfp-gpuquota authors"
+project_copyright = author
 release = version = __version__
 html_title = f"kfp-gpuquota {release}"
 

@@ -51,11 +51,6 @@ def like(
     return DataLoader(dataset, batch_sampler=batches, generator=generator, **options)
 
 
-def restart_processes(loader: DataLoader[Any]) -> None:
-    """Let the next iteration over a loader begin with new processes, which see the dataset as it is then."""
-    loader._iterator = None  # noqa: SLF001  (its processes end with it)
-
-
 def begin_loader_process(init: Callable[[int], None] | None, number: int, *, served: bool) -> None:
     """Do what the script does first in a loader process; but end where its worker is killed.
 

@@ -14,11 +14,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from elastic_runtime.data.dataloader import Batches, like, restart_processes
+from elastic_runtime.data.dataloader import Batches, like
 from elastic_runtime.data.sample_stamps import sample_stamp
 from elastic_runtime.data.sources import SeededDataset, SeededIndices, Source, has_own_batches
 from elastic_runtime.errors import UsageError
 from elastic_runtime.plan.order import mix_seed, order_stamp
+from elastic_runtime.torch_internals.modules import drop_loader_processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -144,15 +145,15 @@ class ElasticLoader:
         if not self._inner.num_workers or self._given.persistent_workers:
             return
         if self._begun_with is None or self._begun_with != stamp(self.dataset):
-            restart_processes(self._inner)
+            drop_loader_processes(self._inner)
         self._begun_with = None
 
     def sample(self) -> Any:
-        """A batch as an iteration of two workers gets it, out of turn; None where the dataset cannot give one."""
+        """Return a batch as an iteration of two workers gets it; None if the dataset cannot give one out of order."""
         return None
 
     def sample_stamp(self) -> int:
-        """A number that differs where the dataset has other samples; 0 where that cannot be known."""
+        """Return a number that differs if the dataset has other samples; 0 if that cannot be determined."""
         return 0
 
     def has_more(self, position: Position) -> bool:
@@ -188,13 +189,13 @@ class IndexedLoader(ElasticLoader):
         self._inner = like(loader, dataset, self._batches, loader.collate_fn, self._generator)
 
     def sample(self) -> Any:
-        """See ElasticLoader."""
+        """Return the first micro-batch of the first epoch, as an iteration of two workers gets it."""
         (micro, *_) = self._split(self.batch.at(2), 0, 2)
         self._batches.of_span = iter([list(self._source.epoch(0)[: micro.size])])
         return next(iter(self._inner))
 
     def sample_stamp(self) -> int:
-        """See ElasticLoader. Read as the loop reads: in a loader process where there are some."""
+        """Return a checksum of a few samples, read as the loop reads them: in a loader process if there are some."""
 
         def read(indices: list[int]) -> Any:
             self._generator.manual_seed(seed)
@@ -251,6 +252,8 @@ class IndexedLoader(ElasticLoader):
 
 def check(loader: DataLoader[Any]) -> None:
     """UsageError for a loader that cannot be shared out."""
+    if type(loader).__name__ == "_FabricDataLoader":
+        raise UsageError("the loader was wrapped by fabric.setup_dataloaders; leave that out, and give the plain one")
     if not isinstance(loader, DataLoader):
         raise UsageError(f"prepare was given a {type(loader).__name__} as loader; it needs a torch DataLoader")
     samplers = (getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None))

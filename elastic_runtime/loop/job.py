@@ -16,6 +16,7 @@ from elastic_runtime.data.loader import check
 from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import LoopError, UsageError
 from elastic_runtime.loop.assembly import Workshop
+from elastic_runtime.loop.global_steps import GlobalSteps
 from elastic_runtime.loop.member import Member
 from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
 from elastic_runtime.loop.step import PLAIN, BackwardOptions
@@ -171,11 +172,27 @@ class Job:
         session.watches.append(LoaderWatch(models))
         if shard is None and all(each is plain(each) for each in models):
             session.watches.append(CarriedState(models))
+        if self._member.rehearsed:
+            self._rehearse(session, state, models, loaders[0], sharded=shard is not None)
         self._session, self._state = session, state
         _sessions.add(session)
         several = isinstance(loader, list | tuple)
         found = (model, optimizer, [session.loader, *session.loader.seconds] if several else session.loader)
         return found if scheduler is None else (*found, scheduler)
+
+    def _rehearse(
+        self, session: Session, state: TrainingState, models: list[Any], loader: DataLoader[Any], *, sharded: bool
+    ) -> None:
+        """Let the rehearsal look at each step. UsageError with shard=, where a lost worker takes its shards along."""
+        from elastic_runtime.rehearsal.observer import Observer  # noqa: PLC0415  (nothing else needs it)
+
+        if sharded:
+            raise UsageError(
+                "ELASTIC_REHEARSE does not rehearse shard=; leave it out for the rehearsal, or run without"
+            )
+        assert self._member.rehearsed is not None
+        workers = lambda: self.world_size  # noqa: E731  (which is known later)
+        session.observe(Observer(self._member.rehearsed, state, workers, models, loader.num_workers))
 
     def track(self, **objects: Stateful) -> None:
         """Carry more objects with a `state_dict` along (averaged weights, counters): to joiners, in checkpoints.
@@ -242,6 +259,16 @@ class Job:
                 if session.position.step < count:
                     session.leave_epoch(epoch)
             session.finish()
+
+    def global_steps(self, batches: Iterable[Any]) -> GlobalSteps:
+        """Iterate over global steps: `for step, micro_batches in job.global_steps(loader)`.
+
+        One turn of this loop is one step at every size, so counters, progress bars and `step % n` are those of a plain
+        loop. `for x, y in micro_batches` in it computes the step's gradients, by job.backward in each iteration;
+        `optimizer.step()` and all else follows after that inner loop. `step` counts the steps applied before. `batches`
+        is the prepared loader, or what yields its batches, as job.steps(n) and zip(first, second) do.
+        """
+        return GlobalSteps(self._prepared, batches)
 
     def backward(
         self,

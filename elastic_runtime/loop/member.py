@@ -33,12 +33,13 @@ from elastic_runtime.state.checkpoint_schedule import Keeper
 from elastic_runtime.state.join_exchange import exchange
 from elastic_runtime.state.packing import pack
 from elastic_runtime.state.random_streams import RandomStreams
-from elastic_runtime.torch_internals import check_torch
+from elastic_runtime.torch_internals import Store, check_torch
 
 if TYPE_CHECKING:
     from elastic_runtime.membership.environment import Environment
     from elastic_runtime.plan.position import Position
     from elastic_runtime.reduction.step_modes import Mode
+    from elastic_runtime.rehearsal.orders import RehearsedOrders
     from elastic_runtime.sharded.sharding import Sharding
     from elastic_runtime.sharded.wrap import Wrapping
     from elastic_runtime.state.training_state import TrainingState
@@ -69,14 +70,18 @@ class Member:
         self._holds_state = self.leaving = False
         self._failed_at: object = None
         self._failures = 0  # in a row, at that point of the training
-        secret = Secret(lambda: environment.token().encode(), bool(environment.coordinator) and environment.local)
-        self._generations = Generations(environment.worker_id, self._store, self._voice.say, _backend, secret)
+        secret = Secret(self._key, bool(environment.coordinator) and environment.local)
+        self._backend = _backend if not environment.rehearse else lambda: "gloo"  # two workers may share a GPU
+        self._generations = Generations(environment.worker_id, self._store, self._voice.say, self._backend, secret)
         shown = Progress(sys.stderr, wanted=progress)
         self._began = time.perf_counter()
         self.reporter = Reporter(environment.report_file, environment.worker_id, self._voice.stand, shown)
         keeper = Keeper(environment.checkpoint_dir, self.reporter, every_s=checkpoint_every_s, keep=keep_checkpoints)
         self._saving = Saving(keeper, self.streams, self.reporter)
-        self._coordinator: Coordinator | None = None
+        self._coordinator: Coordinator | RehearsedOrders | None = None
+        self.rehearsed: RehearsedOrders | None = None
+        if environment.rehearse:
+            self._rehearse(environment)
         if environment.coordinator:
             check_torch()
             raise_open_files()
@@ -97,6 +102,19 @@ class Member:
         if environment.coordinator or saves:
             self._preemption = Preemption(self._on_told)
             self._preemption.soft = bool(environment.coordinator)
+
+    def _key(self) -> bytes:
+        """What the workers of the job have in common, and no other process."""
+        return self.rehearsed.key if self.rehearsed else self._environment.token().encode()
+
+    def _rehearse(self, environment: Environment) -> None:
+        """Follow the timetable of a rehearsal in place of a coordinator."""
+        from elastic_runtime.rehearsal.orders import rehearsed_orders  # noqa: PLC0415  (nothing else needs it)
+
+        check_torch()
+        self.rehearsed = rehearsed_orders(environment.rehearse, environment.worker_id, self._generations.on_order)
+        self._coordinator = self._voice.coordinator = self.rehearsed
+        self.rehearsed.start()
 
     @property
     def generation(self) -> int:
@@ -406,7 +424,7 @@ class Member:
             self._generations.wait_for_release(RELEASE_S)
         if self._coordinator:
             self._coordinator.close()
-        leave(0)
+        leave(self.rehearsed.exit_code if self.rehearsed else 0)
 
     # Checkpoints
 
@@ -416,7 +434,9 @@ class Member:
 
     # The coordinator
 
-    def _store(self, generation: int) -> CoordinatorStore:
+    def _store(self, generation: int) -> Store:
+        if self.rehearsed:
+            return self.rehearsed.store(generation)
         return CoordinatorStore(self._environment, generation)
 
     # SIGTERM

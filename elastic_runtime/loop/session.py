@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from elastic_runtime.data.loader import ElasticLoader
     from elastic_runtime.loop.member import Member
-    from elastic_runtime.loop.step import BackwardOptions, GlobalStep
+    from elastic_runtime.loop.step import BackwardOptions, GlobalStep, Observer
     from elastic_runtime.plan.batches import MicroBatch
     from elastic_runtime.plan.position import Position
     from elastic_runtime.process.device_memory import MemoryFollower
@@ -60,6 +60,10 @@ class Session:
         self._counted = self._moved = False  # in this iteration: its step, early; the membership
         self.watches: list[Watch] = []
         self.rounds = Rounds(state, member, self._recover_between_steps)
+
+    def observe(self, observer: Observer) -> None:
+        """Let a rehearsal look at each step."""
+        self._step.observer = observer
 
     @property
     def position(self) -> Position:
@@ -376,6 +380,8 @@ class Session:
 
     def _remember(self) -> None:
         """What the next step begins with."""
+        if self._step.observer:
+            self._step.observer.between_steps()
         self._mode.remember()
         self._member.at_rest.begin()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from elastic_runtime.process.device_memory import MemoryFollower
     from elastic_runtime.reduction.step_modes import Clipping, Mode
     from elastic_runtime.state.training_state import TrainingState
+
+
+class Observer(Protocol):
+    """Looks at the gradients of each step, as a rehearsal does."""
+
+    def summed(self) -> None:
+        """The gradients of a step are summed over all workers. CollectiveError: repeat the step."""
+
+    def between_steps(self) -> None:
+        """A step is about to begin, perhaps for the second time."""
+
 
 _LEFT_OUT = 2
 """Steps in a row whose gradients may stay where they are."""
@@ -78,6 +89,7 @@ class GlobalStep:
         self._skipped = self._void = False  # this iteration counts for nothing; nobody's does
         self._acted, self._asked = True, False  # an optimizer acted in this step; the script has called one's step()
         self._unapplied: int | None = None  # the step before, where none did
+        self.observer: Observer | None = None  # of a rehearsal
         self._left_out = 0  # steps in a row without one, gradients not cleared
         self._scales_late = mode.name == "fast" and _half(state, scaler)
         mode.reducer.expects = False
@@ -189,7 +201,12 @@ class GlobalStep:
         """LoopError for an iteration that did not do its part."""
         if not self.computed:
             last = "a job.backward(loss) without more=True" if self._passes.done else "job.backward(loss)"
-            raise LoopError(f"an iteration ended without {last}; every iteration needs it, exactly once")
+            raise LoopError(
+                f"an iteration ended without {last}; every iteration needs it, exactly once. Where the loop leaves a "
+                "batch out by `continue`, call job.skip() and optimizer.step() before it; where something fetches a "
+                "batch ahead (a prefetcher, `next` before the backward pass), iterate over the prepared loader itself, "
+                "whose num_workers and pin_memory fetch ahead"
+            )
         if self._skipped and self.complete and not self.settled:
             raise LoopError(
                 "an iteration with job.skip() ended without optimizer.step(), but the other workers' samples count; "
@@ -327,6 +344,8 @@ class GlobalStep:
             return
         member.reporter.clock.summed(mode.tail.busy_s / workers)
         mode.reducer.hand_out(factor)
+        if self.observer:
+            self.observer.summed()
         mode.completed(self._state.position.step)
         self.complete = True
         member.reporter.note_step(micro.step_samples, workers)

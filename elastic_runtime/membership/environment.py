@@ -33,6 +33,7 @@ class Environment:
     ca_file: str = ""
     memory_dir: str = ""
     static: tuple[int, int] | None = None  # (rank, world size) where torchrun fixed them
+    rehearse: str = ""  # ELASTIC_REHEARSE, where it is not "0": everything else is as if it were not set
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -40,6 +41,8 @@ class Environment:
         an address or a token file that waiting would not mend.
         """
         given = os.environ if variables is None else variables
+        if (rehearse := given.get("ELASTIC_REHEARSE", "0")) not in {"", "0"}:
+            return cls(worker_id="second" if ":" in rehearse else "first", rehearse=rehearse)
         environment = cls(
             job_name=given.get("JOB_NAME", "local"),
             worker_id=given.get("ELASTIC_WORKER_ID", "local"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_runtime.errors import ElasticError
-    from elastic_runtime.membership.rendezvous_store import CoordinatorStore
+    from elastic_runtime.torch_internals import Store
 
 CLOSE_AFTER_S = 0.5
 """The first steps of the new size are not to share their cores with the end of the old one."""
@@ -65,7 +65,7 @@ class Generations:
     def __init__(
         self,
         worker: str,
-        make_store: Callable[[int], CoordinatorStore],
+        make_store: Callable[[int], Store],
         say: Callable[..., None],
         backend: Callable[[], str],
         secret: Secret | None = None,

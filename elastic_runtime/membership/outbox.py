@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elastic_runtime.membership.coordinator_client import Coordinator
     from elastic_runtime.membership.generations import Generation
+
+
+class Listener(Protocol):
+    """The coordinator, or what stands in for it."""
+
+    def say(self, event: str, **fields: Any) -> None:
+        """Report an event of this worker."""
 
 
 class Voice:
     """`adopted()`: the generation in force. Without a coordinator nobody listens."""
 
-    coordinator: Coordinator | None = None
+    coordinator: Listener | None = None
 
     def __init__(self, worker: str, adopted: Callable[[], Generation | None]) -> None:
         self._worker, self._adopted = worker, adopted

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
 from elastic_runtime.errors import CollectiveError, StateError
 
 if TYPE_CHECKING:
-    from elastic_runtime.membership.rendezvous_store import CoordinatorStore
+    from elastic_runtime.torch_internals import Store
 
 PIECE_BYTES = 1 << 18
 MAX_BYTES = 16 << 20
@@ -24,7 +24,7 @@ MAX_BYTES = 16 << 20
 class Exchange:
     """One rank's part of it, in the store of one generation."""
 
-    def __init__(self, store: CoordinatorStore | None, rank: int) -> None:
+    def __init__(self, store: Store | None, rank: int) -> None:
         self._store, self._rank = store, rank
         self._numbers = itertools.count()
         self._for_all: deque[tuple[str, int]] = deque()
@@ -43,7 +43,8 @@ class Exchange:
         pieces = range(0, len(content), PIECE_BYTES)
         try:
             for number, start in enumerate(pieces):
-                self._store.set(f"{name}/{number}", content[start : start + PIECE_BYTES])
+                piece = cast("str", content[start : start + PIECE_BYTES])  # stores take bytes as well
+                self._store.set(f"{name}/{number}", piece)
             self._store.set(name, str(len(pieces)))
             if to is None:
                 self._forget_oldest(name, len(pieces))

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_runtime.errors import CollectiveError
 from elastic_runtime.membership.pickled_objects import Exchange
-from elastic_runtime.torch_internals import drop_group, make_default
+from elastic_runtime.torch_internals import all_gather_flat, drop_group, make_default, reduce_scatter_flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from elastic_runtime.membership.rendezvous_store import CoordinatorStore
+    from elastic_runtime.torch_internals import Store
 
 POLL = timedelta(milliseconds=10)
 LOOK_EVERY_S = 0.0002
@@ -79,7 +79,7 @@ class Group:
         second: dist.ProcessGroup | None = None,
         *,
         polls: bool | None = None,
-        store: CoordinatorStore | None = None,
+        store: Store | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self._exchange = Exchange(store, rank)
@@ -151,12 +151,12 @@ class Group:
     def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Equal parts of all ranks, in order, as one flat tensor. `part` may lie in `whole` already."""
         with _lost_peers_reported():
-            self.wait([self._group._allgather_base(whole, part)])  # noqa: SLF001  (torch's own name for it)
+            self.wait([all_gather_flat(self._group, whole, part)])
 
     def reduce_scatter_into(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         """This rank's part of the sum of all ranks' `whole`, a flat tensor of equal parts."""
         with _lost_peers_reported():
-            self.wait([self._group._reduce_scatter_base(part, whole, dist.ReduceScatterOptions())])  # noqa: SLF001
+            self.wait([reduce_scatter_flat(self._group, part, whole)])
 
     def mesh(self, device: str, name: str) -> DeviceMesh:
         """The one-dimensional mesh of its ranks, once it is published. No two may have one name: torch keeps what it

@@ -1,4 +1,4 @@
-"""How many samples a step has, and how many an iteration may have. Both may change between two steps.
+"""The number of samples of a step, and the limit for one iteration. Both may change between two steps.
 
 `GlobalBatch` follows the number of workers where it is asked to, and the learning rate follows it: linearly (Goyal et
 al., "Accurate, Large Minibatch SGD", 2017) or by the square root (Krizhevsky, "One weird trick", 2014), which suits
@@ -29,19 +29,19 @@ class GlobalBatch:
     rule: str = "linear"
 
     def at(self, world_size: int) -> int:
-        """Samples of a full step."""
+        """Return the samples of a full step with `world_size` workers."""
         if self.bounds is None:
             return self.samples
         return min(max(self.per_worker * world_size, self.bounds[0]), self.bounds[1])
 
     def lr_factor(self, world_size: int) -> float:
-        """By what the learning rate, which was chosen for `samples`, is multiplied."""
+        """Return the factor of the learning rate, which was chosen for `samples`, with `world_size` workers."""
         ratio = self.at(world_size) / self.samples
         return math.sqrt(ratio) if self.rule == "sqrt" else ratio
 
 
 class MicroBatchLimit:
-    """The most samples of this worker's iterations: what the script allows, less where memory is short."""
+    """The largest number of samples of one iteration: what the script allows, or less where memory is short."""
 
     def __init__(self, allowed: int | None) -> None:
         self._allowed = allowed
@@ -49,27 +49,27 @@ class MicroBatchLimit:
         self._seen = 0  # the largest one since the limit was last changed
 
     def plan(self, samples: int, rank: int, world_size: int) -> list[MicroBatch]:
-        """What this rank iterates over in a step of `samples`."""
+        """Return the micro-batches of this rank in a step of `samples`."""
         return micro_batches(samples, rank, world_size, self.now)
 
     @property
     def whole(self) -> bool:
-        """It is what the script allows."""
+        """Whether the limit is the one that the script allows."""
         return self.now == self._allowed
 
     def note(self, size: int) -> None:
-        """An iteration of this size is about to run."""
+        """Record that an iteration of this size is about to run."""
         self._seen = max(self._seen, size)
 
     def halve(self, failed: int) -> bool:
-        """An iteration of `failed` samples did not fit; False where it was of one sample."""
+        """Halve the limit after an iteration of `failed` samples did not fit; return False if it had one sample."""
         if failed < 2:
             return False
         self.now, self._seen = failed // 2, 0
         return True
 
     def scale(self, part: float) -> None:
-        """Samples have `part` of the memory that they had; 1: all that there ever was, back to what is allowed."""
+        """Scale the limit to `part` of the memory that was available before; 1 restores what the script allows."""
         if part == 1:
             self.now = self._allowed
         elif self._seen:

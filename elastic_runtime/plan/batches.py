@@ -1,4 +1,4 @@
-"""How a global batch is split over workers and micro-batches. Pure; every worker computes the same answer.
+"""The split of a global batch over workers and micro-batches. Pure; every worker computes the same result.
 
 The samples of a step go to the ranks as contiguous shares, as even as possible, larger ones first; a share is cut into
 micro-batches as even as possible, none above the maximum.
@@ -15,7 +15,7 @@ from elastic_runtime.errors import BatchPlanError
 class MicroBatch:
     """One iteration of one worker: samples [start, stop) of the step's `step_samples`.
 
-    A ghost has no sample of its own: it lets the worker take part with weight zero, on a copy of the first sample.
+    A ghost has no sample of its own: the worker takes part with weight zero, on a copy of the first sample.
     """
 
     start: int
@@ -27,29 +27,29 @@ class MicroBatch:
 
     @property
     def size(self) -> int:
-        """Samples that count."""
+        """The number of samples with a weight above zero."""
         return self.stop - self.start
 
     @property
     def ghost(self) -> bool:
-        """Whether it has weight zero."""
+        """Whether the micro-batch has weight zero."""
         return self.stop == self.start
 
     @property
     def weight(self) -> float:
-        """Its part of the global batch."""
+        """The micro-batch's fraction of the global batch."""
         return self.size / self.step_samples
 
 
 def split(total: int, parts: int) -> list[tuple[int, int]]:
-    """`parts` contiguous ranges [start, stop) of range(total), as even as possible, larger ones first."""
+    """Return `parts` contiguous ranges [start, stop) of range(total), as even as possible, larger ones first."""
     size, larger = divmod(total, parts)
     stops = [size * (i + 1) + min(i + 1, larger) for i in range(parts)]
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def micro_batches(samples: int, rank: int, world_size: int, max_batch: int | None) -> list[MicroBatch]:
-    """What `rank` iterates over in a step of `samples`: at least one micro-batch, the last one marked."""
+    """Return the micro-batches of `rank` in a step of `samples`: at least one; the last one is marked."""
     start, stop = split(samples, world_size)[rank]
     if start == stop:
         return [MicroBatch(start, start, samples, last=True)]
@@ -59,7 +59,7 @@ def micro_batches(samples: int, rank: int, world_size: int, max_batch: int | Non
 
 
 def lockstep_batches(samples: int, rank: int, world_size: int, max_batch: int | None) -> list[MicroBatch]:
-    """What `rank` iterates over where every rank has to iterate equally often: a short share may end in ghosts."""
+    """Return the micro-batches of `rank` if all ranks must have equally many: a short share may end in ghosts."""
     shares = split(samples, world_size)
     start, stop = shares[rank]
     largest = shares[0][1] - shares[0][0]
@@ -69,10 +69,10 @@ def lockstep_batches(samples: int, rank: int, world_size: int, max_batch: int | 
 
 
 def shard_batches(samples: int, rank: int, world_size: int, shards: int) -> list[MicroBatch]:
-    """What `rank` iterates over where a step is computed in `shards` parts, whatever the number of workers.
+    """Return the micro-batches of `rank` if a step is computed in `shards` parts for any number of workers.
 
     Shards are contiguous and as even as possible; a step of fewer samples has fewer of them. A rank has a contiguous
-    range of shards; more ranks than shards leave the last ones without.
+    range of shards; if there are more ranks than shards, the last ranks have none.
     """
     cuts = split(samples, min(shards, samples))
     first, last = split(len(cuts), world_size)[rank]
@@ -85,7 +85,7 @@ def shard_batches(samples: int, rank: int, world_size: int, shards: int) -> list
 
 
 def check_shards(global_batch_size: int, shards: int, max_batch_per_gpu: int | None) -> None:
-    """BatchPlanError where shards of a fixed shape cannot be had."""
+    """Raise BatchPlanError if the global batch cannot be split into shards of a fixed shape."""
     if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
         raise BatchPlanError(f"shards is {shards!r}, but it must be a whole number from 1 up")
     size = -(-global_batch_size // shards)
@@ -98,7 +98,7 @@ def check_shards(global_batch_size: int, shards: int, max_batch_per_gpu: int | N
 
 
 def check_batch(global_batch_size: int, max_batch_per_gpu: int | str | None) -> None:
-    """BatchPlanError where no split exists."""
+    """Raise BatchPlanError if no split exists."""
     if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
         raise BatchPlanError(f"global_batch_size is {global_batch_size!r}, but it must be a whole number from 1 up")
     if max_batch_per_gpu is None or max_batch_per_gpu == "auto":

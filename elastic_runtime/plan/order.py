@@ -1,8 +1,8 @@
-"""In which order an epoch's samples are trained: a pure function of (seed, epoch, length, shuffle).
+"""The order in which the samples of an epoch are trained: a pure function of (seed, epoch, length, shuffle).
 
-Global step k of an epoch is [k * G, (k + 1) * G) of that order whatever the world size, so a resize changes who
-computes a sample and never which samples a step is made of. The seeds are mixed by SplitMix64 (Steele, Lea and Flood,
-"Fast splittable pseudorandom number generators", OOPSLA 2014), so that neighbouring seeds share nothing.
+Global step k of an epoch is [k * G, (k + 1) * G) of that order whatever the world size, so a resize changes which
+worker computes a sample and never which samples a step is made of. The seeds are mixed by SplitMix64 (Steele, Lea and
+Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), so that neighbouring seeds share nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, overload
 import torch
 
 _MASK = (1 << 64) - 1
-_LOOKED_AT = 1000
+_STAMP_SAMPLES = 1000
 _PART = 4096
 
 
 def mix_seed(*parts: int) -> int:
-    """One 63-bit seed out of several numbers."""
+    """Return one 63-bit seed made of several numbers."""
     state = 0
     for part in parts:
         state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -30,7 +30,7 @@ def mix_seed(*parts: int) -> int:
 
 
 class Permutation(Sequence[int]):
-    """A sequence of 8 bytes for each sample, where a list takes about 36; a slice is a list."""
+    """An order in 8 bytes a sample, where a list takes about 36. A slice is a list."""
 
     def __init__(self, order: torch.Tensor) -> None:
         self._order = order
@@ -50,9 +50,9 @@ class Permutation(Sequence[int]):
 
 
 class Drawn(Sequence[int]):
-    """What a RandomSampler of very many samples draws, part by part as it is needed: a function of the seed alone.
+    """The order of a RandomSampler of very many samples, drawn in parts on demand: a function of the seed alone.
 
-    With `replacement` each index is drawn for itself; else every `data` indices are a permutation of them all.
+    With `replacement` each index is drawn independently; else every `data` indices are a permutation.
     """
 
     def __init__(self, seed: int, data: int, length: int, *, replacement: bool) -> None:
@@ -85,7 +85,7 @@ class Drawn(Sequence[int]):
 
 
 def epoch_order(seed: int, epoch: int, length: int, *, shuffle: bool) -> Sequence[int]:
-    """The dataset's indices in the order of this epoch."""
+    """Return the dataset's indices in the order of this epoch."""
     if not shuffle:
         return range(length)
     generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
@@ -93,11 +93,11 @@ def epoch_order(seed: int, epoch: int, length: int, *, shuffle: bool) -> Sequenc
 
 
 def order_stamp(order: Sequence[Any]) -> int:
-    """A number that two different orders hardly share, from about a thousand places of each."""
-    looked_at = list(order[:: len(order) // _LOOKED_AT + 1])
-    return zlib.crc32(f"{len(order)} {looked_at}".encode())
+    """Return a checksum of an order, computed from about a thousand of its elements."""
+    sampled = list(order[:: len(order) // _STAMP_SAMPLES + 1])
+    return zlib.crc32(f"{len(order)} {sampled}".encode())
 
 
 def steps_in_epoch(length: int, global_batch: int, *, drop_last: bool) -> int:
-    """Global steps of one epoch; the last one is smaller unless it is dropped."""
+    """Return the number of global steps of one epoch; the last one is smaller unless it is dropped."""
     return length // global_batch if drop_last else -(-length // global_batch)

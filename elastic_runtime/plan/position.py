@@ -1,4 +1,4 @@
-"""Where the training stands."""
+"""The position of a training: epoch, step and samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Position:
-    """`step` global steps are applied in all, `index` of them in `epoch`, which made `samples` of its samples."""
+    """`step` global steps were applied in all; `index` of them in `epoch`, over `samples` samples."""
 
     epoch: int = 0
     index: int = 0
@@ -15,9 +15,9 @@ class Position:
     samples: int = 0
 
     def after_step(self, samples: int) -> Position:
-        """One step of so many samples further."""
+        """Return the position after one more step of `samples` samples."""
         return Position(self.epoch, self.index + 1, self.step + 1, self.samples + samples)
 
     def after_epoch(self) -> Position:
-        """At the beginning of the next epoch."""
+        """Return the position at the beginning of the next epoch."""
         return Position(self.epoch + 1, 0, self.step)

@@ -1,4 +1,4 @@
-"""SIGTERM: the worker is to go, and what it has done is to be saved in the time that is left.
+"""Handles SIGTERM: saves the training within the grace period, then lets the worker exit.
 
 The loop itself saves and leaves at the end of its step, or where a collective fails. A step may take longer than the
 grace period, so a thread saves if the loop does not come that far: from the beginning of a step until its gradients are
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
     from types import FrameType
 
 SAVE_AFTER_S = 1.0
-"""What a loop with short steps needs to come to a step's end by itself."""
+"""Within this time a loop with short steps reaches the end of its step by itself."""
 _POLL_S = 0.02
 
 TERMINATED = 128 + signal.SIGTERM
 
 
 class AtRest:
-    """Whether the state is that of the step's beginning. Written by the loop, asked by the thread that saves."""
+    """Whether the state is that of the step's beginning. Written by the loop, read by the thread that saves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._at_rest = False
 
     def begin(self) -> None:
-        """A step begins: its gradients are computed from here on, and nothing else changes."""
+        """Mark the state as stable: from here on the step computes gradients and changes nothing else."""
         self._at_rest = True
 
     def end(self) -> None:
-        """The state is about to change; returns when nobody copies it."""
+        """Mark the state as changing; returns once no thread copies it."""
         with self._lock:
             self._at_rest = False
 
     def use(self, copy: Callable[[], None]) -> bool:
-        """Call `copy` while the state stands still; False where it does not."""
+        """Call `copy` while the state is stable; return False if it is not."""
         with self._lock:
             if self._at_rest:
                 copy()
@@ -48,10 +48,10 @@ class AtRest:
 
 
 class Preemption:
-    """Listens to SIGTERM in the main thread. `on_told` is called in the signal's handler.
+    """Handles SIGTERM in the main thread. `on_told` is called in the signal handler.
 
-    While `soft` is False the signal does what it did before: before the training nothing can be saved, and after it the
-    signal is not this package's.
+    While `soft` is False the previous handler is used: before the training there is nothing to save, and after it
+    the signal is the script's own.
     """
 
     def __init__(self, on_told: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ class Preemption:
             self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def save_by(self, save: Callable[[], bool]) -> None:
-        """What saves from another thread; False where it cannot do so now."""
+        """Set the function that saves from another thread; it returns False if it cannot save now."""
         self._save = save
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Ending the process soon after the loop was left, for until then it holds its GPU.
+"""Ends the process soon after the training loop was left: until then it holds its GPU.
 
 Tearing down an interpreter that has loaded torch takes 1 to 1.5 s on a busy machine: a last garbage collection over
 half a million objects, every module's end, the destructors of the libraries. Everything a script may rely on comes
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with `code`, as SystemExit does, but right after its `atexit` handlers.
+    """Raise SystemExit(code), and end the process right after its `atexit` handlers.
 
-    Not by an `atexit` handler of our own: that would leave out the handlers registered before it. Where an error of the
-    script's ends the process, that is told as ever, with its traceback and its exit code.
+    Rejected: an `atexit` handler of our own, which would skip the handlers registered before it. An error of the
+    script still ends the process with its traceback and exit code.
     """
     gc.disable()
-    sys.last_traceback = _Last(code)  # type: ignore[assignment]  # what the interpreter lets go of first, after atexit
+    sys.last_traceback = _Last(code)  # type: ignore[assignment]  # the first object that the interpreter drops after atexit
     raise SystemExit(code)
 
 

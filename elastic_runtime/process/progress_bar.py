@@ -1,4 +1,4 @@
-"""Rank 0's progress on the terminal: tqdm's bar where tqdm is installed, else one line that is written anew."""
+"""Rank 0's progress on the terminal: tqdm's bar if tqdm is installed, else one line that is rewritten."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ REDRAW_S = 0.1
 
 
 class Bar(Protocol):
-    """Draws."""
+    """A progress bar of one training."""
 
     def draw(self, step: int, text: str) -> None:
-        """The newest step, and what is to be said beside it."""
+        """Show the newest step, with `text` beside it."""
 
     def say(self, text: str) -> None:
-        """One line that stays, above the bar."""
+        """Print a line above the bar."""
 
     def close(self) -> None:
-        """Nothing is drawn any more."""
+        """Draw no more."""
 
 
 class Progress:
-    """`wanted`: None: only where `stream` is a terminal."""
+    """The training's progress on `stream`. `wanted` None: only if that is a terminal."""
 
     def __init__(self, stream: TextIO, *, wanted: bool | None = None) -> None:
         self._stream = stream
@@ -35,7 +35,7 @@ class Progress:
         self._drawn_at = 0.0
 
     def show(self, step: int, total: int | None, epoch: int, workers: int, metrics: Mapping[str, float]) -> None:
-        """The training is at `step`; drawn at most ten times a second, and at the end."""
+        """Show that the training is at `step`; draws at most ten times a second, and at the end."""
         now = time.monotonic()
         if not self._on or (now - self._drawn_at < REDRAW_S and step != total):
             return
@@ -57,14 +57,14 @@ class Progress:
             self.close()
 
     def close(self) -> None:
-        """Leave what was drawn last."""
+        """Stop; what was drawn last stays on the terminal."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.close()
 
 
 class PlainLine:
-    """Where there is no tqdm."""
+    """A bar without tqdm: one line with step, rate and metrics."""
 
     def __init__(self, stream: TextIO, step: int, total: int | None) -> None:
         self._stream, self._total = stream, total
@@ -72,18 +72,18 @@ class PlainLine:
         self._width = 0
 
     def draw(self, step: int, text: str) -> None:
-        """See Bar."""
+        """Rewrite the line."""
         pace = (step - self._first) / max(time.monotonic() - self._began, 1e-9)
         of = f"/{self._total}" if self._total is not None else ""
         self._write(f"step {step}{of}, {pace:.1f}/s, {text}", "")
 
     def say(self, text: str) -> None:
-        """See Bar."""
+        """Print the text, and begin a new line."""
         self._write(text, "\n")
         self._width = 0
 
     def close(self) -> None:
-        """See Bar."""
+        """End the line."""
         if self._width:
             self._stream.write("\n")
 
@@ -94,23 +94,23 @@ class PlainLine:
 
 
 class TqdmBar:
-    """tqdm's."""
+    """A bar drawn by tqdm."""
 
     def __init__(self, tqdm: Any, stream: TextIO, step: int, total: int | None) -> None:
         self._tqdm, self._stream = tqdm, stream
         self._bar = tqdm(total=total, initial=step, file=stream, unit="step", dynamic_ncols=True)
 
     def draw(self, step: int, text: str) -> None:
-        """See Bar."""
+        """Update tqdm's bar."""
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
 
     def say(self, text: str) -> None:
-        """See Bar."""
+        """Print the text by tqdm, above its bar."""
         self._tqdm.write(text, file=self._stream)
 
     def close(self) -> None:
-        """See Bar."""
+        """Close tqdm's bar."""
         self._bar.close()
 
 

@@ -1,4 +1,4 @@
-"""What this worker tells: JSON lines to its own file, progress to the coordinator."""
+"""Reports of this worker: JSON lines to its own file, progress to the coordinator."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _log = logging.getLogger("elastic_runtime")
 
 
 class Reporter:
-    """Appends lines {"event", "at" (seconds since the epoch), "worker", ...} and passes progress on, once a second.
+    """Appends lines {"event", "at" (seconds since the epoch), "worker", ...} and sends progress once a second.
 
-    `send(event, **fields)` reaches the coordinator. SettingsError where the file cannot be opened.
+    `send(event, **fields)` sends to the coordinator. Raises SettingsError if the file cannot be opened.
     """
 
     def __init__(self, path: str, worker: str, send: Callable[..., None], shown: Progress) -> None:
@@ -44,11 +44,11 @@ class Reporter:
         self.listen("resize", shown.resized)
 
     def close(self) -> None:
-        """Nothing is shown any more."""
+        """Close the progress bar."""
         self._shown.close()
 
     def line(self, event: str, **fields: object) -> None:
-        """Append one line."""
+        """Append one line, and call the script's callbacks for it."""
         if self._file:
             self._append(self._file, {"event": event, "at": time.time(), "worker": self._worker, **fields})
         for callback in self._listeners.get(event, []):
@@ -65,14 +65,14 @@ class Reporter:
             _log.warning("ELASTIC_REPORT_FILE cannot be written to any more (%s); training goes on without it", error)
 
     def listen(self, event: str, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-        """Call it with each line of this event, where and when it is written; returned, to be used as a decorator."""
+        """Call `callback` with each line of this event as it is written; returns it, to be used as a decorator."""
         self._listeners.setdefault(event, []).append(callback)
         return callback
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Append the script's own figures; the newest go with the next progress.
+        """Append the script's own metrics; the newest are sent with the next progress.
 
-        JSON has no nan and no infinity: such a figure is a string in the file, and warned of in the progress's place.
+        JSON has neither NaN nor infinity: such a value is a string in the file, logged as a warning and not sent.
         """
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         strange = {name: str(value) for name, value in metrics.items() if name not in finite}
@@ -83,14 +83,14 @@ class Reporter:
         self.line("metrics", step=step, **finite, **strange)
 
     def note_step(self, samples: int, workers: int) -> None:
-        """So many workers are about to apply a step of so many samples. The first one at a size starts the clock."""
+        """Count a step of `samples` samples with `workers` workers. The first one after a resize starts the clock."""
         if workers != self._workers:
             self._workers, self._samples, self._since = workers, 0, time.monotonic()
         else:
             self._samples += samples
 
     def times(self, step: int, workers: int, *, force: bool = False) -> None:
-        """Tell how long steps take here, if the last time is some seconds ago, or `force`."""
+        """Report this worker's step times, at most every TIMES_EVERY_S seconds unless `force`."""
         now = time.monotonic()
         if not force and now - self._timed_at < TIMES_EVERY_S:
             return
@@ -99,19 +99,19 @@ class Reporter:
         if times is None:
             return
         self._times = times
-        told = {
+        measured = {
             "step_ms": round(times.step_ms, 3),
             "wait_ms": round(times.wait_ms, 3),
             "slowness": round(times.slowness, 3),
         }
-        self.line("steps", step=step, workers=workers, steps=times.steps, samples_per_s=self._throughput(), **told)
-        self._send("StepsTimed", **told)
+        self.line("steps", step=step, workers=workers, steps=times.steps, samples_per_s=self._throughput(), **measured)
+        self._send("StepsTimed", **measured)
 
     def _throughput(self) -> float | None:
         return self._samples / (time.monotonic() - self._since) if self._samples else None
 
     def progress(self, step: int, epoch: int, total_steps: int | None, *, force: bool = False) -> None:
-        """Tell how far the training is, if the last time is a second ago, or `force`."""
+        """Report the training's progress, at most every PROGRESS_EVERY_S seconds unless `force`."""
         self._shown.show(step, total_steps, epoch, self._workers or 1, self._metrics)
         now = time.monotonic()
         if not force and now - self._sent_at < PROGRESS_EVERY_S:

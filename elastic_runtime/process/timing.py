@@ -1,4 +1,4 @@
-"""How long steps take on this worker, how it compares with the others, and what a change of size is made of."""
+"""Durations: of steps, compared with the other workers', and of the phases of a resize."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Means over some steps at one size. `wait_ms` of `step_ms` this worker waited for the others' gradients.
+    """Means over some steps at one size. `wait_ms`, a part of `step_ms`, is the wait for other workers' gradients.
 
-    `slowness`: its own part of a step, over that of all workers on average; above 1 the others wait for it.
+    `slowness`: this worker's own time of a step over the mean of all workers'; above 1 the others wait for it.
     """
 
     steps: int
@@ -25,10 +25,10 @@ class StepTimes:
 
 
 class StepClock:
-    """A step is what this worker does itself, from one sum of gradients to the next, and the wait for the sum.
+    """Measures steps: a worker's own work from one gradient reduction to the next, and its wait for the reduction.
 
-    Who is slow is found without a collective: each worker's own time travels in the gradients' tail, so that everybody
-    knows the mean, and compares itself with it. On a GPU it is the host's time that counts here.
+    Slow workers are found without a collective of their own: each worker's time travels at the end of the gradients
+    (`reduction.step_metadata`), so each can compare itself with the mean. On a GPU the host's time is measured.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
@@ -36,7 +36,7 @@ class StepClock:
         self.restart()
 
     def restart(self) -> None:
-        """The size changed: the next step is not compared with those before."""
+        """Start anew after a resize: the next step is not compared with those before."""
         self._summed_at: float | None = None
         self._ready_at = 0.0
         self._busy_s = 0.0
@@ -46,13 +46,13 @@ class StepClock:
         self._steps, self._all_busy_s, self._wait_s, self._mean_busy_s = 0, 0.0, 0.0, 0.0
 
     def ready(self) -> float:
-        """This worker has done its part; the seconds it took, 0 in the first step after `restart`."""
+        """Note that this worker's gradients are ready; return the seconds they took, 0 in the first step."""
         self._ready_at = self._now_s()
         self._busy_s = 0.0 if self._summed_at is None else self._ready_at - self._summed_at
         return self._busy_s
 
     def summed(self, mean_busy_s: float) -> None:
-        """The gradients of all are there; what their parts took on average."""
+        """Note that the reduction is complete; `mean_busy_s`: the mean of all workers' own times."""
         now = self._now_s()
         if self._summed_at is not None:
             self._steps += 1
@@ -62,7 +62,7 @@ class StepClock:
         self._summed_at = now
 
     def take(self) -> StepTimes | None:
-        """The means since the last call; None where no step was timed."""
+        """Return the means since the last call; None if no step was measured."""
         if not self._steps:
             return None
         steps, busy_s, wait_s = self._steps, self._all_busy_s, self._wait_s
@@ -72,14 +72,14 @@ class StepClock:
 
 
 class Phases:
-    """Milliseconds in each part of a change of size, by name."""
+    """Milliseconds spent in each phase of a resize, by name."""
 
     def __init__(self) -> None:
         self._ms: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Whatever happens within is part of `name`."""
+        """Count the time of the `with` block to the phase `name`."""
         began = time.perf_counter()
         try:
             yield
@@ -87,10 +87,10 @@ class Phases:
             self.add(name, (time.perf_counter() - began) * 1e3)
 
     def add(self, name: str, ms: float) -> None:
-        """So much more of it."""
+        """Add `ms` milliseconds to the phase `name`."""
         self._ms[name] = self._ms.get(name, 0.0) + ms
 
     def take(self) -> dict[str, float]:
-        """What was measured since the last call."""
+        """Return the phases measured since the last call, and start anew."""
         taken, self._ms = self._ms, {}
         return {name: round(ms, 2) for name, ms in taken.items()}

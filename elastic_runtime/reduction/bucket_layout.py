@@ -187,7 +187,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _numbers(parameter: torch.Tensor) -> int:
+def numbers(parameter: torch.Tensor) -> int:
     """How many real numbers a parameter has."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
@@ -205,7 +205,7 @@ def _lay_out(slots: list[Slot], tail_size: int) -> list[Bucket]:
         bucket.size += bucket.size % 2 if slot.parameter.is_complex() else 0  # pairs begin at even places
         slot.start = bucket.size
         bucket.slots.append(slot)
-        bucket.size += _numbers(slot.parameter)
+        bucket.size += numbers(slot.parameter)
     for index, bucket in enumerate(buckets):
         for slot in bucket.slots:
             slot.bucket = index
@@ -216,7 +216,7 @@ def _lay_out(slots: list[Slot], tail_size: int) -> list[Bucket]:
 def view_of(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     """The slot's elements in the parameter's own memory layout, so that optimizers take their fast paths."""
     parameter = slot.parameter
-    part = flat[slot.start : slot.start + _numbers(parameter)]
+    part = flat[slot.start : slot.start + numbers(parameter)]
     if parameter.is_complex():
         return torch.view_as_complex(part.view(*parameter.shape, 2))
     if parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last):

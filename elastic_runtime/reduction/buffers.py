@@ -1,8 +1,8 @@
 """A model's buffers: they follow rank 0, inside the gradients' own reduction, and go back when a step is repeated.
 
 Every worker normalises with its own batch statistics and would drift away from the others; DistributedDataParallel
-broadcasts the buffers of rank 0 before each forward pass. Here rank 0 adds its values to the tail of the last bucket
-and everybody else adds zeros: the sum is rank 0's, and no collective is added. Values that a float32 does not hold
+broadcasts the buffers of rank 0 before each forward pass. Here rank 0 adds its values to the end of the last bucket
+and all other ranks add zeros: the sum is rank 0's, and no collective is added. Values that a float32 does not hold
 (whole numbers of 32 and 64 bits, double precision) travel as three floats of 22 bits each, which is exact.
 
 Buffers are looked up by module and name at each use, because a module may assign a new tensor (`self.mean = ...`). They
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_runtime.errors import UsageError
+from elastic_runtime.torch_internals.modules import BatchNorm, is_persistent, own_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 MAX_NUMEL = 1 << 20
-"""Larger models of buffers (tables, caches) are constants in practice: only normalisation layers' buffers follow."""
+"""Above this many elements (tables, caches) only the buffers of normalisation layers follow: others are constants."""
 _BITS = 22
 _LOW = (1 << _BITS) - 1
 _PARTS = ((2 * _BITS, -1), (_BITS, _LOW), (0, _LOW))
@@ -34,8 +35,8 @@ _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a buffer is registered: `module`'s buffer `name`; `path` is its full name in the model."""
+class Buffer:
+    """A buffer by where it is registered: `module`'s buffer `name`; `path` is its full name in the model."""
 
     module: torch.nn.Module
     name: str
@@ -44,8 +45,8 @@ class Place:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor that is registered there now."""
-        found: torch.Tensor | None = self.module._buffers[self.name]  # noqa: SLF001  (a property costs ten times this)
+        """The tensor that is registered now."""
+        found: torch.Tensor | None = own_buffers(self.module)[self.name]
         if found is None:
             raise UsageError(f"buffer {self.path!r} became None during the training; assign a tensor of zeros instead")
         return found
@@ -56,39 +57,39 @@ class Place:
         if found.shape == value.shape and found.dtype == value.dtype:
             found.data.copy_(value)
         else:
-            self.module._buffers[self.name] = value.clone()  # noqa: SLF001
+            own_buffers(self.module)[self.name] = value.clone()
 
 
 class FollowedBuffers:
     """The buffers of `modules` that follow rank 0, and the values of all of them at a step's beginning."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        places = [place for module in modules for place in _places(module)]
-        if sum(place.tensor.numel() for place in places) > MAX_NUMEL:
-            places = [p for p in places if isinstance(p.module, torch.nn.modules.batchnorm._NormBase)]  # noqa: SLF001
-        self._places = [p for p in places if _kind(p.tensor.dtype) in _NARROW | _WIDE]
+        buffers = [buffer for module in modules for buffer in _buffers_of(module)]
+        if sum(buffer.tensor.numel() for buffer in buffers) > MAX_NUMEL:
+            buffers = [b for b in buffers if isinstance(b.module, BatchNorm)]
+        self._buffers = [b for b in buffers if _kind(b.tensor.dtype) in _NARROW | _WIDE]
         self._kept: list[torch.Tensor] = []
-        self._saved = [p.tensor.detach().clone() for p in self._places]
-        self._shapes = [(p.tensor.dtype, p.tensor.shape) for p in self._places]
+        self._saved = [b.tensor.detach().clone() for b in self._buffers]
+        self._shapes = [(b.tensor.dtype, b.tensor.shape) for b in self._buffers]
         self.size = sum(_width(dtype) * shape.numel() for dtype, shape in self._shapes)
 
     def transient(self) -> dict[str, torch.Tensor]:
-        """The values of those that `state_dict()` leaves out (`persistent=False`), by name."""
-        return {p.path: p.tensor.detach() for p in self._places if not p.persistent}
+        """Return the values of the buffers that `state_dict()` omits (`persistent=False`), by name."""
+        return {b.path: b.tensor.detach() for b in self._buffers if not b.persistent}
 
     def load_transient(self, values: dict[str, torch.Tensor]) -> None:
-        """Take over values that `transient` returned, here or in another process."""
-        for place in self._places:
-            if place.path in values:
-                place.write(values[place.path].to(place.tensor.device))
+        """Set values that `transient` returned, in this process or another one."""
+        for buffer in self._buffers:
+            if buffer.path in values:
+                buffer.write(values[buffer.path].to(buffer.tensor.device))
 
     def save(self) -> None:
-        """Remember the values: a step begins. UsageError where one has another shape or type than at the beginning."""
-        for index, (place, shape, saved) in enumerate(zip(self._places, self._shapes, self._saved, strict=True)):
-            value = place.tensor.detach()
+        """Save the values at a step's beginning. UsageError if a shape or type has changed since the training began."""
+        for index, (buffer, shape, saved) in enumerate(zip(self._buffers, self._shapes, self._saved, strict=True)):
+            value = buffer.tensor.detach()
             if (value.dtype, value.shape) != shape:
                 raise UsageError(
-                    f"buffer {place.path!r} was {shape[0]} of shape {tuple(shape[1])} before the training and is "
+                    f"buffer {buffer.path!r} was {shape[0]} of shape {tuple(shape[1])} before the training and is "
                     f"{value.dtype} of shape {tuple(value.shape)} now; buffers follow rank 0 in a fixed layout: "
                     "register it with its final shape and type"
                 )
@@ -98,73 +99,72 @@ class FollowedBuffers:
                 self._saved[index] = value.clone()
 
     def restore(self) -> None:
-        """Go back to the values remembered: the step is repeated."""
+        """Restore the values of the step's beginning, to repeat the step."""
         self._write(self._saved)
 
     def rewound(self, model: dict[str, Any]) -> dict[str, Any]:
-        """A model's `state_dict`, with the values that its buffers had at the step's beginning."""
-        saved = {p.tensor.data_ptr(): value for p, value in zip(self._places, self._saved, strict=True)}
+        """Return a model's `state_dict` with the values that its buffers had at the step's beginning."""
+        saved = {b.tensor.data_ptr(): value for b, value in zip(self._buffers, self._saved, strict=True)}
         return {
             name: saved.get(value.data_ptr(), value) if isinstance(value, torch.Tensor) else value
             for name, value in model.items()
         }
 
     def keep(self) -> None:
-        """Remember the values apart from those of the step's beginning."""
-        self._kept = [p.tensor.detach().clone() for p in self._places]
+        """Save the values a second time, apart from those of the step's beginning."""
+        self._kept = [b.tensor.detach().clone() for b in self._buffers]
 
     def restore_kept(self) -> None:
-        """Go back to the values of `keep`."""
+        """Restore the values that `keep` has saved."""
         if self._kept:
             self._write(self._kept)
 
     def _write(self, values: list[torch.Tensor]) -> None:
-        for place, value in zip(self._places, values, strict=True):
-            place.write(value)
+        for buffer, value in zip(self._buffers, values, strict=True):
+            buffer.write(value)
 
     def fill(self, section: torch.Tensor, *, leader: bool) -> None:
-        """Put the leader's values, or zeros, into `section`, of shape (size,)."""
+        """Write the values, or zeros unless this is the leader, into `section`. Shape: (size,)."""
         if not self.size:
             return
         if not leader:
-            section.fill_(-0.0)  # which changes no number it is added to
+            section.fill_(-0.0)  # adding it changes no number
             return
-        torch.cat([part for p in self._places for part in _parts(p.tensor, section.dtype)], out=section)
+        torch.cat([part for b in self._buffers for part in _parts(b.tensor, section.dtype)], out=section)
 
     def take(self, section: torch.Tensor) -> None:
-        """Take over the values in `section`."""
+        """Set the buffers to the values in `section`. Shape: (size,)."""
         at = 0
-        for place in self._places:
-            tensor = place.tensor
+        for buffer in self._buffers:
+            tensor = buffer.tensor
             count = _width(tensor.dtype) * tensor.numel()
             tensor.data.copy_(_value(section[at : at + count], tensor))
             at += count
 
 
-def _places(model: torch.nn.Module) -> Iterator[Place]:
-    """Each buffer once, though modules may share it."""
+def _buffers_of(model: torch.nn.Module) -> Iterator[Buffer]:
+    """Yield each buffer once, though modules may share it."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        for name, tensor in module._buffers.items():  # noqa: SLF001
+        for name, tensor in own_buffers(module).items():
             if tensor is None or not tensor.numel() or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            persistent = name not in module._non_persistent_buffers_set  # noqa: SLF001
-            yield Place(module, name, f"{prefix}.{name}".lstrip("."), persistent)
+            yield Buffer(module, name, f"{prefix}.{name}".lstrip("."), is_persistent(module, name))
 
 
 def _kind(dtype: torch.dtype) -> torch.dtype:
-    """The type of the numbers that a value is made of."""
+    """Return the type of the real numbers that a value of `dtype` is made of."""
     return _COMPLEX.get(dtype, dtype)
 
 
 def _width(dtype: torch.dtype) -> int:
-    """How many floats an element travels as."""
+    """Return how many floats one element is sent as."""
     return (3 if _kind(dtype) in _WIDE else 1) * (2 if dtype in _COMPLEX else 1)
 
 
 def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The value of a buffer, as flat tensors of `dtype`."""
+    """Yield the value of a buffer as flat tensors of `dtype`."""
     value = tensor.detach()
     value = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).reshape(-1)
     if value.dtype in _NARROW:
@@ -176,7 +176,7 @@ def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 
 def _value(section: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What `_parts` made of a buffer like this, as that buffer's value."""
+    """Return the value of a buffer like `like` from its parts: the inverse of `_parts`."""
     kind = _kind(like.dtype)
     value = section
     if kind in _WIDE:

@@ -18,7 +18,7 @@ import torch
 
 from elastic_runtime.errors import CollectiveError
 from elastic_runtime.plan.batches import split
-from elastic_runtime.reduction.bucket_layout import Bucket, Slot, view_of
+from elastic_runtime.reduction.bucket_layout import Bucket, Slot, numbers, view_of
 from elastic_runtime.reduction.gradients import BucketReducer
 from elastic_runtime.reduction.sum_tree import Node, Push, joint_plan, range_plan
 
@@ -51,7 +51,7 @@ class ExactReducer(BucketReducer):
         self._forget_rows()
 
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
-        """See GradientReducer. A ghost's gradients are dropped."""
+        """Begin a shard. A ghost's gradients are dropped."""
         if first:
             self._begin_step()
             self._group = group if group is not None and group.size > 1 else None
@@ -68,33 +68,33 @@ class ExactReducer(BucketReducer):
         self._merges = joint_plan(self._nodes, leaves)
 
     def end(self) -> None:
-        """See GradientReducer. A parameter without a gradient adds nothing, in the place where it would add one."""
-        for slot in self._layout.slots:
-            if slot.fired != self._layout.iteration or self._ghost:
-                self._place(slot, None, self._push)
+        """Add nothing for each parameter without a gradient, at its place in the tree."""
+        for bucket in self._layout.buckets:
+            if self._ghost or not bucket.complete:
+                self._gather(bucket)
 
     def reduce(self) -> None:
-        """See GradientReducer."""
+        """Exchange this worker's partial sums, and finish the tree."""
         self._fill_tails()
         if self._group is not None:
             self._reduce_over(self._group)
 
     def hand_out(self, factor: float) -> None:
-        """See GradientReducer."""
+        """Set each `grad` to `factor` times its view of the summed bucket."""
         self._layout.hand_out(factor)
 
     @property
     def in_flight(self) -> bool:
-        """See GradientReducer."""
+        """Whether an exchange of a bucket has been started."""
         return self._launched > 0
 
     @property
     def passive(self) -> bool:
-        """See GradientReducer."""
+        """Never: gradients are always summed along the tree."""
         return False
 
     def abandon(self) -> None:
-        """See GradientReducer."""
+        """Drop the step's gradients and partial sums."""
         self._layout.forget()
         self._forget_rows()
         for exchange in self._exchanges:
@@ -105,40 +105,55 @@ class ExactReducer(BucketReducer):
         self._rows: list[list[torch.Tensor]] = [[bucket.whole for bucket in self._layout.buckets]]
         self._views: dict[tuple[int, Slot], torch.Tensor] = {(0, slot): slot.view for slot in self._layout.slots}
 
-    def _row_view(self, row: int, slot: Slot) -> torch.Tensor:
-        """The slot's part of a partial sum; memory for it is made when it is first needed."""
+    def _row(self, row: int) -> list[torch.Tensor]:
+        """The buckets of a partial sum; memory for it is made when it is first needed."""
         while row >= len(self._rows):
             self._rows.append([bucket.memory() for bucket in self._layout.buckets])
             for each in self._layout.slots:
                 self._views[len(self._rows) - 1, each] = view_of(self._rows[-1][each.bucket], each)
-        return self._views[row, slot]
+        return self._rows[row]
 
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Gradients are gathered a bucket at a time: one operation on many costs less than many on one."""
         slot.fired = self._layout.iteration
         slot.parameter.grad = None
         if self._ghost:
             return
-        self._place(slot, gradient, self._push)
         slot.touched = self._layout.step
-        self._layout.buckets[slot.bucket].arrived.append(slot)
-        if self._last and self._group is not None:
-            self._launch_ready(self._group)
+        bucket = self._layout.buckets[slot.bucket]
+        bucket.arrived.append(slot)
+        bucket.gradients.append(gradient)
+        if bucket.complete:
+            self._gather(bucket)
+            if self._last and self._group is not None:
+                self._launch_ready(self._group)
 
-    def _place(self, slot: Slot, gradient: torch.Tensor | None, push: Push) -> None:
-        """Put a shard's gradient where the tree has it, and merge what it completes."""
-        merges = push.merges
-        if merges and merges[0][1] == push.row:  # straight into its sibling
-            target = self._row_view(merges[0][0], slot)
-            target.add_(_NOTHING if gradient is None else gradient)
-            merges = merges[1:]
-        else:
-            target = self._row_view(push.row, slot)
-            if gradient is None:
-                target.fill_(_NOTHING)
-            elif gradient.data_ptr() != target.data_ptr():
-                target.copy_(gradient)
-        for into, source in merges:
-            self._row_view(into, slot).add_(self._row_view(source, slot))
+    def _gather(self, bucket: Bucket) -> None:
+        """Put a shard's gradients where the tree has them, and merge what they complete."""
+        index, merges = bucket.slots[0].bucket, self._push.merges
+        straight = bool(merges) and merges[0][1] == self._push.row  # into its sibling
+        row = merges[0][0] if straight else self._push.row
+        self._row(row)
+        views = [self._views[row, slot] for slot in bucket.arrived]
+        gradients, bucket.gradients = bucket.gradients, []
+        if straight and views:
+            torch._foreach_add_(views, gradients)
+        elif views:
+            torch._foreach_copy_(views, gradients)
+        if not straight and len(views) < len(bucket.slots):
+            missing = set(bucket.slots) - set(bucket.arrived)
+            torch._foreach_copy_(*self._nothing(row, missing))
+        for into, source in merges[straight:]:
+            self._gradients_of(into, index).add_(self._gradients_of(source, index))
+
+    def _nothing(self, row: int, slots: Iterable[Slot]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        views = [self._views[row, slot] for slot in slots]
+        return views, [torch.full((), _NOTHING, dtype=view.dtype, device=view.device).expand_as(view) for view in views]
+
+    def _gradients_of(self, row: int, index: int) -> torch.Tensor:
+        """A bucket of a partial sum, without tail and padding. Shape: (elements,)."""
+        last = self._layout.buckets[index].slots[-1]
+        return self._row(row)[index][: last.start + numbers(last.parameter)]
 
     def _fill_tails(self) -> None:
         """The numbers ride in this rank's first partial sum; the others carry nothing."""

@@ -73,9 +73,9 @@ class GradientReducer(Protocol):
 
 
 class BucketReducer:
-    """What reducers over flat buckets have in common: see GradientReducer.
+    """The common part of reducers over flat buckets.
 
-    A layout is of the parameters that are trained; where others are from a step on, it is made anew.
+    The layout is made for the parameters that are trained; it is made again where others are trained from a step on.
     """
 
     _layout: Layout
@@ -88,16 +88,16 @@ class BucketReducer:
         self._lay_out()
 
     def attach(self) -> None:
-        """See GradientReducer."""
+        """Register the hooks on the parameters."""
         self._layout.hook(self._receive)
 
     def release(self) -> None:
-        """See GradientReducer."""
+        """Remove the hooks from the parameters."""
         self._layout.unhook()
 
     @property
     def tail(self) -> torch.Tensor:
-        """See GradientReducer."""
+        """The caller's numbers, at the end of the last bucket. Shape: (tail_size,)."""
         return self._layout.tail
 
     def _begin_step(self) -> None:
@@ -110,7 +110,7 @@ class BucketReducer:
         self.attach()
 
     def _receive(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """LoopError for two gradients of one parameter in an iteration. Its own `grad` is None afterwards."""
+        """Pass a gradient on. LoopError for two gradients of one parameter in one iteration."""
         if not self.expects:
             self.on_stray(slot.name)
             return
@@ -130,7 +130,7 @@ def ignore(_name: str) -> None:
 
 
 class FastReducer(BucketReducer):
-    """By all-reduce: equal to one worker's sum within rounding."""
+    """Sums by all-reduce: equal to one worker's sum within rounding."""
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
         super().__init__(parameters, tail_size)
@@ -142,7 +142,7 @@ class FastReducer(BucketReducer):
         self._ghost = self._passive = False
 
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
-        """See GradientReducer. A ghost's gradients count as zero."""
+        """Begin a micro-batch. A ghost's gradients count as zero."""
         if first:
             self._begin_step()
         self._group = group if group is not None and group.size > 1 else None
@@ -153,13 +153,13 @@ class FastReducer(BucketReducer):
             self._launched = 0
 
     def end(self) -> None:
-        """See GradientReducer."""
+        """Gather the gradients of buckets that are not complete."""
         for bucket in self._layout.buckets:
             if not bucket.complete:
                 self._gather(bucket)
 
     def reduce(self) -> None:
-        """See GradientReducer."""
+        """Sum the buckets over the workers, and wait for those that are summed already."""
         if self._passive:
             return
         used = self._layout.used.fill_(1)
@@ -174,27 +174,27 @@ class FastReducer(BucketReducer):
             self._reduce_over(self._group)
 
     def hand_out(self, factor: float) -> None:
-        """See GradientReducer."""
+        """Set each `grad` to `factor` times its view of the summed bucket."""
         if not self._passive:
             self._layout.hand_out(factor, all_used=self._all_used)
 
     @property
     def in_flight(self) -> bool:
-        """See GradientReducer."""
+        """Whether the sum of a bucket has been started."""
         return bool(self._works)
 
     @property
     def passive(self) -> bool:
-        """See GradientReducer. Alone, with one micro-batch a step."""
+        """Whether autograd's own gradients are used: with one worker, and one micro-batch a step."""
         return self._passive
 
     def abandon(self) -> None:
-        """See GradientReducer."""
+        """Drop the step's gradients; sums in flight keep the old buckets."""
         self._works = []
         self._layout.forget()
 
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Gradients are gathered a bucket at a time: one operation on many costs less than many on one."""
+        """Collect a gradient. A complete bucket is gathered at once: one operation on many tensors costs less."""
         if self._passive:
             return
         slot.fired = self._layout.iteration
@@ -207,7 +207,7 @@ class FastReducer(BucketReducer):
                 self._launch_ready(self._group)
 
     def _gather(self, bucket: Bucket) -> None:
-        """Into the bucket: copied where they are the step's first, else added."""
+        """Write the bucket's gradients into it: copied if they are the step's first, else added."""
         step = self._layout.step
         gradients, bucket.gradients = bucket.gradients, []
         pairs = list(zip(bucket.arrived, gradients, strict=True))
@@ -226,7 +226,7 @@ class FastReducer(BucketReducer):
             slot.parameter.grad = None
 
     def _launch_ready(self, group: Group) -> None:
-        """All but the last bucket: that one carries the tail, which is known when the backward pass is over."""
+        """Start the sums of complete buckets, except the last one: its tail is known after the backward pass."""
         buckets = self._layout.buckets
         while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
             self._works.append(group.all_reduce(buckets[self._launched].flat))

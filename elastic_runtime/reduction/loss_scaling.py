@@ -1,4 +1,4 @@
-"""How the losses of one step are scaled, so that the gradients of all workers add up to what was asked for."""
+"""The scaling of a step's losses, by which the gradients of all workers sum to those of the global batch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class StepLosses:
-    """`whole`: weights have to be whole numbers, which add up to the same in any order."""
+    """The losses of one step. `whole`: weights must be whole numbers, whose sum is the same in any order."""
 
     def __init__(self, *, whole: bool) -> None:
         self._whole = whole
-        self._kind = ""  # not known yet
+        self._kind = ""  # set by the step's first loss
         self.weight = 0.0  # of this worker's losses in this step: units, or samples
         self._share_of: tuple[object, ...] = ()
         self._share = torch.empty(0)
 
     def begin(self) -> None:
-        """Another step, or another pass of one."""
+        """Begin another step, or another backward pass of one."""
         self.weight, self._kind = 0.0, ""
 
     def check(self, weight: float | None, reduction: str) -> None:
-        """UsageError and LoopError for what `job.backward` was given."""
+        """Raise UsageError or LoopError for invalid arguments of `job.backward`."""
         if reduction not in {"mean", "sum"}:
             raise UsageError(f"job.backward got reduction={reduction!r}, but it must be 'mean' or 'sum'")
         if weight is not None and (reduction == "sum" or not weight >= 0):
@@ -46,7 +46,7 @@ class StepLosses:
         self._kind = kind
 
     def factor(self, micro: MicroBatch, weight: float | None, reduction: str, *, passive: bool) -> float:
-        """What this micro-batch's loss is multiplied by. `passive`: nothing is done to the gradients afterwards."""
+        """Return the factor of this micro-batch's loss. `passive`: the gradients are not scaled afterwards."""
         if reduction == "sum":
             return 0.0 if micro.ghost else 1.0
         if passive:
@@ -56,7 +56,10 @@ class StepLosses:
         return counted / micro.step_samples
 
     def seed(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
-        """What the backward pass begins with; as an operation on the loss it would be one more in each direction."""
+        """Return the gradient with which the backward pass begins: `factor`, in the shape of the loss.
+
+        Multiplying the loss was rejected: it adds an operation to both passes.
+        """
         asked = (loss.shape, loss.dtype, loss.device, factor)
         if self._share_of != asked:
             if loss.numel() != 1:
@@ -66,5 +69,5 @@ class StepLosses:
         return self._share
 
     def final(self, step_samples: int, total: float) -> float:
-        """What the summed gradients are multiplied by; `total`: the weight of all workers' losses, 0 for sums."""
+        """Return the factor of the summed gradients; `total`: the weight of all workers' losses, 0 for sums."""
         return step_samples / total if total else 1.0

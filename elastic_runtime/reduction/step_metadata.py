@@ -1,4 +1,4 @@
-"""The numbers that ride at the end of the last bucket, and would otherwise need a collective of their own."""
+"""Numbers that are summed at the end of the last gradient bucket, where they need no collective of their own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STAMPS = 251
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker says of its part of a step.
+    """One worker's part of a step, as it enters the sum.
 
     `vote`: how far the prepared generation's number is above the one in force, 0 for none. `weight`: of its losses,
     beside their samples; whole ones stay exact up to 2**44. `busy_s`: seconds it took. `stamp`: below `STAMPS`, equal
@@ -38,11 +38,11 @@ class Share:
     step: int = 0
 
 
-class Tail:
+class StepMetadata:
     """The workers' shares, rank 0's values that all must have, and rank 0's buffers. All are summed over the workers.
 
     With a vote v its square travels. Sums W * v and W * v**2 mean that all W workers voted v: by Cauchy-Schwarz no
-    other votes have both. The same tells whether all are at one step.
+    other votes have both. The same shows whether all workers are at one step.
     """
 
     def __init__(self, buffers: FollowedBuffers, agreement: Agreement | None = None) -> None:
@@ -56,7 +56,7 @@ class Tail:
         self.busy_s = 0.0  # of all workers together
 
     def fill(self, section: torch.Tensor, share: Share, *, leader: bool) -> None:
-        """This worker's numbers."""
+        """Write this worker's numbers into `section`. Shape: (size,)."""
         self._share = share
         vote, stamp = share.vote, share.stamp
         numbers = [share.samples, vote, vote**2, stamp, stamp**2, share.busy_s, *divmod(share.weight, _BASE)]
@@ -68,10 +68,10 @@ class Tail:
             self._buffers.fill(section[self._before_buffers :], leader=leader)
 
     def take(self, section: torch.Tensor, *, keeps: bool, samples: int, workers: int) -> bool:
-        """Everybody's sums; whether all voted as this worker did, for a generation. `keeps`: the buffers are its own.
+        """Read the sums; return whether all workers voted for the same generation. `keeps`: buffers are not set.
 
-        LoopError where the workers are not at the same step, or their samples do not add up to it; ModelMismatchError
-        where learning rates or parameters differ.
+        LoopError if the workers are not at the same step, or their samples do not add up to it; ModelMismatchError if
+        learning rates or parameters differ.
         """
         counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, high, low = section[:_HEAD].tolist()
         self.weight = high * _BASE + low
@@ -95,7 +95,7 @@ class Tail:
 
 
 def _unanimous(value: int, total: float, squares: float, workers: int) -> bool:
-    """Whether `workers` equal values have these sums. Half a unit is what rounding may do to few, 1e-6 to many."""
+    """Return whether `workers` values, all equal to `value`, have these sums, up to rounding."""
     return math.isclose(total, workers * value, rel_tol=1e-6, abs_tol=0.5) and math.isclose(
         squares, workers * value**2, rel_tol=1e-6, abs_tol=0.5
     )

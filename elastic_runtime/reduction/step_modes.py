@@ -19,7 +19,7 @@ from elastic_runtime.errors import SettingsError
 from elastic_runtime.plan.order import mix_seed
 from elastic_runtime.reduction.exact import ExactReducer
 from elastic_runtime.reduction.gradients import FastReducer
-from elastic_runtime.reduction.step_metadata import Tail
+from elastic_runtime.reduction.step_metadata import StepMetadata
 from elastic_runtime.validation.agreement import Agreement
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Clipping:
 
 
 class Mode:
-    """How the steps of one training are computed. What stands here is what `fast` does beside its reducer."""
+    """How the steps of one training are computed, beside the reducer. The methods here are those of `fast`."""
 
     name: str
     lockstep = False
@@ -61,51 +61,51 @@ class Mode:
     ) -> None:
         """`make_reducer` gets the number of values in the tail."""
         self._buffers, self._streams = buffers, streams
-        self.tail = Tail(buffers, agreement)
+        self.tail = StepMetadata(buffers, agreement)
         self.reducer = make_reducer(self.tail.size)
 
     def remember(self) -> None:
-        """A step begins, and its data are not fetched yet: what is there now is what a repeated step begins with."""
+        """Save what a repeated step begins with; called before the step's data are fetched."""
         self._buffers.save()
         self._streams.save()
 
     def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
-        """A micro-batch is about to be computed, the `first` of its step."""
+        """Prepare for a micro-batch; `first`: of its step."""
 
     def end(self, micro: MicroBatch) -> None:  # noqa: ARG002
-        """Its backward pass is over."""
+        """End the backward pass of a micro-batch."""
         self.reducer.end()
 
     def fill_tail(self, share: Share, *, leader: bool) -> None:
-        """This worker's numbers, for the sum over all workers."""
+        """Write this worker's numbers, for the sum over all workers."""
         self.tail.fill(self.reducer.tail, share, leader=leader)
 
     def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
-        """Everybody's; whether the switch that this worker voted for is agreed on."""
+        """Read the sums; return whether all workers voted for the switch that this one voted for."""
         return self.tail.take(self.reducer.tail, keeps=leader, samples=micro.step_samples, workers=workers)
 
     def completed(self, step: int) -> None:
-        """The gradients are summed: optimizer and scheduler come next."""
+        """Called when the gradients are summed, before optimizer and scheduler act."""
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
-        """After the reduction every worker has all gradients: nobody needs to be asked."""
+        """Clip this worker's copy of the summed gradients; no collective is needed."""
         how = clipping
         return torch.nn.utils.clip_grad_norm_(
             parameters, how.max_norm, how.norm_type, how.error_if_nonfinite, how.foreach
         )
 
     def restore(self) -> None:
-        """The step is repeated."""
+        """Restore what `remember` has saved: the step is repeated."""
         self._buffers.restore()
         self._streams.restore()
 
     def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
-        """A state that was captured in the middle of a step, as it was at the step's beginning."""
+        """Return a state that was captured in the middle of a step as it was at the step's beginning."""
         return {**captured, "model": self._buffers.rewound(captured["model"]), "streams": self._streams.saved}
 
 
 class FastMode(Mode):
-    """See the module."""
+    """The mode `fast`: every worker's own random streams continue from step to step."""
 
     name = "fast"
 
@@ -114,7 +114,7 @@ class FastMode(Mode):
 
 
 class ExactMode(Mode):
-    """See the module. `seed`: the job's."""
+    """The mode `exact`: each shard has random streams of its own. `seed`: the job's."""
 
     name = "exact"
 
@@ -124,37 +124,37 @@ class ExactMode(Mode):
         use_deterministic_algorithms()
 
     def remember(self) -> None:
-        """See Mode."""
+        """Save the buffers; random streams are a function of the step."""
         self._buffers.save()
 
     def begin(self, micro: MicroBatch, step: int, *, first: bool) -> None:
-        """See Mode."""
+        """Begin a shard with the step's buffers and its own random streams."""
         if not first:
             self._buffers.restore()
         self._streams.reseed(mix_seed(self._seed, step, micro.shard))
 
     def end(self, micro: MicroBatch) -> None:
-        """See Mode."""
+        """End a shard; the buffers of the first one are what the step leaves behind."""
         super().end(micro)
         if micro.shard == 0 and not micro.ghost:
             self._buffers.keep()
 
     def fill_tail(self, share: Share, *, leader: bool) -> None:
-        """See Mode. Rank 0 has the first shard."""
+        """Write this worker's numbers. Rank 0 has the first shard, and so the step's buffers."""
         if leader:
             self._buffers.restore_kept()
         super().fill_tail(share, leader=leader)
 
     def completed(self, step: int) -> None:
-        """See Mode."""
+        """Continue with random streams that are a function of the step."""
         self._streams.reseed(mix_seed(self._seed, step, -1))
 
     def restore(self) -> None:
-        """See Mode."""
+        """Restore the buffers of the step's beginning."""
         self._buffers.restore()
 
     def rewound(self, captured: dict[str, Any]) -> dict[str, Any]:
-        """See Mode. A step begins with streams of its own."""
+        """Return the state with the buffers of the step's beginning; a step has random streams of its own."""
         return {**captured, "model": self._buffers.rewound(captured["model"])}
 
 

@@ -4,8 +4,8 @@ Floating-point addition is commutative but not associative: a sum is the same to
 long as the same pairs are added. The tree's leaves are the shards 0 .. leaves-1 of a step; node (level, index) covers
 [index << level, (index + 1) << level); a node whose right half is beyond the last leaf is its left half.
 
-Who holds a contiguous range of leaves can sum up those nodes that lie in it (its canonical nodes, at most two a level);
-whoever gets the canonical nodes of all ranges finishes the sum.
+A rank with a contiguous range of leaves computes the nodes that lie in it (its canonical nodes, at most two a level).
+From the canonical nodes of all ranges the sum is finished.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Node = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What one more node does to a stack of partial sums: it goes to `row`, then each (into, from) is added."""
+    """How one more node changes a stack of partial sums: it is stored in `row`, then each (into, from) is added."""
 
     row: int
     merges: tuple[tuple[int, int], ...]
 
 
 def push(stack: list[Node], node: Node, leaves: int) -> Push:
-    """Put the next node to the right on the stack, and merge siblings. Changes `stack`."""
+    """Push the next node to the right, and merge siblings. Modifies `stack`."""
     row, merges = len(stack), []
     stack.append(node)
     while True:
@@ -43,12 +43,12 @@ def push(stack: list[Node], node: Node, leaves: int) -> Push:
 
 
 NOTHING: Node = (-1, 0)
-"""What a rank without leaves sends: a sum of nothing, which is added last."""
+"""The node of a rank without leaves: an empty sum, which is added last."""
 
 
 @dataclass(frozen=True, slots=True)
 class RangePlan:
-    """What each leaf of a range does, in order; and the canonical nodes that are left, by row."""
+    """The pushes of a range's leaves in order, and the canonical nodes that remain, by row."""
 
     pushes: tuple[Push, ...]
     nodes: tuple[Node, ...]
@@ -56,7 +56,7 @@ class RangePlan:
 
 @lru_cache(maxsize=1024)
 def range_plan(start: int, stop: int, leaves: int) -> RangePlan:
-    """For the leaves [start, stop)."""
+    """Return the plan of the leaves [start, stop)."""
     if start == stop:
         return RangePlan((Push(0, ()),), (NOTHING,))
     stack: list[Node] = []
@@ -66,7 +66,7 @@ def range_plan(start: int, stop: int, leaves: int) -> RangePlan:
 
 @lru_cache(maxsize=1024)
 def joint_plan(nodes: tuple[tuple[Node, ...], ...], leaves: int) -> tuple[tuple[int, int], ...]:
-    """How the canonical nodes of all ranks, listed in order of ranks, are merged: (into, from). The sum is in 0."""
+    """Return the merges (into, from) of the canonical nodes of all ranks, in order of ranks; the sum is in row 0."""
     stack: list[Node] = []
     rows: list[int] = []
     merges, nothing = [], []

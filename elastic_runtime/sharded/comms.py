@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from elastic_runtime.errors import CollectiveError
+from elastic_runtime.torch_internals.fsdp import AllGather, ReduceScatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

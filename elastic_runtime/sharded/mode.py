@@ -31,7 +31,7 @@ _OWN = 2
 
 
 class ShardedReducer:
-    """See GradientReducer. FSDP's own hooks receive the gradients: nothing is scaled, and strays are not seen."""
+    """FSDP sums the gradients by its own hooks; this sums the tail. Nothing is scaled, and strays are not noticed."""
 
     scale = 1.0
     expects = True
@@ -44,48 +44,48 @@ class ShardedReducer:
 
     @property
     def tail(self) -> torch.Tensor:
-        """See GradientReducer."""
+        """The caller's numbers. Shape: (tail_size,)."""
         return self._whole_tail[:-_OWN]
 
     @property
     def passive(self) -> bool:
-        """See GradientReducer."""
+        """Never: a step always has a sum of its tail."""
         return False
 
     @property
     def in_flight(self) -> bool:
-        """See GradientReducer. From the first forward pass on."""
+        """Always: FSDP communicates from the first forward pass on."""
         return True
 
     def attach(self) -> None:
-        """See GradientReducer. FSDP's own hooks belong to its wrapping."""
+        """Do nothing: FSDP's hooks belong to its wrapping."""
 
     def release(self) -> None:
-        """See GradientReducer."""
+        """Do nothing: FSDP's hooks belong to its wrapping."""
 
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:  # noqa: ARG002
-        """See GradientReducer."""
+        """Have FSDP reduce the gradients after the last micro-batch only."""
         for module in self._sharding.wrapping.modules:
             module.set_requires_gradient_sync(micro.last, recurse=False)
             module.set_is_last_backward(micro.last)
 
     def end(self) -> None:
-        """See GradientReducer. CollectiveError where one of FSDP's collectives failed since the step's beginning."""
+        """Raise CollectiveError if one of FSDP's collectives has failed since the step's beginning."""
         self._sharding.link.check()
 
     def reduce(self) -> None:
-        """See GradientReducer."""
+        """Sum the tail over the workers."""
         group = self._sharding.link.group
         if group.size > 1:
             group.wait([group.all_reduce(self._whole_tail)])
 
     def hand_out(self, factor: float) -> None:
-        """See GradientReducer."""
+        """Multiply the gradients, which FSDP has summed, by `factor`."""
         if factor != 1.0:
             torch._foreach_mul_(self._gradients(), factor)
 
     def abandon(self) -> None:
-        """See GradientReducer. What FSDP has of them goes with its wrapping."""
+        """Drop the gradients; FSDP's own buffers are dropped with its wrapping."""
         for parameter in self._sharding.wrapping.parameters().values():
             parameter.grad = None
 
@@ -109,18 +109,18 @@ class ShardedMode(Mode):
         return self._reducer
 
     def fill_tail(self, share: Share, *, leader: bool) -> None:
-        """See Mode."""
+        """Write this worker's numbers, and whether it wants a checkpoint or was told to end."""
         super().fill_tail(share, leader=leader)
         save = self._sharding.due() if leader else 0
         self._reducer.own.copy_(torch.tensor([save, self._sharding.is_told()], dtype=torch.float32))
 
     def take_tail(self, micro: MicroBatch, *, leader: bool, workers: int) -> bool:
-        """See Mode."""
+        """Read the sums, and agree on a checkpoint or the end."""
         save, told = self._reducer.own.tolist()
         self._sharding.agreed(save=int(save), told=told > 0)
         return super().take_tail(micro, leader=leader, workers=workers)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
-        """See Mode. CollectiveError where a peer is lost."""
+        """Clip by the norm over all shards. CollectiveError if a peer is lost."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return clip_shards_(self._sharding.link.group, gradients, clipping)

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from elastic_runtime.errors import UsageError
-from elastic_runtime.torch_internals import forget_composable_state
+from elastic_runtime.torch_internals import forget_composable_state, fsdp
+from elastic_runtime.torch_internals.modules import own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from elastic_runtime.sharded.layout import Sharded
 
     ShardFunction = Callable[[Any, DeviceMesh], object]
-
-_FSDP = "torch.distributed.fsdp."
-_HOLDERS = {"FSDPState", "FSDPParamGroup", "FSDPParam"}
 
 
 @dataclass
@@ -74,7 +72,7 @@ class Wrapping:
         self.aliases = {alias: self._names[id(tensor)] for alias, tensor in every if id(tensor) in self._names}
         self._places: dict[str, list[tuple[torch.nn.Module, str]]] = {name: [] for name in self._names.values()}
         for module in whole.modules():
-            for attribute, parameter in module._parameters.items():  # noqa: SLF001
+            for attribute, parameter in own_parameters(module).items():
                 if parameter is not None:
                     self._places[self._names[id(parameter)]].append((module, attribute))
         self._groups = {
@@ -144,7 +142,7 @@ class Wrapping:
 
     def _put(self, name: str, parameter: torch.nn.Parameter) -> None:
         for module, attribute in self._places[name]:
-            module._parameters[attribute] = parameter  # noqa: SLF001
+            own_parameters(module)[attribute] = parameter
 
 
 def _names(whole: torch.nn.Module) -> dict[int, str]:
@@ -212,7 +210,7 @@ def _take_off(bare: _Bare) -> None:
 
 def _is_fsdps(hook: Any) -> bool:
     function = getattr(hook, "hook", hook)  # as torch.nn.Module wraps those for load_state_dict
-    return str(getattr(function, "__module__", "")).startswith(_FSDP)
+    return str(getattr(function, "__module__", "")).startswith(fsdp.PACKAGE)
 
 
 def _empty(value: object) -> None:
@@ -222,7 +220,7 @@ def _empty(value: object) -> None:
     if isinstance(value, list):
         for each in value:
             _empty(each)
-    elif type(value).__name__ in _HOLDERS and type(value).__module__.startswith(_FSDP):
+    elif type(value).__name__ in fsdp.HOLDERS and type(value).__module__.startswith(fsdp.PACKAGE):
         held = list(vars(value).values())
         value.__dict__.clear()
         _empty(held)

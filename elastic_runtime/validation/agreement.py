@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_runtime.errors import ModelMismatchError
+from elastic_runtime.torch_internals.modules import scale_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +74,7 @@ class Agreement:
 
     def _sample(self, step: int) -> torch.Tensor:
         """Rank-independent elements of this turn's parameters, and the scaler's scale. Shape: (1 + parameters,)."""
-        scale = self._scaler._scale if self._scaler is not None else None  # noqa: SLF001  (get_scale() waits for a GPU)
+        scale = scale_of(self._scaler) if self._scaler is not None else None
         chosen = self._turns[step // EVERY % TURNS]
         values = [_element(parameter, step) for _, parameter in chosen]
         first = torch.zeros(1) if scale is None else scale.detach().reshape(1)

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from elastic_runtime.errors import LoopError
+from elastic_runtime.torch_internals.modules import is_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,7 +38,7 @@ class CarriedState:
     def __init__(self, models: Iterable[torch.nn.Module] = ()) -> None:
         models = list(models)
         modules = {part for model in models for part in model.modules()}
-        compiled = any(part._compiled_call_impl is not None for part in modules)  # noqa: SLF001
+        compiled = any(is_compiled(part) for part in modules)
         recurrent = any(isinstance(part, torch.nn.RNNBase | torch.nn.RNNCellBase) for part in modules)
         self._modules = modules if recurrent and not compiled else set()
         self._left = LOOKS_AT if self._modules else 0

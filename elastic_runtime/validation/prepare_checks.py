@@ -34,7 +34,15 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
 
 
 def _check_plain(part: torch.nn.Module) -> None:
-    """UsageError for what sums gradients up by itself. By name: importing FSDP costs a second."""
+    """UsageError for what sums gradients up by itself. By name: importing FSDP costs a second, and Fabric need not be
+    there.
+    """
+    if type(part).__name__ == "_FabricModule":
+        raise UsageError(
+            "the model was wrapped by Lightning Fabric's setup, which sums gradients over workers by itself; leave "
+            "fabric.setup and fabric.setup_dataloaders out, give prepare the plain model, optimizer and loader, and "
+            "call job.backward in place of fabric.backward"
+        )
     for kind in type(part).__mro__:
         if kind.__name__ in DISTRIBUTING and kind.__module__.startswith("torch."):
             raise UsageError(

@@ -10,10 +10,10 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from elastic_runtime.data.dataloader import Batches
 from elastic_runtime.errors import LoopError
+from elastic_runtime.torch_internals.modules import LoaderIterator, index_sampler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,17 +62,17 @@ class LoaderWatch:
 
 
 _watching: weakref.WeakSet[LoaderWatch] = weakref.WeakSet()
-_next: Any = _BaseDataLoaderIter.__next__
+_next: Any = LoaderIterator.__next__
 
 
 def _install() -> None:
     """Once, and for the process: what replaces it in turn for each training could not be taken back in any order."""
-    if _BaseDataLoaderIter.__next__ is _next:
-        _BaseDataLoaderIter.__next__ = _watched  # type: ignore[method-assign, assignment]
+    if LoaderIterator.__next__ is _next:
+        LoaderIterator.__next__ = _watched  # type: ignore[method-assign, assignment]
 
 
 def _watched(iterator: Any) -> Any:
-    if _watching and not isinstance(iterator._index_sampler, Batches) and torch.is_grad_enabled():  # noqa: SLF001
+    if _watching and not isinstance(index_sampler(iterator), Batches) and torch.is_grad_enabled():
         for watch in list(_watching):
             watch.note(iterator)
     return _next(iterator)

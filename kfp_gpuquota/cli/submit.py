@@ -15,6 +15,7 @@ from kfp_gpuquota.cli.amounts import gpus_or_fraction, pairs, toleration_of, who
 from kfp_gpuquota.cli.logs import follow_to_the_end
 from kfp_gpuquota.cli.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.cli.output import Format, show
+from kfp_gpuquota.cli.rehearsal import rehearse_here
 from kfp_gpuquota.cli.terminal import say
 from kfp_gpuquota.errors import UnauthorizedError, UsageError
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 FORWARDED: Final = (
     "PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL",
 )  # fmt: skip
+
+_VARIABLE: Final = "a variable is given as NAME=VALUE"
 
 GpusOption = Annotated[
     str | None,
@@ -119,6 +122,13 @@ FollowOption = Annotated[
 CommandOption = Annotated[
     bool, typer.Option("--command", help="Accepted for runai's sake: what follows -- is always the whole command.")
 ]
+RehearseOption = Annotated[
+    bool,
+    typer.Option(
+        "--rehearse",
+        help="Run the command here with ELASTIC_REHEARSE=1 first; submit it where that finds nothing.",
+    ),
+]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
 CommandArgument = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND [ARG]")]
 
@@ -160,6 +170,7 @@ def submit(
     cool_down: CoolDownOption = DEFAULT_COOL_DOWN_S,
     min_run_time: MinRunTimeOption = 0.0,
     follow: FollowOption = False,
+    rehearse: RehearseOption = False,
     whole_command: CommandOption = False,
     project: ProjectOption = "",
     output: OutputOption = Format.TABLE,
@@ -171,6 +182,7 @@ def submit(
     Examples:
       gpuquota submit train1 -g 1 -- python train.py
       gpuquota submit elastic1 -g 1 --elastic -- python train.py
+      gpuquota submit elastic1 -g 1 --elastic --rehearse -- python train.py
       gpuquota submit elastic2 -g 2 --min-gpus 1 --max-gpus 4 -- python train.py
       gpuquota submit train2 -g 1 --follow -- python train.py
       gpuquota submit notebook -g 1 --interactive -- jupyter lab
@@ -180,6 +192,8 @@ def submit(
     del whole_command
     if follow and output not in {Format.TABLE, Format.WIDE}:
         raise UsageError(f"--follow shows the job's log where -o {output.value} shows its record; choose one of them")
+    if rehearse:
+        rehearse_here(command or [], pairs("environment", environment or [], _VARIABLE), working_dir)
     reached = client(image or "")
     here = not on_kubernetes()
     project = project_or_configured(project)
@@ -215,7 +229,7 @@ def submit(
         node=node,
         environment={
             **(_forwarded() if here else {}),
-            **pairs("environment", environment or [], "a variable is given as NAME=VALUE"),
+            **pairs("environment", environment or [], _VARIABLE),
         },
         working_directory=str(Path(working_dir or ".").absolute()) if here else working_dir or "",
         grace_period_s=grace_period,

@@ -60,6 +60,8 @@ MISTAKES = [
     ("submit x", "command is (), but it must name a program; add: -- COMMAND ARGS"),
     ("submit x -p nobody -- true", "create it with: gpuquota project create nobody --guaranteed N"),
     ("submit x -e NAME -- true", "a variable is given as NAME=VALUE"),
+    ("submit x --rehearse", "--rehearse needs the command, after --"),
+    ("submit x --rehearse -- no-such-program", "'no-such-program' cannot be started here"),
     ("submit x -i pytorch -- true", "images work on Kubernetes"),
     ("submit x --node node-9 -- true", "the cluster's nodes are node-0"),
     ("describe nothing", "project 'team-a' has no job 'nothing'; see what it has with: gpuquota list"),
@@ -89,6 +91,14 @@ def test_a_mistake_gets_one_sentence_the_code_2_and_changes_nothing(team: Cli) -
         assert (answer.code, answer.out) == (2, ""), command
         assert sentence in answer.err, command
     assert team.cluster.client.list_jobs() == before
+
+
+def test_a_job_whose_rehearsal_fails_is_not_submitted(team: Cli) -> None:
+    refused = team.run("submit", "bad", "--rehearse", "--", "sh", "-c", "exit $((ELASTIC_REHEARSE + 2))")
+    assert refused.code == 3
+    assert "the rehearsal ended with exit code 3; nothing was submitted" in refused.err
+    team("submit", "good", "--rehearse", "-e", "A=1", "--", "sh", "-c", "exit $((A - 1))")
+    assert [job["spec"]["name"] for job in json.loads(team("list -o json"))] == ["good"]
 
 
 def test_without_a_project_the_error_says_how_to_set_one(cli: Cli) -> None:

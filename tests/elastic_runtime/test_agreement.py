@@ -19,7 +19,7 @@ from elastic_runtime.plan.position import Position
 from elastic_runtime.process.timing import Phases
 from elastic_runtime.reduction.buffers import FollowedBuffers
 from elastic_runtime.reduction.gradients import FastReducer
-from elastic_runtime.reduction.step_metadata import Share, Tail
+from elastic_runtime.reduction.step_metadata import Share, StepMetadata
 from elastic_runtime.state.join_exchange import exchange
 from elastic_runtime.state.training_state import Totals, TrainingState
 from elastic_runtime.validation.agreement import FULL_TURN, Agreement
@@ -35,12 +35,12 @@ def network() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
 
 
-def worker(model: nn.Module, rate: float = 0.1) -> Tail:
+def worker(model: nn.Module, rate: float = 0.1) -> StepMetadata:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    return Tail(FollowedBuffers([]), Agreement(list(model.named_parameters()), [optimizer]))
+    return StepMetadata(FollowedBuffers([]), Agreement(list(model.named_parameters()), [optimizer]))
 
 
-def meet(tails: list[Tail], step: int) -> None:
+def meet(tails: list[StepMetadata], step: int) -> None:
     """One step's sum, as each worker reads it."""
     sections = [torch.zeros(tail.size) for tail in tails]
     for rank, (tail, section) in enumerate(zip(tails, sections, strict=True)):
@@ -50,7 +50,7 @@ def meet(tails: list[Tail], step: int) -> None:
         tail.take(total, keeps=rank == 0, samples=len(tails), workers=len(tails))
 
 
-def first_difference(tails: list[Tail]) -> tuple[int, str]:
+def first_difference(tails: list[StepMetadata]) -> tuple[int, str]:
     """(the step in which the workers notice that they differ, the message); -1 where they do not."""
     for step in range(2 * FULL_TURN):
         try:

@@ -19,7 +19,7 @@ import elastic_runtime
 from elastic_runtime.errors import BatchPlanError, LoopError, SettingsError, UsageError
 from elastic_runtime.plan.batch_sizes import GlobalBatch, MicroBatchLimit
 from elastic_runtime.reduction.buffers import FollowedBuffers
-from elastic_runtime.reduction.step_metadata import Share, Tail
+from elastic_runtime.reduction.step_metadata import Share, StepMetadata
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, Points, tokens_of, train
 
@@ -103,7 +103,7 @@ def test_a_step_has_losses_of_one_kind(second: dict[str, Any]) -> None:
 
 @given(weights=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=8))
 def test_whole_weights_are_added_up_exactly(weights: list[int]) -> None:
-    tails = [Tail(FollowedBuffers([])) for _ in weights]
+    tails = [StepMetadata(FollowedBuffers([])) for _ in weights]
     sections = [torch.zeros(tail.size) for tail in tails]
     for tail, section, weight in zip(tails, sections, weights, strict=True):
         tail.fill(section, Share(1, weight=weight), leader=False)

@@ -14,7 +14,7 @@ from torch import nn
 from elastic_runtime.plan.batches import MicroBatch
 from elastic_runtime.reduction.buffers import FollowedBuffers
 from elastic_runtime.reduction.gradients import FastReducer
-from elastic_runtime.reduction.step_metadata import Share, Tail
+from elastic_runtime.reduction.step_metadata import Share, StepMetadata
 from elastic_runtime.state.packing import describe, holes, pack, unpack
 from elastic_runtime.state.random_streams import RandomStreams
 from elastic_runtime.state.training_state import TrainingState
@@ -197,7 +197,7 @@ def test_buffers_travel_in_the_tail_and_stay_exact(dtype: torch.dtype) -> None:
     ("votes", "agreed"), [([3, 3, 3], True), ([3, 0, 3], False), ([2, 3, 4], False), ([0, 0, 0], False)]
 )
 def test_only_a_unanimous_vote_is_an_agreement(votes: list[int], agreed: bool) -> None:
-    tails = [Tail(FollowedBuffers([])) for _ in votes]
+    tails = [StepMetadata(FollowedBuffers([])) for _ in votes]
     sections = [torch.zeros(tail.size) for tail in tails]
     for tail, section, vote in zip(tails, sections, votes, strict=True):
         tail.fill(section, Share(5, vote), leader=False)

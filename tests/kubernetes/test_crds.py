@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec
@@ -284,14 +284,21 @@ def vocabulary_takes(spec: dict[str, Any]) -> bool:
     return not (shared and "gpus" in given)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(spec=SPECS)
+SAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(200, marks=pytest.mark.slow)])
+
+
+@SAMPLES
 def test_the_api_server_takes_what_the_vocabulary_takes_and_nothing_else(
-    crds_cluster: DevCluster, jobs: str, spec: dict[str, Any]
+    crds_cluster: DevCluster, jobs: str, examples: int
 ) -> None:
-    given = answer(crds_cluster.api, jobs, job(**spec))
-    assert vocabulary_takes(spec) is not isinstance(given, ApiError), given
-    assert not isinstance(given, ApiError) or given.status == 422
+    @settings(max_examples=examples, deadline=None)
+    @given(spec=SPECS)
+    def ask(spec: dict[str, Any]) -> None:
+        given = answer(crds_cluster.api, jobs, job(**spec))
+        assert vocabulary_takes(spec) is not isinstance(given, ApiError), given
+        assert not isinstance(given, ApiError) or given.status == 422
+
+    ask()
 
 
 ANYTHING = st.recursive(
@@ -302,13 +309,17 @@ ANYTHING = st.recursive(
 FIELDS = sorted(custom_types.ElasticJobSpec.__struct_encode_fields__)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(spec=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=4))
+@SAMPLES
 def test_whatever_the_api_server_has_taken_the_controller_can_read(
-    crds_cluster: DevCluster, jobs: str, spec: dict[str, Any]
+    crds_cluster: DevCluster, jobs: str, examples: int
 ) -> None:
-    made = answer(crds_cluster.api, jobs, job(**spec))
-    if isinstance(made, ApiError):
-        assert made.status in {400, 422}, made
-    else:
-        msgspec.json.decode(msgspec.json.encode(made), type=custom_types.ElasticJob)
+    @settings(max_examples=examples, deadline=None)
+    @given(spec=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=4))
+    def ask(spec: dict[str, Any]) -> None:
+        made = answer(crds_cluster.api, jobs, job(**spec))
+        if isinstance(made, ApiError):
+            assert made.status in {400, 422}, made
+        else:
+            msgspec.json.decode(msgspec.json.encode(made), type=custom_types.ElasticJob)
+
+    ask()

@@ -286,11 +286,18 @@ async def planned(test: Detached, uid: str) -> None:
         await asyncio.sleep(0)
 
 
-@settings(deadline=None, max_examples=EXAMPLES, derandomize=EXAMPLES == 100, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("examples", [20, pytest.param(EXAMPLES, marks=pytest.mark.slow)])
+def test_no_object_keeps_a_valid_pod_from_being_planned(examples: int) -> None:
+    drawn = settings(
+        deadline=None, max_examples=examples, derandomize=EXAMPLES == 100, suppress_health_check=list(HealthCheck)
+    )
+    drawn(plans_beside)()
+
+
 @given(st.lists(objects(), max_size=8), st.lists(objects(), max_size=8), st.sampled_from(["MODIFIED", "DELETED"]))
-def test_no_object_keeps_a_valid_pod_from_being_planned(
-    before: list[tuple[str, dict[str, Any]]], after: list[tuple[str, dict[str, Any]]], event: str
-) -> None:
+def plans_beside(before: list[tuple[str, dict[str, Any]]], after: list[tuple[str, dict[str, Any]]], event: str) -> None:
+    """Have a valid pod planned beside these objects."""
+
     async def scenario(test: Detached) -> None:
         for path, body in before:
             test.see(path, body)

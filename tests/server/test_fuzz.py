@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 25
 
 
 @pytest.fixture
@@ -39,23 +38,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluste
         yield made
 
 
-def test_no_request_breaks_the_server_or_gets_an_answer_that_is_not_described(cluster: EmbeddedCluster) -> None:
+@pytest.mark.parametrize("examples", [6, pytest.param(25, marks=pytest.mark.slow)])
+def test_no_request_breaks_the_server_or_gets_an_answer_that_is_not_described(
+    cluster: EmbeddedCluster, examples: int
+) -> None:
     schema = schemathesis.openapi.from_dict(openapi.document("test"))
     token = cluster.home.token_file.read_text()
     seen: Counter[int] = Counter()
     with forwarded(cluster.home.socket_file) as url:
-        fuzz(schema, url, token, seen)
+        fuzz(schema, url, token, seen, examples)
     assert {200, 201, 204, 404, 422} <= set(seen), seen
 
 
-def fuzz(schema: Any, url: str, token: str, seen: Counter[int]) -> None:
+def fuzz(schema: Any, url: str, token: str, seen: Counter[int], examples: int) -> None:
     for mode in GenerationMode:
         for found in schema.get_all_operations():
             operation = found.ok()
 
             @given(operation.as_strategy(generation_mode=mode))
             @settings(
-                max_examples=EXAMPLES,
+                max_examples=examples,
                 deadline=None,
                 derandomize=True,
                 database=None,

@@ -161,7 +161,7 @@ class ElasticAccelerator(RecordingAccelerator):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """See Accelerator. It may be set until the loop begins, else LoopError: it makes the global batch."""
+        """Micro-batches of a global step, as in Accelerator. LoopError if it is set after the loop has begun."""
         return int(self.gradient_state.num_steps)
 
     @gradient_accumulation_steps.setter

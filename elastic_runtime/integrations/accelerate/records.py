@@ -32,7 +32,7 @@ class RecordingAccelerator(PlacedAccelerator):
         self.register_load_state_pre_hook(self._load_position)
 
     def follow(self, *_: object) -> None:
-        """See PlacedAccelerator; and whoever is rank 0 has the trackers."""
+        """Follow the new rank and size; rank 0 opens the trackers."""
         super().follow()
         if self._wanted_trackers is not None and self.is_main_process:
             self._open_trackers()

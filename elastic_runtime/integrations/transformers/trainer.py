@@ -103,7 +103,7 @@ class ElasticTrainer(Trainer):
         return context
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:  # noqa: FBT001  (Trainer's)
-        """See Trainer. SettingsError for `resume_from_checkpoint`: a job resumes by itself."""
+        """Train as Trainer does. SettingsError for `resume_from_checkpoint`: a job resumes by itself."""
         if resume_from_checkpoint:
             raise SettingsError(
                 "resume_from_checkpoint is set, but an elastic job goes on at the newest checkpoint in "

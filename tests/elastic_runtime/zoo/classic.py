@@ -318,3 +318,54 @@ def images_in_order_of_size(**init: Any) -> Any:
     model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
     fit(job, model, optimizer, loader, lambda x, y: cross_entropy(model(x), y))
     return model
+
+
+@script()
+def loop_of_global_steps(**init: Any) -> Any:
+    """Counts and clips as a plain loop does, with micro-batches of a third of a step in it."""
+    cut: dict[str, Any] = {} if init["reduction"] == "exact" else {"max_batch_per_gpu": 4}
+    job = elastic_runtime.init(**cut, **init)
+    model = mlp()
+    model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors())
+    for _epoch in job.epochs(EPOCHS):
+        for step, micro_batches in job.global_steps(loader):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step % 4)
+            for x, y in micro_batches:
+                job.backward(cross_entropy(model(x), y))
+            nn.utils.clip_grad_value_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def sharpness_aware(init: dict[str, Any], *, always: bool) -> Any:
+    """The second pass is computed with parameters moved along the gradients of the first one. `always`: they are moved
+    back even where the second pass was lost with a worker, and the step is going to be repeated.
+    """
+    job = elastic_runtime.init(**init)
+    model = mlp()
+    model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors())
+    for _epoch in job.epochs(EPOCHS):
+        for x, y in loader:
+            job.backward(cross_entropy(model(x), y), more=True)
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            moves = [0.05 * p.grad / (norm + 1e-12) for p in model.parameters()]
+            move(model, moves, 1.0)
+            optimizer.zero_grad()
+            job.backward(cross_entropy(model(x), y))
+            if job.applied or always:
+                move(model, moves, -1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@torch.no_grad()
+def move(model: nn.Module, moves: list[torch.Tensor], factor: float) -> None:
+    for parameter, moved in zip(model.parameters(), moves, strict=True):
+        parameter.add_(moved, alpha=factor)
+
+
+@script(modes=("fast",))
+def sharpness_aware_minimisation(**init: Any) -> Any:
+    return sharpness_aware(init, always=False)

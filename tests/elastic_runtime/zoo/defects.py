@@ -314,3 +314,43 @@ def lazy_layers(**init: Any) -> None:
     job = elastic_runtime.init(**init)
     model = nn.Sequential(nn.LazyLinear(3))
     job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors())
+
+
+@script(refused="where something fetches a batch ahead")
+def batches_fetched_ahead(**init: Any) -> None:
+    """As prefetchers do that copy the next batch to a GPU while this one is computed."""
+    job, model, optimizer, loader = prepared(init)
+    for _epoch in job.epochs(EPOCHS):
+        batches = iter(loader)
+        following = next(batches, None)
+        while following is not None:
+            x, y = following
+            following = next(batches, None)
+            job.backward(cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@script(refused="leaves a batch out by `continue`")
+def batches_left_out(**init: Any) -> None:
+    job, model, optimizer, loader = prepared(init)
+    for _epoch in job.epochs(EPOCHS):
+        for i, (x, y) in enumerate(loader):
+            if i == 2:
+                continue
+            job.backward(cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class _FabricModule(nn.Module):
+    """As Lightning Fabric's `setup` returns it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@script(refused="Lightning Fabric")
+def model_set_up_by_fabric(**init: Any) -> None:
+    prepared(init, _FabricModule(nn.Linear(8, 3)))

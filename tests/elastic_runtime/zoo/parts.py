@@ -23,7 +23,8 @@ fetched: list[int] = []
 @dataclass(frozen=True)
 class Script:
     """`refused`: a pattern of the message with which it ends alone; "": it trains. `modes`: reductions that it has.
-    `first_step`: where it begins.
+    `first_step`: where it begins. `rehearsed`: a pattern of what a rehearsal says of one that trains alone, and goes
+    wrong on a cluster; "": it goes right.
     """
 
     name: str
@@ -31,20 +32,21 @@ class Script:
     refused: str = ""
     modes: tuple[str, ...] = ("fast", "exact")
     first_step: int = 0
+    rehearsed: str = ""
 
 
 SCRIPTS: dict[str, Script] = {}
 
 
 def script(
-    *, refused: str = "", modes: tuple[str, ...] = ("fast", "exact"), first_step: int = 0
+    *, refused: str = "", modes: tuple[str, ...] = ("fast", "exact"), first_step: int = 0, rehearsed: str = ""
 ) -> Callable[[Any], Any]:
     """Enter a function into SCRIPTS under its name."""
 
     def enter(body: Any) -> Any:
         name = body.__name__
         assert name not in SCRIPTS
-        SCRIPTS[name] = Script(name, body, refused, modes, first_step)
+        SCRIPTS[name] = Script(name, body, refused, modes, first_step, rehearsed)
         return body
 
     return enter

@@ -1,4 +1,4 @@
-"""The only module that touches torch's private parts.
+"""The only package that touches torch's private parts: process groups here, the others in `modules` and `fsdp`.
 
 torch has no public way to build a second default process group beside the first one and then to swap them, which is
 what keeps a resize off the training loop. Used here, all of `torch.distributed.distributed_c10d` (checked with torch
@@ -26,6 +26,7 @@ from elastic_runtime.errors import RunError
 
 __all__ = [
     "Store",
+    "all_gather_flat",
     "build_group",
     "build_second_connections",
     "check_torch",
@@ -34,6 +35,7 @@ __all__ = [
     "forget_unscaled",
     "make_default",
     "no_worker_info",
+    "reduce_scatter_flat",
 ]
 
 if TYPE_CHECKING:
@@ -80,6 +82,16 @@ def build_second_connections(store: Store, rank: int, size: int, timeout: timede
     Blocks until all have come. Raises what gloo raises.
     """
     return cast("dist.ProcessGroup", ProcessGroupGloo(PrefixStore("second/", store), rank, size, timeout))
+
+
+def all_gather_flat(group: dist.ProcessGroup, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:
+    """Start to gather equal parts of all ranks into `whole`, in order: the public function takes named groups only."""
+    return group._allgather_base(whole, part)  # noqa: SLF001
+
+
+def reduce_scatter_flat(group: dist.ProcessGroup, part: torch.Tensor, whole: torch.Tensor) -> dist.Work:
+    """Start to sum `whole` over the ranks and to store this rank's equal part of it in `part`."""
+    return group._reduce_scatter_base(part, whole, dist.ReduceScatterOptions())  # noqa: SLF001
 
 
 def make_default(group: dist.ProcessGroup) -> None:

@@ -1,0 +1,133 @@
+"""What a rehearsal looks at within the loop, and where it lets a step fail.
+
+Every worker of a rehearsal has one observer: the global step calls `summed`, the session `between_steps`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_runtime.errors import CollectiveError, ElasticError
+from elastic_runtime.rehearsal.objects import attributes_of, objects_beside
+from elastic_runtime.rehearsal.records import flattened, prints_of
+from elastic_runtime.rehearsal.timetable import FAILING, JOINED, LAST, SAVED, SECOND
+from elastic_runtime.state import checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from elastic_runtime.rehearsal.orders import RehearsedOrders
+    from elastic_runtime.state.training_state import TrainingState
+
+_SMALLEST_HALF = 2.0**-24
+
+
+class Observer:
+    """Of one worker. `workers`: how many train now. `models`: as given to `prepare`. `processes`: of its loader."""
+
+    def __init__(
+        self,
+        orders: RehearsedOrders,
+        state: TrainingState,
+        workers: Callable[[], int],
+        models: Sequence[torch.nn.Module],
+        processes: int,
+    ) -> None:
+        self._orders, self._state, self._workers, self._models = orders, state, workers, list(models)
+        self._records, self._processes = orders.records, processes
+        joins = orders.worker == SECOND
+        self._joined = JOINED if joins else 0  # the step that this worker begins with, counted from the first one
+        self._attempts = {JOINED: 1} if joins else {}  # by step: how often it was computed, by anyone
+        self._offset: int | None = None
+        self._between = -1  # the step before which the state was recorded last
+        self._streams: list[Any] = []
+
+    @property
+    def _step(self) -> int:
+        """The current step, counted from the one that the training begins with."""
+        if self._offset is None:
+            self._offset = self._state.position.step - self._joined
+        return self._state.position.step - self._offset
+
+    def between_steps(self) -> None:
+        """A step is about to begin, perhaps for the second time."""
+        step = self._step
+        if step > self._between:
+            self._between = step
+            self._record_state(step)
+            if step == SAVED:
+                self._save_and_load(step)
+            if step > LAST:
+                self._orders.release()
+        self._streams = _streams()
+
+    def summed(self) -> None:
+        """The gradients of the step, those of its last backward pass, are summed over all workers.
+
+        CollectiveError where the timetable lets the step fail.
+        """
+        step, workers = self._step, self._workers()
+        attempt = self._attempts.get(step, 0)
+        self._records.write(
+            "gradients",
+            step=step,
+            attempt=attempt,
+            workers=workers,
+            prints=prints_of((name, p.grad) for name, p in self._state.parameters()),
+            random=self._processes > 0 or _streams() != self._streams,
+            normalised=self._normalised(),
+            resolution=self._resolution(),
+            exact=self._state.reduction != "reduction='fast'",
+            attributes=attributes_of(self._state.model),
+        )
+        self._attempts[step] = attempt + 1
+        if step in FAILING and attempt == 0:
+            raise CollectiveError(f"the rehearsal lets step {step} fail")
+
+    def _record_state(self, step: int) -> None:
+        workers = self._workers()
+        objects = objects_beside(self._state, self._models) if workers > 1 else []
+        prints = prints_of(flattened(self._captured()))
+        self._records.write("state", step=step, workers=workers, prints=prints, objects=objects)
+
+    def _captured(self) -> dict[str, Any]:
+        """What all workers have in common; how far a stream has been read is each worker's own."""
+        captured = self._state.capture()
+        return {"model": captured["model"], "parts": {k: v for k, v in captured["parts"].items() if k != "loader"}}
+
+    def _save_and_load(self, step: int) -> None:
+        before = prints_of(flattened(self._captured()))
+        try:
+            path = checkpoint.save(str(self._orders.directory / "checkpoints"), step, self._state.capture())
+            self._state.load(checkpoint.load(path)[1])
+        except ElasticError as error:
+            self._records.write("unsaved", step=step, message=str(error))
+            return
+        self._records.write("loaded", step=step, before=before, after=prints_of(flattened(self._captured())))
+
+    def _resolution(self) -> float:
+        """The norm of gradients that are as small as float16 can hold, of the parameters that are float16."""
+        halves = sum(p.numel() for _, p in self._state.parameters() if p.dtype == torch.float16)
+        return math.sqrt(halves) * _SMALLEST_HALF
+
+    def _normalised(self) -> bool:
+        """Whether a layer computes with the statistics of the batch."""
+        kind = torch.nn.modules.batchnorm._NormBase  # noqa: SLF001
+        parts = (part for model in self._models for part in model.modules())
+        return any(isinstance(part, kind) and part.training for part in parts)
+
+
+def _streams() -> list[Any]:
+    """Where the random streams are."""
+    numpy = sys.modules.get("numpy")
+    found: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    if numpy is not None:
+        found.append(str(numpy.random.get_state()))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found.append(torch.cuda.get_rng_state().tolist())
+    return found

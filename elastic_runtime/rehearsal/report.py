@@ -1,0 +1,62 @@
+"""The report of a rehearsal, on standard output."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from elastic_runtime.rehearsal.timetable import JOINED, LAST, LEADER_LOST, REPEATED, REPEATED_ALONE, SAVED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from elastic_runtime.rehearsal.verdict import Finding
+
+_WIDTH = 118
+_STAGES = (
+    (REPEATED_ALONE, "a step repeated by one worker"),
+    (JOINED, "a worker that joins"),
+    (REPEATED, "a step repeated by two workers"),
+    (LEADER_LOST, "the loss of rank 0"),
+    (SAVED, "a checkpoint written and read"),
+)
+
+
+def show(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> None:
+    """Print it."""
+    flush()
+    print("\n".join(lines(findings, rows)), flush=True)  # noqa: T201  (the program's result)
+
+
+def flush() -> None:
+    """What the script has printed comes first."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def lines(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The report."""
+    reached = max((row["step"] for row in rows if row["what"] == "gradients"), default=-1)
+    done = [text for step, text in _STAGES if step <= reached]
+    fails = [finding for finding in findings if finding.fails]
+    yield f"ELASTIC_REHEARSE: {reached + 1} steps, with {', '.join(done) or 'nothing but their beginning'}."
+    if reached < LAST and not fails:
+        missing = ", ".join(text for step, text in _STAGES if step > reached)
+        yield f"The training ended after {reached + 1} of {LAST + 1} steps" + (
+            f"; not tried: {missing}." if missing else "."
+        )
+    for number, finding in enumerate(fails, 1):
+        yield from _block(f"{number}. {finding.what}", finding)
+    for finding in findings:
+        if not finding.fails:
+            yield from _block(f"Note: {finding.what}", finding)
+    yield f"{len(fails)} would go wrong on a cluster." if fails else "Nothing would go wrong on a cluster."
+
+
+def _block(head: str, finding: Finding) -> Iterator[str]:
+    yield from textwrap.wrap(head, _WIDTH, subsequent_indent="   ")
+    for label, text in (("why", finding.why), ("remedy", finding.remedy)):
+        first, *rest = text.splitlines() or [""]
+        yield from textwrap.wrap(f"{label}: {first}", _WIDTH, initial_indent="   ", subsequent_indent="   ")
+        yield from rest

@@ -1,0 +1,45 @@
+"""What happens in which step of a rehearsal. Pure: both workers derive the same orders from it.
+
+Steps are counted from the one that the training begins with. A step that "fails" is computed to its end, its gradients
+are recorded, and then it is repeated by the members of the next generation, as after the loss of a worker.
+"""
+
+from __future__ import annotations
+
+from elastic_runtime.membership.orders import Order
+
+FIRST, SECOND = "first", "second"
+
+REPEATED_ALONE = 1
+"""One worker repeats it."""
+JOINED = 3
+"""Computed by one worker, then by two, of which the second one has just received the state."""
+REPEATED = 5
+"""Two workers repeat it. Where an iteration has several backward passes, the failure is in the last one."""
+LEADER_LOST = 7
+"""Computed by two workers, then by the second one alone, which becomes rank 0."""
+SAVED = 9
+"""Before it the state is written to a checkpoint and read again."""
+LAST = 10
+"""After it the rehearsal ends."""
+
+FAILING = (REPEATED_ALONE, JOINED, REPEATED, LEADER_LOST)
+_MEMBERS = ((FIRST,), (FIRST,), (FIRST, SECOND), (FIRST, SECOND), (SECOND,))
+"""Of generation 1, and of those after each failing step."""
+
+
+def first_order(worker: str) -> Order:
+    """The order that lets `worker` begin: alone, or as a joiner."""
+    return _recover(1 if worker == FIRST else 2 + FAILING.index(JOINED))
+
+
+def order_after_failure(worker: str, generation: int) -> Order:
+    """The order for `worker` once a step of `generation` has failed."""
+    members = _MEMBERS[generation] if generation < len(_MEMBERS) else ()
+    if worker not in members:
+        return Order("Release", why="the rehearsal is over for this worker")
+    return _recover(generation + 1)
+
+
+def _recover(generation: int) -> Order:
+    return Order("Recover", generation, _MEMBERS[generation - 1])

@@ -1,0 +1,244 @@
+"""From the records of a rehearsal to what would go wrong on a cluster. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elastic_runtime.rehearsal.timetable import FIRST, JOINED, LEADER_LOST, SECOND
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from elastic_runtime.rehearsal.records import Prints
+
+    Row = dict[str, Any]
+
+REPEATED_TOLERANCE = 1e-4
+"""Of the norm of all gradients: what operations that are not deterministic may change."""
+SIZE_TOLERANCE = 0.02
+"""The same, where another number of workers computes in another order, perhaps in bfloat16."""
+STATE_TOLERANCE = 1e-3
+"""Of a tensor's own norm: two workers that apply the same gradients."""
+_SHOWN = 4
+_HALF = (0.4, 0.6)
+_OF_A_JOINER = (
+    "a worker that joins enters the loop in the middle of an epoch, and may become rank 0 at any step: make what the "
+    "loop needs before it, or in a function that @job.on_leader calls"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`fails`: it would go wrong; otherwise it is worth knowing."""
+
+    what: str
+    why: str
+    remedy: str
+    fails: bool = True
+
+
+def findings_of(rows: Sequence[Row]) -> list[Finding]:
+    """All findings, errors first."""
+    rules = (_errors, _repeated_steps, _changed_sizes, _states, _objects, _checkpoint)
+    return [finding for rule in rules for finding in rule(rows)]
+
+
+def _errors(rows: Sequence[Row]) -> Iterator[Finding]:
+    for row in _of(rows, "error"):
+        why = f"{row['message']} ({row['where']})" if row.get("where") else row["message"]
+        remedy = "mend the script" if row["worker"] == FIRST else _OF_A_JOINER
+        remedy = "see the message" if row.get("ours") else remedy
+        yield Finding(f"{_stage(rows, row['worker'])} ended with {row['kind']}", why, remedy)
+
+
+def _stage(rows: Sequence[Row], worker: str) -> str:
+    """Which worker it was, and what it had come to."""
+    steps = [row["step"] for row in rows if row["worker"] == worker and row["what"] in {"state", "gradients"}]
+    if worker == FIRST:
+        return f"the worker that began alone, in step {max(steps)}," if steps else "the script, before its first step,"
+    if not steps:
+        return "a worker that joins"
+    became = ", which had become rank 0 after the loss of the first one," if max(steps) >= LEADER_LOST else ""
+    return f"the worker that joined in step {JOINED}{became} in step {max(steps)}"
+
+
+# Gradients
+
+
+def _repeated_steps(rows: Sequence[Row]) -> Iterator[Finding]:
+    for before, after in _attempts(rows):
+        if before["workers"] != after["workers"]:
+            continue
+        names = _differing(before, after, REPEATED_TOLERANCE)
+        if names:
+            yield Finding(
+                f"step {before['step']}, repeated after the loss of a worker, has other gradients than before",
+                f"{_listed(names)}: {_off(before, after):.2g} of the norm of all gradients"
+                + _hint(before["attributes"], after["attributes"]),
+                "something changes with each iteration and is not restored: register tensors that a module changes as "
+                "buffers, draw from torch's, numpy's or random's global generators, let a dataset's item depend on its "
+                "index, and change parameters by hand only where job.applied",
+            )
+            return
+
+
+def _changed_sizes(rows: Sequence[Row]) -> Iterator[Finding]:
+    for before, after in _attempts(rows):
+        if before["workers"] == after["workers"]:
+            continue
+        if _differing(before, after, SIZE_TOLERANCE):
+            yield _size_finding(before, after)
+            return
+
+
+def _size_finding(before: Row, after: Row) -> Finding:
+    small, large = sorted((before, after), key=lambda row: int(row["workers"]))
+    ratio = _norm(large["prints"]) / _norm(small["prints"]) if _norm(small["prints"]) else math.inf
+    what = f"the gradients of step {before['step']} depend on the number of workers"
+    why = f"with 2 workers they differ from those with 1 by {_off(small, large):.2g} of their norm"
+    if before["exact"]:
+        return Finding(
+            f"{what}, with reduction='exact'",
+            why + _hint(small["attributes"], large["attributes"]),
+            "leave out what depends on job.rank, time or files, and random numbers of other generators than the global "
+            "ones of torch, numpy and random",
+        )
+    if _HALF[0] < ratio < _HALF[1]:
+        return Finding(
+            what,
+            f"{why}: those with 2 are {ratio:.2f} times as large, as those of a sum over the samples are",
+            'job.backward takes the mean over the micro-batch: take it, or use job.backward(loss, reduction="sum")',
+        )
+    if before["random"] or before["normalised"]:
+        cause = "normalisation layers see each worker's own samples" if before["normalised"] else ""
+        cause = " and ".join(filter(None, [cause, "random numbers are drawn" if before["random"] else ""]))
+        return Finding(what, f"{why}; {cause}", "reduction='exact' gives the same at every size", fails=False)
+    return Finding(
+        what,
+        why + _hint(small["attributes"], large["attributes"]),
+        "a mean over anything but samples (tokens, pixels that count) needs job.backward(loss, weight=number); a loss "
+        "over pairs of a batch needs reduction='exact'; a tensor that a module changes has to be a buffer; state of "
+        "the loop has to be in an object that job.track carries",
+    )
+
+
+def _attempts(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Each step that a worker computed twice: (first, second)."""
+    computed = {(row["worker"], row["step"], row["attempt"]): row for row in _of(rows, "gradients")}
+    for (worker, step, attempt), row in computed.items():
+        second = computed.get((worker, step, attempt + 1))
+        if second is not None:
+            yield row, second
+
+
+# State
+
+
+def _states(rows: Sequence[Row]) -> Iterator[Finding]:
+    for first, second in _side_by_side(rows):
+        names = _unlike(first["prints"], second["prints"])
+        if names:
+            yield Finding(
+                f"the worker that joined has another state than the first one before step {first['step']}",
+                _listed(names),
+                "compute what is set from a batch, the time or the rank before prepare, equally on all workers; give "
+                "prepare, or job.track, each object that changes it",
+            )
+            return
+
+
+def _objects(rows: Sequence[Row]) -> Iterator[Finding]:
+    found: dict[str, str] = {}
+    for first, second in _side_by_side(rows):
+        for kind, shape in {(o["kind"], tuple(o["shape"])) for o in first["objects"]}:
+            own, other = (_alike(row["objects"], kind, shape) for row in (first, second))
+            if len(own) == len(other) and any(_unlike(a, b) for a, b in zip(own, other, strict=True)):
+                found[kind] = f"before step {first['step']}"
+            else:
+                found.pop(kind, None)
+    for kind, when in found.items():
+        yield Finding(
+            f"an object of class {kind} has other values on the worker that joined than on the first one",
+            f"it is neither prepared nor tracked, and differs {when}",
+            f"job.track({kind.lower()}=...) carries it to joiners and into checkpoints; or build it from a fixed seed",
+        )
+
+
+def _alike(objects: list[Row], kind: str, shape: tuple[str, ...]) -> list[Prints]:
+    """The prints of all objects of one kind and shape, in an order that does not depend on the process."""
+    chosen = [each["prints"] for each in objects if each["kind"] == kind and tuple(each["shape"]) == shape]
+    return sorted(chosen, key=lambda prints: sum(abs(value[1]) for value in prints.values()))
+
+
+def _checkpoint(rows: Sequence[Row]) -> Iterator[Finding]:
+    for row in _of(rows, "unsaved"):
+        yield Finding("the state cannot be written to a checkpoint and read again", row["message"], "see the message")
+    for row in _of(rows, "loaded"):
+        names = _unlike(row["before"], row["after"])
+        if names:
+            yield Finding(
+                "a checkpoint that is read again holds another state",
+                _listed(names),
+                "load_state_dict of a prepared or tracked object has to restore all that its state_dict returns",
+            )
+
+
+def _side_by_side(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Each step before which both workers recorded their state, after the one that the second one joined in."""
+    recorded = {(row["worker"], row["step"]): row for row in _of(rows, "state")}
+    for (worker, step), row in sorted(recorded.items(), key=lambda item: item[0][1]):
+        second = recorded.get((SECOND, step))
+        if worker == FIRST and second is not None and step > JOINED:
+            yield row, second
+
+
+# Prints
+
+
+def _of(rows: Sequence[Row], what: str) -> list[Row]:
+    return [row for row in rows if row["what"] == what]
+
+
+def _norm(prints: Prints) -> float:
+    return math.sqrt(sum(norm**2 for norm, _ in prints.values()))
+
+
+def _distance(one: list[float], other: list[float]) -> float:
+    """How far two prints are apart; two that are not finite in the same way are equal."""
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if not (a == b or (math.isnan(a) and math.isnan(b)))]
+    return max((abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf for a, b in pairs), default=0.0)
+
+
+def _differing(before: Row, after: Row, limit: float) -> list[str]:
+    """Names of the gradients that differ by more than `limit` of the norm of all; with "exact", at all."""
+    one, other = before["prints"], after["prints"]
+    allowed = 0.0 if before["exact"] else limit * max(_norm(one), _norm(other)) + before["resolution"]
+    return [name for name in one if _distance(one[name], other[name]) > allowed]
+
+
+def _off(before: Row, after: Row) -> float:
+    """The largest difference, in the norm of all gradients."""
+    norm = max(_norm(before["prints"]), _norm(after["prints"])) or 1.0
+    return max(_distance(before["prints"][name], after["prints"][name]) for name in before["prints"]) / norm
+
+
+def _unlike(one: Prints, other: Prints) -> list[str]:
+    """Names of the tensors and numbers that two workers have with other values, or that one of them lacks."""
+    found = sorted(set(one) ^ set(other))
+    for name in set(one) & set(other):
+        allowed = STATE_TOLERANCE * max(abs(value) for value in (*one[name], *other[name]) if math.isfinite(value))
+        if _distance(one[name], other[name]) > allowed + 1e-9:
+            found.append(name)
+    return sorted(found)
+
+
+def _hint(before: Prints, after: Prints) -> str:
+    names = [name for name in before if _distance(before[name], after.get(name, before[name])) > 0]
+    return f"; attributes that have changed meanwhile: {_listed(names)}" if names else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,64 @@
+"""Private parts of torch.nn, torch.amp and torch.utils.data that are used where no public way is fast or exact.
+
+`Module._parameters` and `_buffers` are read in each step: attributes cost ten times as much. `GradScaler._scale` is the
+tensor; `get_scale()` waits for the GPU. Checked with torch 2.14 and 2.15; tests/elastic_runtime/test_torch_internals.py
+fails where one of them changes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.batchnorm import _NormBase as BatchNorm
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import DataLoader
+
+__all__ = [
+    "BatchNorm",
+    "LoaderIterator",
+    "drop_loader_processes",
+    "index_sampler",
+    "is_compiled",
+    "is_persistent",
+    "own_buffers",
+    "own_parameters",
+    "scale_of",
+]
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Return the registry of the module's own parameters: what is set there is set on the module."""
+    return module._parameters  # noqa: SLF001
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the registry of the module's own buffers: what is set there is set on the module."""
+    return module._buffers  # noqa: SLF001
+
+
+def is_persistent(module: torch.nn.Module, name: str) -> bool:
+    """Return whether the module's buffer of this name is in its state_dict."""
+    return name not in module._non_persistent_buffers_set  # noqa: SLF001
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None  # noqa: SLF001
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """Return the scale without waiting for its device; None before the first loss."""
+    return scaler._scale  # noqa: SLF001
+
+
+def index_sampler(iterator: Any) -> object:
+    """Return the object from which a DataLoader's iterator takes its indices."""
+    return iterator._index_sampler  # noqa: SLF001
+
+
+def drop_loader_processes(loader: DataLoader[Any]) -> None:
+    """End the loader's persistent processes: its next iteration starts new ones."""
+    loader._iterator = None  # noqa: SLF001

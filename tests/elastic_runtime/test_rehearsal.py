@@ -1,0 +1,187 @@
+"""ELASTIC_REHEARSE=1 names what would go wrong on a cluster, and passes what would not."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_runtime.rehearsal.records import flattened, print_of
+from elastic_runtime.rehearsal.report import lines
+from elastic_runtime.rehearsal.timetable import FAILING, FIRST, JOINED, SECOND, first_order, order_after_failure
+from elastic_runtime.rehearsal.verdict import findings_of
+from elastic_runtime.state.random_streams import RandomStreams
+from tests.elastic_runtime.zoo.parts import SCRIPTS
+from tests.elastic_runtime.zoo.rehearsing import rehearse
+
+QUICK = [
+    ("perceptron", "fast"),
+    ("generator_and_critic", "fast"),
+    ("lazy_layers", "fast"),
+    ("loss_that_is_a_sum", "fast"),
+    ("log_that_only_the_first_leader_has", "exact"),
+]
+ALL = [(s.name, mode) for s in SCRIPTS.values() for mode in s.modes if (s.name, mode) not in QUICK]
+
+
+def judge(name: str, mode: str, directory: Path) -> None:
+    """AssertionError where the rehearsal does not say of a script what the zoo says of it."""
+    script = SCRIPTS[name]
+    done = rehearse(name, mode, directory)
+    report = " ".join(done.stdout.split())
+    expected = script.refused or script.rehearsed
+    assert (done.returncode == 0) == (not expected), done.stdout + done.stderr
+    assert re.search(expected or "Nothing would go wrong on a cluster", report), done.stdout + done.stderr
+    assert not list(directory.glob("elastic-rehearsal-*"))
+
+
+@pytest.mark.parametrize(("name", "mode"), QUICK)
+def test_a_rehearsal_names_what_is_wrong_with_a_script_and_passes_another(name: str, mode: str, tmp_path: Path) -> None:
+    judge(name, mode, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mode"), ALL, ids=[f"{name}-{mode}" for name, mode in ALL])
+def test_a_rehearsal_is_right_about_every_script_of_the_zoo(name: str, mode: str, tmp_path: Path) -> None:
+    judge(name, mode, tmp_path)
+
+
+SCRIPT = """
+import torch
+import elastic_runtime
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(640, 8), torch.randint(0, 3, (640,)))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 3))
+job = elastic_runtime.init()
+model, optimizer, loader = job.prepare(
+    model, torch.optim.AdamW(model.parameters()), torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
+)
+for epoch in job.epochs(20):
+    for x, y in loader:
+        job.backward(torch.nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+print("trained to its end")
+"""
+
+
+@pytest.mark.slow
+def test_the_second_worker_is_the_same_command_started_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "ELASTIC_REHEARSE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Note: the gradients of step 3 depend on the number of workers" in done.stdout
+    assert "Nothing would go wrong on a cluster" in done.stdout
+    assert "trained to its end" not in done.stdout
+
+
+# The timetable
+
+
+def test_both_workers_derive_the_same_generations() -> None:
+    first, second = [first_order(FIRST)], [first_order(SECOND)]
+    while first[-1].kind == "Recover":
+        first.append(order_after_failure(FIRST, first[-1].generation))
+    while second[-1].kind == "Recover":
+        second.append(order_after_failure(SECOND, second[-1].generation))
+    members = {order.generation: order.members for order in first[:-1]}
+    assert list(members.values()) == [(FIRST,), (FIRST,), (FIRST, SECOND), (FIRST, SECOND)]
+    assert [order.generation for order in second[:-1]] == [3, 4, 5]
+    assert all(members.get(order.generation, order.members) == order.members for order in second[:-1])
+    assert second[2].members == (SECOND,)
+    assert (first[-1].kind, second[-1].kind) == ("Release", "Release")
+    assert JOINED in FAILING
+
+
+# The verdict
+
+
+def gradients(worker: str, step: int, attempt: int, workers: int, scale: float = 1.0, **more: Any) -> dict[str, Any]:
+    row = {"random": False, "normalised": False, "exact": False, "resolution": 0.0, "attributes": {}}
+    prints = {"weight": [2.0 * scale, 1.0 * scale], "bias": [1.0 * scale, -0.5 * scale]}
+    kind = {"what": "gradients", "worker": worker, "step": step, "attempt": attempt, "workers": workers}
+    return {**kind, **row, "prints": prints, **more}
+
+
+def test_gradients_that_a_repeated_step_computes_again_are_no_finding() -> None:
+    assert findings_of([gradients(FIRST, 1, 0, 1), gradients(FIRST, 1, 1, 1, scale=1 + 1e-6)]) == []
+
+
+def test_exact_gradients_have_to_be_the_same_to_the_bit() -> None:
+    rows = [gradients(FIRST, 1, 0, 1, exact=True), gradients(FIRST, 1, 1, 1, scale=1 + 1e-6, exact=True)]
+    assert "step 1, repeated" in findings_of(rows)[0].what
+
+
+def test_attributes_that_changed_between_two_attempts_are_named() -> None:
+    before = gradients(FIRST, 1, 0, 1, attributes={"mean": [1.0, 0.0], "eps": [0.1, 0.0]})
+    after = gradients(FIRST, 1, 1, 1, scale=1.1, attributes={"mean": [2.0, 0.0], "eps": [0.1, 0.0]})
+    assert "attributes that have changed meanwhile: mean" in findings_of([before, after])[0].why
+
+
+@pytest.mark.parametrize("cause", ["random", "normalised"])
+def test_what_normalisation_and_dropout_change_with_the_size_is_a_note(cause: str) -> None:
+    rows = [gradients(FIRST, 3, 0, 1, **{cause: True}), gradients(FIRST, 3, 1, 2, scale=1.2, **{cause: True})]
+    (finding,) = findings_of(rows)
+    assert not finding.fails
+    assert list(lines([finding], rows))[-1] == "Nothing would go wrong on a cluster."
+
+
+@pytest.mark.parametrize("cause", ["random", "normalised"])
+def test_a_sum_is_found_beside_dropout(cause: str) -> None:
+    rows = [gradients(FIRST, 3, 0, 1, **{cause: True}), gradients(FIRST, 3, 1, 2, scale=0.5, **{cause: True})]
+    (finding,) = findings_of(rows)
+    assert finding.fails
+    assert 'reduction="sum"' in finding.remedy
+
+
+def test_state_that_a_joiner_has_with_other_values_is_named() -> None:
+    row = {"what": "state", "step": JOINED + 1, "workers": 2, "objects": []}
+    first = {**row, "worker": FIRST, "prints": {"model.bias": [1.0, 1.0], "model.weight": [2.0, 1.0]}}
+    second = {**row, "worker": SECOND, "prints": {"model.bias": [1.1, 1.0], "model.weight": [2.0, 1.0]}}
+    (finding,) = findings_of([first, second])
+    assert finding.why == "model.bias"
+
+
+def test_figures_that_are_not_finite_are_equal_where_both_have_them() -> None:
+    rows = [gradients(FIRST, 1, attempt, 1, scale=float("nan")) for attempt in (0, 1)]
+    assert findings_of(rows) == []
+
+
+# Prints
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool])
+def test_tensors_of_every_type_have_a_print_that_differs_where_they_do(dtype: torch.dtype) -> None:
+    one = torch.tensor([1, 0, 1, 1]).to(dtype)
+    assert print_of(one) == print_of(one.clone())
+    assert print_of(one) != print_of(torch.tensor([1, 1, 0, 1]).to(dtype))
+
+
+def test_a_nested_state_is_flattened_to_tensors_and_numbers_by_path() -> None:
+    found = dict(flattened({"state": {0: {"step": 3}}, "groups": [{"lr": 0.1, "name": "text"}]}))
+    assert {name: float(value) for name, value in found.items()} == {"state.0.step": 3.0, "groups[0].lr": 0.1}
+
+
+# Random streams, which "exact" seeds for each shard
+
+
+def test_streams_are_seeded_as_torch_seeds_them() -> None:
+    """torch.manual_seed formats a stack trace for each kind of device that is not in use: 2 ms for each shard."""
+    streams, before = RandomStreams(), torch.get_rng_state()
+    streams.reseed(5)
+    own = (torch.rand(3), random.random())
+    torch.manual_seed(5)
+    random.seed(5)
+    assert torch.equal(own[0], torch.rand(3))
+    assert own[1] == random.random()
+    torch.set_rng_state(before)

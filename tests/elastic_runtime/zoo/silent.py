@@ -1,0 +1,150 @@
+"""Scripts that nothing refuses alone, and that would go wrong on a cluster: a rehearsal finds them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, random_split
+
+import elastic_runtime
+from tests.elastic_runtime.zoo.classic import sharpness_aware
+from tests.elastic_runtime.zoo.defects import prepared, trained
+from tests.elastic_runtime.zoo.parts import EPOCHS, GLOBAL_BATCH, Samples, script, vector
+
+
+@script(rehearsed="a sum over the samples", modes=("fast",))
+def loss_that_is_a_sum(**init: Any) -> Any:
+    job, model, optimizer, loader = prepared(init)
+    for _epoch in job.epochs(EPOCHS):
+        for x, y in loader:
+            job.backward(cross_entropy(model(x), y, reduction="sum"))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@script(rehearsed="depend on the number of workers", modes=("fast",))
+def contrastive_loss_over_pairs_of_a_batch(**init: Any) -> Any:
+    job, model, optimizer, loader = prepared(init)
+    for _epoch in job.epochs(EPOCHS):
+        for x, _y in loader:
+            found = normalize(model(x))
+            others = normalize(model(x * 0.9 + 0.1))
+            job.backward(cross_entropy(found @ others.T * 4, torch.arange(len(x))))
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+class Centred(nn.Module):
+    """Keeps a running mean that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.mean = torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.linear(x - self.mean)
+
+
+@script(rehearsed=r"attributes that have changed meanwhile: mean")
+def running_mean_that_is_no_buffer(**init: Any) -> Any:
+    job, model, optimizer, loader = prepared(init, Centred())
+    trained(job, model, optimizer, loader)
+    return model
+
+
+@script(rehearsed="an object of class AveragedModel")
+def average_that_is_not_tracked(**init: Any) -> Any:
+    job, model, optimizer, loader = prepared(init)
+    average = AveragedModel(model)
+    for _epoch in job.epochs(EPOCHS):
+        for x, y in loader:
+            job.backward(cross_entropy(model(x), y))
+            optimizer.step()
+            average.update_parameters(model)
+            optimizer.zero_grad()
+    return average
+
+
+@script(rehearsed="Subset")
+def split_without_a_seed(**init: Any) -> Any:
+    job = elastic_runtime.init(**init)
+    torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
+    train, _test = random_split(Samples(vector), [36, 12])
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(train, batch_size=GLOBAL_BATCH, shuffle=True)
+    model, optimizer, loader = job.prepare(model, optimizer, loader)
+    trained(job, model, optimizer, loader)
+    return model
+
+
+@script(rehearsed="another state than the first one|differs from rank 0's")
+def bias_set_from_the_first_batch(**init: Any) -> Any:
+    job, model, optimizer, loader = prepared(init)
+    begun = False
+    for _epoch in job.epochs(EPOCHS):
+        for x, y in loader:
+            if not begun:
+                begun = True
+                with torch.no_grad():
+                    model.bias.copy_(x.mean(0)[:3])
+            job.backward(cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@script(rehearsed="which had become rank 0.*UnboundLocalError")
+def log_that_only_the_first_leader_has(**init: Any) -> Any:
+    job, model, optimizer, loader = prepared(init)
+    for epoch in job.epochs(EPOCHS):
+        if job.is_leader and epoch == 0 and job.step == 0:
+            log: list[int] = []
+        for x, y in loader:
+            job.backward(cross_entropy(model(x), y))
+            if job.is_leader:
+                log.append(job.step)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@script(rehearsed="has other gradients than before")
+def noise_of_a_generator_of_its_own(**init: Any) -> Any:
+    job, model, optimizer, loader = prepared(init)
+    noise = torch.Generator().manual_seed(3)
+    for _epoch in job.epochs(EPOCHS):
+        for x, y in loader:
+            job.backward(cross_entropy(model(x + 0.1 * torch.randn(x.shape, generator=noise)), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@script(rehearsed="learning rates of this worker differ")
+def rate_counted_by_the_loop(**init: Any) -> Any:
+    job, model, optimizer, loader = prepared(init)
+    steps = 0
+    for _epoch in job.epochs(EPOCHS):
+        for x, y in loader:
+            steps += 1
+            optimizer.param_groups[0]["lr"] = 0.1 / steps
+            job.backward(cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@script(rehearsed="has other gradients than before", modes=("fast",))
+def parameters_moved_back_though_the_step_was_lost(**init: Any) -> Any:
+    return sharpness_aware(init, always=True)
