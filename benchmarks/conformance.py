@@ -131,7 +131,7 @@ def _seat(bench: Bench) -> None:
     used: dict[str, set[int]] = {}
     specs = [t for j in bench.case["jobs"] for t in j["tasks"] if t["state"] in OCCUPIES and t.get("node")]
     for task in specs:
-        seats: list[int] = []
+        allocator: list[int] = []
         taken = used.setdefault(task["node"], set())
         shared = task.get("gpu_fraction") or task.get("gpu_memory_mib")
         count = task.get("fraction_devices", 1) if shared else int(task["gpu"])
@@ -142,10 +142,10 @@ def _seat(bench: Bench) -> None:
                 taken.add(seat)
                 if group:
                     groups[key] = seat
-                seats.append(seat)
+                allocator.append(seat)
             else:
-                seats.append(groups[key])
-        bench.where[task["name"]] = Where(task["state"], task["node"], tuple(seats))
+                allocator.append(groups[key])
+        bench.where[task["name"]] = Where(task["state"], task["node"], tuple(allocator))
 
 
 def build(bench: Bench) -> tuple[State, dict[str, Task]]:

@@ -214,7 +214,7 @@ async def watching(cluster: DevCluster) -> AsyncIterator[Bench]:
     """A bench whose watch runs."""
     async with Connection(from_file(cluster.kubeconfig)) as api:
         bench = Bench(api, cluster)
-        reflector = Reflector(api, "/api/v1/pods", Pod, changed=bench.saw, gone=bench.lost)
+        reflector = Reflector(api, "/api/v1/pods", Pod, changed=bench.saw, deleted=bench.lost)
         task = asyncio.create_task(reflector.run())
         await reflector.synced.wait()
         try:

@@ -113,7 +113,7 @@ class Detached:
 
     def taken(self, node: str = "node") -> int:
         """Devices of the node that pods hold."""
-        held = self.controller.snapshot.seats._of.values()
+        held = self.controller.snapshot.allocator._of.values()
         return sum(len(devices) for name, devices in held if name == node)
 
 

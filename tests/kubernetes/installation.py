@@ -149,7 +149,7 @@ def live_webhook(cluster: DevCluster) -> Iterator[None]:
             certificates = server.Certificates(connection, KEYS, names)
             await certificates.refresh(time.time())
             book = PolicyBook()
-            known = Reflector(connection, PATH, PolicyObject, changed=book.put, gone=book.drop)
+            known = Reflector(connection, PATH, PolicyObject, changed=book.put, deleted=book.drop)
             serving = [
                 asyncio.create_task(server.serve(certificates, CONTROLLER, port, policies=lambda: book.all)),
                 asyncio.create_task(known.run()),

@@ -204,17 +204,19 @@ def on_node(cluster: DevCluster, node: str) -> Api:
     return cluster.api.as_user(AGENT, extra={NODE_OF_TOKEN: node})
 
 
-def noting(**notes: str) -> dict[str, Any]:
+def with_annotations(**notes: str) -> dict[str, Any]:
     return {"metadata": {"annotations": {f"{labels.GROUP}/{name}": text for name, text in notes.items()}}}
 
 
 def test_an_agent_writes_on_its_own_nodes_reservations_only(agents_cluster: DevCluster, reservation: str) -> None:
     sentence = "a node's agent writes on reservations of its own node"
     elsewhere, no_node = on_node(agents_cluster, "fake-1"), agents_cluster.api.as_user(AGENT)
-    until(lambda: sentence in _answer(elsewhere, reservation, noting(ready="x")))  # the API server takes a moment
-    assert sentence in denied(no_node.patch, reservation, noting(ready="x"))
+    until(
+        lambda: sentence in _answer(elsewhere, reservation, with_annotations(ready="x"))
+    )  # the API server takes a moment
+    assert sentence in denied(no_node.patch, reservation, with_annotations(ready="x"))
     here = on_node(agents_cluster, "fake-0")
-    patched = here.patch(reservation, noting(ready="ticket", ledger="{}"))
+    patched = here.patch(reservation, with_annotations(ready="ticket", ledger="{}"))
     assert patched["metadata"]["annotations"][labels.READY] == "ticket"
 
 
@@ -229,8 +231,8 @@ def _answer(api: Api, path: str, change: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "change",
     [
-        noting(sharers="others"),
-        noting(**{"reserves-on": "fake-1"}),
+        with_annotations(sharers="others"),
+        with_annotations(**{"reserves-on": "fake-1"}),
         {"metadata": {"labels": {labels.RESERVES: "7"}}},
         {"metadata": {"finalizers": ["a.b/c"]}},
         {"spec": {"containers": [{"name": "hold", "image": "evil"}]}},
@@ -241,7 +243,12 @@ def test_an_agent_writes_who_may_start_and_what_is_used_and_nothing_else(
     agents_cluster: DevCluster, reservation: str, change: dict[str, Any]
 ) -> None:
     here = on_node(agents_cluster, "fake-0")
-    until(lambda: "a node's agent writes" in _answer(on_node(agents_cluster, "other"), reservation, noting(ready="x")))
+    until(
+        lambda: (
+            "a node's agent writes"
+            in _answer(on_node(agents_cluster, "other"), reservation, with_annotations(ready="x"))
+        )
+    )
     with pytest.raises(ApiError, match="a node's agent writes the annotations"):
         here.patch(reservation, change, "application/strategic-merge-patch+json")
 

@@ -64,18 +64,18 @@ def test_quota_counts_before_there_is_a_node_and_after_a_restart(autoscaled: Con
     for i in range(3):
         autoscaled.pod(team, f"p{i}", **MINE)
     autoscaled.wait(lambda: len(autoscaled.waiting(team)) == 1, lambda: autoscaled.log()[-3000:])
-    opened = {n: p for n, p in autoscaled.pods(team).items() if not p["spec"].get("schedulingGates")}
-    assert len(opened) == 2
-    assert not any(holds(p) for p in opened.values())
-    noted = {p["metadata"]["annotations"][labels.OPENED] for p in opened.values()}
+    stand_in = {n: p for n, p in autoscaled.pods(team).items() if not p["spec"].get("schedulingGates")}
+    assert len(stand_in) == 2
+    assert not any(holds(p) for p in stand_in.values())
+    noted = {p["metadata"]["annotations"][labels.OPENED] for p in stand_in.values()}
     assert all(pool_of(node) == POOL for node in noted)
     autoscaled.kill()
     autoscaled.start()
     autoscaled.until(f"{QUOTAS}/{team}", lambda q: q.get("status", {}).get("gpus") == 2)
     assert len(autoscaled.waiting(team)) == 1
     with growing(autoscaled):
-        autoscaled.wait(lambda: autoscaled.bound(team) == set(opened), lambda: autoscaled.log()[-3000:])
-        autoscaled.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/{min(opened)}")
+        autoscaled.wait(lambda: autoscaled.bound(team) == set(stand_in), lambda: autoscaled.log()[-3000:])
+        autoscaled.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/{min(stand_in)}")
         autoscaled.wait(lambda: len(autoscaled.bound(team)) == 2 and not autoscaled.waiting(team))
 
 
@@ -144,10 +144,10 @@ def test_a_pod_keeps_what_it_selects_and_is_found_on_its_stand_in_again() -> Non
     assert {"op": "add", "path": "/spec/nodeSelector/gpuquota.dev~1pool", "value": "p"} in operations
     assert not any("affinity" in operation["path"] for operation in operations)
     notes = next(o["value"] for o in operations if o["path"] == "/metadata/annotations" and o["op"] == "add")
-    opened = view_of({}, annotations=notes)
-    assert (opened.stage, opened.node, opened.opened, opened.devices) == (Stage.HELD, node, node, (0, 1))
+    stand_in = view_of({}, annotations=notes)
+    assert (stand_in.stage, stand_in.node, stand_in.stand_in, stand_in.devices) == (Stage.ASSIGNED, node, node, (0, 1))
     bound = view_of({"nodeName": "real"}, annotations=notes)
-    assert (bound.node, bound.opened, bound.bound) == ("real", node, True)
+    assert (bound.node, bound.stand_in, bound.bound) == ("real", node, True)
 
 
 def test_a_share_of_a_gpu_is_refused_in_an_autoscaled_pool() -> None:

@@ -228,9 +228,9 @@ def test_an_api_server_that_is_away_is_named(tmp_path: Path) -> None:
         "clusters: [{name: a, cluster: {server: 'http://127.0.0.1:9'}}]\n"
         "users: [{name: a, user: {}}]\n"
     )
-    with pytest.raises(ClusterUnavailableError, match=r"http://127\.0\.0\.1:9 does not answer"):
+    with pytest.raises(ClusterUnavailableError, match=r"http://127\.0\.0\.1:9 does not respond"):
         KubernetesClient(from_file(config), retry_for_s=0.2).list_jobs("x")
-    with pytest.raises(UsageError, match="kubeconfig contexts is 'b', but it holds a"):
+    with pytest.raises(UsageError, match="kubeconfig contexts is 'b', but the file has: a"):
         connect({"GPUQUOTA_CONTEXT": "b", "KUBECONFIG": str(config), "GPUQUOTA_HOME": str(tmp_path)})
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kfp_gpuquota.cluster.job_book import Change
-from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import EPOCH_SPAN, JobMembership
 from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
-from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import Facts
+from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status import RESERVED_AT_ONCE, record_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
@@ -26,8 +26,8 @@ class Leader:
     def __init__(self, stored: int, epoch: int) -> None:
         spec = ElasticJobSpec(template=b'{"spec": {"containers": [{"name": "main"}]}}', gpus=2)  # type: ignore[arg-type]
         job = ElasticJob(metadata=META, spec=spec, status=ElasticJobStatus(generation_reserved=stored))
-        book = Book(lambda _: None, Seats(), {})
-        self.facts = book.facts["uid"] = Facts(job, 0.0)
+        book = Book(lambda _: None, DeviceAllocator(), {})
+        self.state = book.runtime_states["uid"] = RuntimeState(job, 0.0)
         book.commit(Change(jobs={"uid": record_of(job)}))
         self.changed: list[str] = []
         settings = PodSettings(coordinator="", key=b"key")
@@ -38,8 +38,8 @@ class Leader:
 
     def store(self) -> int:
         """The API server takes the status."""
-        self.membership.status_stored("uid", self.facts.reserved)
-        return self.facts.reserved
+        self.membership.status_stored("uid", self.state.reserved)
+        return self.state.reserved
 
     @property
     def next(self) -> int:
@@ -72,12 +72,12 @@ def test_a_later_leader_numbers_beyond_all_that_an_earlier_one_may_still_send() 
     first = Leader(stored=0, epoch=3)
     assert first.next == 3 * EPOCH_SPAN + 1
     stale = Leader(stored=0, epoch=4)  # it read the status before the first leader's came through
-    assert stale.next > first.facts.reserved + RESERVED_AT_ONCE
+    assert stale.next > first.state.reserved + RESERVED_AT_ONCE
     again = Leader(stored=first.store(), epoch=3)
-    assert again.next == first.facts.reserved + 1
+    assert again.next == first.state.reserved + 1
 
 
 def test_numbers_grow_where_the_lease_was_made_anew_and_epochs_begin_again() -> None:
-    stored = Leader(stored=0, epoch=7).facts.reserved
+    stored = Leader(stored=0, epoch=7).state.reserved
     reinstalled = Leader(stored=stored, epoch=0)
     assert reinstalled.next == 8 * EPOCH_SPAN + 1

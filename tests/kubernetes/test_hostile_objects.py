@@ -308,7 +308,7 @@ def plans_beside(before: list[tuple[str, dict[str, Any]]], after: list[tuple[str
         test.team("valid")
         await planned(test, test.pod("valid", "pod"))
         held = [uid for uid, pod in test.controller.snapshot.pods.items() if pod.holds and pod.requested]
-        assert all(test.controller.snapshot.seats.held(uid) for uid in held if not is_worker(test, uid))
+        assert all(test.controller.snapshot.allocator.held(uid) for uid in held if not is_worker(test, uid))
         assert not test.controller.health.failures
 
     with no_traceback():
@@ -452,6 +452,6 @@ def test_a_claim_to_a_place_in_an_autoscaled_pool_makes_no_more_places_than_the_
         }
         test.see(PODS, body)
         await test.start()
-        assert set(test.controller.snapshot.told_nodes) == {"autoscaled.burst.0", "autoscaled.burst.1"}
+        assert set(test.controller.snapshot.emitted_nodes) == {"autoscaled.burst.0", "autoscaled.burst.1"}
 
     run(scenario)

@@ -38,7 +38,7 @@ def test_a_standby_takes_over_from_a_leader_that_was_killed(controlled: Controll
     controlled.until_bound(controlled.pod(team, "first"))
     standby = controlled.start()
     controlled.until_bound(controlled.pod(team, "second"))
-    assert controlled.log().count("all is listed") == 1  # the standby stands by
+    assert controlled.log().count("; workers are served") == 1  # the standby stands by
     leader.kill()
     leader.wait()
     killed = time.monotonic()

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges, completed
-from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import needs_of
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import resource_requests_of
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import LimitRange, Pod, PodSpec
 
 if TYPE_CHECKING:
@@ -58,8 +58,10 @@ def test_a_pod_needs_what_the_api_server_makes_of_it(cluster: DevCluster, namesp
     for number, spec in enumerate(SPECS):
         body = {"metadata": {"name": f"p{number}"}, "spec": {**spec, "schedulingGates": [{"name": "example.com/stay"}]}}
         created = cluster.api.create(f"/api/v1/namespaces/{namespace}/pods", body)
-        expected = needs_of(msgspec.convert(created, Pod).spec)
-        assert needs_of(completed(msgspec.convert(spec, PodSpec), ranges.requests_in(namespace))) == expected
+        expected = resource_requests_of(msgspec.convert(created, Pod).spec)
+        assert (
+            resource_requests_of(completed(msgspec.convert(spec, PodSpec), ranges.requests_in(namespace))) == expected
+        )
 
 
 def test_a_range_that_is_gone_adds_nothing_and_says_where() -> None:

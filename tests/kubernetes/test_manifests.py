@@ -181,8 +181,8 @@ def test_what_refers_to_each_other_fits(kubeflow_cluster: DevCluster) -> None:
         selector = spec.get("selector") or spec["podSelector"]["matchLabels"]
         (chosen,) = [one for one in pods.values() if selector.items() <= one["metadata"]["labels"].items()]
         listening = {port["name"] for port in chosen["spec"]["containers"][0]["ports"]}
-        opened = [port["port"] for rule in spec.get("ingress", ()) for port in rule["ports"]]
-        assert {*opened, *(port["targetPort"] for port in spec.get("ports", ()))} <= listening
+        stand_in = [port["port"] for rule in spec.get("ingress", ()) for port in rule["ports"]]
+        assert {*stand_in, *(port["targetPort"] for port in spec.get("ports", ()))} <= listening
     (configuration,) = of_kind(objects, "MutatingWebhookConfiguration")
     assert configuration["metadata"]["name"] == server.CONFIGURATION
     for one in configuration["webhooks"]:

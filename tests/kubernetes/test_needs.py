@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec
 from kfp_gpuquota.cluster.kubernetes.convert.nodes import node_of
-from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import Bystanders, Taken
-from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import Needs, needs_of
+from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NodeUsage, NonGpuPods
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import ResourceRequests, resource_requests_of
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, PodSpec
 from kfp_gpuquota.scheduler.state.intake import request_of
 
@@ -46,24 +46,24 @@ def sidecar(cpu: str) -> dict[str, Any]:
     ],
 )
 def test_a_pod_needs_what_kube_scheduler_would_count(spec: dict[str, Any], milli: int) -> None:
-    assert needs_of(msgspec.convert(spec, PodSpec)).cpu == milli
+    assert resource_requests_of(msgspec.convert(spec, PodSpec)).cpu == milli
 
 
 def test_memory_is_counted_in_bytes_and_planned_in_whole_mebibytes() -> None:
     spec = {"containers": [{"name": "x", "resources": {"requests": {"memory": "1G"}}}]}
-    needs = needs_of(msgspec.convert(spec, PodSpec))
-    assert needs == Needs(0, 10**9)
+    needs = resource_requests_of(msgspec.convert(spec, PodSpec))
+    assert needs == ResourceRequests(0, 10**9)
     assert needs.constraints() == {"cpu": None, "memory_mib": 954}
 
 
 @given(st.integers(0, 1 << 70), st.integers(0, 1 << 70))
 def test_whatever_a_pod_asks_for_is_a_job_that_can_be(cpu: int, memory: int) -> None:
-    JobSpec(name="x", project="x", command=("x",), **Needs(cpu, memory).constraints())
+    JobSpec(name="x", project="x", command=("x",), **ResourceRequests(cpu, memory).constraints())
 
 
 @given(st.integers(1, 10**7))
 def test_no_thousandth_of_a_core_is_counted_that_was_not_asked_for(milli: int) -> None:
-    spec = JobSpec(name="x", project="x", command=("x",), **Needs(milli).constraints())
+    spec = JobSpec(name="x", project="x", command=("x",), **ResourceRequests(milli).constraints())
     assert request_of(spec).cpu == milli
 
 
@@ -73,15 +73,15 @@ def node(gpus: str, pods: str = "250") -> Node:
 
 
 def test_what_bystanders_take_of_a_node_is_gone() -> None:
-    seen = node_of(node("2"), taken=Taken(cpu=60_500, memory=500 * GI + 1, pods=3))
+    seen = node_of(node("2"), taken=NodeUsage(cpu=60_500, memory=500 * GI + 1, pods=3))
     assert (seen.cpu, seen.memory_mib, seen.max_workers) == (3.5, 12 * 1024 - 1, None)
-    over = node_of(node("2"), taken=Taken(cpu=65_000, memory=513 * GI))
+    over = node_of(node("2"), taken=NodeUsage(cpu=65_000, memory=513 * GI))
     assert (over.cpu, over.memory_mib) == (0, 0)
 
 
 def test_places_are_counted_where_they_can_run_out() -> None:
-    assert node_of(node("2", pods="10"), taken=Taken(pods=9)).max_workers == 1
-    assert node_of(node("2", pods="10"), taken=Taken(pods=11)).max_workers == 0
+    assert node_of(node("2", pods="10"), taken=NodeUsage(pods=9)).max_workers == 1
+    assert node_of(node("2", pods="10"), taken=NodeUsage(pods=11)).max_workers == 0
 
 
 def test_a_node_without_gpus_adds_nothing_to_what_teams_share() -> None:
@@ -94,14 +94,14 @@ MOVES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["", "a", "b"]), s
 
 @given(MOVES)
 def test_what_is_taken_is_what_those_who_are_there_take(moves: list[tuple[int, str, int]]) -> None:
-    books, there = Bystanders(), dict[str, tuple[str, int]]()
+    books, there = NonGpuPods(), dict[str, tuple[str, int]]()
     for pod, where, cpu in moves:
         if where:
-            books.put(str(pod), where, Needs(cpu, 2 * cpu))
+            books.put(str(pod), where, ResourceRequests(cpu, 2 * cpu))
             there[str(pod)] = where, cpu
         else:
             books.drop(str(pod))
             there.pop(str(pod), None)
         for name in "ab":
             here = [cpu for at, cpu in there.values() if at == name]
-            assert books.on(name) == Taken(sum(here), 2 * sum(here), len(here))
+            assert books.on(name) == NodeUsage(sum(here), 2 * sum(here), len(here))

@@ -13,10 +13,10 @@ from kfp_gpuquota.cluster.kubernetes.convert.owners import (
     ALONE,
     INDEX_ANNOTATION,
     JOBSET_LABEL,
+    GangSize,
     Owner,
-    Together,
+    gang_size,
     owner_of,
-    together,
 )
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
@@ -59,39 +59,39 @@ RAY = {"headGroupSpec": {"template": template(0)}, "workerGroupSpecs": [replicas
 @pytest.mark.parametrize(
     ("kind", "spec", "expected"),
     [
-        ("batch/v1 Job", job(parallelism=3, completions=3, completionMode="Indexed"), Together(3, 3)),
-        ("batch/v1 Job", job(parallelism=3, completions=9, completionMode="Indexed"), Together(1, 3)),
-        ("batch/v1 Job", job(parallelism=3, completions=2), Together(1, 2)),
+        ("batch/v1 Job", job(parallelism=3, completions=3, completionMode="Indexed"), GangSize(3, 3)),
+        ("batch/v1 Job", job(parallelism=3, completions=9, completionMode="Indexed"), GangSize(1, 3)),
+        ("batch/v1 Job", job(parallelism=3, completions=2), GangSize(1, 2)),
         ("batch/v1 Job", job(), ALONE),
         ("batch/v1 Job", job(gpus=0, parallelism=3, completions=3, completionMode="Indexed"), ALONE),
-        ("apps/v1 ReplicaSet", replicas(4, 1), Together(1, 4)),
+        ("apps/v1 ReplicaSet", replicas(4, 1), GangSize(1, 4)),
         ("apps/v1 StatefulSet", replicas(None, 1), ALONE),
-        ("jobset.x-k8s.io/v1alpha2 JobSet", JOBSET, Together(6, 6)),
-        ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4), Together(4, 4)),
-        ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4, leaderTemplate=template(0)), Together(3, 3)),
+        ("jobset.x-k8s.io/v1alpha2 JobSet", JOBSET, GangSize(6, 6)),
+        ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4), GangSize(4, 4)),
+        ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4, leaderTemplate=template(0)), GangSize(3, 3)),
         ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(4) | {"startupPolicy": "LeaderReady"}, ALONE),
         ("leaderworkerset.x-k8s.io/v1 LeaderWorkerSet", leader_workers(1, workerTemplate=template(0)), ALONE),
-        ("kubeflow.org/v1 PyTorchJob", TORCH, Together(4, 4)),
-        ("kubeflow.org/v1 PyTorchJob", TORCH | LEAST, Together(2, 2)),
-        ("kubeflow.org/v2beta1 MPIJob", MPI, Together(4, 4)),
-        ("ray.io/v1 RayCluster", RAY, Together(8, 8)),
-        ("ray.io/v1 RayCluster", RAY | {"enableInTreeAutoscaling": True}, Together(4, 4)),
-        ("ray.io/v1 RayCluster", RAY | {"headGroupSpec": {"template": template(1)}}, Together(9, 9)),
-        ("scheduling.x-k8s.io/v1alpha1 PodGroup", {"minMember": 5}, Together(5, 5)),
+        ("kubeflow.org/v1 PyTorchJob", TORCH, GangSize(4, 4)),
+        ("kubeflow.org/v1 PyTorchJob", TORCH | LEAST, GangSize(2, 2)),
+        ("kubeflow.org/v2beta1 MPIJob", MPI, GangSize(4, 4)),
+        ("ray.io/v1 RayCluster", RAY, GangSize(8, 8)),
+        ("ray.io/v1 RayCluster", RAY | {"enableInTreeAutoscaling": True}, GangSize(4, 4)),
+        ("ray.io/v1 RayCluster", RAY | {"headGroupSpec": {"template": template(1)}}, GangSize(9, 9)),
+        ("scheduling.x-k8s.io/v1alpha1 PodGroup", {"minMember": 5}, GangSize(5, 5)),
         ("apps/v1 DaemonSet", {}, ALONE),
         ("kubeflow.org/v1 PyTorchJob", {"pytorchReplicaSpecs": 7}, ALONE),
     ],
 )  # fmt: skip
-def test_an_owner_says_how_many_of_its_pods_start_together(kind: str, spec: dict[str, Any], expected: Together) -> None:
+def test_an_owner_says_how_many_of_its_pods_start_together(kind: str, spec: dict[str, Any], expected: GangSize) -> None:
     version, _, name = kind.partition(" ")
-    assert together(Owner(version, name, "team", "x"), msgspec.json.encode({"spec": spec})) == expected
+    assert gang_size(Owner(version, name, "team", "x"), msgspec.json.encode({"spec": spec})) == expected
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
 def test_an_owner_that_says_nonsense_leaves_its_pods_alone(value: object) -> None:
     for field in ("parallelism", "pytorchReplicaSpecs", "template", "completions"):
         for kind in (Owner("batch/v1", "Job", "t", "x"), Owner("kubeflow.org/v1", "PyTorchJob", "t", "x")):
-            assert together(kind, msgspec.json.encode({"spec": {field: value}})).pods >= 1
+            assert gang_size(kind, msgspec.json.encode({"spec": {field: value}})).pods >= 1
 
 
 def owned(api_version: str, kind: str, **meta: Any) -> Owner | None:

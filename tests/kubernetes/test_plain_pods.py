@@ -10,8 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Node, Project
-from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
-from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import Place
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
+from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints
 from kfp_gpuquota.cluster.kubernetes.convert.pods import GateShape, PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
 
@@ -39,18 +39,18 @@ class World(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state, self.seats = scheduler.State(), Seats()
+        self.state, self.allocator = scheduler.State(), DeviceAllocator()
         self.state.apply(scheduler.NodeChanged(Node(name="n", devices=tuple(Device(index=i) for i in range(GPUS)))))
         self.state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=GPUS)))
-        self.seats.resize("n", GPUS)
-        self.plain = PlainPods(self.state.apply, self.seats)
+        self.allocator.resize("n", GPUS)
+        self.plain = PlainPods(self.state.apply, self.allocator)
         self.plain.settle()
         self.views: dict[str, PodView] = {}
         self.in_flight: dict[str, tuple[int, ...]] = {}
         self.made = 0
 
     def show(self, view: PodView) -> None:
-        if view.stage is Stage.OVER:
+        if view.stage is Stage.ENDED:
             self.views.pop(view.uid, None)
         else:
             self.views[view.uid] = view
@@ -86,13 +86,13 @@ class World(RuleBasedStateMachine):
             return
         if arrives:
             view = self.views[uid]
-            self.show(msgspec.structs.replace(view, stage=Stage.HELD, node="n", devices=devices, gate=None))
+            self.show(msgspec.structs.replace(view, stage=Stage.ASSIGNED, node="n", devices=devices, gate=None))
         else:
             self.plain.take_back(uid)
 
     @rule(uid=pods)
     def evict(self, uid: str) -> None:
-        if uid in self.views and self.views[uid].stage is Stage.HELD:
+        if uid in self.views and self.views[uid].stage is Stage.ASSIGNED:
             self.plain.assume_leaving(uid)
 
     @rule(uid=pods)
@@ -103,8 +103,8 @@ class World(RuleBasedStateMachine):
     @rule(uid=pods)
     def is_told_to_go(self, uid: str) -> None:
         view = self.views.get(uid)
-        if view is not None and view.stage is Stage.HELD:
-            self.show(msgspec.structs.replace(view, stage=Stage.LEAVING))
+        if view is not None and view.stage is Stage.ASSIGNED:
+            self.show(msgspec.structs.replace(view, stage=Stage.TERMINATING))
 
     @rule(uid=consumes(pods), ends=st.booleans())
     def goes(self, uid: str, ends: bool) -> None:
@@ -113,7 +113,7 @@ class World(RuleBasedStateMachine):
         if view is None:
             return
         if ends:
-            self.show(msgspec.structs.replace(view, stage=Stage.OVER))
+            self.show(msgspec.structs.replace(view, stage=Stage.ENDED))
         else:
             del self.views[uid]
             self.plain.drop(uid)
@@ -122,7 +122,7 @@ class World(RuleBasedStateMachine):
     def the_scheduler_believes_what_is_so(self) -> None:
         holding = {uid for uid, v in self.views.items() if v.holds} | {u for u in self.in_flight if u in self.views}
         assert set(self.state.workers) == holding
-        taken = [d for uid in holding for d in (self.seats.held(uid) or ("", ()))[1]]
+        taken = [d for uid in holding for d in (self.allocator.held(uid) or ("", ()))[1]]
         held = sum(self.views[uid].gpus for uid in holding)
         assert len(taken) == len(set(taken)) == held
         assert {uid: len(task.devices) for uid, task in self.state.workers.items()} == {
@@ -148,12 +148,12 @@ TestAnyHistory = pytest.mark.timeout(600)(World.TestCase)  # many histories, and
 
 
 def test_after_a_restart_a_half_admitted_group_is_one_job_again() -> None:
-    state, seats = scheduler.State(), Seats()
-    seats.resize("n", 4)
+    state, allocator = scheduler.State(), DeviceAllocator()
+    allocator.resize("n", 4)
     state.apply(scheduler.NodeChanged(Node(name="n", devices=tuple(Device(index=i) for i in range(4)))))
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=4)))
-    plain = PlainPods(state.apply, seats)
-    sent = msgspec.structs.replace(waiting("a", "g", 3), stage=Stage.HELD, node="n", devices=(2,), gate=None)
+    plain = PlainPods(state.apply, allocator)
+    sent = msgspec.structs.replace(waiting("a", "g", 3), stage=Stage.ASSIGNED, node="n", devices=(2,), gate=None)
     for view in (sent, waiting("b", "g", 3), waiting("c", "g", 3)):
         plain.put(view)
     assert not state.jobs
@@ -165,11 +165,11 @@ def test_after_a_restart_a_half_admitted_group_is_one_job_again() -> None:
 
 
 def test_a_group_that_loses_one_pod_while_another_waits_again_leaves_no_job_behind() -> None:
-    state, seats = scheduler.State(), Seats()
-    seats.resize("n", 2)
+    state, allocator = scheduler.State(), DeviceAllocator()
+    allocator.resize("n", 2)
     state.apply(scheduler.NodeChanged(Node(name="n", devices=(Device(index=0), Device(index=1)))))
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=2)))
-    plain = PlainPods(state.apply, seats)
+    plain = PlainPods(state.apply, allocator)
     plain.settle()
     for uid in "ab":
         plain.put(waiting(uid, "g", 2))
@@ -182,17 +182,17 @@ def test_a_group_that_loses_one_pod_while_another_waits_again_leaves_no_job_behi
 
 
 def test_a_group_may_form_anew_while_another_one_of_its_first_pod_is_on_its_way_out() -> None:
-    state, seats = scheduler.State(), Seats()
-    seats.resize("n", 2)
+    state, allocator = scheduler.State(), DeviceAllocator()
+    allocator.resize("n", 2)
     state.apply(scheduler.NodeChanged(Node(name="n", devices=(Device(index=0), Device(index=1)))))
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=2)))
-    plain = PlainPods(state.apply, seats)
+    plain = PlainPods(state.apply, allocator)
     plain.settle()
     for uid in "ab":
         plain.put(waiting(uid, "g", 2))
     for uid, device in (("a", 0), ("b", 1)):
         plain.assume_sent(uid, "n", (device,))
-    leaving = msgspec.structs.replace(waiting("b", "g", 2), stage=Stage.LEAVING, node="n", devices=(1,), gate=None)
+    leaving = msgspec.structs.replace(waiting("b", "g", 2), stage=Stage.TERMINATING, node="n", devices=(1,), gate=None)
     plain.put(leaving)
     plain.take_back("a")  # its write has failed, and its group takes nobody any more
     plain.put(waiting("c", "g", 2))
@@ -205,19 +205,21 @@ def test_a_group_may_form_anew_while_another_one_of_its_first_pod_is_on_its_way_
 
 
 def test_a_group_whose_pods_differ_starts_whole_and_each_of_them_where_it_fits() -> None:
-    state, seats = scheduler.State(), Seats()
+    state, allocator = scheduler.State(), DeviceAllocator()
     for node, gpus in (("big", 4), ("small", 2)):
-        seats.resize(node, gpus)
+        allocator.resize(node, gpus)
         state.apply(scheduler.NodeChanged(Node(name=node, devices=tuple(Device(index=i) for i in range(gpus)))))
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=6)))
-    plain = PlainPods(state.apply, seats)
+    plain = PlainPods(state.apply, allocator)
     plain.settle()
-    first = msgspec.structs.replace(waiting("a", "g", 3), place=Place((("kubernetes.io/hostname", "nowhere"),)))
+    first = msgspec.structs.replace(
+        waiting("a", "g", 3), constraints=NodeConstraints((("kubernetes.io/hostname", "nowhere"),))
+    )
     wide = [msgspec.structs.replace(waiting(uid, "g", 3), gpus=2) for uid in "bc"]
     for view in (first, *wide):
         plain.put(view)
     assert not scheduler.plan(state, 10.0).bind
-    plain.put(msgspec.structs.replace(first, place=Place()))
+    plain.put(msgspec.structs.replace(first, constraints=NodeConstraints()))
     (bind,) = scheduler.plan(state, 10.0).bind
     for view, place in plain.paired(bind.job, bind.placements):
         assert len(place.devices) == view.gpus
@@ -232,21 +234,21 @@ def test_a_group_whose_pods_differ_starts_whole_and_each_of_them_where_it_fits()
 
 @pytest.mark.parametrize("owned", [True, False], ids=["owned", "bare"])
 def test_a_pod_is_moved_only_where_somebody_makes_it_anew(owned: bool) -> None:
-    state, seats = scheduler.State(), Seats()
+    state, allocator = scheduler.State(), DeviceAllocator()
     for node in "nm":
-        seats.resize(node, 2)
+        allocator.resize(node, 2)
         state.apply(scheduler.NodeChanged(Node(name=node, devices=(Device(index=0), Device(index=1)))))
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=4)))
-    plain = PlainPods(state.apply, seats)
+    plain = PlainPods(state.apply, allocator)
     plain.settle()
     for uid, node in (("a", "n"), ("b", "m")):
         held = msgspec.structs.replace(
             waiting(uid),
-            stage=Stage.HELD,
+            stage=Stage.ASSIGNED,
             node=node,
             devices=(0,),
             gate=None,
-            maker_kind="apps/ReplicaSet" if owned else "",
+            controller_kind="apps/ReplicaSet" if owned else "",
         )
         plain.put(held)
     plain.put(msgspec.structs.replace(waiting("large"), gpus=2))
@@ -256,16 +258,16 @@ def test_a_pod_is_moved_only_where_somebody_makes_it_anew(owned: bool) -> None:
 
 
 def test_a_bare_pod_that_was_borrowed_is_taken_back_and_given_no_place_elsewhere() -> None:
-    state, seats = scheduler.State(), Seats()
+    state, allocator = scheduler.State(), DeviceAllocator()
     for node in "nm":
-        seats.resize(node, 2)
+        allocator.resize(node, 2)
         state.apply(scheduler.NodeChanged(Node(name=node, devices=(Device(index=0), Device(index=1)))))
     for team, quota in (("team", 0), ("owner", 2)):
         state.apply(scheduler.QuotaChanged(Project(name=team, guaranteed=quota)))
-    plain = PlainPods(state.apply, seats)
+    plain = PlainPods(state.apply, allocator)
     plain.settle()
     for uid, node, device in (("a", "n", 0), ("b", "m", 0), ("c", "m", 1)):
-        plain.put(msgspec.structs.replace(waiting(uid), stage=Stage.HELD, node=node, devices=(device,), gate=None))
+        plain.put(msgspec.structs.replace(waiting(uid), stage=Stage.ASSIGNED, node=node, devices=(device,), gate=None))
     plain.put(msgspec.structs.replace(waiting("mine"), namespace="owner", gpus=2))
     decided = scheduler.plan(state, 10.0)
     assert not decided.move

@@ -16,7 +16,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import (
     LONGEST_PAUSE_S,
     ReadyRules,
     Retry,
-    Waits,
+    StartingWorker,
     given_up,
     has_come_up,
     next_look,
@@ -29,14 +29,14 @@ from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus
 
 PULL = "ImagePullBackOff: no such image"
-UP = Waits(0, "n0", up=True)
-PULLS = Waits(1, "n0", up=False)
+UP = StartingWorker(0, "n0", up=True)
+PULLS = StartingWorker(1, "n0", up=False)
 RULES = ReadyRules()
 AT_NOON = 1_795_521_600.0
 
 
-def late(index: int, trouble: str = PULL, since: float = 0.0) -> Waits:
-    return Waits(index, "n1", up=False, since=since, trouble=trouble)
+def late(index: int, start_failure: str = PULL, since: float = 0.0) -> StartingWorker:
+    return StartingWorker(index, "n1", up=False, since=since, start_failure=start_failure)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def late(index: int, trouble: str = PULL, since: float = 0.0) -> Waits:
         ([PULLS, late(0)], 1, False, True),
     ],
 )
-def test_who_gives_what_back(workers: list[Waits], needed: int, trains: bool, whole: bool) -> None:
+def test_who_gives_what_back(workers: list[StartingWorker], needed: int, trains: bool, whole: bool) -> None:
     lost = given_up(workers, needed=needed, trains=trains, timeout_s=600, now=600.0)
     assert lost is not None
     assert lost.whole is whole
@@ -69,13 +69,13 @@ def test_who_gives_what_back(workers: list[Waits], needed: int, trains: bool, wh
         ([], None),
     ],
 )
-def test_nothing_is_given_back_before_its_time(workers: list[Waits], look: float | None) -> None:
+def test_nothing_is_given_back_before_its_time(workers: list[StartingWorker], look: float | None) -> None:
     assert given_up(workers, needed=1, trains=False, timeout_s=600, now=619.0) is None
     assert next_look(workers, 600) == look
 
 
 def test_a_name_that_can_be_no_images_is_not_waited_for() -> None:
-    wrong = late(0, trouble='InvalidImageName: couldn\'t parse image name "My Image"', since=5.0)
+    wrong = late(0, start_failure='InvalidImageName: couldn\'t parse image name "My Image"', since=5.0)
     assert next_look([wrong], 600) == 5.0
     lost = given_up([wrong], needed=1, trains=False, timeout_s=600, now=5.0)
     assert lost is not None
@@ -114,10 +114,10 @@ def test_without_a_limit_it_is_tried_for_ever_once_an_hour() -> None:
 
 
 def test_a_sentence_of_one_worker_is_told_rather_than_the_silence_of_another() -> None:
-    lost = given_up([late(0, trouble=""), late(1)], needed=2, trains=False, timeout_s=600, now=600.0)
+    lost = given_up([late(0, start_failure=""), late(1)], needed=2, trains=False, timeout_s=600, now=600.0)
     assert lost is not None
     assert f"worker 1 on node n1: {PULL}" in requeued(lost, 2, None, RULES, 1, 600.0).message
-    silent = given_up([late(0, trouble="")], needed=1, trains=False, timeout_s=600, now=600.0)
+    silent = given_up([late(0, start_failure="")], needed=1, trains=False, timeout_s=600, now=600.0)
     assert silent is not None
     assert "its volumes or its network are not there" in requeued(silent, 1, None, RULES, 1, 600.0).message
 

@@ -9,7 +9,7 @@ import pytest
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Device, Node, Project
-from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, pod_view
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
@@ -100,12 +100,12 @@ def test_a_step_of_an_argo_workflow_is_not_moved_and_a_replica_is() -> None:
 
 def moved_for_a_large_pod(small: PodView) -> bool:
     """Two nodes of 2 GPUs, half of one is taken by the pod: 3 more GPUs, 2 of them together, need it to move."""
-    state, seats = scheduler.State(), Seats()
+    state, allocator = scheduler.State(), DeviceAllocator()
     for name in ("n0", "n1"):
-        seats.resize(name, 2)
+        allocator.resize(name, 2)
         state.apply(scheduler.NodeChanged(Node(name=name, devices=(Device(index=0), Device(index=1)))))
     state.apply(scheduler.QuotaChanged(Project(name="team", guaranteed=4)))
-    plain = PlainPods(state.apply, seats)
+    plain = PlainPods(state.apply, allocator)
     plain.settle()
     for uid, node in (("a", "n0"), ("b", "n1")):
         plain.put(msgspec.structs.replace(small, uid=uid, name=uid))

@@ -15,12 +15,12 @@ import pytest
 
 from kfp_gpuquota.api import JobSpec
 from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
-from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods, share_annotations
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
-from kfp_gpuquota.cluster.kubernetes.sharing.reservations import AGENT, Place, Reservations, Sharer
+from kfp_gpuquota.cluster.kubernetes.sharing.reservations import AGENT, DeviceAssignment, Reservations, Sharer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ class World:
     writes: list[tuple[Write, Callable[[bytes], None], Callable[[Exception], None]]] = field(default_factory=list)
     timers: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     wishes: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    admitted: dict[str, Place] = field(default_factory=dict)
+    admitted: dict[str, DeviceAssignment] = field(default_factory=dict)
     made: int = 0
 
     def __post_init__(self) -> None:
@@ -58,13 +58,13 @@ class World:
                 with contextlib.suppress(ApiError):
                     self._carry_out(write)
         self.writes, self.timers, self.news = [], [], []
-        self.seats = Seats()
+        self.allocator = DeviceAllocator()
         for node in NODES:
-            self.seats.resize(node, GPUS)
+            self.allocator.resize(node, GPUS)
         later = lambda seconds, action: self.timers.append((seconds, action))  # noqa: E731
         writer: Any = self
         self.reservations = Reservations(
-            self.seats,
+            self.allocator,
             {},
             writer,
             SETTINGS,
@@ -97,7 +97,7 @@ class World:
 
     def _seat(self, holder: str) -> None:
         node, devices = self.wishes[holder]
-        assert self.seats.take(holder, node, len(devices), devices, part=True) == devices
+        assert self.allocator.take(holder, node, len(devices), devices, part=True) == devices
 
     def _prepare(self, holder: str) -> None:
         self._seat(holder)
@@ -108,17 +108,17 @@ class World:
         note = share_annotations.note_of(spec, holder, f"t/{holder}", float(self.made))
         self.reservations.prepare(Sharer(note, partial(self._start, holder), partial(self._not_reserved, holder)))
 
-    def _start(self, holder: str, place: Place) -> None:
+    def _start(self, holder: str, assignment: DeviceAssignment) -> None:
         """The promise: it is noted on every reservation, which stands and says its GPU, and its agent has agreed."""
         node, devices = self.wishes[holder]
-        for device, gpu in zip(devices, place.note.gpus, strict=True):
+        for device, gpu in zip(devices, assignment.note.gpus, strict=True):
             body = self.stored.get(reservation_pods.name_of(node, device))
             if body is not None and "deletionTimestamp" not in body["metadata"]:
-                assert place.note.ticket in body["metadata"]["annotations"][labels.SHARERS]
+                assert assignment.note.ticket in body["metadata"]["annotations"][labels.SHARERS]
                 assert gpu == f"GPU-{body['metadata']['uid']}"
                 if self.agents:
-                    assert place.note.ticket in body["metadata"]["annotations"][labels.READY]
-        self.admitted[holder] = place
+                    assert assignment.note.ticket in body["metadata"]["annotations"][labels.READY]
+        self.admitted[holder] = assignment
         self.reservations.see(self._sharer(holder))
 
     def _sharer(self, holder: str) -> Pod:
@@ -137,7 +137,7 @@ class World:
 
     def _not_reserved(self, holder: str, _: Exception) -> None:
         """Given back, and planned anew."""
-        self.seats.release(holder)
+        self.allocator.release(holder)
         self._prepare(holder)
 
     # The API server
@@ -243,7 +243,7 @@ class World:
 
     def _end(self, holder: str) -> None:
         self.reservations.drop(holder)
-        self.seats.release(holder)
+        self.allocator.release(holder)
         del self.wishes[holder]
         self.admitted.pop(holder, None)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kfp_gpuquota.api import JobSpec, Kind, PoolQuota, Project
 from kfp_gpuquota.cluster.kubernetes.convert import requests
-from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 from kfp_gpuquota.cluster.kubernetes.convert.nodes import node_of
 from kfp_gpuquota.cluster.kubernetes.convert.pods import (
     KILLED,
@@ -24,7 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.pods import (
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota
-from kfp_gpuquota.cluster.kubernetes.quota.quotas import project_of, project_of_plugin, quota_spec, says
+from kfp_gpuquota.cluster.kubernetes.quota.quotas import has_spec, project_of, project_of_plugin, quota_spec
 from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -46,10 +46,10 @@ def view_of(spec: dict[str, Any] | None = None, status: dict[str, Any] | None = 
     [
         ({"schedulingGates": GATE}, {}, Stage.WAITING),
         ({}, {}, Stage.OUTSIDE),
-        ({"nodeName": "a"}, {}, Stage.HELD),
-        ({"nodeName": "a"}, {"phase": "Running"}, Stage.HELD),
-        ({"nodeName": "a"}, {"phase": "Succeeded"}, Stage.OVER),
-        ({"nodeName": "a"}, {"phase": "Failed"}, Stage.OVER),
+        ({"nodeName": "a"}, {}, Stage.ASSIGNED),
+        ({"nodeName": "a"}, {"phase": "Running"}, Stage.ASSIGNED),
+        ({"nodeName": "a"}, {"phase": "Succeeded"}, Stage.ENDED),
+        ({"nodeName": "a"}, {"phase": "Failed"}, Stage.ENDED),
         ({"nodeName": "a", "containers": [{"name": "m"}]}, {}, Stage.OUTSIDE),
     ],
 )
@@ -59,8 +59,8 @@ def test_where_a_pod_stands(spec: dict[str, Any], status: dict[str, Any], stage:
 
 def test_a_pod_that_is_being_deleted_holds_its_node_and_without_one_nothing() -> None:
     deleted: dict[str, Any] = {"deletionTimestamp": "2026-11-21T10:00:00Z"}
-    assert view_of({"nodeName": "a"}, **deleted).stage is Stage.LEAVING
-    assert view_of({"schedulingGates": GATE}, **deleted).stage is Stage.OVER
+    assert view_of({"nodeName": "a"}, **deleted).stage is Stage.TERMINATING
+    assert view_of({"schedulingGates": GATE}, **deleted).stage is Stage.ENDED
 
 
 def test_init_containers_count_as_the_kubelet_counts_them() -> None:
@@ -82,7 +82,7 @@ def test_an_admitted_pod_is_found_where_its_patch_sent_it() -> None:
     (affinity,) = (o["value"] for o in operations if o["path"] == "/spec/affinity")
     notes = next(o["value"] for o in operations if o["path"] == "/metadata/annotations" and o["op"] == "add")
     sent = view_of({"affinity": affinity}, annotations=notes)
-    assert (sent.stage, sent.node, sent.devices, sent.bound) == (Stage.HELD, "node-7", (1, 3), False)
+    assert (sent.stage, sent.node, sent.devices, sent.bound) == (Stage.ASSIGNED, "node-7", (1, 3), False)
 
 
 def test_notebooks_are_sessions_and_labels_that_cannot_be_are_left_out() -> None:
@@ -176,7 +176,7 @@ def test_nodes_to_be_avoided_are_left_out_of_every_alternative() -> None:
     anywhere = {"matchExpressions": [{"key": "os", "operator": "Exists"}]}
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [linux, anywhere]}}
     for affinity in ({}, {"affinity": {"nodeAffinity": required}}):
-        view = msgspec.structs.replace(view_of({"schedulingGates": GATE, **affinity}), avoids=("bad", "worse"))
+        view = msgspec.structs.replace(view_of({"schedulingGates": GATE, **affinity}), excluded_nodes=("bad", "worse"))
         terms = pod_job(view).node_affinity
         assert [term.admits("good", {"os": "linux"}) for term in terms] == [True] * len(terms)
         assert not any(term.admits("bad", {"os": "linux"}) for term in terms)
@@ -198,19 +198,21 @@ def test_a_quota_is_read_as_it_was_written(
     )
     quota = msgspec.json.decode(msgspec.json.encode(views.gpu_quota(project)), type=GpuQuota)
     assert project_of(quota) == project
-    assert says(quota, quota_spec(project))
+    assert has_spec(quota, quota_spec(project))
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()), max_size=12))
 def test_no_two_pods_ever_sit_on_the_same_whole_device(pods: list[tuple[int, bool, bool]]) -> None:
-    seats = Seats()
-    seats.resize("n", 6)
+    allocator = DeviceAllocator()
+    allocator.resize("n", 6)
     held: dict[str, tuple[int, ...]] = {}
     for number, (count, foreign, goes) in enumerate(pods):
-        held[str(number)] = seats.take(str(number), "n", count, tuple(range(count)) if goes else None, foreign=foreign)
+        held[str(number)] = allocator.take(
+            str(number), "n", count, tuple(range(count)) if goes else None, foreign=foreign
+        )
         assert len(held[str(number)]) == count
         if goes and held:
-            seats.release(next(iter(held)))
+            allocator.release(next(iter(held)))
             held.pop(next(iter(held)))
         taken = [device for devices in held.values() for device in devices]
         assert len(taken) == len(set(taken))

@@ -73,7 +73,7 @@ def reflecting(
                 path,
                 Namespace,
                 changed=seen.changed,
-                gone=seen.gone,
+                deleted=seen.gone,
                 not_installed_s=0.1,
                 optional=optional,
             )
@@ -139,7 +139,7 @@ def test_what_is_made_while_a_list_is_on_its_way_is_not_taken_for_gone(cluster: 
     async def run() -> None:
         async with LateLists(from_file(cluster.kubeconfig)) as connection:
             seen, gone = Seen(), list[str]()
-            reflector = Reflector(connection, path, Namespace, changed=seen.changed, gone=gone.append)
+            reflector = Reflector(connection, path, Namespace, changed=seen.changed, deleted=gone.append)
 
             async def create(connection: Connection) -> None:
                 answer = await connection.call("POST", path, {"metadata": {"name": "new"}})
@@ -249,7 +249,7 @@ def test_a_watch_that_ends_at_once_is_opened_again_after_growing_pauses(monkeypa
     async def run() -> None:
         monkeypatch.setattr(asyncio, "sleep", slept)
         connection = EndsAtOnce(Credentials(server="https://nowhere.invalid"))
-        reflector = Reflector(connection, "/x", Namespace, changed=lambda _: None, gone=lambda _: None)
+        reflector = Reflector(connection, "/x", Namespace, changed=lambda _: None, deleted=lambda _: None)
         with contextlib.suppress(asyncio.CancelledError):
             await reflector.run()
 

@@ -197,8 +197,8 @@ def test_a_team_that_causes_events_without_end_leaves_room_for_the_others() -> N
     async def test(writer: Writer, connection: Scripted) -> None:
         events = Recorder(writer)
         for number in range(500):
-            events.tell(Subject("Pod", f"p{number}", "noisy"), "Quarantined", f"problem {number}")
-        events.tell(Subject("Pod", "pod", "quiet"), "Evicted", "for a reason")
+            events.record(Subject("Pod", f"p{number}", "noisy"), "Quarantined", f"problem {number}")
+        events.record(Subject("Pod", "pod", "quiet"), "Evicted", "for a reason")
         while any(writer.depth.values()) or connection.running:
             await asyncio.sleep(0)
         assert connection.calls.count("/api/v1/namespaces/quiet/events") == 1

@@ -1,9 +1,11 @@
-"""Kubernetes as the cluster: we decide who runs, where and how large; kube-scheduler binds, kubelets run.
+"""Kubernetes as the cluster: this project decides which jobs run, where and with how many GPUs; kube-scheduler binds.
 
-labels.py        the names that both sides read          crds.py, job_rules.py, structural.py   our kinds, from api/
-admission.py     one review of one pod, pure             webhook.py       reviews over HTTPS
-certificates.py  the webhook's own authority             connection.py, watch.py   the API server, read and written
-controller.py    plans carried out
+client         calls to the API server            objects      typed objects, names of labels and annotations
+convert        objects to the scheduler's types   quota        quotas, Profiles and cluster-wide policies
+pods           plain pods: admission, eviction    elasticjob   the reconciler of ElasticJobs
+controller     carries out the scheduler's plans  sharing      shared GPUs: reservation pods, node agent
+admission      the webhook that reviews pods      user_client  the API of the command line
+shards         processes of the membership        crd          schemas of the custom resources
 
-Belongs here: what knows an API server. Does not: decisions (scheduler, membership).
+Belongs here: code that depends on an API server. Does not belong here: decisions (scheduler, membership).
 """

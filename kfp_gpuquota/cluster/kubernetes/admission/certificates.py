@@ -1,4 +1,4 @@
-"""A small certificate authority: for the webhook that the API server calls, and for the workers' membership."""
+"""Certificate authority of the webhook, which the API server calls, and of the membership service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KeyPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Material(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a server needs. `trusted` is for its clients: the authority's certificate, and that of the one before.
+    """Certificates and keys of a server. `trusted`: the authority's certificate and the previous one, for clients.
 
     With both, nobody is turned away while some replicas still show what the old authority has signed.
     """
@@ -43,7 +43,7 @@ class Material(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def maintained(material: Material | None, names: Sequence[str], now: float) -> Material:
-    """The same material where it is good for a while, else renewed as far as needed.
+    """Return the material, with the parts renewed that expire soon.
 
     A certificate for more names than these is good: while a new version is rolled out, replicas differ in what they
     need, and must not renew it in turns.
@@ -66,7 +66,7 @@ def maintained(material: Material | None, names: Sequence[str], now: float) -> M
 
 
 def check(material: Material) -> None:
-    """Raises ValueError where certificates and keys cannot be read or do not belong together."""
+    """Check the material. Raises ValueError if certificates and keys cannot be decoded or do not match."""
     for pair in (material.authority, material.serving):
         key = serialization.load_pem_private_key(pair.key, password=None)
         if x509.load_pem_x509_certificate(pair.certificate).public_key() != key.public_key():
@@ -79,7 +79,7 @@ def check(material: Material) -> None:
 
 
 def new_authority(name: str, now: float, valid_s: float = AUTHORITY_VALID_S) -> KeyPair:
-    """An authority that signs for itself. `now` is seconds since the epoch."""
+    """Return a self-signed certificate authority. `now` is in seconds since 1970."""
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _builder(name, name, key, now, valid_s).add_extension(
         x509.BasicConstraints(ca=True, path_length=0), critical=True
@@ -90,7 +90,7 @@ def new_authority(name: str, now: float, valid_s: float = AUTHORITY_VALID_S) -> 
 def issue(
     authority: KeyPair, names: Sequence[str], now: float, valid_s: float = SERVING_VALID_S, *, client: bool = False
 ) -> KeyPair:
-    """A serving certificate for `names`, DNS names and IP addresses; the first is its common name.
+    """Return a serving certificate for `names`, DNS names and IP addresses; the first is its common name.
 
     With `client` it is one to authenticate with: to Kubernetes the common name is the user's.
     """
@@ -112,12 +112,12 @@ def issue(
 
 
 def expires_at(certificate: bytes) -> float:
-    """When the (first) certificate of a PEM ends, in seconds since the epoch."""
+    """Return when the first certificate of a PEM expires, in seconds since 1970."""
     return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
 
 
 def names_of(certificate: bytes) -> tuple[str, ...]:
-    """The DNS names and addresses that a serving certificate is for."""
+    """Return the DNS names and addresses of a serving certificate."""
     found = x509.load_pem_x509_certificate(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName)
     dns = found.value.get_values_for_type(x509.DNSName)
     return (*dns, *(str(address) for address in found.value.get_values_for_type(x509.IPAddress)))

@@ -1,4 +1,4 @@
-"""Which containers see GPUs: those that ask for none get NVIDIA_VISIBLE_DEVICES=void. Pure.
+"""Hides GPUs from containers that request none, by NVIDIA_VISIBLE_DEVICES=void. Pure.
 
 CUDA base images set the variable to `all` in the image, where admission cannot see it, and NVIDIA's container runtime
 goes by it: without this, a container that asks for nothing sees every GPU of its node. One that sets the variable

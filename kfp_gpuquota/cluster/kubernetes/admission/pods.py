@@ -1,4 +1,4 @@
-"""One review of one pod that is to be created: let it be, gate it, or refuse it with one sentence. Pure.
+"""Reviews a pod on creation: allows it, adds the scheduling gate, or refuses it with a message. Pure.
 
 | the pod                                                | is                                                  |
 |--------------------------------------------------------|-----------------------------------------------------|
@@ -27,7 +27,7 @@ from kfp_gpuquota.api.quantity import parse_quantity
 from kfp_gpuquota.api.validation import check_count
 from kfp_gpuquota.cluster.kubernetes.admission import device_visibility, shares
 from kfp_gpuquota.cluster.kubernetes.admission.shares import SharingJob
-from kfp_gpuquota.cluster.kubernetes.convert.requests import escaped
+from kfp_gpuquota.cluster.kubernetes.convert.requests import escape_json_pointer
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import DEFAULT_RULES
 from kfp_gpuquota.errors import InvalidFieldError
@@ -48,11 +48,11 @@ _NOTHING: Final[dict[str, str]] = {}
 
 
 class _Narrow(msgspec.Struct, frozen=True, rename="camel", gc=False):
-    """Only what is looked at; the rest of the body is skipped while decoding."""
+    """Base class of the decoded parts of a review; other fields are skipped while decoding."""
 
 
 class Variable(_Narrow, frozen=True):
-    """An environment variable; `value` is None where it comes from elsewhere."""
+    """An environment variable; `value` is None if it has another source."""
 
     name: str = ""
     value: str | None = None
@@ -66,13 +66,13 @@ class Named(_Narrow, frozen=True):
 
 
 class Mount(_Narrow, frozen=True):
-    """Where a container finds a volume."""
+    """A mount of a volume in a container."""
 
     mount_path: str = ""
 
 
 class Resources(_Narrow, frozen=True):
-    """Quantities by resource, as the API server has normalised them."""
+    """Quantities by resource, as normalized by the API server."""
 
     limits: dict[str, str] | None = None
     requests: dict[str, str] | None = None
@@ -93,7 +93,7 @@ class Gate(_Narrow, frozen=True):
 
 
 class PodSpec(_Narrow, frozen=True):
-    """What the pod asks for."""
+    """The specification of the pod."""
 
     node_name: str | None = None
     scheduling_gates: tuple[Gate, ...] | None = None
@@ -105,14 +105,14 @@ class PodSpec(_Narrow, frozen=True):
 
 
 class Owner(_Narrow, frozen=True):
-    """Who made the pod."""
+    """An owner of the pod."""
 
     kind: str = ""
     api_version: str = ""
 
 
 class Metadata(_Narrow, frozen=True):
-    """The pod's name, and what is written on it."""
+    """The metadata of the pod."""
 
     name: str | None = None
     generate_name: str | None = None
@@ -122,20 +122,20 @@ class Metadata(_Narrow, frozen=True):
 
 
 class Pod(_Narrow, frozen=True):
-    """The pod as it is to be created."""
+    """The pod to be created."""
 
     metadata: Metadata = Metadata()
     spec: PodSpec = PodSpec()
 
 
 class User(_Narrow, frozen=True):
-    """Who creates it."""
+    """The user that creates the pod."""
 
     username: str = ""
 
 
 class Resource(_Narrow, frozen=True):
-    """Of which kind the object is."""
+    """The kind of the object."""
 
     resource: str = "pods"
 
@@ -144,7 +144,7 @@ EPHEMERAL: Final = "ephemeralcontainers"
 
 
 class Request(_Narrow, frozen=True):
-    """What the API server asks; `object` is decoded only where it is looked at."""
+    """An admission request; `object` is decoded only if it is needed."""
 
     uid: str
     namespace: str = ""
@@ -155,13 +155,13 @@ class Request(_Narrow, frozen=True):
 
 
 class Review(_Narrow, frozen=True):
-    """The body of a call."""
+    """The AdmissionReview in the body of a call."""
 
     request: Request
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Allowed with these JSON patch operations, or refused with this sentence (then `status` is not 200).
+    """The result of a review: allowed with JSON patch operations, or refused with a message (`status` is not 200).
 
     `warnings` are shown to the user who creates the object.
     """
@@ -173,12 +173,12 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def allowed(self) -> bool:
-        """The pod may be created."""
+        """Return whether the pod may be created."""
         return self.status == 200
 
 
 class MalformedReviewError(ValueError):
-    """The body is not a review, so that there is nobody to answer to."""
+    """The body is not an AdmissionReview, so that no response is possible."""
 
 
 _REVIEW: Final = msgspec.json.Decoder(Review)
@@ -192,7 +192,7 @@ _NEW_GATES: Final = Verdict(({"op": "add", "path": "/spec/schedulingGates", "val
 def answer(
     body: bytes, controller: str, policies: Sequence[WorkloadPolicy] = (), rules: ClusterRules = DEFAULT_RULES
 ) -> tuple[bytes, Verdict]:
-    """The answer to an AdmissionReview of a pod's, or an ElasticJob's, creation.
+    """Return the response to an AdmissionReview of the creation of a pod or an ElasticJob.
 
     `controller` is the user name of the controller, `policies` and `rules` are those in force.
 
@@ -213,7 +213,7 @@ def review(
     policies: Sequence[WorkloadPolicy] = (),
     rules: ClusterRules = DEFAULT_RULES,
 ) -> Verdict:
-    """What becomes of a pod that somebody other than the controller creates. `uid` is the review's."""
+    """Return the verdict on a pod that a user other than the controller creates. `uid` is the review's."""
     try:
         return _reviewed(pod, namespace, uid, policies, rules)
     except InvalidFieldError as error:
@@ -224,7 +224,7 @@ def review(
 def review_job(
     job: SharingJob, namespace: str, policies: Sequence[WorkloadPolicy], rules: ClusterRules = DEFAULT_RULES
 ) -> Verdict:
-    """What becomes of an ElasticJob that somebody creates: its limits are as policies have them."""
+    """Return the verdict on an ElasticJob, whose limits are set by policies."""
     try:
         rules.refuse_shares_in(job.spec.node_pool or "")
         return Verdict(tuple(shares.of_job(job, namespace, policies)))
@@ -279,7 +279,7 @@ def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPol
 
 
 def _capped(verdict: Verdict, spec: PodSpec, rules: ClusterRules) -> Verdict:
-    """Cap the grace period of a pod that may borrow GPUs: kubelets go by that of its first deletion."""
+    """Cap the grace period of a pod that may borrow GPUs: kubelets apply that of its first deletion."""
     asked, most = spec.termination_grace_period_seconds, rules.reclaim.max_grace_s
     if asked is None or asked <= most:
         return verdict
@@ -300,7 +300,7 @@ def _pretends(pod: Pod, written: Mapping[str, str]) -> bool:
 
 
 def _gpus(spec: PodSpec) -> int:
-    """The most that one container asks for: how many the pod holds is the controller's to add up."""
+    """Return the largest request of one container; the controller sums up the pod's requests."""
     return max((_quantity(amount) for amount in _amounts(spec)), default=0)
 
 
@@ -331,7 +331,7 @@ def _environment(spec: PodSpec) -> dict[str, str]:
 def _check_wishes(
     written: Mapping[str, str], notes: Mapping[str, str], gpus: int, environment: Mapping[str, str], project: str
 ) -> JobSpec:
-    """What it asks for, in the vocabulary. Raises InvalidFieldError for what of ours cannot be."""
+    """Return the pod's request as a JobSpec. Raises InvalidFieldError for invalid labels or annotations."""
     share = share_of_pod(notes, environment)
     if gpus and asks_for_share(notes):
         raise InvalidFieldError(
@@ -381,7 +381,9 @@ def _whole(given: Mapping[str, str], name: str) -> int | None:
 
 def _gated(spec: PodSpec, notes: Mapping[str, str], hidden: tuple[dict[str, Any], ...]) -> Verdict:
     erased = tuple(
-        {"op": "remove", "path": f"/metadata/annotations/{escaped(name)}"} for name in OF_THE_PLAN if name in notes
+        {"op": "remove", "path": f"/metadata/annotations/{escape_json_pointer(name)}"}
+        for name in OF_THE_PLAN
+        if name in notes
     )
     more = (*erased, *hidden)
     gates = spec.scheduling_gates

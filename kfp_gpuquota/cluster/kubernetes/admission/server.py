@@ -1,4 +1,4 @@
-"""Pod reviews over HTTPS, with certificates that look after themselves.
+"""Serves pod reviews over HTTPS, with certificates that are renewed automatically.
 
 Every replica serves, the one that leads and those that stand by. The authority and the serving certificate lie in one
 Secret that all replicas share: whoever finds it missing or soon to end renews it, the others take it over. Each writes
@@ -55,7 +55,7 @@ def build_app(
     policies: Callable[[], Sequence[WorkloadPolicy]] = tuple,
     rules: Callable[[], ClusterRules] = lambda: DEFAULT_RULES,
 ) -> web.Application:
-    """The application. `controller` is the controller's own user name; `observe` is told each verdict and its time."""
+    """Return the application. `controller` is the controller's user name; `observe(verdict, seconds)` gets metrics."""
 
     async def handle(request: web.Request) -> web.Response:
         body = await request.read()
@@ -73,12 +73,12 @@ def build_app(
 
 
 def service_names(namespace: str) -> tuple[str, ...]:
-    """The names under which an API server calls the Service."""
+    """Return the DNS names by which an API server calls the Service."""
     return (f"{SERVICE}.{namespace}.svc", f"{SERVICE}.{namespace}.svc.cluster.local")
 
 
 class Certificates:
-    """The certificate in one Secret, in this process's TLS context, and in the webhook's configuration.
+    """Manages the certificate in its Secret, in this process's TLS context, and in the webhook's configuration.
 
     `inject` False: the webhook's configuration is another process's. `renewed(trusted)` is called when clients are to
     trust something else than before. A Secret that was deleted or damaged is written anew with what this process holds:
@@ -101,7 +101,7 @@ class Certificates:
         self.material: Material | None = None
 
     async def refresh(self, now: float) -> Material:
-        """One round: renew what must be, load what is new, tell the API server. Raises RunError."""
+        """Renew expiring certificates, load new ones, and update the webhook's configuration. Raises RunError."""
         material = await self._agreed(now)
         before, self.material = self.material, material
         if before is None or before.serving != material.serving:
@@ -113,7 +113,7 @@ class Certificates:
         return material
 
     async def keep(self) -> None:
-        """Refresh until cancelled; what fails is tried again soon, and the certificate at hand serves meanwhile."""
+        """Refresh until cancelled; failures are retried soon, and the current certificate is used in the meantime."""
         while True:
             try:
                 await self.refresh(time.time())
@@ -124,7 +124,7 @@ class Certificates:
             await asyncio.sleep(pause)
 
     async def _agreed(self, now: float) -> Material:
-        """What stands in the Secret after whoever was first has renewed it."""
+        """Return the Secret's content after this or another process has renewed it."""
         for _ in range(ATTEMPTS):
             found, version = await self._read()
             material = maintained(found or self.material, self._names, now)
@@ -136,14 +136,14 @@ class Certificates:
         try:
             body = await self._connection.call("GET", f"{self._secrets}/{SECRET}")
         except ApiError as error:
-            if not error.gone:
+            if not error.not_found:
                 raise
             return None, ""
         secret = msgspec.json.decode(body)
         return _from_secret(secret), secret["metadata"]["resourceVersion"]
 
     async def _written(self, material: Material, version: str) -> bool:
-        """Whether nobody else was faster."""
+        """Write the material; return whether no other process was faster."""
         try:
             if version:
                 await self._connection.call("PUT", f"{self._secrets}/{SECRET}", _to_secret(material, version))
@@ -164,7 +164,7 @@ class Certificates:
                 params = {"fieldManager": labels.FIELD_MANAGER}
                 await self._connection.call("PATCH", path, operations, content_type=JSON_PATCH, params=params)
         except ApiError as error:
-            if not error.gone:
+            if not error.not_found:
                 raise
             log.warning("there is no MutatingWebhookConfiguration %s: pods are not gated", CONFIGURATION)
 
@@ -178,7 +178,7 @@ async def serve(
     rules: Callable[[], ClusterRules] = lambda: DEFAULT_RULES,
     listens: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve reviews until cancelled; `listens` is called once the port is open.
+    """Serve reviews until cancelled; `listens` is called when the port is open.
 
     The first certificate must be there: call `refresh` before.
     """
@@ -193,7 +193,7 @@ async def serve(
 
 
 def load(context: ssl.SSLContext, pair: KeyPair) -> None:
-    """Show this certificate from the next handshake on. Nothing is written to a disk: the module takes files only."""
+    """Load the certificate for new handshakes through an in-memory file, since the ssl module reads only files."""
     with _file(pair.certificate) as certificate, _file(pair.key) as key:
         context.load_cert_chain(certificate, key)
 
@@ -234,7 +234,7 @@ def _to_secret(material: Material, version: str) -> dict[str, Any]:
 
 
 def _from_secret(secret: dict[str, Any]) -> Material | None:
-    """What the Secret holds; None for one that somebody has damaged, which is then written anew."""
+    """Return the Secret's material; None for an invalid Secret, which is then rewritten."""
     try:
         files = {name: base64.b64decode(text) for name, text in secret["data"].items()}
         end = b"-----END CERTIFICATE-----\n"

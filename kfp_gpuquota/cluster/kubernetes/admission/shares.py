@@ -1,4 +1,4 @@
-"""What admission writes on a workload that shares GPUs: its limit as policies have it, and how a pod learns its GPUs.
+"""Builds the admission patches of workloads that share GPUs: limits from policies, and the GPU configuration.
 
 Pure, and the same for a pod that comes by a second time, after another webhook has changed it: what stands there
 already is compared, not believed.
@@ -15,7 +15,7 @@ from kfp_gpuquota.api.annotations import FRACTION_LIMIT, MEMORY_LIMIT, PREFIX
 from kfp_gpuquota.api.policy import admit
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.share import limit_text
-from kfp_gpuquota.cluster.kubernetes.convert.requests import escaped
+from kfp_gpuquota.cluster.kubernetes.convert.requests import escape_json_pointer
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import (
     MEMORY_DIRECTORY,
@@ -38,7 +38,7 @@ _NOTES = "/metadata/annotations"
 
 
 def of_pod(pod: Pod, spec: JobSpec, uid: str, policies: Iterable[WorkloadPolicy]) -> Iterator[Operation]:
-    """The patch of a pod that asks for `spec`. `uid` is the review's.
+    """Return the patch of a pod that requests `spec`. `uid` is the review's.
 
     Raises InvalidFieldError, naming the policy, for a limit that one does not allow.
     """
@@ -48,12 +48,12 @@ def of_pod(pod: Pod, spec: JobSpec, uid: str, policies: Iterable[WorkloadPolicy]
     name = notes.get(labels.GPU_CONFIG, "")
     if not is_name(name):
         name = name_for(uid)
-        yield _add(f"{_NOTES}/{escaped(labels.GPU_CONFIG)}", name)
+        yield _add(f"{_NOTES}/{escape_json_pointer(labels.GPU_CONFIG)}", name)
         if labels.SET_BY in notes and not set_by:
-            yield {"op": "remove", "path": f"{_NOTES}/{escaped(labels.SET_BY)}"}
+            yield {"op": "remove", "path": f"{_NOTES}/{escape_json_pointer(labels.SET_BY)}"}
     said = msgspec.json.encode(set_by).decode()
     if set_by and notes.get(labels.SET_BY) != said:
-        yield _add(f"{_NOTES}/{escaped(labels.SET_BY)}", said)
+        yield _add(f"{_NOTES}/{escape_json_pointer(labels.SET_BY)}", said)
     if pod.spec.containers:  # the API server refuses a pod that has none
         yield from _told_its_gpus(pod.spec, pod.spec.containers[0], name, spec)
 
@@ -67,7 +67,7 @@ def _told_its_gpus(pod: PodSpec, main: Container, name: str, spec: JobSpec) -> I
 
 
 def of_job(job: SharingJob, namespace: str, policies: Iterable[WorkloadPolicy]) -> Iterator[Operation]:
-    """The patch of an ElasticJob. What of it cannot be is left to the rules of its kind, which have their sentences."""
+    """Return the patch of an ElasticJob. Invalid fields are left to the CRD's rules, which have messages for them."""
     asked = _spec_of(job, namespace)
     if asked is None:
         return
@@ -82,17 +82,17 @@ def of_job(job: SharingJob, namespace: str, policies: Iterable[WorkloadPolicy]) 
     if job.metadata.annotations is None:
         yield _add(_NOTES, {labels.SET_BY: said})
     else:
-        yield _add(f"{_NOTES}/{escaped(labels.SET_BY)}", said)
+        yield _add(f"{_NOTES}/{escape_json_pointer(labels.SET_BY)}", said)
 
 
 class JobMetadata(msgspec.Struct, frozen=True, gc=False):
-    """What is written on an ElasticJob."""
+    """The metadata of an ElasticJob."""
 
     annotations: dict[str, str] | None = None
 
 
 class JobShare(msgspec.Struct, frozen=True, rename="camel", gc=False):
-    """What an ElasticJob asks for, as far as shares go."""
+    """The fields of an ElasticJob's spec that request shares."""
 
     kind: str = "train"
     gpu_fraction: float | None = None
@@ -104,7 +104,7 @@ class JobShare(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
 
 class SharingJob(msgspec.Struct, frozen=True, gc=False):
-    """An ElasticJob as it is to be created."""
+    """The ElasticJob to be created."""
 
     metadata: JobMetadata = JobMetadata()
     spec: JobShare = JobShare()
@@ -130,21 +130,21 @@ def _spec_of(job: SharingJob, namespace: str) -> JobSpec | None:
 
 
 def _limit_of(spec: JobSpec) -> tuple[str, str]:
-    """(annotation, value); its request where it has none. The controller reads no variables."""
+    """Return (annotation, value) of the limit, by default of the request; the controller reads no variables."""
     if spec.gpu_memory_mib is not None:
         return MEMORY_LIMIT, f"{spec.gpu_memory_limit_mib or spec.gpu_memory_mib}Mi"
     return FRACTION_LIMIT, limit_text(spec)
 
 
 def _noted(name: str, value: str, notes: Mapping[str, str]) -> Iterator[Operation]:
-    """In the annotations that are there already, or in our own; no write where it is said already."""
+    """Return operations that set annotations, creating the field if needed; unchanged ones are left out."""
     for own in [one for one in (name, PREFIX + name) if one in notes] or [PREFIX + name]:
         if notes.get(own) != value:
-            yield _add(f"{_NOTES}/{escaped(own)}", value)
+            yield _add(f"{_NOTES}/{escape_json_pointer(own)}", value)
 
 
 def _variables_set(main: Container, values: list[dict[str, Any]]) -> Iterator[Operation]:
-    """Each in the place of one of its name, else behind the others; what is so already stays."""
+    """Return operations that replace items of the same name and append the others; unchanged ones are left out."""
     path, there = "/spec/containers/0/env", {one.name: (i, one) for i, one in enumerate(main.env or ())}
     if main.env is None:
         yield _add(path, [])

@@ -1,4 +1,4 @@
-"""The connection to the API server as the controller's account: calls, watches, writes, leader election.
+"""Client of the API server with the controller's service account: calls, watches, writes and leader election.
 
-Nothing here depends on what the objects mean; that is `objects`, `convert` and above.
+Nothing in this package interprets the objects; `objects`, `convert` and the packages above them do.
 """

@@ -1,8 +1,8 @@
-"""One API server over HTTP: every call has a time limit and is repeated where the server says "later".
+"""Asynchronous HTTP client of one API server: every call has a time limit, and transient failures are retried.
 
-Repeated: connection errors, 429 and 5xx, with growing pauses, jitter and the server's own Retry-After. Left to the
-caller, because only it knows what they mean: 404, 409, 410, 422. A repeated write may meet its own first attempt
-(409 for a creation, 404 for a deletion); callers take these for done.
+Connection errors, 429 and 5xx are retried with exponential backoff, jitter and the server's Retry-After. 404, 409, 410
+and 422 are left to the caller, because their meaning depends on the call. A retried write may find the result of its
+own first attempt (409 for a creation, 404 for a deletion); callers treat these as success.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S: Final = 30.0
 CONNECT_TIMEOUT_S: Final = 10.0
-SILENCE_S: Final = 150.0  # the server sends a bookmark each minute
+STREAM_READ_TIMEOUT_S: Final = 150.0  # the server sends a bookmark each minute
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 10.0
 PATIENCE_S: Final = 60.0
-CONNECTIONS: Final = 88  # more than the writer has slots: lists and leases need one, too
+CONNECTIONS: Final = 88  # more than the writer's slots, because lists and leases need connections, too
 USER_AGENT: Final = "gpuquota-controller"
 
 JSON: Final = "application/json"
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class ApiError(RunError):
-    """The API server refused a call: `status` is the HTTP status, `reason` its word (NotFound, Conflict, ...)."""
+    """The API server refused a call: `status` is the HTTP status, `reason` Kubernetes' (NotFound, Conflict, ...)."""
 
     code = "api-server"
 
@@ -55,13 +55,13 @@ class ApiError(RunError):
         self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
 
     @property
-    def gone(self) -> bool:
-        """What the call was about does not exist."""
+    def not_found(self) -> bool:
+        """Return whether the object of the call does not exist (404)."""
         return self.status == 404
 
 
 class StatusBody(msgspec.Struct, frozen=True):
-    """What the API server answers where it refuses."""
+    """The Status object that the API server returns for a refused call."""
 
     reason: str = ""
     message: str = ""
@@ -69,7 +69,7 @@ class StatusBody(msgspec.Struct, frozen=True):
 
 
 class Connection:
-    """Calls to one API server. `count` tells of every call: (verb, HTTP status)."""
+    """Calls to one API server. `count(verb, HTTP status)` is called for every response."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Connection:
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=CONNECTIONS, ssl=self._credentials.tls or True, keepalive_timeout=60)
         self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
-        # A watch lives for minutes, so it must not take one of the connections that calls share.
+        # A watch stays open for minutes, so it must not take one of the connections that calls share.
         watching = aiohttp.TCPConnector(limit=0, ssl=self._credentials.tls or True, force_close=True)
         self._watching = aiohttp.ClientSession(connector=watching)
         return self
@@ -107,10 +107,10 @@ class Connection:
         patience_s: float | None = None,
         fence: Fence = NO_FENCE,
     ) -> bytes:
-        """One call, repeated where that helps, for at most `patience_s`.
+        """Return the body of the response; transient failures are retried for at most `patience_s`.
 
-        Raises ApiError where the server refuses, ClusterUnavailableError where it does not answer in time, and
-        StaleLeaseError where `fence` is closed: it is checked before each attempt.
+        Raises ApiError if the server refuses the call, ClusterUnavailableError if it does not respond in time, and
+        StaleLeaseError if `fence` is closed, which is checked before each attempt.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (self._patience_s if patience_s is None else patience_s)
@@ -122,7 +122,7 @@ class Connection:
             try:
                 return await self._once(verb, path, data, content_type, params)
             except ApiError as error:
-                if not is_passing(error) or loop.time() >= deadline:
+                if not is_retryable(error) or loop.time() >= deadline:
                     raise
                 wait = max(error.retry_after_s or 0.0, self.jittered(pause))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -135,7 +135,7 @@ class Connection:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def read(self, path: str, kind: type[T], params: Mapping[str, str] | None = None) -> T:
-        """One object (or list). Raises as `call` does."""
+        """Return an object (or list), decoded as `kind`. Raises the same errors as `call`."""
         answer = await self.call("GET", path, params=params)
         try:
             return msgspec.json.decode(answer, type=kind)
@@ -143,8 +143,8 @@ class Connection:
             raise ClusterUnavailableError(f"{path}: the answer cannot be read: {error}") from error
 
     async def stream(self, path: str, params: Mapping[str, str]) -> AsyncIterator[list[bytes]]:
-        """The lines of a watch, in the batches in which they arrive. Ends when the server ends it; not repeated."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_S)
+        """Yield the lines of a watch in the batches in which they arrive, until the server closes it; not retried."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=STREAM_READ_TIMEOUT_S)
         url = self._credentials.server + path
         async with self._watching.get(url, params=params, headers=self._headers(), timeout=timeout) as response:
             self._count("WATCH", response.status)
@@ -157,7 +157,7 @@ class Connection:
                     yield lines
 
     def jittered(self, pause: float) -> float:
-        """The pause, in seconds, moved by up to a half: not all callers come back at once."""
+        """Return the pause in seconds, randomized by up to 50 %, so that callers do not retry at the same moment."""
         return pause * (0.5 + self._random.random())
 
     async def _once(
@@ -180,7 +180,7 @@ class Connection:
             return body
 
     def _headers(self) -> CIMultiDict[str]:
-        # Compressed answers would cost the API server and us more than a cluster's own network does.
+        # Compression would cost the API server and this process more than the cluster's network costs.
         headers = CIMultiDict(self._credentials.headers, Accept=JSON)
         headers["Accept-Encoding"] = "identity"
         headers["User-Agent"] = USER_AGENT
@@ -190,7 +190,7 @@ class Connection:
 
     def _refusal(self, response: aiohttp.ClientResponse, body: bytes) -> ApiError:
         if response.status == 401:
-            self._credentials.forget_token()
+            self._credentials.invalidate_token()
         try:
             status = msgspec.json.decode(body, type=StatusBody)
         except msgspec.DecodeError:
@@ -199,16 +199,16 @@ class Connection:
         return ApiError(response.status, status.reason, status.message, float(later) if later.isdigit() else None)
 
 
-def is_passing(error: ApiError | ClusterUnavailableError) -> bool:
-    """Whether a later attempt may succeed: the server says "later" or nothing, or our token has just rotated.
+def is_retryable(error: ApiError | ClusterUnavailableError) -> bool:
+    """Return whether a later attempt may succeed: the server is overloaded or unreachable, or the token was rotated.
 
-    Not the 429 of a disruption budget: that may last for days.
+    The 429 of a disruption budget is not retryable: it may last for days.
     """
     if isinstance(error, ClusterUnavailableError):
         return True
-    return error.status == 401 or error.status >= 500 or (error.status == 429 and not is_budget(error))
+    return error.status == 401 or error.status >= 500 or (error.status == 429 and not is_disruption_budget(error))
 
 
-def is_budget(error: ApiError) -> bool:
-    """A PodDisruptionBudget refuses an eviction: it says so with 429, too."""
+def is_disruption_budget(error: ApiError) -> bool:
+    """Return whether a PodDisruptionBudget refused an eviction, which is a 429 as well."""
     return error.status == 429 and "disruption budget" in error.message

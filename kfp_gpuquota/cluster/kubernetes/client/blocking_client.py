@@ -1,8 +1,8 @@
-"""Calls to an API server for programs that do one thing at a time: the command line, and a step's launcher.
+"""Blocking client of an API server for single-threaded programs: the command line and a pipeline step's launcher.
 
-The standard library only, as `server.client` has it and for the same reason: importing aiohttp costs a command a
-quarter of a second. Repeated: connection errors, 429 and 5xx, with growing pauses and the server's own Retry-After; and
-403 for a while after the server was away, for one that has just started refuses everybody until it has read its roles.
+It uses the standard library only, as `server.client` does: importing aiohttp would add 0.25 s to each command. It
+retries connection errors, 429 and 5xx with exponential backoff and the server's Retry-After. After the server was
+unreachable, it retries 403 for a while as well: an API server denies all requests until it has loaded its RBAC roles.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _STARTING_S: Final = 30.0
-_LATER: Final = frozenset({429, 500, 502, 503, 504})
+_RETRYABLE: Final = frozenset({429, 500, 502, 503, 504})
 _KINDS: Final = {404: NotFoundError, 409: ConflictError, 401: UnauthorizedError, 403: UnauthorizedError}
 
 
 class Calls:
-    """One API server. After `retry_for_s` without an answer ClusterUnavailableError; a refusal as the error it means:
+    """Blocking calls to one API server; after `retry_for_s` without a response they raise ClusterUnavailableError.
 
-    NotFoundError, AlreadyExistsError, ConflictError, UnauthorizedError; UsageError for an object that is not valid.
+    A refused call raises NotFoundError, AlreadyExistsError, ConflictError, UnauthorizedError, or UsageError for an
+    invalid object.
     """
 
     def __init__(self, credentials: Credentials, *, retry_for_s: float) -> None:
@@ -56,29 +57,29 @@ class Calls:
         self._owner_pid = os.getpid()
 
     def get(self, path: str, **query: object) -> Json:
-        """An object, or a list."""
+        """Return an object or a list."""
         return self._json("GET", path, query)
 
     def create(self, path: str, body: Json) -> Json:
-        """Make an object. A repeated creation may meet its own first attempt: AlreadyExistsError."""
+        """Create an object. A retried creation may find its own first attempt: AlreadyExistsError."""
         return self._json("POST", path, {}, body)
 
     def patch(self, path: str, body: Json | list[Json]) -> Json:
-        """Change an object: by operations (a list), or by a merge."""
+        """Patch an object: by JSON patch operations (a list), or by a merge patch."""
         return self._json("PATCH", path, {}, body, JSON_PATCH if isinstance(body, list) else MERGE_PATCH)
 
     def delete(self, path: str, **options: object) -> None:
-        """Remove an object, and what it owns; `options` are those of Kubernetes' DeleteOptions."""
+        """Delete an object and its dependents; `options` are fields of Kubernetes' DeleteOptions."""
         self._json("DELETE", path, {}, {"propagationPolicy": "Background", **options})
 
     def open(self, path: str, timeout_s: float, **query: object) -> http.client.HTTPResponse:
-        """A stream of its own connection: a watch, or a log that is followed. Its reader closes it."""
+        """Open a stream (a watch or a followed log) on a connection of its own. The caller closes it."""
         connection = self._new_connection(timeout_s)
         try:
             connection.request("GET", _url(path, query), headers=self._headers())
             response = connection.getresponse()
         except (OSError, http.client.HTTPException):
-            self._note_away()
+            self._note_unreachable()
             raise
         if response.status >= 300:
             raise _refusal(response.status, response.read())
@@ -94,14 +95,14 @@ class Calls:
             try:
                 status, raw, after_s = self._attempt(method, _url(path, query), encoded, kind)
             except (OSError, http.client.HTTPException) as failure:
-                self._forget()
-                self._note_away()
+                self._close()
+                self._note_unreachable()
                 if time.monotonic() + pause_s > deadline:
                     raise _unavailable(self.credentials.server, failure) from failure
             else:
                 if status == 401:
-                    self.credentials.forget_token()
-                if not self._passes(status) or time.monotonic() + pause_s > deadline:
+                    self.credentials.invalidate_token()
+                if not self._is_retryable(status) or time.monotonic() + pause_s > deadline:
                     return _answer(status, raw)
                 pause_s = max(pause_s, after_s)
             time.sleep(pause_s)
@@ -111,7 +112,7 @@ class Calls:
         if self._connection is None or self._owner_pid != os.getpid():
             self._connection, self._owner_pid = self._new_connection(CALL_TIMEOUT_S), os.getpid()
         self._connection.request(method, url, body=body, headers={**self._headers(), "Content-Type": kind})
-        with self._connection.getresponse() as response:  # closed here, for the reason that `server.client` gives
+        with self._connection.getresponse() as response:  # closed here, for the reason given in `server.client`
             after = response.headers.get("Retry-After", "")
             return response.status, response.read(), float(after) if after.isdecimal() else 0.0
 
@@ -129,14 +130,14 @@ class Calls:
             headers["Authorization"] = f"Bearer {token}"
         return headers
 
-    def _note_away(self) -> None:
+    def _note_unreachable(self) -> None:
         self._starting_until = time.monotonic() + _STARTING_S
 
-    def _passes(self, status: int) -> bool:
-        """Whether a later attempt may be answered otherwise."""
-        return status in _LATER or (status == http.client.FORBIDDEN and time.monotonic() < self._starting_until)
+    def _is_retryable(self, status: int) -> bool:
+        """Return whether a later attempt may have another result."""
+        return status in _RETRYABLE or (status == http.client.FORBIDDEN and time.monotonic() < self._starting_until)
 
-    def _forget(self) -> None:
+    def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()
         self._connection = None
@@ -156,18 +157,18 @@ def _answer(status: int, raw: bytes) -> Json:
 
 def _refusal(status: int, raw: bytes) -> GpuQuotaError:
     try:
-        said = json.loads(raw)
+        body = json.loads(raw)
     except ValueError:
-        return RunError(f"the API server answered {status}: {raw[:200].decode(errors='replace')}")
-    message, reason = said.get("message", ""), said.get("reason", "")
+        return RunError(f"the API server responded with {status}: {raw[:200].decode(errors='replace')}")
+    message, reason = body.get("message", ""), body.get("reason", "")
     if reason == "AlreadyExists":
         return AlreadyExistsError(message)
     if kind := _KINDS.get(status):
         return kind(message)
-    if status in _LATER:  # still, after all that it was repeated
-        return ClusterUnavailableError(f"the API server answers {status}: {message}")
+    if status in _RETRYABLE:  # even after all retries
+        return ClusterUnavailableError(f"the API server responds with {status}: {message}")
     return UsageError(message) if status in {400, 422} else RunError(message)
 
 
 def _unavailable(server: str, failure: Exception) -> ClusterUnavailableError:
-    return ClusterUnavailableError(f"the API server {server} does not answer ({failure}); see: kubectl cluster-info")
+    return ClusterUnavailableError(f"the API server {server} does not respond ({failure}); see: kubectl cluster-info")

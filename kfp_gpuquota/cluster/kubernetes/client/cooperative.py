@@ -1,4 +1,4 @@
-"""Long work in the event loop that lets others have their turn."""
+"""Time slices for long computations in the event loop, so that other tasks run in between."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 import time
 from typing import Final
 
-TURN_S: Final = 0.005
+TIME_SLICE_S: Final = 0.005
 
 
-class Turns:
-    """Counts the time since the loop last turned."""
+class TimeSlices:
+    """Measures the time since the computation last yield_if_due to the event loop."""
 
-    def __init__(self, turn_s: float = TURN_S) -> None:
-        self._turn_s, self._since = turn_s, time.perf_counter()
+    def __init__(self, slice_s: float = TIME_SLICE_S) -> None:
+        self._slice_s, self._since = slice_s, time.perf_counter()
 
-    async def yielded(self) -> None:
-        """Let the event loop turn where this work has had it for `turn_s` seconds."""
-        if time.perf_counter() - self._since >= self._turn_s:
+    async def yield_if_due(self) -> None:
+        """Yield to the event loop if the computation has run for `slice_s` seconds since it last did."""
+        if time.perf_counter() - self._since >= self._slice_s:
             await asyncio.sleep(0)
             self._since = time.perf_counter()

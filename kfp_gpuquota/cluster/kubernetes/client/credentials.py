@@ -1,8 +1,8 @@
-"""Where the API server is and who asks: from a kubeconfig file, or from the service account of the pod.
+"""Address of and credentials for the API server, from a kubeconfig file or from the pod's service account.
 
-A small loader of its own, because the official client's costs 60 MB of memory and keeps what it loads to itself. What
-it understands: a server, its authority (file or data), a token (also from a file), a client certificate, and `exec`
-plugins, which is what cloud providers use.
+The official client's loader was rejected: it costs 60 MB of memory and does not expose what it loads. This one supports
+a server, its certificate authority (file or data), a token (also from a file), a client certificate, and the `exec`
+plugins that cloud providers use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEVER: Final = float("inf")
 
 @dataclass
 class Credentials:
-    """How to reach one API server. `namespace` is the one that its user works in, `headers` say whom to act as."""
+    """How to reach one API server: `namespace` is the context's default, `headers` are those of impersonation."""
 
     server: str
     tls: ssl.SSLContext | None = None
@@ -43,14 +43,14 @@ class Credentials:
     headers: tuple[tuple[str, str], ...] = ()
 
     def token(self, now: float | None = None) -> str:
-        """The bearer token, read again as it rotates; "" where a certificate (or nothing) says who asks."""
+        """Return the bearer token, read again as it rotates; "" if a client certificate (or nothing) authenticates."""
         now = time.time() if now is None else now
         if now >= self._valid_until:
             self._token, self._valid_until = self._read_token(now)
         return self._token
 
-    def forget_token(self) -> None:
-        """The server refused it: read it anew next time."""
+    def invalidate_token(self) -> None:
+        """Discard the cached token, which the server refused; the next call reads it again."""
         self._valid_until = 0.0
 
     def _read_token(self, now: float) -> tuple[str, float]:
@@ -62,9 +62,9 @@ class Credentials:
 
 
 def load_credentials(kubeconfig: str | None = None, context: str | None = None) -> Credentials:
-    """From `kubeconfig`, else $KUBECONFIG, else the pod's service account, else ~/.kube/config.
+    """Load credentials from `kubeconfig`, else $KUBECONFIG, else the pod's service account, else ~/.kube/config.
 
-    NotFoundError where there is none of them, InvalidFieldError for a file that names what it does not hold.
+    Raises NotFoundError if none of them exists, InvalidFieldError for a reference to a missing entry of the file.
     """
     if explicit := kubeconfig or os.environ.get("KUBECONFIG", ""):
         return from_file(*_chosen([Path(part) for part in explicit.split(os.pathsep) if part], context))
@@ -73,25 +73,25 @@ def load_credentials(kubeconfig: str | None = None, context: str | None = None) 
     default = Path.home() / ".kube" / "config"
     if default.exists():
         return from_file(default, context)
-    raise NotFoundError("there is no kubeconfig; name one with --kubeconfig or the variable KUBECONFIG")
+    raise NotFoundError("no kubeconfig was found; pass --kubeconfig or set the environment variable KUBECONFIG")
 
 
 def _chosen(paths: list[Path], context: str | None) -> tuple[Path, str | None]:
-    """Of several kubeconfigs, as $KUBECONFIG may name, the one that holds the context; by default the current one.
+    """Return the kubeconfig file that holds the context (by default the current one), and the context's name.
 
-    kubectl merges the files, so that a context of one may name a cluster of another; here a context, its cluster and
-    its user stand in one file, as the tools that write such files have it.
+    kubectl merges the files of $KUBECONFIG, so a context of one may refer to a cluster of another. Here a context, its
+    cluster and its user must be in one file, as the tools that write these files have it.
     """
-    there = {path: yaml.safe_load(path.read_text()) or {} for path in paths if path.exists()}
-    wanted = context or next((name for config in there.values() if (name := config.get("current-context"))), None)
-    for path, config in there.items():
+    configs = {path: yaml.safe_load(path.read_text()) or {} for path in paths if path.exists()}
+    wanted = context or next((name for config in configs.values() if (name := config.get("current-context"))), None)
+    for path, config in configs.items():
         if any(entry["name"] == wanted for entry in config.get("contexts") or []):
             return path, wanted
-    return next(iter(there), paths[0]), context
+    return next(iter(configs), paths[0]), context
 
 
 def in_cluster(directory: Path = SERVICE_ACCOUNT) -> Credentials:
-    """Those of the pod that this process runs in."""
+    """Return the credentials of the service account of the pod that this process runs in."""
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     host = f"[{host}]" if ":" in host else host
     return Credentials(
@@ -103,9 +103,9 @@ def in_cluster(directory: Path = SERVICE_ACCOUNT) -> Credentials:
 
 
 def from_file(path: Path, context: str | None = None) -> Credentials:
-    """Those of a kubeconfig's context, by default its current one."""
+    """Return the credentials of a kubeconfig's context, by default the current one."""
     if not path.exists():
-        raise NotFoundError(f"there is no kubeconfig {path}; name another one with --kubeconfig")
+        raise NotFoundError(f"the kubeconfig {path} does not exist; pass another one with --kubeconfig")
     config = yaml.safe_load(path.read_text()) or {}
     chosen = context or config.get("current-context", "")
     entry = _named(config, "contexts", "context", chosen)
@@ -126,7 +126,7 @@ def from_file(path: Path, context: str | None = None) -> Credentials:
 def _named(config: dict[str, Any], kind: str, part: str, name: str) -> dict[str, Any]:
     entries = {entry["name"]: entry.get(part) or {} for entry in config.get(kind) or []}
     if name not in entries:
-        raise InvalidFieldError(f"kubeconfig {kind}", name, f"it holds {', '.join(sorted(entries)) or 'none'}")
+        raise InvalidFieldError(f"kubeconfig {kind}", name, f"the file has: {', '.join(sorted(entries)) or 'none'}")
     return dict(entries[name])
 
 
@@ -149,7 +149,7 @@ def _tls(cluster: dict[str, Any], user: dict[str, Any], base: Path) -> ssl.SSLCo
 
 
 def _load_pair(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    # OpenSSL's interface reads files only; the key lies there for the moment of reading, for nobody else
+    # OpenSSL's interface reads files only; the file is readable by this user only and deleted at once
     with tempfile.NamedTemporaryFile() as file:
         file.write(certificate + b"\n" + key)
         file.flush()
@@ -164,7 +164,7 @@ def _data(section: dict[str, Any], field_name: str, base: Path) -> bytes:
 
 
 def _run_plugin(plugin: dict[str, Any], server: str) -> tuple[str, float]:
-    """Ask a credential plugin (client.authentication.k8s.io): (token, when it ends)."""
+    """Run a credential plugin (client.authentication.k8s.io); return the token and its expiry in seconds since 1970."""
     info = {"apiVersion": plugin["apiVersion"], "kind": "ExecCredential", "spec": {"interactive": False}}
     environment = {entry["name"]: entry["value"] for entry in plugin.get("env") or []}
     try:
@@ -177,8 +177,8 @@ def _run_plugin(plugin: dict[str, Any], server: str) -> tuple[str, float]:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ClusterUnavailableError(
-            f"the credential plugin {plugin['command']!r} gave no token for {server}: {error}"
+            f"the credential plugin {plugin['command']!r} returned no token for {server}: {error}"
         ) from error
     status = msgspec.json.decode(answer.stdout).get("status", {})
-    ends = status.get("expirationTimestamp")
-    return status.get("token", ""), datetime.fromisoformat(ends).timestamp() if ends else _NEVER
+    expiry = status.get("expirationTimestamp")
+    return status.get("token", ""), datetime.fromisoformat(expiry).timestamp() if expiry else _NEVER

@@ -1,8 +1,8 @@
-"""Events that users see on their objects, few enough for any cluster: repeated ones are counted, all are rationed.
+"""Records Kubernetes Events on users' objects, rate limited and without repetitions.
 
-One event per pod in bulk would double what a pod costs the API server, so only what happened to somebody (an eviction,
-a refusal) is reported, and beyond the ration it is left to the log. Each namespace has its own ration within that of
-all: a team that causes events without end (by annotations that cannot be read, say) leaves room for others.
+An event for each pod would double the API server's work, so only disruptions (an eviction, a refusal) are recorded;
+beyond the rate limit they are only logged. Each namespace has a limit of its own below the global one, so that a team
+that causes many events (for example by invalid annotations) does not suppress those of other teams.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PER_SECOND: Final = 10.0
 NAMESPACE_BURST: Final = 40.0
 NAMESPACE_PER_SECOND: Final = 2.0
 REPEATED_AFTER_S: Final = 600.0
-REMEMBERED: Final = 4096
-SHOWN: Final = 300
+MAX_TRACKED: Final = 4096
+MAX_MESSAGE_LENGTH: Final = 300
 _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _CORE: Final = "v1"
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """What an event is about."""
+    """The object that an event refers to (its involvedObject)."""
 
     kind: str
     name: str
@@ -43,80 +43,81 @@ class Subject(msgspec.Struct, frozen=True):
     api_version: str = _CORE
 
 
-class _Ration:
-    """At most `burst` at once, and `per_second` in the long run."""
+class _TokenBucket:
+    """Rate limit: at most `burst` at once, and `per_second` on average."""
 
     def __init__(self, burst: float, per_second: float) -> None:
         self._burst, self._per_second = burst, per_second
         self._tokens, self._at = burst, 0.0
 
-    def left(self, now: float) -> float:
-        """What may be used at that time, in seconds of the loop's clock."""
+    def available(self, now: float) -> float:
+        """Return the tokens available at `now`, which is in seconds of the event loop's clock."""
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_second)
         self._at = now
         return self._tokens
 
     def use(self) -> None:
-        """One of them is used."""
+        """Consume one token."""
         self._tokens -= 1
 
 
 class Recorder:
-    """Writes events, as many as the rations allow; the same again only after a while."""
+    """Writes events within the rate limits; the same event again only after REPEATED_AFTER_S."""
 
     def __init__(self, writer: Writer, component: str = "gpuquota-controller") -> None:
         self._writer, self._component = writer, component
-        self._all, self._of_namespace = _Ration(BURST, PER_SECOND), dict[str, _Ration]()
-        self._told: dict[tuple[Subject, str, str], float] = {}
+        self._global, self._by_namespace = _TokenBucket(BURST, PER_SECOND), dict[str, _TokenBucket]()
+        self._recorded: dict[tuple[Subject, str, str], float] = {}
 
-    def tell(self, subject: Subject, reason: str, message: str, *, warning: bool = False) -> None:
-        """Tell it, unless the ration is used up or the same was told lately."""
+    def record(self, subject: Subject, reason: str, message: str, *, warning: bool = False) -> None:
+        """Log the event, and write it unless a rate limit is reached or the same one was written recently."""
         log.info("%s %s/%s: %s: %s", subject.kind, subject.namespace, subject.name, reason, message)
         now = asyncio.get_running_loop().time()
         key = (subject, reason, message)
-        if now - self._told.get(key, -REPEATED_AFTER_S) < REPEATED_AFTER_S or not self._may(subject.namespace, now):
+        recently = now - self._recorded.get(key, -REPEATED_AFTER_S) < REPEATED_AFTER_S
+        if recently or not self._acquire_token(subject.namespace, now):
             return
-        if len(self._told) >= REMEMBERED:
-            self._told.clear()
-        self._told[key] = now
+        if len(self._recorded) >= MAX_TRACKED:
+            self._recorded.clear()
+        self._recorded[key] = now
         at, suffix = datetime.now(UTC), uuid.uuid4().hex[:12]
         write = event(subject, reason, message, warning=warning, at=at, suffix=suffix, component=self._component)
         self._writer.submit(write, lambda _: None, lambda _: None)
 
-    def _may(self, namespace: str, now: float) -> bool:
-        if len(self._of_namespace) >= REMEMBERED:
-            self._of_namespace.clear()
-        own = self._of_namespace.setdefault(namespace, _Ration(NAMESPACE_BURST, NAMESPACE_PER_SECOND))
-        if self._all.left(now) < 1 or own.left(now) < 1:
+    def _acquire_token(self, namespace: str, now: float) -> bool:
+        if len(self._by_namespace) >= MAX_TRACKED:
+            self._by_namespace.clear()
+        own = self._by_namespace.setdefault(namespace, _TokenBucket(NAMESPACE_BURST, NAMESPACE_PER_SECOND))
+        if self._global.available(now) < 1 or own.available(now) < 1:
             return False
-        self._all.use()
+        self._global.use()
         own.use()
         return True
 
 
-class _Told(msgspec.Struct, frozen=True, rename="camel"):
+class _Event(msgspec.Struct, frozen=True, rename="camel"):
     reason: str = ""
     message: str = ""
     last_timestamp: datetime | None = None
     event_time: datetime | None = None
 
 
-class _Listed(msgspec.Struct, frozen=True):
-    items: tuple[_Told, ...] = ()
+class _EventList(msgspec.Struct, frozen=True):
+    items: tuple[_Event, ...] = ()
 
 
-def warnings_of(namespace: str, uid: str) -> Write:
-    """The request for what was said of a pod where something went wrong."""
+def list_warnings_request(namespace: str, uid: str) -> Write:
+    """Return the request for a pod's events of type Warning."""
     query = f"fieldSelector=involvedObject.uid%3D{uid}%2Ctype%3DWarning"
     path = f"/api/v1/namespaces/{namespace}/events?{query}"
     return Write(verb="GET", path=path, about=f"{namespace}/{uid}", level=logging.DEBUG)
 
 
 def last_warning(answer: bytes) -> str:
-    """The newest of them, as "Reason: message"; "" where there is none."""
-    told = msgspec.json.decode(answer, type=_Listed).items
-    last = max(told, key=lambda e: e.last_timestamp or e.event_time or _LONG_AGO, default=None)
-    return "" if last is None else f"{last.reason}: {last.message}"[:SHOWN]
+    """Return the newest event of the list as "Reason: message"; "" if it is empty."""
+    events = msgspec.json.decode(answer, type=_EventList).items
+    last = max(events, key=lambda e: e.last_timestamp or e.event_time or _LONG_AGO, default=None)
+    return "" if last is None else f"{last.reason}: {last.message}"[:MAX_MESSAGE_LENGTH]
 
 
 def event(
@@ -129,7 +130,7 @@ def event(
     suffix: str,
     component: str = "gpuquota-controller",
 ) -> Write:
-    """The request. Of a cluster-scoped object the event lies in the namespace default, as client-go has it."""
+    """Return the request that creates the event; for cluster-scoped objects in namespace default, as in client-go."""
     namespace = subject.namespace or "default"
     involved: dict[str, Any] = {
         "apiVersion": subject.api_version,

@@ -1,12 +1,12 @@
-"""The fence in front of all writes of a leader: nothing is sent on a lease that another process may hold by now.
+"""The fence before all writes of a leader: no write is sent once another process may hold the lease.
 
-Invariant: validity counts from the start of the request that renewed the lease. The API server stored that renewal
-later than this, and a standby counts the lease's duration from when it saw the renewal, later still. So a write is sent
-only while no other process can lead, provided that the period here is shorter than the lease's duration.
+Invariant: the validity period starts when the request that renewed the lease was sent. The API server stores the
+renewal after that, and a standby counts the lease's duration from when it reads the renewal, later still. So a write is
+sent only while no other process can lead, provided that the period is shorter than the lease's duration.
 
-The clock goes on while the process is stopped and while the machine sleeps (CLOCK_BOOTTIME), so a process that was
-continued finds its lease expired before it does anything else. Rejected: a flag that the renewing task clears; after a
-stop, the tasks that write may run before that one.
+The clock includes the time in which the process is stopped or the machine is suspended (CLOCK_BOOTTIME), so a resumed
+process finds its lease expired before it writes. Rejected: a flag that the renewing task clears; after a stop, the
+tasks that write may run before that task.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class StaleLeaseError(RunError):
-    """A write was not sent, because this process may not lead any more."""
+    """A write was not sent, because another process may lead by now."""
 
 
 class Fence(Protocol):
-    """What a write is checked against immediately before each attempt to send it."""
+    """Protocol of the check immediately before each attempt to send a write."""
 
     def valid(self) -> bool:
         """Return whether this process may write now."""
@@ -48,18 +48,18 @@ def boot_time_s() -> float:
 
 
 class LeaseValidity:
-    """How long a lease that this process renewed may be acted on: `period_s` from the start of the renewing request."""
+    """Fence that is open for `period_s` seconds from the start of the request that acquired or renewed the lease."""
 
     def __init__(self, period_s: float, clock: Callable[[], float] = boot_time_s) -> None:
         self._period_s, self._clock = period_s, clock
         self._until: float | None = None  # None: not held
 
     def acquired(self, requested_at: float) -> None:
-        """Open the fence: the lease was acquired by a request that was started then, by this fence's clock."""
+        """Open the fence: the request that acquired the lease was started at `requested_at` of this fence's clock."""
         self._until = requested_at + self._period_s
 
     def renewed(self, requested_at: float) -> None:
-        """Keep the fence open for another period. Once it has closed, only `acquired` opens it again."""
+        """Keep the fence open for another period. After it has closed, only `acquired` opens it again."""
         if self.valid():
             self.acquired(requested_at)
 
@@ -68,7 +68,7 @@ class LeaseValidity:
         self._until = None
 
     def remaining_s(self) -> float:
-        """Return for how many seconds the lease may still be acted on; 0 once it has expired."""
+        """Return for how many more seconds the fence is open; 0 after the lease has expired."""
         if self._until is not None and self._clock() >= self._until:
             self.revoke()
         return 0.0 if self._until is None else self._until - self._clock()

@@ -1,10 +1,11 @@
 """Leader election by one Lease, with the semantics of client-go's `leaderelection` package.
 
-The holder renews the lease; a candidate takes it over once it has not changed for its duration, by the candidate's own
-clock. The holder stops `renew_deadline_s` after the *start* of its last successful request (client-go counts from its
-end): see `fence`. Every write of the lease carries the resourceVersion that was read, so of two candidates one wins.
+The holder renews the lease; a candidate acquires it when it has not changed for its duration, by the candidate's own
+clock. The holder stops leading `renew_deadline_s` after the *start* of its last successful request (client-go counts
+from its end): see `fence`. Every write of the lease carries the resourceVersion that was read, so only one of two
+candidates succeeds.
 
-`leaseTransitions` is the epoch of a leader: it grows whenever another process takes the lease over.
+`leaseTransitions` is the leader's epoch: it increases whenever another process acquires the lease.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class LeaderElection:
-    """One candidate. `identity` is unique for each process; `clock` goes on while the process is stopped."""
+    """One candidate. `identity` is unique to the process; `clock` also advances while the process is stopped."""
 
     def __init__(
         self,
@@ -56,33 +57,33 @@ class LeaderElection:
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._duration_s, self._renew_deadline_s, self._retry_s = duration_s, renew_deadline_s, retry_s
         self._clock = clock
-        self._seen: tuple[str, float] = ("", 0.0)  # the lease's version, and when it was first seen
-        self._version = ""  # of the lease as this process wrote it last
+        self._seen: tuple[str, float] = ("", 0.0)  # resourceVersion of the lease, and when it was first read
+        self._version = ""  # resourceVersion of the lease as this process last wrote it
         self.validity = LeaseValidity(renew_deadline_s, clock)
         self.leads = False
         self.epoch = 0
         """The lease's `leaseTransitions` while this process leads."""
 
     async def acquire(self) -> None:
-        """Return once this process leads."""
+        """Wait until this process leads."""
         while not await self.attempt():
             await asyncio.sleep(self._retry_s)
         log.info("%s leads, epoch %d", self._identity, self.epoch)
 
     async def hold(self) -> None:
-        """Renew the lease; return once this process must not act on it any more."""
+        """Renew the lease until this process must not lead any more."""
         while self.leads and (remaining_s := self.validity.remaining_s()) > 0:
             await asyncio.sleep(min(self._retry_s, remaining_s))
             if self.validity.valid():
                 await self.attempt()
         self.leads = False
         self.validity.revoke()
-        log.error("%s does not lead any more", self._identity)
+        log.error("%s is no longer the leader", self._identity)
 
     async def attempt(self) -> bool:
-        """Try once to acquire or to renew the lease; return whether this process holds it afterwards.
+        """Try to acquire or renew the lease; return whether this process holds it afterwards.
 
-        A request that fails leaves the lease as it was: the holder goes on until its validity ends.
+        A request that fails does not change the lease: the holder continues until its validity ends.
         """
         requested_at = self._clock()
         limit_s = self.validity.remaining_s() if self.leads else self._renew_deadline_s
@@ -98,9 +99,10 @@ class LeaderElection:
         return held
 
     async def release(self) -> None:
-        """Release the lease, so that no candidate has to wait for its end. Best effort.
+        """Release the lease, so that no candidate has to wait for its expiry. Best effort.
 
-        The patch names the version that this process wrote last: a lease that another process has taken is not touched.
+        The patch carries the version that this process last wrote: a lease that another process has acquired is not
+        changed.
         """
         if not self.leads:
             return
@@ -113,13 +115,13 @@ class LeaderElection:
                 "PATCH", f"{self._path}/{self._name}", body, content_type="application/merge-patch+json", patience_s=0
             )
         except (ApiError, ClusterUnavailableError) as error:
-            log.info("the lease %s was not released and expires by itself: %s", self._name, error)
+            log.info("the lease %s was not released and will expire: %s", self._name, error)
 
     async def _try(self, requested_at: float) -> bool:
         try:
             lease = await self._connection.read(f"{self._path}/{self._name}", Lease)
         except ApiError as error:
-            if not error.gone:
+            if not error.not_found:
                 raise
             lease = None
         if lease is not None and not self._may_take(lease):
@@ -142,7 +144,7 @@ class LeaderElection:
         if lease.spec.holder_identity == self._identity:
             return True
         if self.leads:
-            return False  # another process has taken it
+            return False  # another process has acquired it
         return not lease.spec.holder_identity or self._expired(lease)
 
     def _note_held(self, requested_at: float, epoch: int) -> None:
@@ -154,7 +156,7 @@ class LeaderElection:
         self.leads = True
 
     def _expired(self, lease: Lease) -> bool:
-        """Return whether the lease has not changed for its duration; the holder's clock may differ from this one."""
+        """Return whether the lease is unchanged for its duration, by this clock; the holder's clock may differ."""
         now, version = self._clock(), lease.metadata.resource_version
         if self._seen[0] != version:
             self._seen = (version, now)

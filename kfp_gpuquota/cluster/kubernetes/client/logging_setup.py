@@ -1,7 +1,7 @@
-"""What the controller logs: lines for people, or one JSON object a line; each with the plan that it follows from.
+"""Log formats of the controller: text, or one JSON object for each line; each with the plan that caused it.
 
-A plan has an id. What is done because of it (writes, evictions, events, what is tried again later) carries that id
-along: asyncio hands its context on to tasks and timers, so nothing has to be passed from hand to hand.
+Each plan has an id. The writes, evictions, events and retries that it causes are logged with that id: asyncio copies
+the context to tasks and timers, so the id is not passed as an argument.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIELDS: Final = "gpuquota_fields"
 
 @contextmanager
 def because_of(cause: str) -> Iterator[None]:
-    """What is logged and started inside follows from it."""
+    """Set the cause of all that is logged and started inside the context."""
     token = _CAUSE.set(cause)
     try:
         yield
@@ -33,12 +33,12 @@ def because_of(cause: str) -> Iterator[None]:
 
 
 def cause() -> str:
-    """What is being done follows from it; "" where it is nothing that has a name."""
+    """Return the id of the current cause; "" if there is none."""
     return _CAUSE.get()
 
 
 def fields(**values: Any) -> dict[str, dict[str, Any]]:
-    """As the `extra` of a logging call: fields of its JSON object beside the sentence."""
+    """Return the `extra` of a logging call that adds these fields to its JSON object."""
     return {_FIELDS: values}
 
 
@@ -50,22 +50,22 @@ def configure(form: str, level: str) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """For people: the cause at the end, in brackets."""
+    """Text lines with the cause in brackets at the end."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging calls it so
-        """The line without a traceback."""
+        """Return the line without a traceback."""
         text = super().formatMessage(record)
         return f"{text} [{cause()}]" if cause() else text
 
 
 class JsonFormatter(logging.Formatter):
-    """For programs: {"time", "level", "logger", "message", "cause"?, "error"?, and what the call has added}."""
+    """JSON lines: {"time", "level", "logger", "message", "cause"?, "error"?, and the fields of the call}."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever the message is."""
+        """Return the record as one line."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

@@ -1,4 +1,4 @@
-"""/metrics, /healthz and /readyz of any of our processes in a cluster."""
+"""HTTP server of /metrics, /healthz and /readyz for any of the project's processes in a cluster."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 
-class Registered(Protocol):
+class HasRegistry(Protocol):
     """Metrics of any process."""
 
     @property
     def registry(self) -> CollectorRegistry:
-        """Where they are kept."""
+        """Return the registry of the metrics."""
 
 
 @asynccontextmanager
 async def serving(
-    metrics: Registered,
+    metrics: HasRegistry,
     port: int,
     *,
     ready: Callable[[], bool],
-    look: Callable[[], None],
+    refresh: Callable[[], None],
     healthy: Callable[[], str] = lambda: "",
 ) -> AsyncIterator[int]:
-    """/metrics, /healthz and /readyz; gives the port. `healthy()` says what is wrong, "" where nothing is."""
+    """Serve /metrics, /healthz and /readyz; yield the port.
+
+    `refresh()` updates the metrics before they are read; `healthy()` returns a problem, "" if there is none.
+    """
 
     async def show(_: web.Request) -> web.Response:
-        look()
+        refresh()
         return web.Response(body=generate_latest(metrics.registry), content_type="text/plain")
 
     async def health(_: web.Request) -> web.Response:
-        wrong = healthy()
-        return web.Response(status=503, text=wrong) if wrong else web.Response(text="ok")
+        problem = healthy()
+        return web.Response(status=503, text=problem) if problem else web.Response(text="ok")
 
     async def readiness(_: web.Request) -> web.Response:
         return web.Response(text="ok") if ready() else web.Response(status=503, text="not ready")

@@ -1,8 +1,9 @@
-"""Keeps a copy of one kind in step with the API server: list, then watch, for ever.
+"""Reports the objects of one kind and all their changes: it lists them, then watches until it is cancelled.
 
-The list is read in pages; the watch goes on from its version, with bookmarks, so that it can be taken up again after
-minutes of silence without another list. A 410 (the server has forgotten that version) starts with a list again, and
-what was known and is not in it is gone. A kind that is not installed has no objects, and is asked for again later.
+The list is read in pages; the watch starts at its resource version. Bookmarks advance that version, so that a watch can
+be reopened after minutes without events and without another list. After a 410 (the version was compacted) the kind is
+listed again, and tracked objects that are not in the list are reported as deleted. A kind whose CRD is not installed
+has no objects; it is requested again later.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ WATCH_S: Final = 300
 NOT_INSTALLED_S: Final = 30.0
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 5.0
-REMEMBERED_DEAD: Final = 1024  # a write's answer may come after the watch told of the object's end
+DELETED_UIDS_KEPT: Final = 1024  # a write's response may arrive after the watch has reported the object's deletion
 
 log = logging.getLogger(__name__)
 
 
 class Object(Protocol):
-    """What every object has."""
+    """Protocol of all objects."""
 
     @property
     def metadata(self) -> Metadata:
-        """Its name, version and so on."""
+        """Return the object's metadata."""
 
 
 O = TypeVar("O", bound=Object)  # noqa: E741 - an object, as the API calls it
 
 
 class _Identified(msgspec.Struct, frozen=True):
-    """All that is read of an object that cannot be read as its kind."""
+    """The metadata of an object that cannot be decoded as its kind."""
 
     metadata: Metadata
 
@@ -58,20 +59,21 @@ class _Bookmark(msgspec.Struct, frozen=True):
 
 
 def version_of(metadata: Metadata) -> int:
-    """The object's resource version as a number; 0 for one that is none."""
+    """Return the object's resource version as a number; 0 if it is not a number."""
     text = metadata.resource_version
     return int(text) if text.isdecimal() and len(text) < 20 else 0
 
 
 class Reflector(Generic[O]):
-    """One kind's objects, told to `changed(object)` and `gone(uid)` as they come.
+    """Watches one kind and reports its objects to `changed(object)` and `deleted(uid)`.
 
-    Neither may await: they run inside the stream's reading; `batch_done` follows what arrived together. What is older
-    than what is known is not told; `note` makes known what a write's answer said. An `optional` kind that may not be
-    read counts as not installed, unless it was read before: an API server that has just started refuses everybody.
+    Both are synchronous and run while the stream is read; `batch_done` follows each batch. Versions older than the
+    newest one are not reported; `note` reports the object that a write returned. An `optional` kind that may not be
+    read counts as not installed, unless it was read before: an API server that has just started denies all requests.
 
-    An object that cannot be read as `kind`, or that `changed` raises for, goes to `quarantined(metadata, problem)`, and
-    the watch goes on. `recover(raw, problem)` gives what can be read of an object that cannot be read whole.
+    An object that cannot be decoded as `kind`, or for which `changed` raises, is passed to
+    `quarantined(metadata, problem)`, and the watch continues. `recover(raw, problem)` returns the readable part of an
+    object that cannot be decoded.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Reflector(Generic[O]):
         kind: type[O],
         *,
         changed: Callable[[O], None],
-        gone: Callable[[str], None],
+        deleted: Callable[[str], None],
         selector: str = "",
         fields: str = "",
         batch_done: Callable[[], None] = lambda: None,
@@ -92,63 +94,63 @@ class Reflector(Generic[O]):
     ) -> None:
         self._connection, self._path = connection, path
         self._selection = {"labelSelector": selector, "fieldSelector": fields}
-        self._changed, self._gone, self._batch_done = changed, gone, batch_done
+        self._changed, self._deleted, self._batch_done = changed, deleted, batch_done
         self._not_installed_s, self._optional = not_installed_s, optional
         self._quarantined, self._recover = quarantined, recover
         self._page = msgspec.json.Decoder(Page[msgspec.Raw])
         self._one = msgspec.json.Decoder(kind)
         self._versions: dict[str, int] = {}  # uid -> newest version seen
-        self._buried: deque[str] = deque(maxlen=REMEMBERED_DEAD)
+        self._deleted_uids: deque[str] = deque(maxlen=DELETED_UIDS_KEPT)
         self._version = ""
-        self._heard = False
+        self._received = False
         self.synced = asyncio.Event()
         self.installed = True
         self.lists = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """List and watch until cancelled."""
         pause = FIRST_PAUSE_S
         while True:
-            self._heard = False
+            self._received = False
             try:
                 if not self._version:
                     await self._list()
                 await self._watch()
-                if self._heard:
+                if self._received:
                     pause = FIRST_PAUSE_S
                     continue
                 log.info("%s: the watch ended without an event and is opened again after a pause", self._path)
             except ApiError as error:
                 pause = self._after_refusal(error, pause)
             except (aiohttp.ClientError, ClusterUnavailableError, TimeoutError, OSError) as error:
-                log.info("%s: the watch broke and is taken up again: %s", self._path, error or type(error).__name__)
-            except msgspec.DecodeError as error:  # a proxy's page, or half a line: nothing of it can be relied on
-                log.warning("%s: an answer cannot be read, so all is listed again: %s", self._path, error)
+                log.info("%s: the watch failed and is opened again: %s", self._path, error or type(error).__name__)
+            except msgspec.DecodeError as error:  # a proxy's error page, or a truncated line
+                log.warning("%s: a response cannot be decoded; listing again: %s", self._path, error)
                 self._version = ""
-            if self._heard:  # what has worked until now is taken up at once: pauses are for a server that has troubles
+            if self._received:  # the watch worked until now, so it is opened again soon; backoff is for failing servers
                 pause = FIRST_PAUSE_S
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def note(self, found: O) -> None:
-        """A write's answer: newer than what the watch has told so far."""
-        if found.metadata.uid not in self._buried:
-            self._tell(found)
+        """Report the object that a write returned, before the watch delivers it."""
+        if found.metadata.uid not in self._deleted_uids:
+            self._report(found)
 
     def _after_refusal(self, error: ApiError, pause: float) -> float:
         if error.status == 404 or (error.status == 403 and self._optional and not self._versions):
-            self._nothing_installed()
+            self._note_not_installed()
             return self._not_installed_s
         if error.status == 410:
-            log.info("%s: version %s is forgotten; listing again", self._path, self._version)
+            log.info("%s: version %s was compacted; listing again", self._path, self._version)
             self._version = ""
             return FIRST_PAUSE_S
         log.warning("%s: %s", self._path, error)
         return pause
 
-    def _nothing_installed(self) -> None:
+    def _note_not_installed(self) -> None:
         if self.installed:
-            log.info("%s is not installed; asked for again every %g s", self._path, self._not_installed_s)
+            log.info("%s is not installed; retrying every %g s", self._path, self._not_installed_s)
         self.installed, self._version = False, ""
         for uid in list(self._versions):
             self._forget(uid)
@@ -172,21 +174,21 @@ class Reflector(Generic[O]):
         self.synced.set()
 
     async def _pages(self) -> AsyncGenerator[Page[msgspec.Raw], None]:
-        """All pages. The server makes the next one while we read this one."""
-        token, asked = "", self._ask_for_page("")
+        """Yield all pages. The next one is requested while the current one is processed."""
+        token, request = "", self._request_page("")
         try:
             while True:
-                page = self._page.decode(await asked)
+                page = self._page.decode(await request)
                 if token := page.metadata.continue_:
-                    asked = self._ask_for_page(token)
-                    await asyncio.sleep(0)  # it is sent, and others take their turn
+                    request = self._request_page(token)
+                    await asyncio.sleep(0)  # the request is sent, and other tasks run
                 yield page
                 if not token:
                     return
         finally:
-            asked.cancel()
+            request.cancel()
 
-    def _ask_for_page(self, token: str) -> asyncio.Task[bytes]:
+    def _request_page(self, token: str) -> asyncio.Task[bytes]:
         return asyncio.create_task(self._connection.call("GET", self._path, params=self._list_params(token)))
 
     def _list_params(self, token: str) -> dict[str, str]:
@@ -199,7 +201,7 @@ class Reflector(Generic[O]):
         return params | {name: value for name, value in self._selection.items() if value}
 
     def _drop_missing(self, seen: set[str], listed: int) -> None:
-        """What is not in the list is gone, unless it is newer: made while the list was on its way, and noted."""
+        """Drop objects that are not in the list, unless they are newer: created during the list, and noted."""
         for uid in [uid for uid, version in self._versions.items() if uid not in seen and version <= listed]:
             self._forget(uid)
 
@@ -223,7 +225,7 @@ class Reflector(Generic[O]):
         if line.type == "ERROR":
             status = msgspec.json.decode(line.object, type=StatusBody)
             raise ApiError(status.code, status.reason, status.message)
-        self._heard = True
+        self._received = True
         if line.type == "BOOKMARK":
             self._version = msgspec.json.decode(line.object, type=_Bookmark).metadata.resource_version
             return
@@ -237,18 +239,18 @@ class Reflector(Generic[O]):
             self._put(found)
 
     def _put(self, found: O | _Identified) -> None:
-        """An unreadable object stays known, so that a list does not take it for gone."""
+        """Report an object; one that cannot be decoded stays tracked, so that a list does not count it as deleted."""
         if isinstance(found, _Identified):
             self._versions.setdefault(found.metadata.uid, 0)
         else:
-            self._tell(found)
+            self._report(found)
 
     def _read(self, raw: msgspec.Raw) -> O | _Identified | None:
-        """One object; its identity where it cannot be read as its kind; None for what has no identity either."""
+        """Return the object; its metadata if it cannot be decoded as its kind; None if that fails as well."""
         try:
             return self._one.decode(raw)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            log.error("%s: an object cannot be read: %s: %s", self._path, error, bytes(raw)[:300])
+            log.error("%s: an object cannot be decoded: %s: %s", self._path, error, bytes(raw)[:300])
             return self._unreadable(raw, error)
 
     def _unreadable(self, raw: msgspec.Raw, error: Exception) -> O | _Identified | None:
@@ -262,7 +264,7 @@ class Reflector(Generic[O]):
         self._quarantined(found.metadata, problem)
         return found
 
-    def _tell(self, found: O) -> None:
+    def _report(self, found: O) -> None:
         uid, version = found.metadata.uid, version_of(found.metadata)
         if version <= self._versions.get(uid, -1):
             return
@@ -270,13 +272,13 @@ class Reflector(Generic[O]):
         try:
             self._changed(found)
         except Exception as error:
-            log.exception("%s: %s could not be handled", self._path, found.metadata.name)
+            log.exception("%s: %s could not be processed", self._path, found.metadata.name)
             self._quarantined(found.metadata, f"the object could not be handled: {type(error).__name__}: {error}")
 
     def _forget(self, uid: str) -> None:
         if self._versions.pop(uid, None) is not None:
-            self._buried.append(uid)
+            self._deleted_uids.append(uid)
             try:
-                self._gone(uid)
+                self._deleted(uid)
             except Exception:
-                log.exception("%s: the end of %s could not be handled", self._path, uid)
+                log.exception("%s: the deletion of %s could not be processed", self._path, uid)

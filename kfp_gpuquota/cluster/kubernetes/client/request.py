@@ -1,4 +1,4 @@
-"""One request to the API server, as the write queue sends it. `Write.about` names the object for logs and events."""
+"""Requests to the API server, as the write queue sends them. `Write.about` names the object for logs and events."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON
 
 
 class Lane(StrEnum):
-    """What a request does; each kind has slots of its own in the writer."""
+    """Category of a request; each has slots of its own in the writer."""
 
-    ADMIT = "admit"  # a gated pod may start
-    RELEASE = "release"  # a pod is evicted or deleted
-    CREATE = "create"  # a pod, and what it mounts
+    ADMIT = "admit"  # removes a pod's scheduling gate
+    RELEASE = "release"  # evicts or deletes a pod
+    CREATE = "create"  # creates a pod or an object that it mounts
     STATUS = "status"
     EVENT = "event"
     OTHER = "other"
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. `about` is "namespace/name" of its object, or a name alone. `level` is that of its line in the log:
-    what is written again and again is for debugging only.
+    """One request. `about` is "namespace/name" of its object, or only a name. `level` is the level of its log line:
+    frequent writes are logged for debugging only.
     """
 
     verb: str
@@ -37,10 +37,10 @@ class Write(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def namespace(self) -> str:
-        """Of the object; "" where it has none."""
+        """Return the object's namespace; "" if it is cluster-scoped."""
         return self.about.partition("/")[0] if "/" in self.about else ""
 
 
 def pods_path(namespace: str) -> str:
-    """Where a namespace's pods are."""
+    """Return the API path of a namespace's pods."""
     return f"/api/v1/namespaces/{namespace}/pods"

@@ -1,4 +1,4 @@
-"""Tasks of a process that end together, by themselves or on a signal."""
+"""Runs the tasks of a process until one of them ends or a signal arrives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 async def first_to_end(*running: Coroutine[Any, Any, Any]) -> None:
-    """Run them until one ends; the others are cancelled then, and what failed is raised."""
+    """Run coroutines until one ends; cancel the others, and raise the first exception."""
     tasks = [asyncio.ensure_future(one) for one in running]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -25,7 +25,7 @@ async def first_to_end(*running: Coroutine[Any, Any, Any]) -> None:
 
 
 async def until_stopped(program: Coroutine[Any, Any, Any]) -> bool:
-    """Run it until SIGTERM or SIGINT comes; False where it has ended by itself."""
+    """Run the program until SIGTERM or SIGINT; return False if it ended without a signal."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -1,13 +1,13 @@
-"""Carries out requests to the API server in parallel, a bounded number at a time, and reports the result of each.
+"""Sends requests to the API server in parallel, a bounded number at a time, and reports the result of each.
 
 Invariants:
 
-- A request that is to be repeated waits in the queue, not in a slot: a tenant whose requests always fail (with two
-  PodDisruptionBudgets on a pod the eviction API answers 500) costs one call for each attempt and holds up nobody.
-- Requests go through lanes by what they do, each with slots of its own: releasing GPUs never waits behind statuses.
-- Within a lane namespaces take turns, and no namespace takes the last `RESERVED` slots where it has others.
-- `done` or `failed` is called exactly once for each request, unless this process may write no more. Where `done`
-  raises, `failed` is called with its exception, so that what was assumed of the object is taken back.
+- A request that is to be retried waits in the queue, not in a slot: a tenant whose requests always fail (the eviction
+  API returns 500 for a pod with two PodDisruptionBudgets) costs one call for each attempt and delays no other tenant.
+- Each lane has slots of its own: releasing GPUs never waits for status updates.
+- Within a lane namespaces are served in turn, and no namespace takes the last `RESERVED` slots if it has others.
+- `done` or `failed` is called exactly once for each request, unless this process may not write any more. If `done`
+  raises, `failed` is called with its exception, so that assumptions about the object are undone.
 
 Rejected: a global priority queue, since a burst of urgent requests of one tenant would starve all others.
 """
@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.client.async_client import (
     LONGEST_PAUSE_S,
     PATIENCE_S,
     ApiError,
-    is_passing,
+    is_retryable,
 )
 from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, StaleLeaseError
 from kfp_gpuquota.cluster.kubernetes.client.logging_setup import because_of, cause, fields
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Request:
-    """One write on its way. `deadline`: when the first attempt's patience ends, in the loop's time; 0 before it."""
+    """One queued write. `deadline`: when retries end, in the event loop's time; 0 before the first attempt."""
 
     write: Write
     done: Callable[[bytes], None]
@@ -59,7 +59,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Queue:
-    """One lane: requests by namespace, in turn; `running` counts calls under way by namespace."""
+    """One lane: waiting requests by namespace, in turn; `running` counts calls in flight by namespace."""
 
     slots: int
     waiting: dict[str, deque[_Request]] = field(default_factory=dict)
@@ -69,36 +69,35 @@ class _Queue:
         self.waiting.setdefault(request.write.namespace, deque()).append(request)
 
     def take(self) -> _Request | None:
-        """The next request that may run; its namespace goes to the end of the line."""
+        """Return the next request that may run, if any; its namespace moves to the end of the queue."""
         free = self.slots - sum(self.running.values())
         if free <= 0:
             return None
         for namespace, requests in self.waiting.items():
-            here = self.running.get(namespace, 0)
-            if here and free <= min(RESERVED, self.slots - 1):
+            in_flight = self.running.get(namespace, 0)
+            if in_flight and free <= min(RESERVED, self.slots - 1):
                 continue
             request = requests.popleft()
             del self.waiting[namespace]
             if requests:
                 self.waiting[namespace] = requests
-            self.running[namespace] = here + 1
+            self.running[namespace] = in_flight + 1
             return request
         return None
 
     def finished(self, namespace: str) -> None:
-        """A call of the namespace has ended."""
+        """Count a call of the namespace as ended."""
         self.running[namespace] -= 1
         if not self.running[namespace]:
             del self.running[namespace]
 
 
 class Writer:
-    """Queues of requests. Tasks live while there is something to do, so an idle controller has none.
+    """Queues of requests. Tasks exist while there are requests, so an idle controller has none.
 
-    Answers that a later attempt may change (5xx, 429 but for disruption budgets, no answer) are repeated after growing
-    pauses for `patience_s`. A request that is refused is not repeated here, because the state that it was based on is
-    what has to be looked at again. Once `fence` is closed nothing is sent, and neither `done` nor `failed` is called:
-    the process that leads now decides anew.
+    Transient failures (5xx, 429 except of disruption budgets, no response) are retried with exponential backoff for
+    `patience_s`. A refused request is not retried here: the caller has to decide again from the current state. After
+    `fence` has closed nothing is sent, and neither `done` nor `failed` is called: the new leader decides again.
     """
 
     def __init__(
@@ -116,16 +115,16 @@ class Writer:
         self._closed = False
 
     def submit(self, write: Write, done: Callable[[bytes], None], failed: Callable[[Exception], None]) -> None:
-        """Carry it out soon."""
+        """Queue a request; `done` or `failed` is called with its result."""
         self._enqueue(_Request(write, done, failed, cause()))
 
     @property
     def depth(self) -> dict[Lane, int]:
-        """Requests that wait for a slot, by lane."""
+        """Return the number of requests that wait for a slot, by lane."""
         return {lane: sum(map(len, queue.waiting.values())) for lane, queue in self._lanes.items()}
 
     async def close(self) -> None:
-        """Drop all requests: the next controller reads from the API server what was done."""
+        """Drop all requests: the next leader reads the state from the API server."""
         self._closed = True
         for timer in self._timers:
             timer.cancel()
@@ -139,26 +138,26 @@ class Writer:
         self._start(queue)
 
     def _start(self, queue: _Queue) -> None:
-        """Start calls while there are slots."""
+        """Start calls while there are free slots."""
         while not self._closed and (request := queue.take()) is not None:
             task = asyncio.create_task(self._work(queue, request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _work(self, queue: _Queue, request: _Request) -> None:
-        """Carry out this request, then others of its lane: a task serves many, since making one costs as much."""
+        """Send this request, then others of its lane: a new task for each would cost as much as a call."""
         following: _Request | None = request
         while following is not None:
             namespace = following.write.namespace
             try:
                 with because_of(following.cause):
-                    await self._carry_out(following)
+                    await self._send(following)
             finally:
                 queue.finished(namespace)
             following = None if self._closed else queue.take()
         self._start(queue)
 
-    async def _carry_out(self, request: _Request) -> None:
+    async def _send(self, request: _Request) -> None:
         write, loop = request.write, asyncio.get_running_loop()
         extra = fields(verb=write.verb, path=write.path, object=write.about)
         request.deadline = request.deadline or loop.time() + self._patience_s
@@ -174,8 +173,8 @@ class Writer:
         except StaleLeaseError as error:
             log.error("%s", error, extra=extra)
         except (ApiError, ClusterUnavailableError) as error:
-            if is_passing(error) and loop.time() < request.deadline:
-                self._repeat(request, error)
+            if is_retryable(error) and loop.time() < request.deadline:
+                self._retry(request, error)
                 return
             log.info("%s %s was refused: %s", write.verb, write.about, error, extra=extra)
             _report(request.failed, error, write)
@@ -187,11 +186,11 @@ class Writer:
         try:
             request.done(answer)
         except Exception as error:
-            log.exception("the answer to %s %s could not be used", request.write.verb, request.write.about)
+            log.exception("the response to %s %s could not be processed", request.write.verb, request.write.about)
             _report(request.failed, error, request.write)
 
-    def _repeat(self, request: _Request, error: Exception) -> None:
-        """Queue it once more after a pause; the slot is free meanwhile."""
+    def _retry(self, request: _Request, error: Exception) -> None:
+        """Queue the request again after a pause; its slot is free in the meantime."""
         after = error.retry_after_s if isinstance(error, ApiError) else None
         pause = max(after or 0.0, self._connection.jittered(request.pause_s))
         request.pause_s = min(2 * request.pause_s, LONGEST_PAUSE_S)
@@ -206,8 +205,8 @@ class Writer:
 
 
 def _report(failed: Callable[[Exception], None], error: Exception, write: Write) -> None:
-    """Call it; its own failure must not end the task that serves other requests."""
+    """Call `failed`; its own exception must not end the task that sends other requests."""
     try:
         failed(error)
     except Exception:
-        log.exception("the failure of %s %s could not be handled", write.verb, write.about)
+        log.exception("the failure of %s %s could not be processed", write.verb, write.about)

@@ -1,1 +1,1 @@
-"""The controller's process: its cache of the cluster, planning on change, status, metrics. The top of this package."""
+"""The controller's process: cache of the cluster, planning on changes, status and metrics. The top of this package."""

@@ -1,14 +1,14 @@
-"""The cluster in memory: objects go in, the scheduler's events come out, derived in one place.
+"""Cache of the cluster: converts changes of objects to the scheduler's events.
 
-It is rebuilt from the API alone. Until `start` it only collects; then everything is told in a fixed order, so that the
-same objects give the same state whatever order they came in. After that each change is told as it comes.
+The cache is rebuilt from the API alone. Before `start` it only collects objects; then it emits all of them in a fixed
+order, so that the same objects result in the same state in whatever order they arrived. Later it emits each change.
 
-`start` gives the event loop a turn every few milliseconds: with 100,000 pods it takes seconds, in which the Lease must
-be renewed and pods must be reviewed. What changes meanwhile is told at once where it was told before, and in its turn
-where it was not. Rejected: a thread, since nothing here is locked.
+`start` yields to the event loop every few milliseconds: with 100,000 pods it takes seconds, in which the Lease must be
+renewed and pods must be reviewed. A change in the meantime is emitted at once if its object was emitted before, else
+with its object. Rejected: a thread, since nothing here is locked.
 
-A decision counts as done from the moment it is taken (`assume_...`), so that the next plan builds on it; the watch
-confirms it, or a failed write takes it back.
+A decision is assumed to be done when it is made (`assume_...`), so that the next plan includes it; the watch confirms
+it, or a failed write undoes it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api.quantity import as_number
-from kfp_gpuquota.cluster.kubernetes.client.cooperative import Turns
+from kfp_gpuquota.cluster.kubernetes.client.cooperative import TimeSlices
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import StandIns, fewest
-from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
-from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import Bystanders
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
+from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NonGpuPods
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -50,10 +50,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Held(NamedTuple):
-    """GPUs held, also by pods that are told to go, how many of them beyond the guarantee, how many are asked for (by
-    what runs and what waits, without what is only lent), and jobs that wait.
-    """
+class ProjectUsage(NamedTuple):
+    """A project's GPUs held (including terminating pods), borrowed and requested, and its number of waiting jobs."""
 
     gpus: float = 0
     borrowed: float = 0
@@ -62,77 +60,77 @@ class Held(NamedTuple):
 
 
 class Snapshot:
-    """Nodes, quotas and pods as last seen, and the scheduler's state beside them."""
+    """Nodes, quotas and pods as last seen, and the scheduler's state."""
 
     def __init__(self, wake: Callable[[], None] = lambda: None, rules: RulesBook | None = None) -> None:
         self.rules = rules or RulesBook()
         self.state = scheduler.State()
-        self.seats = Seats()
+        self.allocator = DeviceAllocator()
         self.nodes: dict[str, Node] = {}
         self.quotas: dict[str, GpuQuota] = {}
         self.projects: dict[str, Project] = {}
         self.pods: dict[str, PodView] = {}
-        self.plain = PlainPods(self.tell, self.seats, lambda pod: self.rules.rules.recreates(pod))  # noqa: PLW0108
+        self.plain = PlainPods(self.emit, self.allocator, lambda pod: self.rules.rules.recreates(pod))  # noqa: PLW0108
         self.refused_quotas: dict[str, str] = {}
-        self.told_nodes: dict[str, ApiNode] = {}
+        self.emitted_nodes: dict[str, ApiNode] = {}
         self.elastic: ElasticJobs | None = None
         self._jobs: dict[str, ElasticJob] = {}  # until everything is listed
         self._node_names: dict[str, str] = {}
         self._quota_names: dict[str, str] = {}
         self._foreign: dict[str, PodView] = {}
-        self._bystanders = Bystanders()
-        self._outdated: dict[str, None] = {}  # nodes of which the scheduler knows an earlier state
-        self._untold: dict[str, PodView] = {}  # while `start` goes on: listed, and not told yet
+        self._non_gpu_pods = NonGpuPods()
+        self._outdated: dict[str, None] = {}  # nodes whose changes were not emitted yet
+        self._not_emitted: dict[str, PodView] = {}  # during `start`: listed, and not emitted yet
         self._wake = wake
-        self.stand_ins = StandIns((), self.tell, self.seats, self.told_nodes)
+        self.stand_ins = StandIns((), self.emit, self.allocator, self.emitted_nodes)
         self._pool_nodes: dict[str, set[str]] = {}  # of autoscaled pools, by pool
         self.started = self.complete = False
 
     async def start(self, join: Callable[[PodView], PodView | None] = lambda pod: pod) -> None:
-        """All has been listed: tell the scheduler, in an order of its own. `join` puts pods into owners' groups."""
-        turns = Turns()
+        """Emit all listed objects to the scheduler in a fixed order. `join` assigns pods to their owners' groups."""
+        slices = TimeSlices()
         self.started = True
-        self.stand_ins = StandIns(self.rules.rules.pools, self.tell, self.seats, self.told_nodes)
+        self.stand_ins = StandIns(self.rules.rules.pools, self.emit, self.allocator, self.emitted_nodes)
         for name in sorted(self.nodes):
-            self._safely(self._tell_node, name)
-            await turns.yielded()
-        opened = [pod.opened for pod in self.pods.values() if pod.opened]
+            self._safely(self._emit_node, name)
+            await slices.yield_if_due()
+        stand_in = [pod.stand_in for pod in self.pods.values() if pod.stand_in]
         for pool in self.stand_ins.pools:
-            self.stand_ins.adjust(pool, fewest(opened, pool))
+            self.stand_ins.adjust(pool, fewest(stand_in, pool))
         for name in sorted(self.quotas):
-            self._safely(self._tell_quota, name)
+            self._safely(self._emit_quota, name)
         for uid in sorted(self._jobs):
             if (job := self._jobs.pop(uid, None)) is not None:
                 self._safely(self.put_job, job)
-            await turns.yielded()
-        self._untold = dict(self.pods)
+            await slices.yield_if_due()
+        self._not_emitted = dict(self.pods)
         self.pods.clear()  # others hold this dict: it stays the same one
-        for uid in [pod.uid for pod in sorted(self._untold.values(), key=self._place_in_line)]:
-            if (pod := self._untold.pop(uid, None)) is not None:
+        for uid in [pod.uid for pod in sorted(self._not_emitted.values(), key=self._start_order)]:
+            if (pod := self._not_emitted.pop(uid, None)) is not None:
                 self._safely(self.put_pod, join(pod) or pod)
-            await turns.yielded()
+            await slices.yield_if_due()
         for _ in self.plain.settling():
-            await turns.yielded()
+            await slices.yield_if_due()
         if self.elastic:
             self.elastic.start()
         self.complete = True
         self._wake()
 
     @staticmethod
-    def _safely(tell: Callable[[T], None], what: T) -> None:
-        """One object that cannot be told must not keep all others from being told."""
+    def _safely(emit: Callable[[T], None], what: T) -> None:
+        """Emit an object; its exception must not prevent the others from being emitted."""
         try:
-            tell(what)
+            emit(what)
         except Exception:
-            log.exception("%r could not be told to the scheduler", what)
+            log.exception("%r could not be emitted to the scheduler", what)
 
-    def _place_in_line(self, pod: PodView) -> tuple[object, ...]:
-        """What an earlier controller knew comes first, then who finished, then those whose devices are noted."""
+    def _start_order(self, pod: PodView) -> tuple[object, ...]:
+        """Return a sort key: workers processed before, then completed pods, then pods with annotated devices."""
         accounted = self.elastic is not None and self.elastic.accounted(pod)
         return not accounted, pod.exit_code != 0, pod.devices is None, pod.created, pod.uid
 
-    def tell(self, event: scheduler.Event) -> None:
-        """The scheduler hears of it; what it refuses is our own mistake, and must not stop the controller."""
+    def emit(self, event: scheduler.Event) -> None:
+        """Apply an event to the scheduler's state; a refused event is a defect, but must not stop the controller."""
         try:
             self.state.apply(event)
         except GpuQuotaError as error:
@@ -140,7 +138,7 @@ class Snapshot:
         self._wake()
 
     def share_of(self, holder: str) -> ShareNote | None:
-        """What was asked for by one who holds parts of GPUs."""
+        """Return the share that a holder of parts of GPUs has requested, if any."""
         if (member := self.plain.members.get(holder)) is not None:
             pod = member.view
             return note_of(pod_job(pod), holder, f"{pod.namespace}/{pod.name}", pod.created)
@@ -149,49 +147,49 @@ class Snapshot:
     # Nodes
 
     def put_node(self, node: Node) -> None:
-        """A node is as given. Most of what comes is heartbeats, which say nothing new."""
+        """Add or update a node. Most updates are heartbeats, which change nothing."""
         before, self.nodes[node.metadata.name] = self.nodes.get(node.metadata.name), node
         self._node_names[node.metadata.uid] = node.metadata.name
         if self.started and (before is None or not nodes.same_node(before, node)):
-            self._tell_node(node.metadata.name)
+            self._emit_node(node.metadata.name)
 
     def drop_node(self, uid: str) -> None:
-        """A node is gone; what runs there holds its devices until it is gone, too."""
+        """Remove a deleted node; pods on it hold their devices until they are deleted, too."""
         name = self._node_names.pop(uid, None)
         if name is None or (name in self.nodes and self.nodes[name].metadata.uid != uid):
             return
         self.nodes.pop(name, None)
-        self.told_nodes.pop(name, None)
-        self.seats.resize(name, 0)
+        self.emitted_nodes.pop(name, None)
+        self.allocator.resize(name, 0)
         if self.started:
-            self.tell(scheduler.NodeRemoved(name))
+            self.emit(scheduler.NodeRemoved(name))
 
-    def _tell_node(self, name: str) -> None:
+    def _emit_node(self, name: str) -> None:
         node = self.nodes.get(name)
         if node is None:
             return
-        self.seats.resize(name, nodes.gpu_count(node))
+        self.allocator.resize(name, nodes.gpu_count(node))
         self._outdated.pop(name, None)
         pool = node.metadata.labels.get(labels.POOL, "")
         if pool in self.stand_ins.pools:
             self._pool_nodes.setdefault(pool, set()).add(name)
-            if self.told_nodes.pop(name, None) is not None:
-                self.tell(scheduler.NodeRemoved(name))
+            if self.emitted_nodes.pop(name, None) is not None:
+                self.emit(scheduler.NodeRemoved(name))
             self._wake()
             return
         try:
-            seen = nodes.node_of(node, self.seats.foreign(name), self._bystanders.on(name))
+            seen = nodes.node_of(node, self.allocator.foreign(name), self._non_gpu_pods.on(name))
         except InvalidFieldError as error:
-            log.error("node %s is left out: %s", name, error)
+            log.error("node %s is ignored: %s", name, error)
             return
-        if self.told_nodes.get(name) != seen:
-            self.told_nodes[name] = seen
-            self.tell(scheduler.NodeChanged(seen))
+        if self.emitted_nodes.get(name) != seen:
+            self.emitted_nodes[name] = seen
+            self.emit(scheduler.NodeChanged(seen))
 
     def catch_up(self) -> None:
-        """Tell of the nodes whose other pods have come or gone: once before a plan, however many these were."""
+        """Emit pending changes of nodes and autoscaled pools; called once before each plan."""
         for name in list(self._outdated):
-            self._tell_node(name)
+            self._emit_node(name)
         for name, pool in self.stand_ins.pools.items():
             self.stand_ins.adjust(name, pool.stand_ins(self._real_gpus(name), self._guaranteed_demand(name)))
 
@@ -199,23 +197,23 @@ class Snapshot:
         """Return the GPUs of an autoscaled pool's nodes, without those of pods outside the quota."""
         names = [name for name in self._pool_nodes.get(pool, ()) if name in self.nodes]
         return sum(
-            nodes.gpu_count(self.nodes[name]) - len(self.seats.foreign(name))
+            nodes.gpu_count(self.nodes[name]) - len(self.allocator.foreign(name))
             for name in names
             if self.nodes[name].metadata.labels.get(labels.POOL) == pool
         )
 
     def _guaranteed_demand(self, pool: str) -> float:
-        """Return the GPUs that teams ask for in the pool, each up to its guarantee there."""
+        """Return the GPUs that teams request in the pool, each up to its guarantee there."""
         queues = (q for q in self.state.ledger.queues.values() if q.pool == pool and not q.children)
         return sum(min(queue.deserved[0], queue.requested[0]) for queue in queues) / GPU
 
     def _note_less(self, node: str | None) -> None:
-        """Less is left there: that can wait for the next plan."""
+        """Record that a node has fewer resources left, to be emitted before the next plan."""
         if node is not None and self.started and node in self.nodes and nodes.gpu_count(self.nodes[node]):
             self._outdated[node] = None
 
     def _note_more(self, node: str | None) -> None:
-        """More is left there: who waits may start now."""
+        """Record that a node has more resources left, and plan if jobs wait."""
         self._note_less(node)
         if self._outdated and any(queue.waiting for queue in self.state.ledger.queues.values()):
             self._wake()
@@ -223,23 +221,23 @@ class Snapshot:
     # Quotas
 
     def put_quota(self, quota: GpuQuota) -> None:
-        """A quota is as given; a malformed one leaves the last good one in force."""
+        """Add or update a quota; an invalid one leaves the last valid one in effect."""
         self.quotas[quota.metadata.name] = quota
         self._quota_names[quota.metadata.uid] = quota.metadata.name
         if self.started:
-            self._tell_quota(quota.metadata.name)
+            self._emit_quota(quota.metadata.name)
 
     def drop_quota(self, uid: str) -> None:
-        """A quota is gone."""
+        """Remove a deleted quota."""
         name = self._quota_names.pop(uid, None)
         if name is None or (name in self.quotas and self.quotas[name].metadata.uid != uid):
             return
         self.quotas.pop(name, None)
         self.refused_quotas.pop(name, None)
         if self.projects.pop(name, None) is not None:
-            self.tell(scheduler.QuotaRemoved(name))
+            self.emit(scheduler.QuotaRemoved(name))
 
-    def _tell_quota(self, name: str) -> None:
+    def _emit_quota(self, name: str) -> None:
         try:
             project = quotas.project_of(self.quotas[name])
             if self.projects.get(name) != project:
@@ -254,20 +252,20 @@ class Snapshot:
             self._adopt_foreign(name)
         self._wake()
 
-    def held(self, name: str) -> Held:
-        """What a project holds and waits for in all node pools, by the scheduler's own count."""
+    def held(self, name: str) -> ProjectUsage:
+        """Return what a project holds and waits for in all node pools, as counted by the scheduler."""
         held = borrowed = requested = waiting = 0.0
         for queue in self.state.queues_of(name):
             here = queue.held[0] + queue.leaving[0]
             held, borrowed = held + here, borrowed + max(0.0, here - queue.deserved[0])
             requested += queue.requested[0]
             waiting += sum(len(jobs) for shape, jobs in queue.waiting.items() if shape.starts)
-        return Held(as_number(held / GPU), as_number(borrowed / GPU), as_number(requested / GPU), int(waiting))
+        return ProjectUsage(as_number(held / GPU), as_number(borrowed / GPU), as_number(requested / GPU), int(waiting))
 
     # ElasticJobs
 
     def put_job(self, job: ElasticJob) -> None:
-        """An ElasticJob is as given."""
+        """Add or update an ElasticJob."""
         if not self.started or job.metadata.uid in self._jobs:
             self._jobs[job.metadata.uid] = job
         elif self.elastic:
@@ -275,7 +273,7 @@ class Snapshot:
             self._wake()
 
     def drop_job(self, uid: str) -> None:
-        """An ElasticJob is gone."""
+        """Remove a deleted ElasticJob."""
         untold = self._jobs.pop(uid, None) is not None
         if self.started and self.elastic and not untold:
             self.elastic.drop_job(uid)
@@ -284,39 +282,39 @@ class Snapshot:
     # Pods
 
     def put_pod(self, pod: PodView) -> None:
-        """A pod is as given."""
-        if pod.uid in self._untold:
-            self._untold[pod.uid] = pod
+        """Add or update a pod."""
+        if pod.uid in self._not_emitted:
+            self._not_emitted[pod.uid] = pod
             return
-        if pod.opened and pool_of(pod.opened) in self.stand_ins.pools:
-            pod = msgspec.structs.replace(pod, node=pod.opened)
+        if pod.stand_in and pool_of(pod.stand_in) in self.stand_ins.pools:
+            pod = msgspec.structs.replace(pod, node=pod.stand_in)
         before = self.pods.get(pod.uid)
         if pod.stage is Stage.OUTSIDE and before is None:
-            self._put_bystander(pod)
+            self._put_non_gpu_pod(pod)
             return
         self.pods[pod.uid] = pod
         if not self.started:
             return
-        if self.elastic and self.elastic.knows(pod):
+        if self.elastic and self.elastic.owns(pod):
             self.elastic.put_pod(pod)
         elif pod.uid in self._foreign or (before is None and self._is_foreign(pod)):
             self._put_foreign(pod)
         else:
             self.plain.put(pod)
-        if pod.stage is Stage.OVER:
+        if pod.stage is Stage.ENDED:
             self._forget(pod.uid)
 
     def drop_pod(self, uid: str) -> None:
-        """A pod is gone."""
-        self._untold.pop(uid, None)
+        """Remove a deleted pod."""
+        self._not_emitted.pop(uid, None)
         pod = self.pods.get(uid)
         if pod is None:
-            self._note_more(self._bystanders.drop(uid))
+            self._note_more(self._non_gpu_pods.drop(uid))
             return
         if not self.started:
             del self.pods[uid]
             return
-        if self.elastic and self.elastic.knows(pod):
+        if self.elastic and self.elastic.owns(pod):
             self.elastic.drop_pod(pod)
         elif uid in self._foreign:
             self._release_foreign(uid)
@@ -327,37 +325,37 @@ class Snapshot:
     def _forget(self, uid: str) -> None:
         self.pods.pop(uid, None)
 
-    def _put_bystander(self, pod: PodView) -> None:
+    def _put_non_gpu_pod(self, pod: PodView) -> None:
         if pod.node:
-            self._note_less(self._bystanders.put(pod.uid, pod.node, pod.needs))
+            self._note_less(self._non_gpu_pods.put(pod.uid, pod.node, pod.needs))
         else:
-            self._note_more(self._bystanders.drop(pod.uid))
+            self._note_more(self._non_gpu_pods.drop(pod.uid))
 
     def _is_foreign(self, pod: PodView) -> bool:
-        """It holds GPUs, and no project answers for it."""
+        """Return whether the pod holds GPUs outside of any project."""
         ours = pod.gate is not None or pod.devices is not None or pod.namespace in self.projects
         return not ours
 
     def _put_foreign(self, pod: PodView) -> None:
-        """It takes what its containers ask for: annotations say nothing where no webhook of ours has checked them."""
+        """Count a foreign pod by its containers' requests: its annotations were not checked by the webhook."""
         self._foreign[pod.uid] = pod
-        held = self.seats.held(pod.uid)
+        held = self.allocator.held(pod.uid)
         if pod.holds and held is None:
             if pod.requested:
-                self.seats.take(pod.uid, pod.node, pod.requested, None, foreign=True)
-            self._bystanders.put(pod.uid, pod.node, pod.needs)
-            self._tell_node(pod.node)
+                self.allocator.take(pod.uid, pod.node, pod.requested, None, foreign=True)
+            self._non_gpu_pods.put(pod.uid, pod.node, pod.needs)
+            self._emit_node(pod.node)
         elif not pod.holds:
             self._release_foreign(pod.uid)
 
     def _release_foreign(self, uid: str) -> None:
         self._foreign.pop(uid, None)
-        self._bystanders.drop(uid)
-        if held := self.seats.release(uid):
-            self._tell_node(held[0])
+        self._non_gpu_pods.drop(uid)
+        if held := self.allocator.release(uid):
+            self._emit_node(held[0])
 
     def _adopt_foreign(self, project: str) -> None:
-        """A team has a quota from now on: what it holds counts against it."""
+        """Count a team's existing pods against its new quota."""
         for pod in [pod for pod in self._foreign.values() if pod.namespace == project]:
             self._release_foreign(pod.uid)
             self.plain.put(pod)

@@ -1,11 +1,11 @@
-"""The controller: watches the cluster, plans on change, carries plans out. One asyncio process.
+"""The controller: watches the cluster, plans on changes, and carries out the plans, in one asyncio process.
 
     reflectors ─► snapshot ─► plan ─► writes
          ▲                              │
          └────────── API server ◄───────┘
 
-A change is planned at once where nothing was planned lately, else with the others that come within a short while: a
-single pod does not wait, and thousands do not cause thousands of plans.
+A change is planned at once if there was no recent plan, else together with the changes of a short interval: a single
+pod does not wait, and thousands of pods do not cause thousands of plans.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
-from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import Avoidance
+from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
 from kfp_gpuquota.cluster.kubernetes.pods.recovery import StuckPods, awaits_a_node, does_not_come_up, lacks_its_place
-from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitingPods
+from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
 from kfp_gpuquota.cluster.kubernetes.quota.profiles import Profiles
@@ -66,17 +66,17 @@ QUOTAS_LOOKED_AT_S: Final = 1.0
 KINDS: Final = {
     "PolicyObject": "WorkloadPolicy",
     "QuotaPolicyObject": "QuotaPolicy",
-}  # kinds that the API calls otherwise than we do
-NOT_READY: Final = "not_ready"  # a kind of decision: GPUs given back by what does not come up
+}  # kinds whose structs have another name
+NOT_READY: Final = "not_ready"  # a kind of decision: GPUs released because pods did not start
 
 log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Everything that runs while this process leads.
+    """All parts that run while this process leads.
 
-    `tls` is what the membership service shows to workers; None serves in the clear, for a network that is trusted.
-    `fence` is checked before each write, and `epoch` is the leader's (`leaseTransitions`).
+    `tls` is the TLS context of the membership service; None serves without TLS, for a trusted network. `fence` is
+    checked before each write, and `epoch` is the leader's (`leaseTransitions`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Controller:
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
         self._loop = asyncio.get_running_loop()
         self.metrics = metrics or Metrics()
-        self.rules = RulesBook(lambda: self._rules_changed())  # noqa: PLW0108 - what it changes is made below
+        self.rules = RulesBook(lambda: self._rules_changed())  # noqa: PLW0108 - it uses what is created below
         self.snapshot = snapshot = Snapshot(self.wake, self.rules)
         self._writer = Writer(connection, fence=fence)
         self.health = PlanningHealth(self._loop.time)
@@ -107,16 +107,16 @@ class Controller:
         self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
         self.volumes = Volumes(self._volume_changed)
         self.limits = LimitRanges(lambda namespace: self.elastic.limits_changed(namespace))  # noqa: PLW0108 - made below
-        self.profiles = Profiles(self._writer, snapshot.quotas, self._tell_team)
+        self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
         self.events = Recorder(self._writer)
-        self.quarantine = Quarantine(partial(self.events.tell, warning=True))
+        self.quarantine = Quarantine(partial(self.events.record, warning=True))
         self.pods = self._reflector(
             "/api/v1/pods", core_types.Pod, self._pod_changed, self._pod_gone, recover=recovered_pod
         )
         self.reflectors = [self.pods, *self._other_reflectors()]
         self.reservations = Reservations(
-            snapshot.seats,
+            snapshot.allocator,
             snapshot.nodes,
             self._writer,
             reserving or ReservationSettings(),
@@ -128,7 +128,7 @@ class Controller:
             snapshot.pods,
             self._writer,
             self.rules,
-            self._tell_user,
+            self._record_pod_event,
             count=lambda step: self.metrics.reclaim_steps.labels(step).inc(),
             ended=self.metrics.reclaims.observe,
             borrows=self._borrows,
@@ -137,14 +137,14 @@ class Controller:
             snapshot.plain,
             self._writer,
             self.pods.note,
-            self._tell_user,
+            self._record_pod_event,
             self.reservations,
             self.rules,
             self.evictions,
         )
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
-        self._waiting = WaitingPods(snapshot.plain, self._tell_user)
-        self._avoidance = Avoidance(snapshot.pods, snapshot.put_pod, self._avoided)
+        self._waiting = WaitEvents(snapshot.plain, self._record_pod_event)
+        self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._avoided)
         self._ready = ready or ReadyRules()
         self._stuck = [StuckPods(snapshot.pods, self._place_taken, lacks_its_place)]
         if self._ready.timeout_s:
@@ -153,9 +153,9 @@ class Controller:
         conditions: dict[str, tuple[core_types.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
         self.elastic = snapshot.elastic = ElasticJobs(
-            snapshot.tell,
-            snapshot.seats,
-            snapshot.told_nodes,
+            snapshot.emit,
+            snapshot.allocator,
+            snapshot.emitted_nodes,
             self._writer,
             settings,
             noted=self.pods.note,
@@ -164,8 +164,8 @@ class Controller:
             requests_in=self.limits.requests_in,
             volume_terms=self.volumes.terms,
             ready=self._ready,
-            avoided=self._avoidance.note,
-            told=self._workers_not_ready,
+            avoided=self._exclusions.note,
+            warn_user=self._workers_not_ready,
             epoch=epoch,
         )
         self.elastic.max_grace_s = lambda: self.rules.rules.reclaim.max_grace_s
@@ -175,18 +175,18 @@ class Controller:
         self.ready = False
 
     async def run(self) -> None:
-        """Control until cancelled. Raises PlanningFailedError when plans fail again and again."""
+        """Run until cancelled. Raises PlanningFailedError when plans fail repeatedly."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._writer.close)
             stack.callback(self._stop_timers)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             watching = [group.create_task(reflector.run()) for reflector in self.reflectors]
             with _nothing_collected():
-                await self._take_stock()
+                await self._load()
             membership = self.elastic.membership.serving(self._membership_port, self._tls)
             served = await stack.enter_async_context(membership)
             counts = len(self.snapshot.nodes), len(self.snapshot.pods), len(self.snapshot.quotas)
-            log.info("all is listed: %d nodes, %d pods, %d quotas; workers are served %s", *counts, served)
+            log.info("listed %d nodes, %d pods, %d quotas; workers are served %s", *counts, served)
             if not self.rules.written:
                 self._writer.submit(quota_policy.default_policy(), lambda _: None, lambda _: None)
             self.ready = True
@@ -197,11 +197,11 @@ class Controller:
         self.health.check()
 
     def queued_writes(self) -> dict[Lane, int]:
-        """Requests to the API server that wait for a slot, by lane."""
+        """Return the number of requests to the API server that wait for a slot, by lane."""
         return self._writer.depth
 
-    async def _take_stock(self) -> None:
-        """Return when all that there is is listed and told."""
+    async def _load(self) -> None:
+        """List all objects, and emit them to the scheduler."""
         for reflector in self.reflectors:
             await reflector.synced.wait()
         await self.gangs.settled()
@@ -245,7 +245,7 @@ class Controller:
     def _reflector(self, path: str, kind: Any, changed: Any, gone: Any, **more: Any) -> Reflector[Any]:
         def handled(found: Any) -> None:
             changed(found)
-            if kind is not core_types.Pod:  # a pod is handled, and quarantined all the same, where it cannot be planned
+            if kind is not core_types.Pod:  # `_pod_changed` quarantines pods itself
                 self.quarantine.release(found.metadata.uid)
 
         def released(uid: str) -> None:
@@ -258,7 +258,9 @@ class Controller:
             subject = Subject(name, metadata.name, metadata.namespace, metadata.uid, version)
             self.quarantine.put(subject, problem)
 
-        return Reflector(self._connection, path, kind, changed=handled, gone=released, quarantined=quarantined, **more)
+        return Reflector(
+            self._connection, path, kind, changed=handled, deleted=released, quarantined=quarantined, **more
+        )
 
     def _pod_gone(self, uid: str) -> None:
         self.gangs.drop(uid)
@@ -278,13 +280,13 @@ class Controller:
             self._put_pod(joined)
 
     def _put_pod(self, view: PodView) -> None:
-        self.snapshot.put_pod(self._avoidance.apply(self.volumes.apply(view)))
+        self.snapshot.put_pod(self._exclusions.apply(self.volumes.apply(view)))
         self.evictions.note(view)
         for stuck in self._stuck:
             stuck.note(view)
 
     def _volume_changed(self, namespace: str, claim: str) -> None:
-        """A claim is bound to a volume that can be mounted on some nodes only."""
+        """Update pods after their claim was bound to a volume that restricts their nodes."""
         if not self.snapshot.started:
             return
         here = (pod for pod in self.snapshot.pods.values() if pod.namespace == namespace and claim in pod.claims)
@@ -293,58 +295,64 @@ class Controller:
         self.elastic.limits_changed(namespace)
 
     def _place_taken(self, pod: PodView) -> None:
-        why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.trouble}"
+        why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.start_failure}"
         recreated = self.rules.rules.recreates(pod)
         if recreated:
-            self._avoidance.note(pod)
-        if self.elastic.knows(pod):
-            self.elastic.news.remake(pod)
-            self._tell_user(pod, "PlaceTaken", why)
+            self._exclusions.note(pod)
+        if self.elastic.owns(pod):
+            self.elastic.pod_events.remake(pod)
+            self._record_pod_event(pod, "PlaceTaken", why)
         elif recreated:
             self.actions.remake(pod, "PlaceTaken", why)
         else:
-            self._tell_user(pod, "PlaceTaken", f"{why}; nobody would make it anew: delete it, and create it again")
+            self._record_pod_event(
+                pod, "PlaceTaken", f"{why}; nobody would make it anew: delete it, and create it again"
+            )
 
     def _workers_not_ready(self, job: Subject, message: str) -> None:
         self.metrics.decisions.labels(NOT_READY).inc()
-        self.events.tell(job, "WorkersNotReady", message, warning=True)
+        self.events.record(job, "WorkersNotReady", message, warning=True)
 
     def _not_ready(self, pod: PodView) -> None:
-        """Its owner's next pod waits with others at the gate, and is sent elsewhere."""
+        """Evict a pod that does not start; its owner's next pod waits at the gate, and gets another node."""
         if pod.uid not in self.snapshot.plain.members:
             return
-        said = pod.trouble or "its volumes or its network are not there"
+        said = pod.start_failure or "its volumes or its network are not there"
         why = f"it did not come up on node {pod.node} in {self._ready.timeout_s:g} s: {said}"
         if self.rules.rules.recreates(pod):
             self.metrics.decisions.labels(NOT_READY).inc()
-            self._avoidance.note(pod)
+            self._exclusions.note(pod)
             self.actions.remake(pod, "NotReady", f"{why}; its GPUs are given back")
         else:
-            self._tell_user(pod, "NotReady", f"{why}; it keeps its GPUs, since nobody would make it anew: delete it")
+            self._record_pod_event(
+                pod, "NotReady", f"{why}; it keeps its GPUs, since nobody would make it anew: delete it"
+            )
 
     def _no_node_came(self, pod: PodView) -> None:
-        """The autoscaler has no node for it, or cannot get one: what can be queued anew leaves its GPUs to others."""
-        said = pod.trouble or "kube-scheduler has not looked at it"
+        """Evict a pod for which the autoscaler adds no node, if its owner recreates it, so that it is queued again."""
+        said = pod.start_failure or "kube-scheduler has not looked at it"
         why = f"no node of the autoscaled pool took it in {self._ready.timeout_s:g} s: {said}"
         if pod.uid in self.snapshot.plain.members and self.rules.rules.recreates(pod):
             self.metrics.decisions.labels(NOT_READY).inc()
             self.actions.remake(pod, "NoNodeCame", f"{why}; its GPUs are given back")
         else:
-            self._tell_user(pod, "NoNodeCame", f"{why}; it keeps its quota, and goes on waiting")
+            self._record_pod_event(pod, "NoNodeCame", f"{why}; it keeps its quota, and goes on waiting")
 
     def _gpu_changed(self, holder: str, why: str) -> None:
-        """Its GPU may be given to others: whoever is made anew gets the one that is reserved."""
+        """Replace a sharer whose GPU is no longer reserved; its next pod gets the reserved one."""
         member, worker = self.snapshot.plain.members.get(holder), self.elastic.workers.pods.get(holder)
         if member is not None and self.rules.rules.recreates(member.view):
             self.actions.remake(member.view, "GpuChanged", why)
         elif member is not None:
-            self._tell_user(member.view, "GpuChanged", f"{why}; delete it, and create it again: nobody else would")
+            self._record_pod_event(
+                member.view, "GpuChanged", f"{why}; delete it, and create it again: nobody else would"
+            )
         elif worker is not None:
-            self._tell_user(worker, "GpuChanged", why)
-            self.elastic.news.remake(worker)
+            self._record_pod_event(worker, "GpuChanged", why)
+            self.elastic.pod_events.remake(worker)
 
-    def _avoided(self, maker: str, nodes: tuple[str, ...]) -> None:
-        self.elastic.avoid(maker, nodes)
+    def _avoided(self, controller_uid: str, nodes: tuple[str, ...]) -> None:
+        self.elastic.avoid(controller_uid, nodes)
 
     def _namespace_changed(self, namespace: core_types.Namespace) -> None:
         self.profiles.put_namespace(namespace)
@@ -373,22 +381,22 @@ class Controller:
         self.default_quotas.rules_changed()
         self.wake()
 
-    def _tell_user(self, pod: PodView, reason: str, message: str) -> None:
-        self.events.tell(Subject("Pod", pod.name, pod.namespace, pod.uid), reason, message)
+    def _record_pod_event(self, pod: PodView, reason: str, message: str) -> None:
+        self.events.record(Subject("Pod", pod.name, pod.namespace, pod.uid), reason, message)
 
-    def _tell_team(self, namespace: str, reason: str, message: str) -> None:
-        self.events.tell(Subject("Namespace", namespace, namespace), reason, message, warning=True)
+    def _record_namespace_event(self, namespace: str, reason: str, message: str) -> None:
+        self.events.record(Subject("Namespace", namespace, namespace), reason, message, warning=True)
 
     # Planning
 
     def wake(self) -> None:
-        """Something changed: plan soon."""
+        """Plan soon, after a change."""
         if self._planning is None and self.snapshot.complete and not self._planning_failed.is_set():
             self.health.requested()
-            rest = min(LONGEST_REST_S, 2 * self._plan_s)  # so that planning takes a third of the time at most
+            rest = min(LONGEST_REST_S, 2 * self._plan_s)  # so that planning takes at most a third of the time
             pause = self._planned_at + max(rest, self.health.pause_s) - self._loop.time()
-            # What has come in one piece is planned together even without a pause: all of it is read before the loop's
-            # next turn.
+            # Even without a pause, changes that arrive in one chunk are planned together: all of them are processed
+            # before the event loop's next iteration.
             later = self._loop.call_later
             self._planning = later(pause, self._plan) if pause > 0 else self._loop.call_soon(self._plan)
 
@@ -396,11 +404,11 @@ class Controller:
         started = self._loop.time()
         try:
             again_s = self._plan_once(started)
-        except Exception:  # noqa: BLE001 - whatever it is: one job must not end planning for all others
+        except Exception:  # noqa: BLE001 - a single job must not end planning for all others
             again_s = self._plan_failed()
         else:
             self.health.succeeded()
-        self._planning = None  # what carrying the plan out changed needs no other plan
+        self._planning = None  # changes by this plan itself need no further plan
         self._planned_at = self._loop.time()
         self._plan_s = self._planned_at - started
         self.metrics.plans.observe(self._plan_s)
@@ -409,7 +417,7 @@ class Controller:
             self._quotas_timer = self._loop.call_later(QUOTAS_LOOKED_AT_S, self._look_at_quotas)
 
     def _plan_once(self, started: float) -> float | None:
-        """Plan, and carry the plan out; in how many seconds to plan again though nothing changes."""
+        """Plan, and carry out the plan; return in how many seconds to plan again without a change, if at all."""
         now = time.time()
         self.snapshot.catch_up()
         plan = scheduler.plan(self.snapshot.state, now)
@@ -419,7 +427,7 @@ class Controller:
         return None if plan.again_at is None else plan.again_at - now
 
     def _plan_failed(self) -> float | None:
-        """Count the failure; the pause before the next plan, or None where the process ends instead."""
+        """Count the failure; return the pause in seconds before the next plan, or None if the process ends instead."""
         log.exception("the plan failed")
         self.metrics.plan_failures.inc()
         try:
@@ -470,7 +478,7 @@ class Controller:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """What is listed stays: to look through it for garbage again and again takes a quarter of a start's CPU."""
+    """Disable garbage collection: listed objects are long-lived, and scanning them costs a quarter of a start's CPU."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Prometheus metrics, and the small server for them and for probes."""
+"""Prometheus metrics of the controller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RECLAIM_SECONDS: Final = (1.0, 3.0, 10.0, 30.0, 60.0, 90.0, 120.0, 180.0, 300.0
 
 
 class Metrics:
-    """All of one process."""
+    """All metrics of one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -54,11 +54,11 @@ class Metrics:
         self.pods = Gauge("gpuquota_pods", "Pods that hold GPUs or wait for some", registry=self.registry)
 
     def count_call(self, verb: str, status: int) -> None:
-        """One call to the API server."""
+        """Count a call to the API server."""
         self.calls.labels(verb, str(status)).inc()
 
     def look(self, controller: Controller) -> None:
-        """The gauges, read off when somebody asks for them; those of projects that are gone are left out."""
+        """Update the gauges when they are scraped; deleted projects are left out."""
         snapshot = controller.snapshot
         for gauge in (self.held, self.waiting, self.guaranteed, self.quarantined):
             gauge.clear()

@@ -1,6 +1,6 @@
-"""What a plan decided, in the log: one line for the plan, and one for each job that is stopped, resized or moved.
+"""Logs a plan: one line for the plan, and one for each job that is stopped, resized or moved.
 
-A job that starts has the line of its pods' writes; a thousand pods would else have two lines each.
+A job that starts is logged by its pods' writes only; otherwise a thousand pods would have two lines each.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 
 
 def log_plan(plan: scheduler.Plan, took_s: float) -> None:
-    """Nothing where there is nothing to do."""
+    """Log the plan, unless it is empty."""
     if plan.empty:
         return
     counts = {kind: len(getattr(plan, kind)) for kind in ("bind", "evict", "resize", "move")}
     shown = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    told = fields(plan=counts, waiting=len(plan.waiting), took_ms=round(1000 * took_s, 1))
-    log.info("planned in %.1f ms: %s; %d jobs wait", 1000 * took_s, shown, len(plan.waiting), extra=told)
+    extra = fields(plan=counts, waiting=len(plan.waiting), took_ms=round(1000 * took_s, 1))
+    log.info("planned in %.1f ms: %s; %d jobs wait", 1000 * took_s, shown, len(plan.waiting), extra=extra)
     for kind, job, reason in _decisions(plan):
-        told = fields(decision=kind, job=job, reason=reason.code.value, beneficiary=reason.beneficiary)
-        log.info("%s %s: %s", kind, job, reason.message, extra=told)
+        extra = fields(decision=kind, job=job, reason=reason.code.value, beneficiary=reason.beneficiary)
+        log.info("%s %s: %s", kind, job, reason.message, extra=extra)
 
 
 def _decisions(plan: scheduler.Plan) -> Iterator[tuple[str, str, Reason]]:

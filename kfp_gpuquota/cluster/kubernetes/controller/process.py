@@ -1,7 +1,7 @@
-"""One process of the controller: reviews pods always, leads when it is its turn.
+"""One replica of the controller: it always reviews pods, and plans while it is the leader.
 
-Leading is to plan, to write and to serve workers. A process that leads no more ends, and is started again as one that
-stands by: what it believed of the cluster may be wrong by then.
+The leader plans, writes and serves workers. A process that loses the lease exits and is restarted as a standby, because
+its state may be outdated. Rejected: resetting the state in place, which would have to be complete.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ log = logging.getLogger(__name__)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process is started; ports of 0 are any free one, a `webhook_port` of 0 is no webhook.
+    """Command-line options of a replica; port 0 selects a free port, `webhook_port` 0 disables the webhook.
 
-    With `reviews_only` it never leads. `keys_namespace` holds the authority and the key; "": `namespace`, with which
-    they are deleted. `membership_shards` are URLs of the processes that serve workers; none: this one does.
+    With `reviews_only` it never leads. `keys_namespace` has the Secrets of the authority and the key; "": `namespace`,
+    with which they are deleted. `membership_shards` are URLs of the processes that serve workers; (): this process.
     """
 
     kubeconfig: str | None = None
@@ -77,23 +77,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replica:
-    """One process."""
+    """One replica of the controller."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._metrics = metrics.Metrics()
         self._controller: Controller | None = None
         self._policies, self._rules = PolicyBook(), RulesBook()
-        self._reviews = not options.webhook_port  # whether the port of reviews is open, where there is one
+        self._reviews = not options.webhook_port  # whether the webhook listens, if there is one
 
     async def run(self) -> None:
-        """Until cancelled, or until it leads no more."""
+        """Run until cancelled, or until the lease is lost."""
         options = self._options
         async with AsyncExitStack() as stack:
             credentials = load_credentials(options.kubeconfig, options.context)
             connection = await stack.enter_async_context(Connection(credentials, count=self._metrics.count_call))
             served = probes.serving(
-                self._metrics, options.metrics_port, ready=self._is_ready, look=self._look, healthy=self._is_healthy
+                self._metrics, options.metrics_port, ready=self._is_ready, refresh=self._look, healthy=self._is_healthy
             )
             log.info("metrics and probes on port %d", await stack.enter_async_context(served))
             certificates = await self._certificates(connection)
@@ -109,18 +109,18 @@ class Replica:
     def _policies_of(self, connection: Connection) -> Reflector[custom_types.PolicyObject]:
         book = self._policies
         self._reflector = Reflector(
-            connection, PATH, custom_types.PolicyObject, changed=book.put, gone=book.drop, optional=True
+            connection, PATH, custom_types.PolicyObject, changed=book.put, deleted=book.drop, optional=True
         )
         return self._reflector
 
     def _rules_of(self, connection: Connection) -> Reflector[custom_types.QuotaPolicyObject]:
         book, kind = self._rules, custom_types.QuotaPolicyObject
         path = quota_policy.PATH
-        self._rules_reflector = Reflector(connection, path, kind, changed=book.put, gone=book.drop, optional=True)
+        self._rules_reflector = Reflector(connection, path, kind, changed=book.put, deleted=book.drop, optional=True)
         return self._rules_reflector
 
     async def _review(self, certificates: server.Certificates, user: str) -> None:
-        """Pods wait until the policies are known: what one forces would not hold for those that came before."""
+        """Serve the webhook after the policies were listed, so that they apply to every reviewed pod."""
         await self._reflector.synced.wait()
         await self._rules_reflector.synced.wait()
         await server.serve(
@@ -137,7 +137,7 @@ class Replica:
         self._reviews = True
 
     async def _lead(self, connection: Connection, certificates: server.Certificates) -> None:
-        """Wait for its turn, and control until it is over."""
+        """Acquire the lease, and run the controller until the lease is lost."""
         options = self._options
         identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
         election = LeaderElection(connection, options.namespace, identity)
@@ -157,7 +157,7 @@ class Replica:
             await election.release()
 
     async def _label(self, connection: Connection, *, leads: bool) -> None:
-        if not self._options.membership_shards:  # else nobody looks for the leader
+        if not self._options.membership_shards:  # with shards no Service selects the leader
             await _label(connection, leads=leads)
 
     @property
@@ -216,7 +216,7 @@ class Replica:
         return self._options.leader_elect if self._controller is None else self._controller.ready
 
     def _is_healthy(self) -> str:
-        """What is wrong: plans that are needed are not made."""
+        """Return the problem, "" if there is none: required plans fail."""
         health = self._controller.health if self._controller is not None else None
         if health is None or health.healthy:
             return ""
@@ -231,9 +231,9 @@ class Replica:
 
 
 async def _label(connection: Connection, *, leads: bool) -> None:
-    """The Service of the membership selects who leads, by a label on its own pod.
+    """Set or remove the label on this pod by which the Service of the membership selects the leader.
 
-    A container that was restarted finds the label of the one before: it is taken away until this one leads.
+    A restarted container removes the label of its predecessor until it leads.
     """
     namespace, name = os.environ.get("POD_NAMESPACE"), os.environ.get("POD_NAME")
     if not namespace or not name:

@@ -1,7 +1,7 @@
-"""What users see of jobs and quotas: their status, written by server-side apply, and no oftener than it pays.
+"""Writes the status of jobs and quotas by server-side apply, at a limited rate.
 
-A status that says what the object says already is not written. What changes all the time (progress, what a team holds)
-is written once in a while; a change of phase at once.
+An unchanged status is not written. Fields that change constantly (progress, a team's GPUs) are written every few
+seconds; a change of phase at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
     from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import Facts
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
     from kfp_gpuquota.cluster.records import JobRecord
 
 QUIET_S: Final = 0.05
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class StatusWriter:
-    """Writes statuses that differ from what was last written. `build(key)` gives (path, about, body, urgent)."""
+    """Writes statuses that differ from the last written one. `build(key)` returns the status to write, if any."""
 
     def __init__(self, writer: Writer, build: Callable[[str], Built | None]) -> None:
         self._writer, self._build = writer, build
@@ -50,12 +50,12 @@ class StatusWriter:
         self._under_way: set[str] = set()
 
     def changed(self, key: str) -> None:
-        """It may have to be written."""
+        """Write the status soon, if it has changed."""
         if key not in self._dirty and key not in self._under_way:
             self._dirty[key] = asyncio.get_running_loop().call_later(QUIET_S, self._look, key)
 
     def decided(self, key: str) -> None:
-        """Something of it may be urgent: what waits to be written with it, since it can wait, does not hold it up."""
+        """Write the status at once if an urgent field has changed, even if a delayed write is pending."""
         timer = self._dirty.get(key)
         if timer is not None and timer.when() > asyncio.get_running_loop().time() + QUIET_S:
             timer.cancel()
@@ -63,13 +63,13 @@ class StatusWriter:
         self.changed(key)
 
     def forget(self, key: str) -> None:
-        """The object is gone."""
+        """Drop a deleted object."""
         self._written.pop(key, None)
         if timer := self._dirty.pop(key, None):
             timer.cancel()
 
     def close(self) -> None:
-        """Write no more."""
+        """Cancel all timers."""
         for timer in self._dirty.values():
             timer.cancel()
         self._dirty.clear()
@@ -97,7 +97,7 @@ class StatusWriter:
         self._under_way.discard(key)
         if built.stored is not None:
             built.stored()
-        self.changed(key)  # what came in the meantime
+        self.changed(key)  # it may have changed in the meantime
 
     def _failed(self, key: str, error: Exception) -> None:
         self._under_way.discard(key)
@@ -109,7 +109,7 @@ class StatusWriter:
 
 
 class Built(msgspec.Struct, frozen=True):
-    """One status: where it goes, and what of it is worth a write at once when it differs. `stored` is called then."""
+    """A status to write. A change of `urgent` is written at once; `stored` is called after the write."""
 
     path: str
     about: str
@@ -131,28 +131,28 @@ def _apply(built: Built) -> Write:
 
 
 def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
-    """An ElasticJob's status; None for one that is gone."""
-    facts, record = jobs.book.facts.get(uid), jobs.book.jobs.get(uid)
-    if facts is None or facts.object.metadata.deletion_timestamp is not None:
+    """Return an ElasticJob's status; None if it was deleted."""
+    state, record = jobs.book.runtime_states.get(uid), jobs.book.jobs.get(uid)
+    if state is None or state.object.metadata.deletion_timestamp is not None:
         return None
-    meta = facts.object.metadata
-    conditions = conditions_of(facts, record, time.time())
+    meta = state.object.metadata
+    conditions = conditions_of(state, record, time.time())
     if record is None:
-        status = ElasticJobStatus(message=facts.refused, conditions=conditions, observed_generation=meta.generation)
+        status = ElasticJobStatus(message=state.refused, conditions=conditions, observed_generation=meta.generation)
     else:
         status = status_of(
-            facts.object,
+            state.object,
             record,
             jobs.book.workers_of(uid),
-            generation=facts.generation,
-            reserved=facts.reserved,
-            membership_digest=facts.secret,
-            membership_shard=facts.shard,
+            generation=state.generation,
+            reserved=state.reserved,
+            membership_digest=state.secret,
+            membership_shard=state.shard,
             conditions=conditions,
-            ended=facts.ended,
-            ran_s=facts.ran_s,
-            ranks=facts.ranks,
-            retries=retry_fields(facts.complaints, facts.requeue, facts.grow),
+            ended=state.ended,
+            ran_s=state.ran_s,
+            ranks=state.ranks,
+            retries=retry_fields(state.complaints, state.requeue, state.grow),
         )
     body = {
         "apiVersion": labels.API_VERSION,
@@ -170,7 +170,7 @@ def job_status(jobs: ElasticJobs, uid: str) -> Built | None:
 
 
 def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Condition, ...]]) -> Built | None:
-    """A GpuQuota's status; None for one that is gone. `conditions` keeps what was said before, by name."""
+    """Return a GpuQuota's status; None if it was deleted. `conditions` are the previous conditions, by name."""
     quota = snapshot.quotas.get(name)
     if quota is None:
         conditions.pop(name, None)
@@ -199,25 +199,25 @@ def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Cond
     return Built(f"/apis/{labels.API_VERSION}/gpuquotas/{name}", name, body, (accepted.status, accepted.message))
 
 
-def conditions_of(facts: Facts, record: JobRecord | None, now: float) -> tuple[Condition, ...]:
-    """Accepted, WorkersReady, CheckpointsKept, and of a job that has ended Complete or Failed."""
-    known: Sequence[Condition] = facts.conditions
-    for wanted in _wanted(facts, record, now):
+def conditions_of(state: RuntimeState, record: JobRecord | None, now: float) -> tuple[Condition, ...]:
+    """Return the conditions Accepted, WorkersReady and CheckpointsKept, and Complete or Failed of a finished job."""
+    known: Sequence[Condition] = state.conditions
+    for wanted in _wanted(state, record, now):
         known = with_condition(known, wanted, now)
-    facts.conditions = tuple(sorted(known, key=lambda c: c.type))
-    return facts.conditions
+    state.conditions = tuple(sorted(known, key=lambda c: c.type))
+    return state.conditions
 
 
-def _wanted(facts: Facts, record: JobRecord | None, now: float) -> list[Condition]:
+def _wanted(state: RuntimeState, record: JobRecord | None, now: float) -> list[Condition]:
     accepted = Condition("Accepted", "True", "Valid", "it can be what it asks for")
-    if facts.refused or record is None:
-        return [Condition("Accepted", "False", "Invalid", facts.refused)]
-    found = [accepted, _workers_ready(facts, record, now)]
-    if facts.object.spec.checkpoint is None:
+    if state.refused or record is None:
+        return [Condition("Accepted", "False", "Invalid", state.refused)]
+    found = [accepted, _workers_ready(state, record, now)]
+    if state.object.spec.checkpoint is None:
         text = "no checkpoint claim is given: what stops the whole job loses its work since it started"
         found.append(Condition("CheckpointsKept", "False", "NoClaim", text))
     else:
-        claim = facts.object.spec.checkpoint.claim_name
+        claim = state.object.spec.checkpoint.claim_name
         found.append(Condition("CheckpointsKept", "True", "Claim", f"on claim {claim}"))
     phase = record.status.phase
     message = record.status.reason.message if record.status.reason else ""
@@ -227,20 +227,20 @@ def _wanted(facts: Facts, record: JobRecord | None, now: float) -> list[Conditio
     return found
 
 
-def _workers_ready(facts: Facts, record: JobRecord, now: float) -> Condition:
-    if facts.held_back:
-        return Condition("WorkersReady", "False", "PodRefused", facts.held_back)
-    trouble = next((text for text in facts.trouble.values() if text), "")
-    if trouble:
-        return Condition("WorkersReady", "False", trouble.partition(":")[0], trouble)
-    if facts.requeue is not None and facts.requeue.attempt == record.attempt:
-        rests = facts.requeue.until is None or now < facts.requeue.until  # after that it waits as others do
-        return Condition("WorkersReady", "False", "GivenUp", facts.requeue.message if rests else "")
+def _workers_ready(state: RuntimeState, record: JobRecord, now: float) -> Condition:
+    if state.held_back:
+        return Condition("WorkersReady", "False", "PodRefused", state.held_back)
+    start_failure = next((text for text in state.start_failure.values() if text), "")
+    if start_failure:
+        return Condition("WorkersReady", "False", start_failure.partition(":")[0], start_failure)
+    if state.requeue is not None and state.requeue.attempt == record.attempt:
+        rests = state.requeue.until is None or now < state.requeue.until  # after that it waits in the queue
+        return Condition("WorkersReady", "False", "GivenUp", state.requeue.message if rests else "")
     running = record.status.phase is Phase.RUNNING
     return Condition("WorkersReady", str(running), record.status.phase.value, "")
 
 
 def _without_nulls(status: ElasticJobStatus) -> dict[str, Any]:
-    """Apply takes what is left out away; null it would refuse for some fields."""
+    """Return the status without nulls, which some fields refuse; server-side apply removes absent fields."""
     found: dict[str, Any] = msgspec.to_builtins(status)
     return {name: value for name, value in found.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Kubernetes' objects as the scheduler's nodes, tasks and amounts, and decisions as requests to the API server. Pure.
+"""Converts Kubernetes objects to the scheduler's types, and decisions to requests to the API server. Pure.
 
-Not here: which object is watched and when it is converted (`controller`), and quotas (`quota`).
+Not here: watches and the order of conversions (`controller`), and quotas (`quota`).
 """

@@ -1,18 +1,18 @@
-"""Node pools that an autoscaler grows: their pods are opened without a node, so that it sees them pending. Pure.
+"""Node pools that an autoscaler grows: their pods are admitted without a node, so that they become pending. Pure.
 
-Cluster Autoscaler and Karpenter add nodes for pods that kube-scheduler has looked at and found no node for; a gated pod
-they do not see, nor one that is pinned to a node. So of a pool that the QuotaPolicy declares `autoscaled`, the plan
-uses no real node but stand-ins of one shape, as many as
+Cluster Autoscaler and Karpenter add nodes for pods that kube-scheduler found unschedulable; they ignore gated pods and
+pods that are pinned to a node. So for a pool that the QuotaPolicy declares `autoscaled`, the plan uses stand-in nodes
+of one shape instead of the real ones. Their number is
 
-    min(maxGpus, max(GPUs of the pool's real nodes, GPUs that teams ask for within their guarantees there))
+    min(maxGpus, max(GPUs of the pool's real nodes, GPUs that teams request within their guarantees there))
 
-have: demand within a guarantee makes the pool grow, borrowing uses what is there already. What is planned onto a
-stand-in is opened with a requirement of the pool's label instead of a node's name; which of the pool's nodes it gets is
-kube-scheduler's to say. It holds the stand-in's devices, noted on it, until it is gone: so a team's quota is counted
-from the moment when its pod may start, a controller started anew finds the same, and no number is given twice.
+divided by GPUs per node: demand within a guarantee grows the pool; over-quota demand uses only existing nodes. A pod
+that is planned onto a stand-in is admitted with a node selector for the pool instead of a node name; kube-scheduler
+chooses the node. An annotation records the stand-in's devices, which the pod holds until it is deleted: so quota is
+counted from its admission, a restarted controller restores the same state, and no device is assigned twice.
 
-Rejected: moving a pod's seat to its real node once it is bound (the plan would then pin others to nodes that pending
-pods are about to fill), a ProvisioningRequest (Cluster Autoscaler only).
+Rejected: moving a pod's device assignment to its real node after binding (the plan would pin other pods to nodes that
+pending pods are about to fill), and ProvisioningRequests (Cluster Autoscaler only).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 
 
 class AutoscaledPool(msgspec.Struct, frozen=True, kw_only=True):
-    """One pool. `labels` are those of its nodes that pods may select by. CPU and memory are not counted there."""
+    """An autoscaled pool. `labels` are node labels that pods may select. CPU and memory are not counted there."""
 
     name: str
     max_gpus: int
@@ -50,15 +50,15 @@ class AutoscaledPool(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_nodes(self) -> int:
-        """Return how many nodes the pool has at most."""
+        """Return the maximum number of the pool's nodes."""
         return self.max_gpus // self.gpus_per_node
 
     def stand_ins(self, real_gpus: int, guaranteed_demand: float) -> int:
-        """Return how many stand-ins there are to be."""
+        """Return the number of stand-ins that the pool should have."""
         return min(self.max_nodes, ceil(max(real_gpus, guaranteed_demand) / self.gpus_per_node))
 
     def stand_in(self, number: int) -> ApiNode:
-        """Return the node that stands for one that may come."""
+        """Return the stand-in node with this number."""
         name = stand_in_name(self.name, number)
         return ApiNode(
             name=name,
@@ -74,41 +74,42 @@ def number_of(node: str) -> int:
 
 
 def fewest(nodes: Iterable[str], pool: str) -> int:
-    """Return how many stand-ins of the pool there must be for pods to keep what they hold on these nodes."""
+    """Return the minimum number of stand-ins of the pool that includes all these nodes."""
     return max((number_of(node) + 1 for node in nodes if pool_of(node) == pool), default=0)
 
 
 class StandIns:
-    """The stand-ins of all autoscaled pools, kept as many as are needed. One that is held is never taken away.
+    """Adds and removes the stand-ins of all autoscaled pools. A stand-in with assigned devices is never removed.
 
-    `nodes` are those that the scheduler has been given, by name.
+    `nodes` are the nodes in the scheduler's state, by name.
     """
 
     def __init__(
         self,
         pools: Iterable[AutoscaledPool],
-        tell: Callable[[scheduler.Event], None],
-        seats: Seats,
+        emit: Callable[[scheduler.Event], None],
+        allocator: DeviceAllocator,
         nodes: dict[str, ApiNode],
     ) -> None:
         self.pools = {pool.name: pool for pool in pools}
-        self._tell, self._seats, self._nodes = tell, seats, nodes
+        self._emit, self._allocator, self._nodes = emit, allocator, nodes
         self._counts: dict[str, int] = dict.fromkeys(self.pools, 0)
 
     def adjust(self, pool: str, count: int) -> None:
-        """Have so many of a pool, or as many more as are still held; never more than the pool may have nodes, since a
-        pod's annotation may claim any.
+        """Set the number of a pool's stand-ins to `count`, or higher while more are in use.
+
+        It never exceeds the pool's maximum, since a pod's annotation may name any stand-in.
         """
         count, now = min(count, self.pools[pool].max_nodes), self._counts[pool]
         for number in range(now, count):
             node = self.pools[pool].stand_in(number)
-            self._seats.resize(node.name, len(node.devices))
+            self._allocator.resize(node.name, len(node.devices))
             self._nodes[node.name] = node
-            self._tell(scheduler.NodeChanged(node))
-        while now > count and not self._seats.in_use(stand_in_name(pool, now - 1)):
+            self._emit(scheduler.NodeChanged(node))
+        while now > count and not self._allocator.in_use(stand_in_name(pool, now - 1)):
             now -= 1
             name = stand_in_name(pool, now)
-            self._seats.resize(name, 0)
+            self._allocator.resize(name, 0)
             self._nodes.pop(name, None)
-            self._tell(scheduler.NodeRemoved(name))
+            self._emit(scheduler.NodeRemoved(name))
         self._counts[pool] = max(now, count)

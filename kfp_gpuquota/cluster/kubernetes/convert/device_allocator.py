@@ -1,8 +1,9 @@
-"""Which pod holds which devices of which node. Pure bookkeeping.
+"""Tracks which pod holds which devices of which node. No I/O.
 
-The kubelet's device plugin chooses the real devices; these numbers only have to be distinct and to survive a restart,
-which they do because the patch that admits a pod writes them on it. A pod without them (bound before we were there, or
-by somebody else) gets free ones. Where a node has lost devices under running pods, their numbers lie beyond its count.
+The kubelet's device plugin chooses the real devices; these indices only have to be distinct and to survive a restart of
+the controller. They do, because the patch that admits a pod writes them into an annotation. A pod without it (bound
+before the controller was installed, or by another controller) gets free indices. If a node has lost devices under
+running pods, the pods' indices are beyond its device count.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class NodeSeats:
-    """One node: `count` devices, `taken` whole or in `parts` by pods; `foreign` are those of pods outside the quota."""
+class NodeDevices:
+    """Devices of one node: `taken` as a whole, or in `parts`, by pods; `foreign`: held by pods outside the quota."""
 
     count: int = 0
     taken: dict[int, str] = field(default_factory=dict)
@@ -24,37 +25,37 @@ class NodeSeats:
     foreign: set[int] = field(default_factory=set)
 
 
-class Seats:
-    """All nodes' devices. `shared_changed(holder, node, devices)` is called when parts are taken or released."""
+class DeviceAllocator:
+    """The devices of all nodes. `shared_changed(holder, node, devices)` is called when parts are taken or released."""
 
     def __init__(self) -> None:
-        self._nodes: dict[str, NodeSeats] = {}
+        self._nodes: dict[str, NodeDevices] = {}
         self._of: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.shared_changed: Callable[[str, str, tuple[int, ...]], None] = lambda _holder, _node, _devices: None
 
     def resize(self, node: str, count: int) -> None:
-        """The node has that many devices from now on."""
+        """Set the number of the node's devices."""
         self._node(node).count = count
 
     def in_use(self, node: str) -> bool:
-        """Some of its devices are held."""
+        """Return whether any of the node's devices is held."""
         return bool(self._node(node).taken or self._node(node).parts)
 
     def held(self, holder: str) -> tuple[str, tuple[int, ...]] | None:
-        """(node, devices) of a holder."""
+        """Return the (node, devices) of a holder, if any."""
         return self._of.get(holder)
 
     def foreign(self, node: str) -> set[int]:
-        """Devices of pods outside the quota."""
+        """Return the node's devices that pods outside the quota hold."""
         return self._node(node).foreign
 
     def sharers(self, node: str, device: int) -> frozenset[str]:
-        """Who holds parts of a device."""
+        """Return the holders of parts of a device."""
         return frozenset(self._node(node).parts.get(device, ()))
 
     def shared(self) -> Iterator[tuple[str, int]]:
-        """(node, device) of all devices that somebody holds a part of."""
-        return ((name, device) for name, seats in self._nodes.items() for device in seats.parts)
+        """Return the (node, device) pairs of all shared devices."""
+        return ((name, device) for name, state in self._nodes.items() for device in state.parts)
 
     def take(
         self,
@@ -66,62 +67,62 @@ class Seats:
         foreign: bool = False,
         part: bool = False,
     ) -> tuple[int, ...]:
-        """Seat `holder` on `wanted` where these are free, else on any free ones; the devices.
+        """Assign devices to `holder`: the `wanted` ones if they are free, else any free ones. Return the devices.
 
-        With `part` it holds a part of each: others may hold the rest, and that it suffices is for the plan to see to.
+        With `part` it holds a part of each, and others may hold the rest; the plan ensures that the parts fit.
         """
-        seats = self._node(node)
-        free = wanted is not None and _all_free(seats, wanted, part=part)
-        devices = wanted if wanted is not None and free else _free(seats, count, last=foreign)
+        state = self._node(node)
+        free = wanted is not None and _all_free(state, wanted, part=part)
+        devices = wanted if wanted is not None and free else _free(state, count, last=foreign)
         if part:
             for device in devices:
-                seats.parts.setdefault(device, set()).add(holder)
+                state.parts.setdefault(device, set()).add(holder)
         else:
-            seats.taken.update(dict.fromkeys(devices, holder))
+            state.taken.update(dict.fromkeys(devices, holder))
         if foreign:
-            seats.foreign.update(devices)
+            state.foreign.update(devices)
         self._of[holder] = (node, devices)
         if part:
             self.shared_changed(holder, node, devices)
         return devices
 
     def release(self, holder: str) -> tuple[str, tuple[int, ...]] | None:
-        """The holder is gone; what it held."""
+        """Release a holder's devices; return the (node, devices) that it held, if any."""
         held = self._of.pop(holder, None)
         if held is None:
             return None
-        seats = self._node(held[0])
-        shared = tuple(device for device in held[1] if _leave(seats, device, holder))
-        seats.foreign.difference_update(held[1])
+        state = self._node(held[0])
+        shared = tuple(device for device in held[1] if _leave(state, device, holder))
+        state.foreign.difference_update(held[1])
         if shared:
             self.shared_changed(holder, held[0], shared)
         return held
 
-    def _node(self, node: str) -> NodeSeats:
-        return self._nodes.setdefault(node, NodeSeats())
+    def _node(self, node: str) -> NodeDevices:
+        return self._nodes.setdefault(node, NodeDevices())
 
 
-def _leave(seats: NodeSeats, device: int, holder: str) -> bool:
-    """Take the holder off a device; whether it held a part of it."""
-    if seats.taken.get(device) == holder:
-        del seats.taken[device]
+def _leave(state: NodeDevices, device: int, holder: str) -> bool:
+    """Remove the holder from a device; return whether it held only a part of it."""
+    if state.taken.get(device) == holder:
+        del state.taken[device]
         return False
-    holders = seats.parts.get(device, set())
+    holders = state.parts.get(device, set())
     shared = holder in holders
     holders.discard(holder)
     if shared and not holders:
-        del seats.parts[device]
+        del state.parts[device]
     return shared
 
 
-def _all_free(seats: NodeSeats, devices: tuple[int, ...], *, part: bool) -> bool:
-    fits = all(device < seats.count and device not in seats.taken for device in devices)
-    return fits and (part or not any(device in seats.parts for device in devices))
+def _all_free(state: NodeDevices, devices: tuple[int, ...], *, part: bool) -> bool:
+    fits = all(device < state.count and device not in state.taken for device in devices)
+    return fits and (part or not any(device in state.parts for device in devices))
 
 
-def _free(seats: NodeSeats, count: int, *, last: bool) -> tuple[int, ...]:
-    """Free devices, the first ones, or the last ones for pods outside the quota; beyond the node's where none are."""
-    free = [index for index in range(seats.count) if index not in seats.taken and index not in seats.parts]
+def _free(state: NodeDevices, count: int, *, last: bool) -> tuple[int, ...]:
+    """Return free devices: the first, or for pods outside the quota the last ones; indices beyond the count if none."""
+    free = [index for index in range(state.count) if index not in state.taken and index not in state.parts]
     chosen = free[max(0, len(free) - count) :] if last else free[:count]
-    beyond = max((seats.count, *(index + 1 for index in (*seats.taken, *seats.parts))))
+    beyond = max((state.count, *(index + 1 for index in (*state.taken, *state.parts))))
     return (*chosen, *range(beyond, beyond + count - len(chosen)))

@@ -1,7 +1,7 @@
-"""What LimitRanges add to containers that do not say what they request: pure bookkeeping.
+"""Default requests that LimitRanges add to containers without requests. No I/O.
 
-Pods that others make have it by the time we see them; an ElasticJob's are planned before they are made, so what the API
-server's admission will write into them (plugin LimitRanger) has to be known from the template.
+Pods of other controllers already have these when the watch delivers them. An ElasticJob is planned before its pods are
+created, so the requests that the API server's LimitRanger plugin will add are computed from the template.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
 
 
 class LimitRanges:
-    """All namespaces'. `changed(namespace)`: containers get other requests there from now on."""
+    """The LimitRanges of all namespaces. `changed(namespace)` is called when default requests may have changed."""
 
     def __init__(self, changed: Callable[[str], None]) -> None:
         self._changed = changed
-        self._known: dict[str, LimitRange] = {}
+        self._by_uid: dict[str, LimitRange] = {}
 
     def put(self, found: LimitRange) -> None:
-        """A LimitRange is as given."""
-        self._known[found.metadata.uid] = found
+        """Add or update a LimitRange."""
+        self._by_uid[found.metadata.uid] = found
         self._changed(found.metadata.namespace)
 
     def drop(self, uid: str) -> None:
-        """A LimitRange is gone."""
-        if (known := self._known.pop(uid, None)) is not None:
-            self._changed(known.metadata.namespace)
+        """Remove a deleted LimitRange."""
+        if (deleted := self._by_uid.pop(uid, None)) is not None:
+            self._changed(deleted.metadata.namespace)
 
     def requests_in(self, namespace: str) -> dict[str, Any]:
-        """What a container requests there that says nothing; of several LimitRanges the first one by name counts."""
-        here = (known for known in self._known.values() if known.metadata.namespace == namespace)
+        """Return the default requests of a container; of several LimitRanges the first one by name takes precedence."""
+        in_namespace = (one for one in self._by_uid.values() if one.metadata.namespace == namespace)
         requests: dict[str, Any] = {}
-        for known in sorted(here, key=lambda known: known.metadata.name, reverse=True):
-            for item in known.spec.limits:
+        for limit_range in sorted(in_namespace, key=lambda one: one.metadata.name, reverse=True):
+            for item in limit_range.spec.limits:
                 requests |= item.default_request if item.type == "Container" else {}
         return requests
 
 
 def completed(spec: PodSpec, requests: Mapping[str, Any]) -> PodSpec:
-    """The pod as admission will leave it: a container with a limit requests as much, whatever the default is."""
+    """Return the spec with default requests as admission adds them; a container's limit overrides the default."""
     if not requests:
         return spec
     return msgspec.structs.replace(
@@ -55,5 +55,5 @@ def completed(spec: PodSpec, requests: Mapping[str, Any]) -> PodSpec:
 
 
 def _with_requests(container: Container, requests: Mapping[str, Any]) -> Container:
-    asked = {**requests, **container.resources.limits, **container.resources.requests}
-    return msgspec.structs.replace(container, resources=msgspec.structs.replace(container.resources, requests=asked))
+    merged = {**requests, **container.resources.limits, **container.resources.requests}
+    return msgspec.structs.replace(container, resources=msgspec.structs.replace(container.resources, requests=merged))

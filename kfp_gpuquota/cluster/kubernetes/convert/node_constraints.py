@@ -1,6 +1,6 @@
-"""Which nodes a pod may use, as the scheduler reads it: pure.
+"""Converts a pod's node selector, affinity and tolerations to the scheduler's constraints. Pure.
 
-What kube-scheduler would refuse must not be planned. What it would only rather not do (preferences) binds nobody.
+A placement that kube-scheduler would refuse must not be planned. Preferences are ignored.
 """
 
 from __future__ import annotations
@@ -19,58 +19,59 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects import core_types
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
-    """Labels that a node must have, terms of which one must admit it, taints that are put up with."""
+class NodeConstraints(msgspec.Struct, frozen=True, gc=False):
+    """Labels that a node must have, terms of which it must satisfy one, and tolerated taints."""
 
     selector: tuple[tuple[str, str], ...] = ()
     terms: tuple[NodeTerm, ...] = ()
     tolerations: tuple[Toleration, ...] = ()
 
     def constraints(self) -> dict[str, Any]:
-        """As fields of a JobSpec."""
+        """Return the constraints as fields of a JobSpec."""
         return {
             "node_selector": dict(self.selector),
             "node_affinity": self.terms,
             "tolerations": self.tolerations,
         }
 
-    def avoiding(self, nodes: tuple[str, ...]) -> Place:
-        """The same, but for these nodes: terms are alternatives, so each of them says so."""
-        apart = Requirement(NODE_NAME, Operator.NOT_IN, nodes)
-        terms = tuple(NodeTerm((*term.requirements, apart)) for term in self.terms or (NodeTerm(()),))
-        return Place(self.selector, terms, self.tolerations)
+    def excluding(self, nodes: tuple[str, ...]) -> NodeConstraints:
+        """Return the constraints without these nodes. Terms are alternatives, so each of them excludes the nodes."""
+        exclusion = Requirement(NODE_NAME, Operator.NOT_IN, nodes)
+        terms = tuple(NodeTerm((*term.requirements, exclusion)) for term in self.terms or (NodeTerm(()),))
+        return NodeConstraints(self.selector, terms, self.tolerations)
 
-    def within(self, terms: tuple[NodeTerm, ...]) -> Place:
-        """The same, where one of these terms holds as well."""
-        return Place(self.selector, within(self.terms, terms), self.tolerations)
+    def within(self, terms: tuple[NodeTerm, ...]) -> NodeConstraints:
+        """Return the constraints restricted to nodes that satisfy one of these terms as well."""
+        return NodeConstraints(self.selector, within(self.terms, terms), self.tolerations)
 
 
 _OPERATORS = frozenset(Operator)
-_KNOWN: dict[Place, Place] = {}
-_MOST_KNOWN = 4096
+_INTERNED: dict[NodeConstraints, NodeConstraints] = {}
+_MAX_INTERNED = 4096
 
 
-def place_of(spec: core_types.PodSpec) -> Place:
-    """The pod's constraints; pods of one template share one object. Raises InvalidFieldError."""
+def constraints_of(spec: core_types.PodSpec) -> NodeConstraints:
+    """Return the pod's constraints; pods of one template share one object. Raises InvalidFieldError."""
     terms: tuple[NodeTerm, ...] = ()
     affinity = spec.affinity.node_affinity if spec.affinity else None
     if affinity is not None and affinity.required is not None:
         terms = terms_of(affinity.required)
     tolerations = tuple(t for t in map(_toleration, spec.tolerations) if t is not None)
-    place = Place(tuple(sorted(spec.node_selector.items())), terms, tolerations)
-    if len(_KNOWN) > _MOST_KNOWN:
-        _KNOWN.clear()
-    return _KNOWN.setdefault(place, place)
+    constraints = NodeConstraints(tuple(sorted(spec.node_selector.items())), terms, tolerations)
+    if len(_INTERNED) > _MAX_INTERNED:
+        _INTERNED.clear()
+    return _INTERNED.setdefault(constraints, constraints)
 
 
 def terms_of(selector: core_types.NodeSelector | None) -> tuple[NodeTerm, ...]:
-    """The selector's alternatives; () where there is none. Raises InvalidFieldError."""
+    """Return the selector's terms; () for no selector. Raises InvalidFieldError."""
     return () if selector is None else tuple(map(_term, selector.node_selector_terms))
 
 
 def within(terms: tuple[NodeTerm, ...], others: tuple[NodeTerm, ...]) -> tuple[NodeTerm, ...]:
-    """Alternatives that fulfil one of both sides each; () stands for any node. To apply `others` twice changes nothing
-    where they are one term, as volumes have.
+    """Return the conjunction of two lists of alternative terms; () stands for any node.
+
+    Applying `others` twice changes nothing if they are one term, as those of volumes are.
     """
     if not terms or not others:
         return terms or others
@@ -79,7 +80,7 @@ def within(terms: tuple[NodeTerm, ...], others: tuple[NodeTerm, ...]) -> tuple[N
 
 
 def taints_of(taints: Iterable[core_types.Taint]) -> tuple[Taint, ...]:
-    """Those that keep pods away; preferences do not."""
+    """Return the taints that repel pods; PreferNoSchedule does not."""
     return tuple(
         Taint(key=taint.key, effect=TaintEffect(taint.effect), value=taint.value)
         for taint in taints
@@ -106,4 +107,4 @@ def _toleration(given: core_types.Toleration) -> Toleration | None:
             effect=TaintEffect(given.effect) if given.effect else None,
         )
     except (InvalidFieldError, ValueError):
-        return None  # of a kind that this version does not know: it tolerates nothing, which is the safe side
+        return None  # an operator or effect that this version does not support: no toleration is the safe choice

@@ -1,4 +1,4 @@
-"""Nodes as the scheduler is told of them: pure."""
+"""Converts Kubernetes nodes to the scheduler's nodes. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kfp_gpuquota.api import Device
 from kfp_gpuquota.api import Node as ApiNode
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import taints_of
-from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import Taken
+from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NodeUsage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     MILLI,
     bounded_number,
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
 
-PLACES_OF_A_DEVICE: Final = 32  # so many pods share no GPU: where more of them have a place, places are not scarce
-_EFFECTS_THAT_BAR: Final = frozenset({"NoSchedule", "NoExecute"})
+PODS_PER_DEVICE: Final = 32  # more pods than share one GPU: beyond it, the node's pod limit does not constrain the plan
+_BLOCKING_EFFECTS: Final = frozenset({"NoSchedule", "NoExecute"})
 
 
 def same_node(before: Node, after: Node) -> bool:
-    """Nothing differs that matters here."""
+    """Return whether the two versions of a node have the same scheduling properties."""
     return (
         before.metadata.uid == after.metadata.uid
         and before.metadata.labels == after.metadata.labels
@@ -40,14 +40,14 @@ def same_node(before: Node, after: Node) -> bool:
     )
 
 
-def node_of(node: Node, foreign: Iterable[int] = (), taken: Taken | None = None) -> ApiNode:
-    """The node, without the devices that pods outside the quota hold, and what `taken` says beside these.
+def node_of(node: Node, foreign: Iterable[int] = (), taken: NodeUsage | None = None) -> ApiNode:
+    """Return the node without the `foreign` devices of pods outside the quota and without the `taken` resources.
 
-    Of a node without GPUs nothing counts: a team's share of CPU is one of what can be used together with GPUs.
+    A node without GPUs has no CPU and memory here: a team's quota of these counts only what GPU jobs can use.
     """
-    held, taken, allocatable = set(foreign), taken or Taken(), node.status.allocatable
+    held, taken, allocatable = set(foreign), taken or NodeUsage(), node.status.allocatable
     count, memory = gpu_count(node), bounded_number(node.metadata.labels.get(labels.GPU_MEMORY, "0"), MAX_MIB) or 0
-    places = min(MAX_COUNT, millicores(allocatable.get("pods", "0")) // MILLI) - taken.pods
+    pod_capacity = min(MAX_COUNT, millicores(allocatable.get("pods", "0")) // MILLI) - taken.pods
     return ApiNode(
         name=node.metadata.name,
         devices=tuple(device(i, memory) for i in range(count) if i not in held),
@@ -56,24 +56,24 @@ def node_of(node: Node, foreign: Iterable[int] = (), taken: Taken | None = None)
         taints=taints_of(node.spec.taints),
         cpu=max(0, millicores(allocatable.get("cpu", "0")) - taken.cpu) / MILLI if count else 0.0,
         memory_mib=mebibytes_left(whole_bytes(allocatable.get("memory", "0")) - taken.memory) if count else 0,
-        max_workers=max(0, places) if places < count * PLACES_OF_A_DEVICE else None,
+        max_workers=max(0, pod_capacity) if pod_capacity < count * PODS_PER_DEVICE else None,
         pool=node.metadata.labels.get(labels.POOL, ""),
     )
 
 
 @cache
 def device(index: int, memory_mib: int) -> Device:
-    """One of a node's devices; the kubelet's plugin decides which one that is. Thousands of nodes share these."""
+    """Return the device with this index, cached, since thousands of nodes have equal devices."""
     return Device(index=index, memory_mib=memory_mib)
 
 
 def gpu_count(node: Node) -> int:
-    """How many GPUs its device plugin has announced, and are healthy."""
+    """Return the number of healthy GPUs that the node's device plugin has announced."""
     return device_count(node.status.allocatable.get(labels.GPU_RESOURCE, "0"))
 
 
 def is_ready(node: Node) -> bool:
-    """Whether new pods may be sent there."""
+    """Return whether new pods may be scheduled on the node."""
     ready = any(c.type == "Ready" and c.status == "True" for c in node.status.conditions)
-    barred = any(t.effect in _EFFECTS_THAT_BAR and t.key.startswith("node.kubernetes.io/") for t in node.spec.taints)
-    return ready and not barred and not node.spec.unschedulable
+    tainted = any(t.effect in _BLOCKING_EFFECTS and t.key.startswith("node.kubernetes.io/") for t in node.spec.taints)
+    return ready and not tainted and not node.spec.unschedulable

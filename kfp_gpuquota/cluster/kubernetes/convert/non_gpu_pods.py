@@ -1,7 +1,7 @@
-"""What pods that are none of ours take on their nodes beside GPUs: CPU, memory, and a place each. Pure bookkeeping.
+"""Tracks the CPU, memory and pod slots that pods outside the quota use on each node. No I/O.
 
-Agents of every node, other teams' services, pods with GPUs outside the quota: kube-scheduler counts them all, so what
-they leave is what may be planned with.
+These are DaemonSet pods, services, and pods with GPUs outside the quota. kube-scheduler counts them all, so only the
+remaining resources may be planned.
 """
 
 from __future__ import annotations
@@ -10,53 +10,53 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import Needs
+    from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import ResourceRequests
 
 
 @dataclass(slots=True)
-class Taken:
-    """On one node: thousandths of cores, bytes, pods."""
+class NodeUsage:
+    """Usage of one node: CPU in thousandths of a core, memory in bytes, number of pods."""
 
     cpu: int = 0
     memory: int = 0
     pods: int = 0
 
 
-class Bystanders:
-    """All nodes'."""
+class NonGpuPods:
+    """Usage of all nodes by pods outside the quota."""
 
     def __init__(self) -> None:
-        self._on: dict[str, Taken] = {}
-        self._known: dict[str, tuple[str, Needs]] = {}
+        self._by_node: dict[str, NodeUsage] = {}
+        self._pods: dict[str, tuple[str, ResourceRequests]] = {}
 
-    def on(self, node: str) -> Taken:
-        """What they take there."""
-        return self._on.get(node, _NOTHING)
+    def on(self, node: str) -> NodeUsage:
+        """Return the node's usage."""
+        return self._by_node.get(node, _NOTHING)
 
-    def put(self, uid: str, node: str, needs: Needs) -> str | None:
-        """A pod is there, and takes that; the node on which less is left now."""
-        if self._known.get(uid) == (node, needs):
+    def put(self, uid: str, node: str, needs: ResourceRequests) -> str | None:
+        """Add or update a pod; return the node whose usage changed, if any."""
+        if self._pods.get(uid) == (node, needs):
             return None
         self.drop(uid)
-        self._known[uid] = (node, needs)
+        self._pods[uid] = (node, needs)
         self._count(node, needs, 1)
         return node
 
     def drop(self, uid: str) -> str | None:
-        """A pod takes nothing any more; the node on which more is left now."""
-        if uid not in self._known:
+        """Remove a pod; return the node whose usage changed, if any."""
+        if uid not in self._pods:
             return None
-        node, needs = self._known.pop(uid)
+        node, needs = self._pods.pop(uid)
         self._count(node, needs, -1)
         return node
 
-    def _count(self, node: str, needs: Needs, sign: int) -> None:
-        taken = self._on.setdefault(node, Taken())
+    def _count(self, node: str, needs: ResourceRequests, sign: int) -> None:
+        taken = self._by_node.setdefault(node, NodeUsage())
         taken.cpu += sign * needs.cpu
         taken.memory += sign * needs.memory
         taken.pods += sign
         if not taken.pods:
-            del self._on[node]
+            del self._by_node[node]
 
 
-_NOTHING = Taken()
+_NOTHING = NodeUsage()

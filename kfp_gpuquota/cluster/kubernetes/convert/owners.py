@@ -1,6 +1,6 @@
-"""Who knows how many pods start together, and what it says: pure.
+"""Finds the owner that determines how many pods start together (its gang size), and reads that size. Pure.
 
-| what a pod is of | found by | its pods start together |
+| owner of the pod | found by | pods that start together |
 |---|---|---|
 | PodGroup (scheduling.x-k8s.io, Volcano) | label, annotation | `minMember` of them |
 | JobSet | label | all replicas of all its jobs |
@@ -8,10 +8,10 @@
 | PyTorchJob, MPIJob, ... (kubeflow.org) | owner | all replicas, or `runPolicy.schedulingPolicy.minAvailable` |
 | RayCluster | owner | all replicas, or `minReplicas` where Ray scales it |
 | Job | owner | all, where it is Indexed and runs all its indexes at once |
-| Job of another kind, ReplicaSet, StatefulSet | owner | only those that a label puts into a group, all of them then |
+| any other Job, ReplicaSet, StatefulSet | owner | all pods with a group label; without one, each pod alone |
 
-Only pods that ask for GPUs count: others are not gated. A Job that works off a queue is no gang: each of its pods does
-something of use alone.
+Only pods that request GPUs count: others are not gated. A Job that processes a work queue is not a gang: each of its
+pods makes progress alone.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ REPLICA_LABEL: Final = "leaderworkerset.sigs.k8s.io/group-index"
 POD_GROUP_LABEL: Final = "scheduling.x-k8s.io/pod-group"
 VOLCANO_ANNOTATION: Final = "scheduling.k8s.io/group-name"
 INDEX_ANNOTATION: Final = "batch.kubernetes.io/job-completion-index"
-_ONE_BY_ONE: Final = frozenset({"Job", "ReplicaSet", "StatefulSet"})  # where neither label nor index says otherwise
+_ONE_BY_ONE: Final = frozenset({"Job", "ReplicaSet", "StatefulSet"})  # without a group label and without an index
 
 
 class Owner(NamedTuple):
-    """An object of the pod's namespace. `replica`: which of its groups of pods, where it makes several."""
+    """An owner in the pod's namespace. `replica`: the group of pods, if the owner creates several groups."""
 
     api_version: str
     kind: str
@@ -49,28 +49,28 @@ class Owner(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Where it is read."""
+        """Return the owner's API path."""
         prefix = "/apis" if "/" in self.api_version else "/api"
         return f"{prefix}/{self.api_version}/namespaces/{self.namespace}/{self.kind.lower()}s/{self.name}"
 
     @property
     def group(self) -> str:
-        """What its pods are called as a group; no label has a '/' in its value."""
+        """Return the name of the group of its pods. It has a '/', which no label's value has."""
         return f"{self.kind}/{self.name}" + (f"/{self.replica}" if self.replica else "")
 
 
-class Together(NamedTuple):
-    """How many of its pods start together: by itself, and where a label has made them a group. 1: each alone."""
+class GangSize(NamedTuple):
+    """How many of an owner's pods start together: by default, and if a label makes them a group. 1: each alone."""
 
     pods: int = 1
     labelled: int = 1
 
 
-ALONE: Final = Together()
+ALONE: Final = GangSize()
 
 
 def owner_of(pod: Pod) -> Owner | None:
-    """Who says how many start together with the pod; None where nobody could."""
+    """Return the owner that determines the pod's gang size; None if there is none."""
     meta = pod.metadata
     namespace, written, notes = meta.namespace, meta.labels, meta.annotations or {}
     if name := written.get(POD_GROUP_LABEL):
@@ -90,8 +90,8 @@ def owner_of(pod: Pod) -> Owner | None:
     return Owner(owner.api_version, owner.kind, namespace, owner.name)
 
 
-def together(owner: Owner, answer: bytes) -> Together:
-    """What the object says; ALONE for one that says nothing that can be read."""
+def gang_size(owner: Owner, answer: bytes) -> GangSize:
+    """Return the gang size that the owner's object specifies; ALONE if it cannot be decoded."""
     read = _reader(owner.api_version, owner.kind)
     if read is None:
         return ALONE
@@ -101,7 +101,7 @@ def together(owner: Owner, answer: bytes) -> Together:
         return ALONE
 
 
-def _reader(api_version: str, kind: str) -> Callable[[msgspec.Raw], Together] | None:
+def _reader(api_version: str, kind: str) -> Callable[[msgspec.Raw], GangSize] | None:
     group = api_version.partition("/")[0]
     if group == "kubeflow.org" and kind.endswith("Job"):
         return _training_job
@@ -117,7 +117,7 @@ class _Template(Struct, frozen=True):
 
     @property
     def counts(self) -> bool:
-        """Its pods ask for GPUs."""
+        """Return whether the template's pods request GPUs."""
         return gpus_of(self.spec) > 0
 
 
@@ -182,22 +182,22 @@ class _PodGroup(Struct, frozen=True):
     min_member: int = 1
 
 
-def _job(spec: msgspec.Raw) -> Together:
+def _job(spec: msgspec.Raw) -> GangSize:
     job = msgspec.json.decode(spec, type=_Job)
     size = job.at_once if job.template.counts else 1
     whole = job.completion_mode == "Indexed" and job.at_once == job.completions
-    return Together(size if whole else 1, size)
+    return GangSize(size if whole else 1, size)
 
 
-def _job_set(spec: msgspec.Raw) -> Together:
+def _job_set(spec: msgspec.Raw) -> GangSize:
     parts = (
         one for one in msgspec.json.decode(spec, type=_JobSet).replicated_jobs if one.template.spec.template.counts
     )
     return _all(sum(one.replicas * one.template.spec.at_once for one in parts))
 
 
-def _training_job(spec: msgspec.Raw) -> Together:
-    """The operators' kinds differ in one field's name: pytorchReplicaSpecs, mpiReplicaSpecs, ..."""
+def _training_job(spec: msgspec.Raw) -> GangSize:
+    """Return the gang size of a training job; kinds differ in a field's name (pytorchReplicaSpecs, mpiReplicaSpecs)."""
     fields = msgspec.json.decode(spec, type=dict[str, msgspec.Raw])
     policy = msgspec.json.decode(fields.get("runPolicy", msgspec.Raw(b"{}")), type=_RunPolicy).scheduling_policy
     roles = (raw for name, raw in fields.items() if name.endswith("ReplicaSpecs"))
@@ -207,7 +207,7 @@ def _training_job(spec: msgspec.Raw) -> Together:
     return _all(size if least is None else min(size, least))
 
 
-def _ray_cluster(spec: msgspec.Raw) -> Together:
+def _ray_cluster(spec: msgspec.Raw) -> GangSize:
     cluster = msgspec.json.decode(spec, type=_RayCluster)
     scaled = cluster.enable_in_tree_autoscaling
     workers = sum(
@@ -218,8 +218,8 @@ def _ray_cluster(spec: msgspec.Raw) -> Together:
     return _all(workers + cluster.head_group_spec.template.counts)
 
 
-def _leader_worker_set(spec: msgspec.Raw) -> Together:
-    """Where the leader is to be ready before there are workers, they cannot start together."""
+def _leader_worker_set(spec: msgspec.Raw) -> GangSize:
+    """Return the gang size of a LeaderWorkerSet; with startup policy LeaderReady pods cannot start together."""
     found = msgspec.json.decode(spec, type=_LeaderWorkerSet)
     if found.startup_policy == "LeaderReady":
         return ALONE
@@ -228,25 +228,25 @@ def _leader_worker_set(spec: msgspec.Raw) -> Together:
     return _all(leader.counts + (group.size - 1) * group.worker_template.counts)
 
 
-def _replicas(spec: msgspec.Raw) -> Together:
+def _replicas(spec: msgspec.Raw) -> GangSize:
     found = msgspec.json.decode(spec, type=_Replicas)
-    return Together(1, max(1, _count(found.replicas)) if found.template.counts else 1)
+    return GangSize(1, max(1, _count(found.replicas)) if found.template.counts else 1)
 
 
-def _pod_group(spec: msgspec.Raw) -> Together:
+def _pod_group(spec: msgspec.Raw) -> GangSize:
     return _all(msgspec.json.decode(spec, type=_PodGroup).min_member)
 
 
-def _all(size: int) -> Together:
-    return Together(max(1, size), max(1, size))
+def _all(size: int) -> GangSize:
+    return GangSize(max(1, size), max(1, size))
 
 
 def _count(replicas: int | None) -> int:
-    """Where none is given the API servers mean one."""
+    """Return the number of replicas, which defaults to one."""
     return 1 if replicas is None else replicas
 
 
-_READERS: Final[dict[tuple[str, str], Callable[[msgspec.Raw], Together]]] = {
+_READERS: Final[dict[tuple[str, str], Callable[[msgspec.Raw], GangSize]]] = {
     ("batch", "Job"): _job,
     ("jobset.x-k8s.io", "JobSet"): _job_set,
     ("leaderworkerset.x-k8s.io", "LeaderWorkerSet"): _leader_worker_set,
@@ -259,6 +259,6 @@ _READERS: Final[dict[tuple[str, str], Callable[[msgspec.Raw], Together]]] = {
 
 
 def owner_kind(api_version: str, kind: str) -> str:
-    """Return an owner as the cluster's policy names it, for example apps/ReplicaSet; the version is not part of it."""
+    """Return the owner's API group and kind as in the QuotaPolicy, for example apps/ReplicaSet, without the version."""
     group, slash, _ = api_version.rpartition("/")
     return f"{group if slash else 'core'}/{kind}"

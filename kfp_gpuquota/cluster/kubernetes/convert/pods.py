@@ -1,7 +1,7 @@
-"""From Kubernetes' objects to the vocabulary, and nothing else: pure.
+"""Converts pods and ElasticJobs to the scheduler's types. Pure.
 
-A pod becomes a `PodView`, which holds what decisions need and is kept for as long as the pod exists; the object itself
-is dropped at once.
+A pod becomes a `PodView`, which holds what decisions need and is kept as long as the pod exists; the decoded object is
+dropped at once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
 from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.validation import MAX_PRIORITY
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
-from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import Place, place_of
+from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints, constraints_of
 from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner, owner_kind, owner_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
     MAX_DEVICES,
-    Needs,
+    ResourceRequests,
     bounded_number,
     gpus_of,
-    needs_of,
+    resource_requests_of,
 )
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -47,7 +47,7 @@ RAY_NODE_TYPE: Final = "ray.io/node-type"
 MAX_TIME_S: Final = 10**12
 MAX_GROUP: Final = 10_000  # pods that start together
 _LONGEST_DEVICES: Final = 5 * MAX_DEVICES
-KILLED: Final = 137  # 128 + SIGKILL: what a shell says of a process that was killed
+KILLED: Final = 137  # 128 + SIGKILL: a shell's exit code of a killed process
 log = logging.getLogger(__name__)
 
 _TROUBLE: Final = frozenset(
@@ -65,21 +65,20 @@ _TROUBLE: Final = frozenset(
 
 
 class Stage(IntEnum):
-    """Where a pod stands, as far as GPUs go."""
+    """The stage of a pod's life with regard to GPUs."""
 
-    OUTSIDE = 0  # asks for none, or neither waits for us nor has a node
-    WAITING = 1  # our gate is on
-    HELD = 2  # it has a node, or was sent to one
-    LEAVING = 3  # it was told to go, and still holds its devices
-    OVER = 4  # it has ended
+    OUTSIDE = 0  # requests no GPU, or has neither the quota's scheduling gate nor a node
+    WAITING = 1  # has the quota's scheduling gate
+    ASSIGNED = 2  # has a node, or was admitted to one
+    TERMINATING = 3  # is being deleted, and still holds its devices
+    ENDED = 4  # has succeeded or failed
 
 
 class GateShape(msgspec.Struct, frozen=True, gc=False):
-    """What the patch that takes the gate off must know of the pod: see writes.admission.
+    """The parts of a pod that determine the patch that removes its scheduling gate: see requests.admission.
 
-    `terms`: for each required node selector term whether it has matchFields already; None where no term is required.
-    `affinity`: how much of /spec/affinity exists: 0 none, 1 an affinity, 2 a nodeAffinity. `selects`: there is a
-    /spec/nodeSelector.
+    `terms`: for each required node selector term, whether it has matchFields; None without required terms.
+    `affinity`: depth of /spec/affinity: 0 none, 1 an affinity, 2 a nodeAffinity. `selects`: /spec/nodeSelector exists.
     """
 
     index: int
@@ -90,19 +89,19 @@ class GateShape(msgspec.Struct, frozen=True, gc=False):
 
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What is kept of a pod. `job_uid` is its ElasticJob's, `index` and `attempt` are those of a worker.
+    """The tracked state of a pod. `job_uid` is that of its ElasticJob; `index` and `attempt` are those of a worker.
 
-    `requested` counts the devices that its containers ask the kubelet for, which is what it can really hold, whatever
-    its annotations say. `problem`: why it cannot be planned; it is counted by `requested` then.
+    `requested` counts the devices that its containers request from the kubelet: the most that it can hold, whatever its
+    annotations claim. `problem`: why it cannot be planned; then it is counted by `requested`.
 
-    `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each. `needs` is what it takes
-    of its node beside these, `pool` the node pool that it asks for, `owner` who may say how many start together.
-    `prepared`: its volumes and its network are there, so what still takes time are images and init containers.
-    `maker` is the uid of its controlling owner, `maker_kind` that owner's API group and kind, of which quota_policy.py
-    says whether it creates another pod, `avoids` are nodes on which there was no room for another of its pods.
-    `grace_s` is its own grace period, `ends_at` when that of its deletion is over, `reclaimed_at` since when an earlier
-    controller has reclaimed its GPUs; 0 where it was not deleted, or not reclaimed. `opened` is the stand-in whose
-    devices it holds, of an autoscaled pool (autoscaled.py).
+    `gpus` counts devices; with a `share` (fields of a JobSpec) the pod holds a part of each. `needs` are its CPU and
+    memory, `pool` is the requested node pool, `owner` determines its gang size. `prepared`: its sandbox (volumes and
+    network) is ready, so that only image pulls and init containers remain. `controller_uid` is the uid of its managing
+    owner, `controller_kind` that owner's API group and kind, from which quota_policy.py derives whether it creates
+    another pod. `excluded_nodes` are nodes on which another pod of its owner did not fit. `grace_s` is its grace
+    period, `ends_at` when the grace period of its deletion ends, `reclaimed_at` when an earlier controller began to
+    reclaim its GPUs; both are 0 if that has not happened. `stand_in` is the stand-in of an autoscaled pool whose
+    devices it holds (autoscaled_pools.py).
     """
 
     uid: str
@@ -121,73 +120,73 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     preemptible: bool | None = None
     group: str = ""
     group_size: int = 0
-    maker: str = ""
-    maker_kind: str = ""
+    controller_uid: str = ""
+    controller_kind: str = ""
     job_uid: str = ""
     index: int = 0
     attempt: int = 0
     exit_code: int | None = None
-    trouble: str = ""
+    start_failure: str = ""
     prepared: bool = False
-    place: Place = Place()
+    constraints: NodeConstraints = NodeConstraints()
     share: tuple[tuple[str, Any], ...] = ()
-    needs: Needs = Needs()
+    needs: ResourceRequests = ResourceRequests()
     pool: str = ""
     owner: Owner | None = None
-    avoids: tuple[str, ...] = ()
+    excluded_nodes: tuple[str, ...] = ()
     claims: tuple[str, ...] = ()
     requested: int = 0
     problem: str = ""
     grace_s: int = 30
     ends_at: float = 0.0
     reclaimed_at: float = 0.0
-    opened: str = ""
+    stand_in: str = ""
 
     @property
     def holds(self) -> bool:
-        """It occupies devices."""
-        return self.stage in {Stage.HELD, Stage.LEAVING}
+        """Return whether the pod holds devices."""
+        return self.stage in {Stage.ASSIGNED, Stage.TERMINATING}
 
 
 def counted_view(pod: Pod) -> PodView:
-    """What is kept of `pod`; never raises.
+    """Return the view of `pod`; never raises.
 
-    Where it cannot be planned (an annotation that cannot be read, values out of range) the view says so in `problem`,
-    and counts what the pod holds by its plain GPU request: what holds devices is never left out of the count.
+    If it cannot be planned (an invalid annotation, values out of range), `problem` states why, and its devices are
+    counted by its plain GPU request: a pod that holds devices is never left out of the count.
     """
     if pod.problem:
         return _plain_view(pod, pod.problem)
     try:
         view = pod_view(pod)
         if view.gpus and not view.job_uid:
-            pod_job(view)  # what the scheduler would be given
+            pod_job(view)  # checks that it can be converted for the scheduler
     except GpuQuotaError as error:
         return _plain_view(pod, error.message)
     except Exception as error:
-        log.exception("pod %s/%s cannot be read", pod.metadata.namespace, pod.metadata.name)
+        log.exception("pod %s/%s cannot be converted", pod.metadata.namespace, pod.metadata.name)
         return _plain_view(pod, f"{type(error).__name__}: {error}")
     return view
 
 
 def _plain_view(pod: Pod, problem: str) -> PodView:
-    """The pod by its node and its plain request. Without a node it waits for nothing: it is not planned."""
+    """Return a view with the pod's node and its plain GPU request. Without a node it is not planned."""
     meta, spec = pod.metadata, pod.spec
     requested, owner = gpus_of(spec), elastic_owner(meta)
-    noted = (meta.annotations or {}).get(labels.DEVICES, "")  # of a part of a GPU: no container asks for one
-    gpus = requested or (min(noted.count(",") + 1, MAX_DEVICES) if noted else 0)
+    annotated = (meta.annotations or {}).get(labels.DEVICES, "")  # for shared GPUs, which no container requests
+    gpus = requested or (min(annotated.count(",") + 1, MAX_DEVICES) if annotated else 0)
     node = spec.node_name or ("" if _gate(pod) else _sent_to(pod))
     stage = _stage(pod, gpus, node, None)
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
         name=meta.name,
-        stage=Stage.OUTSIDE if stage is not Stage.OVER and not gpus and owner is None else stage,
+        stage=Stage.OUTSIDE if stage is not Stage.ENDED and not gpus and owner is None else stage,
         gpus=gpus,
         created=meta.creation_timestamp.timestamp() if meta.creation_timestamp else 0.0,
         node=intern(node),
         bound=bool(spec.node_name),
         running=pod.status.phase == "Running",
-        devices=_devices(noted, gpus),
+        devices=_devices(annotated, gpus),
         job_uid=owner.uid if owner is not None else "",
         index=bounded_number(meta.labels.get(labels.WORKER, "")) or 0,
         attempt=bounded_number(meta.labels.get(labels.ATTEMPT, "")) or 0,
@@ -198,7 +197,7 @@ def _plain_view(pod: Pod, problem: str) -> PodView:
 
 
 def elastic_owner(meta: Metadata) -> OwnerReference | None:
-    """The ElasticJob of ours that controls the object; other projects have a kind of that name, too."""
+    """Return the owner reference to this project's ElasticJob, if any; other projects have that kind, too."""
     owner = next((o for o in meta.owner_references if o.controller), None)
     if owner is None or owner.kind != "ElasticJob" or owner.api_version.partition("/")[0] != labels.GROUP:
         return None
@@ -206,18 +205,18 @@ def elastic_owner(meta: Metadata) -> OwnerReference | None:
 
 
 def pod_view(pod: Pod) -> PodView:
-    """What is kept of `pod`. Raises InvalidFieldError for annotations that cannot be read."""
+    """Return the view of `pod`. Raises InvalidFieldError for invalid annotations."""
     meta, spec = pod.metadata, pod.spec
     gate = _gate(pod)
-    opened = "" if gate else _opened_on(meta.annotations or {})
-    node = spec.node_name or ("" if gate else _sent_to(pod) or opened)
+    stand_in = "" if gate else _opened_on(meta.annotations or {})
+    node = spec.node_name or ("" if gate else _sent_to(pod) or stand_in)
     share = _share(pod)
     requested = gpus_of(spec)
     gpus = min(dict(share).get("gpu_devices", 1), MAX_DEVICES) if share else requested
     owner = next((o for o in meta.owner_references if o.controller), None)
     elastic = elastic_owner(meta) is not None
     if not gpus and not elastic:
-        return _bystander(pod)
+        return _non_gpu_view(pod)
     return PodView(
         uid=meta.uid,
         namespace=intern(meta.namespace),
@@ -230,39 +229,39 @@ def pod_view(pod: Pod) -> PodView:
         running=pod.status.phase == "Running",
         devices=_devices((meta.annotations or {}).get(labels.DEVICES, ""), gpus),
         gate=gate,
-        maker=intern(owner.uid) if owner is not None else "",
-        maker_kind=_maker_kind(owner, meta.labels) if owner is not None else "",
+        controller_uid=intern(owner.uid) if owner is not None else "",
+        controller_kind=_maker_kind(owner, meta.labels) if owner is not None else "",
         job_uid=owner.uid if owner is not None and elastic else "",
         exit_code=_exit_code(pod),
-        trouble=_trouble(pod),
+        start_failure=_trouble(pod),
         prepared=any(c.type == "PodReadyToStartContainers" and c.status == "True" for c in pod.status.conditions),
         share=share,
-        place=place_of(spec) if gate is not None else Place(),
+        constraints=constraints_of(spec) if gate is not None else NodeConstraints(),
         claims=claims_of(spec) if gate is not None else (),
-        needs=needs_of(spec),
+        needs=resource_requests_of(spec),
         owner=None if elastic else owner_of(pod),
         requested=requested,
         grace_s=int(spec.termination_grace_period_seconds),
         ends_at=meta.deletion_timestamp.timestamp() if meta.deletion_timestamp else 0.0,
-        opened=opened,
+        stand_in=stand_in,
         reclaimed_at=_seconds((meta.annotations or {}).get(labels.RECLAIMED_AT, "")),
         **_wishes(meta.labels, meta.annotations or {}),
     )
 
 
 def _maker_kind(owner: OwnerReference, given: Mapping[str, str]) -> str:
-    """Return the owner's group and kind; that of a Ray head is one of its own, since all work is lost with it."""
+    """Return the owner's group and kind; a Ray head has a kind of its own, since all work is lost with it."""
     head = " head" if given.get(RAY_NODE_TYPE) == "head" else ""
     return intern(owner_kind(owner.api_version, owner.kind) + head)
 
 
 def _seconds(noted: str) -> float:
-    """Return a noted time in seconds since 1970; 0 for what cannot be one."""
+    """Return an annotated time in seconds since 1970; 0 if it is invalid."""
     return float(bounded_number(noted, MAX_TIME_S) or 0)
 
 
-def _bystander(pod: Pod) -> PodView:
-    """It asks for no GPU: all that matters is what it takes of its node while it is there."""
+def _non_gpu_view(pod: Pod) -> PodView:
+    """Return the view of a pod without GPUs: its node and its requests, which count until it has ended."""
     meta = pod.metadata
     there = pod.status.phase not in {"Succeeded", "Failed"}
     return PodView(
@@ -273,23 +272,23 @@ def _bystander(pod: Pod) -> PodView:
         gpus=0,
         created=0.0,
         node=intern(pod.spec.node_name) if there else "",
-        needs=needs_of(pod.spec),
+        needs=resource_requests_of(pod.spec),
     )
 
 
 def _stage(pod: Pod, gpus: int, node: str, gate: GateShape | None) -> Stage:
     if pod.status.phase in {"Succeeded", "Failed"}:
-        return Stage.OVER
+        return Stage.ENDED
     leaving = pod.metadata.deletion_timestamp is not None
     if node:
-        return Stage.LEAVING if leaving else Stage.HELD
+        return Stage.TERMINATING if leaving else Stage.ASSIGNED
     if leaving:
-        return Stage.OVER
+        return Stage.ENDED
     return Stage.WAITING if gate is not None and gpus else Stage.OUTSIDE
 
 
 def _share(pod: Pod) -> tuple[tuple[str, Any], ...]:
-    """The part of devices that its annotations ask for; of an ElasticJob's worker the job says it."""
+    """Return the share of devices that the annotations request; () for a worker, whose job specifies it."""
     annotations = pod.metadata.annotations
     if not annotations or not asks_for_share(annotations):
         return ()
@@ -321,7 +320,7 @@ def _terms(pod: Pod) -> tuple[NodeSelectorTerm, ...] | None:
 
 
 def _sent_to(pod: Pod) -> str:
-    """The one node that the pod was admitted to: it stands in all its terms."""
+    """Return the node that the pod was admitted to, which is in all its node selector terms; "" if none."""
     terms = _terms(pod)
     if not terms or labels.DEVICES not in (pod.metadata.annotations or {}):
         return ""
@@ -332,13 +331,13 @@ def _sent_to(pod: Pod) -> str:
 
 
 def _opened_on(annotations: Mapping[str, str]) -> str:
-    """Return the stand-in that the pod was opened on; "" for one that was sent to a node."""
+    """Return the stand-in to which the pod was admitted; "" for a real node."""
     stand_in = annotations.get(labels.OPENED, "")
     return intern(stand_in) if stand_in and labels.DEVICES in annotations and pool_of(stand_in) else ""
 
 
 def _devices(text: str, gpus: int) -> tuple[int, ...] | None:
-    """As our own patch wrote them; None for any other text."""
+    """Return the devices in the format of the admission patch; None for any other text."""
     if not text or len(text) > _LONGEST_DEVICES:
         return None
     parts = [bounded_number(part, MAX_DEVICES) for part in text.split(",")]
@@ -347,7 +346,7 @@ def _devices(text: str, gpus: int) -> tuple[int, ...] | None:
 
 
 def _wishes(given: Mapping[str, str], annotations: Mapping[str, str]) -> dict[str, Any]:
-    """What its labels say; a value that cannot be is left out, as admission has refused it already."""
+    """Return the fields from the pod's labels; invalid values are left out, since admission has refused them."""
     notebook = labels.NOTEBOOK in given
     kind = given.get(labels.KIND, Kind.BUILD if notebook else Kind.TRAIN)
     priority, preemptible = given.get(labels.PRIORITY, ""), given.get(labels.PREEMPTIBLE, "")
@@ -371,7 +370,7 @@ def _group_size(text: str) -> int:
 
 
 def _exit_code(pod: Pod) -> int | None:
-    """The first container's, as a shell says it; that of a killed process where others ended the pod."""
+    """Return the first terminated container's exit code; KILLED if the pod was ended by a disruption."""
     if pod.status.phase not in {"Succeeded", "Failed"}:
         return None
     if any(c.type == "DisruptionTarget" and c.status == "True" for c in pod.status.conditions):
@@ -383,7 +382,7 @@ def _exit_code(pod: Pod) -> int | None:
 
 
 def _trouble(pod: Pod) -> str:
-    """Why it does not get going, as kube-scheduler or the kubelet says it; "" where nothing is wrong."""
+    """Return why the pod does not start, as reported by kube-scheduler or the kubelet; "" without a failure."""
     for status in (*pod.status.init_container_statuses, *pod.status.container_statuses):
         waiting = status.state.waiting
         if waiting is not None and waiting.reason in _TROUBLE:
@@ -397,7 +396,7 @@ def _trouble(pod: Pod) -> str:
 
 
 def recovered_pod(raw: msgspec.Raw, problem: str) -> Pod:
-    """A pod that cannot be read whole, by the fields that say what it holds; of the others the defaults."""
+    """Return a pod that cannot be decoded, with the fields that determine its devices; others have their defaults."""
     given = msgspec.json.decode(raw)
     spec, status = _fields(given, "spec"), _fields(given, "status")
     limits = [_fields(_fields(one, "resources"), "limits") for one in _items(spec, "containers")]
@@ -424,25 +423,25 @@ def _items(given: dict[str, Any], name: str) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-# What the scheduler is told
+# Jobs for the scheduler
 
 
 _NOT_IN_NAMES: Final = re.compile(r"[^a-z0-9-]+")
 
 
 def short_name(name: str) -> str:
-    """The name as the scheduler's messages show it: pods may have longer ones, with dots."""
+    """Return the name as used in the scheduler's messages: pods may have longer names, and dots."""
     return _NOT_IN_NAMES.sub("-", name.lower())[:63].strip("-") or "pod"
 
 
 def pod_job(view: PodView, pods: int = 1) -> JobSpec:
-    """A job of one pod, or of a group of such pods that start together.
+    """Return the job of one pod, or of a group of equal pods that start together.
 
-    Pods of one template differ in their names only: what they ask for is checked once, which is what it costs most.
+    Pods of one template differ only in their names, so the expensive validation of their requests is cached.
     """
     quality = view.kind, view.priority, view.preemptible, view.pool
-    place = view.place.avoiding(view.avoids) if view.avoids else view.place
-    spec = copy(_unnamed(view.namespace, view.gpus, pods, view.share, view.needs, place, quality))
+    constraints = view.constraints.excluding(view.excluded_nodes) if view.excluded_nodes else view.constraints
+    spec = copy(_unnamed(view.namespace, view.gpus, pods, view.share, view.needs, constraints, quality))
     msgspec.structs.force_setattr(spec, "name", short_name(view.group.partition("/")[2] or view.group or view.name))
     return spec
 
@@ -453,8 +452,8 @@ def _unnamed(
     gpus: int,
     pods: int,
     share: tuple[tuple[str, Any], ...],
-    needs: Needs,
-    place: Place,
+    needs: ResourceRequests,
+    constraints: NodeConstraints,
     quality: tuple[Kind, int | None, bool | None, str],
 ) -> JobSpec:
     kind, priority, preemptible, pool = quality
@@ -469,7 +468,7 @@ def _unnamed(
         cool_down_s=0.0,
         node_pool=pool,
         **needs.constraints(),
-        **place.constraints(),
+        **constraints.constraints(),
     )
 
 
@@ -485,7 +484,7 @@ def _template_of(job: ElasticJob) -> PodSpec:
 
 
 def claims_of(spec: PodSpec) -> tuple[str, ...]:
-    """The claims that the pod's volumes name."""
+    """Return the PersistentVolumeClaims that the pod's volumes refer to."""
     return tuple(v.persistent_volume_claim.claim_name for v in spec.volumes if v.persistent_volume_claim is not None)
 
 
@@ -494,12 +493,14 @@ def elastic_job(
     requests: Mapping[str, Any] | None = None,
     volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]] = lambda _namespace, _claims: (),
 ) -> JobSpec:
-    """What its user asks for. `requests` are those of a container that says none, `volume_terms(namespace, claims)` the
-    nodes on which these volumes can be mounted. Raises InvalidFieldError.
+    """Return the ElasticJob as the scheduler's job. Raises InvalidFieldError.
+
+    `requests` are the namespace's default requests, `volume_terms(namespace, claims)` are the terms of the nodes on
+    which the claims' volumes can be mounted.
     """
     spec, template = job.spec, completed(_template_of(job), requests or {})
     kept = () if spec.checkpoint is None else (spec.checkpoint.claim_name,)
-    place = place_of(template).within(volume_terms(job.metadata.namespace, (*claims_of(template), *kept)))
+    constraints = constraints_of(template).within(volume_terms(job.metadata.namespace, (*claims_of(template), *kept)))
     given: dict[str, object] = {
         "gpus": spec.gpus,
         "min_gpus": spec.min_gpus,
@@ -523,8 +524,8 @@ def elastic_job(
         "required_topology": spec.required_topology,
         "preferred_topology": spec.preferred_topology,
         "spread": spec.spread,
-        **needs_of(template).constraints(),
-        **place.constraints(),
+        **resource_requests_of(template).constraints(),
+        **constraints.constraints(),
     }
     named = {"name": short_name(job.metadata.name), "project": job.metadata.namespace, "command": ("pod",)}
     chosen = {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Decisions as requests to the API server: pure. `Write.about` names the object for logs, events and answers."""
+"""Converts decisions to requests to the API server. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TERMS: Final = f"{_AFFINITY}/nodeAffinity/{REQUIRED}/nodeSelectorTerms"
 
 
 def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) -> Write:
-    """One patch that lets a gated pod go to `node`: gate off, node on, devices noted.
+    """Return the patch that admits a gated pod to `node`: it removes the gate, pins the node and annotates the devices.
 
-    It tests the uid and the gate first: of two such patches the second one fails and changes nothing, and so does one
-    that comes when another pod has the name.
+    It tests the uid and the gate first: the second of two such patches fails and changes nothing, and so does a patch
+    that arrives when another pod has the name.
     """
     assert pod.gate is not None, "only a gated pod is admitted"
     gate = f"/spec/schedulingGates/{pod.gate.index}"
@@ -48,14 +48,16 @@ def admission(pod: PodView, node: str, devices: tuple[int, ...], reason: str) ->
     )
 
 
-def noting(admission: Write, notes: dict[str, str]) -> Write:
-    """The admission, with more annotations: they exist by the time these operations are carried out."""
-    more = [_operation("add", f"/metadata/annotations/{escaped(name)}", text) for name, text in notes.items()]
+def with_annotations(admission: Write, notes: dict[str, str]) -> Write:
+    """Return the admission with more annotations; the field exists when these operations are applied."""
+    more = [
+        _operation("add", f"/metadata/annotations/{escape_json_pointer(name)}", text) for name, text in notes.items()
+    ]
     return msgspec.structs.replace(admission, body=[*admission.body, *more])
 
 
 def eviction(pod: PodView, grace_s: float | None = None) -> Write:
-    """Ask for the pod's end by the eviction API, which honours disruption budgets. None: with its own grace period."""
+    """Return the pod's eviction, which respects disruption budgets; `grace_s` None: with the pod's own grace period."""
     options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
     if grace_s is not None:
         options["gracePeriodSeconds"] = max(1, int(grace_s))
@@ -70,30 +72,30 @@ def eviction(pod: PodView, grace_s: float | None = None) -> Write:
 
 
 def reclaim_note(pod: PodView, at: float) -> Write:
-    """Note on the pod since when its borrowed GPUs are reclaimed (seconds since 1970), for the next controller."""
+    """Return the patch that annotates when the reclaim began (seconds since 1970), for a restarted controller."""
     body = {"metadata": {"uid": pod.uid, "annotations": {labels.RECLAIMED_AT: f"{at:.0f}"}}}
     path = f"{pods_path(pod.namespace)}/{pod.name}"
     return Write(verb="PATCH", path=path, about=f"{pod.namespace}/{pod.name}", body=body, content_type=MERGE_PATCH)
 
 
 def deletion(namespace: str, name: str, uid: str = "", grace_s: float | None = None) -> Write:
-    """End a pod that is our own; with `uid` only the one that is meant."""
+    """Return the deletion of a pod; with `uid` only of the pod with that uid."""
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions"}
     if uid:
         body["preconditions"] = {"uid": uid}
     if grace_s is not None:
-        body["gracePeriodSeconds"] = max(1, int(grace_s))  # 0 would take the object away while the process still runs
+        body["gracePeriodSeconds"] = max(1, int(grace_s))  # 0 would remove the object while the process still runs
     path = f"{pods_path(namespace)}/{name}"
     return Write(verb="DELETE", path=path, about=f"{namespace}/{name}", lane=Lane.RELEASE, body=body)
 
 
 def node_term(node: str) -> dict[str, Any]:
-    """A requirement that only one node fulfils; kube-scheduler looks at no other one then."""
+    """Return a requirement that only this node satisfies; kube-scheduler then considers no other node."""
     return {"key": "metadata.name", "operator": "In", "values": [node]}
 
 
 def _pinned(gate: GateShape, node: str) -> list[dict[str, Any]]:
-    """The node in every required term: terms are alternatives. Of existing terms only appending is allowed."""
+    """Return operations that add the node to every required term: they are alternatives, and only extensible."""
     if gate.terms is None:
         required: dict[str, Any] = {"nodeSelectorTerms": [{"matchFields": [node_term(node)]}]}
         if gate.affinity == 2:
@@ -110,16 +112,19 @@ def _pinned(gate: GateShape, node: str) -> list[dict[str, Any]]:
 
 
 def _selecting(gate: GateShape, pool: str) -> list[dict[str, Any]]:
-    """Any node of an autoscaled pool: which one, and whether there is one yet, is kube-scheduler's to find out."""
+    """Return the operation that selects the autoscaled pool; kube-scheduler chooses the node when one exists."""
     if gate.selects:
-        return [_operation("add", f"/spec/nodeSelector/{escaped(labels.POOL)}", pool)]
+        return [_operation("add", f"/spec/nodeSelector/{escape_json_pointer(labels.POOL)}", pool)]
     return [_operation("add", "/spec/nodeSelector", {labels.POOL: pool})]
 
 
 def _annotated(gate: GateShape, notes: dict[str, str]) -> list[dict[str, Any]]:
     if gate.annotated:
-        return [_operation("add", f"/metadata/annotations/{escaped(name)}", text) for name, text in notes.items()]
-    # Somebody may have annotated it since: the test keeps that from being overwritten.
+        return [
+            _operation("add", f"/metadata/annotations/{escape_json_pointer(name)}", text)
+            for name, text in notes.items()
+        ]
+    # The pod may have been annotated since it was read: the test prevents overwriting that.
     return [_operation("test", "/metadata/annotations", None), _operation("add", "/metadata/annotations", notes)]
 
 
@@ -127,6 +132,6 @@ def _operation(operation: str, path: str, *value: Any) -> dict[str, Any]:
     return {"op": operation, "path": path, **({"value": value[0]} if value else {})}
 
 
-def escaped(part: str) -> str:
-    """As a part of a JSON pointer (RFC 6901)."""
+def escape_json_pointer(part: str) -> str:
+    """Return the text escaped as a part of a JSON pointer (RFC 6901)."""
     return part.replace("~", "~0").replace("/", "~1")

@@ -1,8 +1,8 @@
-"""What a pod takes of a node, added up as kube-scheduler does: pure.
+"""Sums up a pod's resource requests as kube-scheduler does. Pure.
 
-The rule is that of `PodRequests` in k8s.io/component-helpers: all containers together with the sidecars, or one init
-container with the sidecars that were started before it, whichever is more; and the overhead of its runtime class. What
-a pod says of itself as a whole (`spec.resources`) counts instead of that of its containers.
+The rule is that of `PodRequests` in k8s.io/component-helpers: the maximum of all containers with the sidecars, and of
+each init container with the sidecars started before it; plus the overhead of the runtime class. Pod-level resources
+(`spec.resources`) replace those of the containers.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ MAX_DEVICES: Final = 4096  # of one pod or node: more than any machine has, also
 _LONGEST: Final = 18  # digits: a number that a label or an annotation may hold
 
 
-class Needs(NamedTuple):
-    """CPU in thousandths of a core, main memory in bytes."""
+class ResourceRequests(NamedTuple):
+    """CPU in thousandths of a core, and memory in bytes."""
 
     cpu: int = 0
     memory: int = 0
 
     def constraints(self) -> dict[str, Any]:
-        """As fields of a JobSpec, rounded up; more than any node has stays more than any node has."""
+        """Return the requests as fields of a JobSpec, rounded up, and capped at more than any node has."""
         cpu, memory = min(self.cpu / MILLI, MAX_COUNT), min(-(-self.memory // MIB), MAX_MIB)
         return {"cpu": cpu or None, "memory_mib": memory or None}
 
 
-def needs_of(spec: PodSpec) -> Needs:
-    """What kube-scheduler takes off the node for the pod."""
+def resource_requests_of(spec: PodSpec) -> ResourceRequests:
+    """Return the CPU and memory that kube-scheduler reserves for the pod."""
     whole = spec.resources.requests or spec.resources.limits
     if not (whole or spec.overhead or any(c.resources.requests or c.resources.limits for c in _containers(spec))):
         return NOTHING
-    return Needs(_needed(spec, "cpu", millicores), _needed(spec, "memory", whole_bytes))
+    return ResourceRequests(_needed(spec, "cpu", millicores), _needed(spec, "memory", whole_bytes))
 
 
-NOTHING: Final = Needs()
+NOTHING: Final = ResourceRequests()
 
 
 def gpus_of(spec: PodSpec) -> int:
-    """Whole devices that its containers ask for, at most MAX_DEVICES."""
+    """Return the number of devices that the pod's containers request, at most MAX_DEVICES."""
     asked = total(spec, lambda container: device_count(str(container.resources.limits.get(labels.GPU_RESOURCE, 0))))
     return min(asked, MAX_DEVICES)
 
 
 @lru_cache(4096)
 def device_count(quantity: str) -> int:
-    """A quantity of devices (the API server writes 1000 as "1k"), at most MAX_DEVICES; 0 for what is no quantity."""
+    """Return a quantity of devices as a number, at most MAX_DEVICES ("1k" is 1000); 0 for an invalid quantity."""
     try:
         return max(0, min(MAX_DEVICES, ceil(parse_quantity(labels.GPU_RESOURCE, quantity))))
     except InvalidFieldError:
@@ -65,14 +65,14 @@ def device_count(quantity: str) -> int:
 
 
 def bounded_number(text: str, largest: int = MAX_COUNT) -> int | None:
-    """A whole number in ASCII digits, from 0 to `largest`; None for any other text, however long."""
+    """Return a whole number of ASCII digits, from 0 to `largest`; None for any other text."""
     if not text.isascii() or not text.isdecimal() or len(text) > _LONGEST:
         return None
     return number if (number := int(text)) <= largest else None
 
 
 def total(spec: PodSpec, amount: Callable[[Container], int]) -> int:
-    """The most of something that the pod's containers have at one time."""
+    """Return the maximum amount that the pod's containers use at the same time."""
     sidecars = largest = 0
     for container in spec.init_containers:
         if container.restart_policy == "Always":
@@ -96,13 +96,13 @@ def _needed(spec: PodSpec, resource: str, read: Callable[[str], int]) -> int:
 
 
 def requested(requests: Mapping[str, Any], limits: Mapping[str, Any], resource: str) -> str:
-    """A container with a limit only requests as much: the API server writes it so into pods, not into templates."""
+    """Return the request, by default the limit: the API server adds that default to pods, but not to templates."""
     return str(requests.get(resource) or limits.get(resource) or 0)
 
 
 @lru_cache(4096)
 def millicores(quantity: str) -> int:
-    """Rounded up; 0 for what is no quantity, which no pod or node can have."""
+    """Return a CPU quantity in thousandths of a core, rounded up; 0 for an invalid quantity."""
     try:
         return max(0, ceil(parse_quantity("cpu", quantity) * MILLI))
     except InvalidFieldError:
@@ -111,7 +111,7 @@ def millicores(quantity: str) -> int:
 
 @lru_cache(4096)
 def whole_bytes(quantity: str) -> int:
-    """Rounded up; 0 for what is no quantity."""
+    """Return a memory quantity in bytes, rounded up; 0 for an invalid quantity."""
     try:
         return max(0, ceil(parse_quantity("memory", quantity)))
     except InvalidFieldError:
@@ -119,5 +119,5 @@ def whole_bytes(quantity: str) -> int:
 
 
 def mebibytes_left(size: int) -> int:
-    """What there is of memory, rounded down."""
+    """Return bytes as MiB, rounded down, at least 0."""
     return max(0, floor(size / MIB))

@@ -1,4 +1,4 @@
-"""The names of nodes that stand in for those that an autoscaler may add (`autoscaled`). Pure, and quick to import."""
+"""Names of the stand-in nodes of autoscaled pools (see autoscaled_pools.py). Pure, and quick to import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PREFIX: Final = "autoscaled."
 
 
 def stand_in_name(pool: str, number: int) -> str:
-    """Return the name of a stand-in, which no real node has: its last part is a number, and it has a prefix."""
+    """Return the name of a stand-in: a prefix, the pool and the number. No real node has such a name."""
     return f"{PREFIX}{pool}.{number}"
 
 

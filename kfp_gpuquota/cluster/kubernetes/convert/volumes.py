@@ -1,8 +1,8 @@
-"""On which nodes a pod's volumes can be mounted: a zonal disk in its zone, a local one on its node.
+"""Restricts pods to the nodes on which their volumes can be mounted: the zone of a zonal disk, the node of a local one.
 
-Kube-scheduler's VolumeBinding filter refuses all other nodes, so they must not be planned. What counts is the node
-affinity of the PersistentVolume that a claim is bound to. A claim that is not bound yet restricts nothing: its volume
-is made where the pod goes (WaitForFirstConsumer), or will be known here once it is bound.
+kube-scheduler's VolumeBinding filter refuses all other nodes, so they must not be planned. The restriction is the node
+affinity of the PersistentVolume to which a claim is bound. An unbound claim restricts nothing: its volume is created
+where the pod runs (WaitForFirstConsumer), or the restriction applies after binding.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ log = logging.getLogger(__name__)
 
 
 class Volumes:
-    """Claims and volumes as last seen. `changed(namespace, claim)`: pods with that claim may use other nodes now."""
+    """Tracked claims and volumes. `changed(namespace, claim)` is called when the nodes of a claim have changed."""
 
     def __init__(self, changed: Callable[[str, str], None]) -> None:
         self._changed = changed
         self._claims: dict[tuple[str, str], tuple[str, str]] = {}  # (namespace, claim) -> (uid, volume)
         self._claim_keys: dict[str, tuple[str, str]] = {}
-        self._terms: dict[str, tuple[NodeTerm, ...]] = {}  # volume -> where it can be mounted; anywhere: left out
+        self._terms: dict[
+            str, tuple[NodeTerm, ...]
+        ] = {}  # volume -> terms of its nodes; volumes without a restriction are left out
         self._volume_names: dict[str, str] = {}
 
     def put_claim(self, claim: PersistentVolumeClaim) -> None:
-        """A claim is as given."""
+        """Add or update a claim."""
         meta = claim.metadata
         key, value = (meta.namespace, meta.name), (meta.uid, claim.spec.volume_name)
         before, self._claims[key] = self._claims.get(key), value
@@ -47,19 +49,19 @@ class Volumes:
             self._changed(*key)
 
     def drop_claim(self, uid: str) -> None:
-        """A claim is gone."""
+        """Remove a deleted claim."""
         key = self._claim_keys.pop(uid, None)
         if key is not None and self._claims[key][0] == uid:
             del self._claims[key]
 
     def put_volume(self, volume: PersistentVolume) -> None:
-        """A volume is as given."""
+        """Add or update a volume."""
         name, affinity = volume.metadata.name, volume.spec.node_affinity
         self._volume_names[volume.metadata.uid] = name
         try:
             terms = terms_of(affinity.required) if affinity is not None else ()
         except InvalidFieldError as error:
-            log.warning("where the volume %s can be mounted is left to kube-scheduler: %s", name, error.message)
+            log.warning("the node affinity of volume %s is left to kube-scheduler: %s", name, error.message)
             terms = ()
         if terms == self._terms.get(name, ()):
             return
@@ -68,22 +70,22 @@ class Volumes:
             self._changed(*key)
 
     def drop_volume(self, uid: str) -> None:
-        """A volume is gone."""
+        """Remove a deleted volume."""
         self._terms.pop(self._volume_names.pop(uid, ""), None)
 
     def terms(self, namespace: str, claims: Iterable[str]) -> tuple[NodeTerm, ...]:
-        """Alternatives of which a node must fulfil one, so that all these claims can be mounted; () for any node."""
+        """Return the terms of which a node must satisfy one so that all claims can be mounted; () for any node."""
         found: tuple[NodeTerm, ...] = ()
         for claim in claims:
             _, volume = self._claims.get((namespace, claim), ("", ""))
             found = within(found, self._terms.get(volume, ()))
             if len(found) > MAX_TERMS:
-                log.warning("%s: volumes with %d alternatives of nodes are not planned with", namespace, len(found))
+                log.warning("%s: volumes with %d node selector terms are ignored in the plan", namespace, len(found))
                 return ()
         return found
 
     def apply(self, pod: PodView) -> PodView:
-        """The pod, only where its volumes can be mounted."""
+        """Return the pod restricted to nodes on which its volumes can be mounted."""
         if pod.stage is not Stage.WAITING or not pod.claims or not (terms := self.terms(pod.namespace, pod.claims)):
             return pod
-        return msgspec.structs.replace(pod, place=pod.place.within(terms))
+        return msgspec.structs.replace(pod, constraints=pod.constraints.within(terms))

@@ -1,4 +1,4 @@
-"""The ids of ElasticJobs' workers: the job's uid and the worker's index, as in the embedded cluster."""
+"""Ids of ElasticJobs' workers: the job's uid and the worker's index, as in the local cluster."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_nu
 
 
 def worker_id(job_uid: str, index: int) -> str:
-    """As the embedded cluster calls them."""
+    """Return the worker's id."""
     return f"{job_uid}-{index}"
 
 
 def index_of(worker: str) -> int:
-    """Of a worker by its id."""
+    """Return the index of the worker with this id."""
     return bounded_number(worker.rpartition("-")[2]) or 0

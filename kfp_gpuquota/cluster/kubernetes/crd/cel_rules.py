@@ -1,4 +1,4 @@
-"""What an ElasticJob's spec may not be, where that takes more than one field to say: in CEL, in the words of `api`."""
+"""CEL rules on two or more fields of an ElasticJob's spec, with the messages of `api`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMALLEST: Final = f"(has(self.minGpus) ? self.minGpus : {_GPUS})"
 _LARGEST: Final = f"(has(self.maxGpus) ? self.maxGpus : {_GPUS})"
 _SHARED: Final = "(has(self.gpuFraction) || has(self.gpuMemory))"
 
-# (what holds, the sentence where it does not, the expressions for its %s)
+# (condition, message if it is false, expressions for the message's %s)
 _WHOLE: Final = tuple(
     (
         f"!has(self.{field}) || !{_SHARED}",
@@ -102,7 +102,7 @@ _SHARES: Final = (
         "self.gpuDevices",
     ),
 )
-# What a job is cannot change under its running workers; what others may do with it can.
+# Fields that cannot change while workers run; fields of scheduling policy can.
 _FIXED: Final = (
     "kind",
     "gpus",
@@ -122,7 +122,7 @@ _FIXED: Final = (
 
 
 def job_rules(fields: Container[str]) -> list[Schema]:
-    """The rules of a spec that has `fields`."""
+    """Return the rules of a spec with these fields."""
     rules = [rule(*one) for one in (*_MULTIPLES, *_SIZES, *_WHOLE, *_SHARES)]
     return rules + [_fixed(field) for field in _FIXED if field in fields]
 

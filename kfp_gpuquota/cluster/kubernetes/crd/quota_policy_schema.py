@@ -1,4 +1,4 @@
-"""The schema of QuotaPolicy: the cluster's rules. What needs several fields at once is a rule in CEL."""
+"""The CRD of QuotaPolicy, the cluster's rules. Constraints on several fields are CEL rules."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _DEFAULT: Final = ReclaimRules()
 
 
 def quota_policy(metadata: Schema) -> Schema:
-    """Return the definition, as an object to apply."""
+    """Return the CustomResourceDefinition."""
     columns = [
-        column("Bound", "number", ".spec.reclaim.boundSeconds", "seconds in which a borrowed GPU is back"),
+        column("Bound", "number", ".spec.reclaim.boundSeconds", "seconds until a borrowed GPU is released"),
         column("Unmanaged", "string", ".spec.unmanaged", "GPU pods in namespaces without a quota"),
         column("Age", "date", ".metadata.creationTimestamp"),
     ]
@@ -27,7 +27,7 @@ def quota_policy(metadata: Schema) -> Schema:
         "self.metadata.name",
     )
     body = {
-        "description": "The cluster's rules for reclaims, owners and what stands outside of the quota.",
+        "description": "The cluster's rules for reclaims, owners and unmanaged namespaces.",
         "type": "object",
         "required": ["spec"],
         "properties": {"metadata": metadata, "spec": _spec()},
@@ -45,8 +45,8 @@ def _spec() -> Schema:
             "type": "string",
             "enum": [mode.value for mode in Unmanaged],
             "default": Unmanaged.IGNORE.value,
-            "description": "GPU pods in namespaces without the label gpuquota.dev/managed=true: outside of the quota"
-            " (ignore), refused (deny), or under defaultQuota, which every such namespace is given (default-quota).",
+            "description": "GPU pods in namespaces without the label gpuquota.dev/managed=true are ignored (ignore),"
+            " refused (deny), or managed with defaultQuota, which is created for the namespace (default-quota).",
         },
         "defaultQuota": _default_quota(),
         "exemptNamespaces": {
@@ -54,21 +54,22 @@ def _spec() -> Schema:
             "maxItems": MAX_EXEMPT,
             "items": namespace,
             "x-kubernetes-list-type": "set",
-            "description": "Left out of unmanaged, beside kube-* and gpuquota-*, such as those of GPU operators.",
+            "description": "Namespaces to which unmanaged does not apply, besides kube-* and gpuquota-*; for example"
+            " those of GPU operators.",
         },
         "pools": {
             "type": "object",
             "maxProperties": MAX_POOLS,
             "additionalProperties": {"type": "object", "properties": {"autoscaled": _autoscaled()}},
-            "description": "Node pools by their names, the values of the nodes' label gpuquota.dev/pool.",
+            "description": "Node pools by name, which is the value of the node label gpuquota.dev/pool.",
         },
         "recreatingOwners": {
             "type": "array",
             "maxItems": MAX_OWNERS,
             "items": owner,
             "x-kubernetes-list-type": "set",
-            "description": "Owners, as apps.kruise.io/CloneSet, that create another pod in place of one that is gone:"
-            " added to the built-in ones; with a leading '-' taken from them. Pods of other owners are never moved.",
+            "description": "Kinds of owners that recreate a deleted pod, for example apps.kruise.io/CloneSet: added to"
+            " the built-in ones, or with a leading '-' removed. Pods of other owners are never moved.",
         },
     }
     quota_given = rule(
@@ -88,14 +89,14 @@ def _default_quota() -> Schema:
     )
     return {
         "type": "object",
-        "description": "The GpuQuota of namespaces that have none, where unmanaged is default-quota.",
+        "description": "The GpuQuota of namespaces without one, if unmanaged is default-quota.",
         "properties": {
-            "guaranteed": {**count, "default": 0, "description": "GPUs that each of them can always get back."},
+            "guaranteed": {**count, "default": 0, "description": "GPUs that are guaranteed to each namespace."},
             "limit": {
                 **count,
-                "description": "The most that each may hold; without one it may borrow all that is idle.",
+                "description": "The maximum number of GPUs; without a limit a namespace may borrow all idle GPUs.",
             },
-            "parent": {"type": "string", "minLength": 1, "maxLength": 63, "description": "Their department."},
+            "parent": {"type": "string", "minLength": 1, "maxLength": 63, "description": "The department."},
         },
         "x-kubernetes-validations": [fits],
     }
@@ -107,16 +108,16 @@ def _autoscaled() -> Schema:
     return {
         "type": "object",
         "required": ["maxGpus"],
-        "description": "An autoscaler adds nodes for its pending pods, so those within quota are opened without a node."
-        " A change holds from the controller's next start on.",
+        "description": "An autoscaler adds nodes for pending pods, so pods within quota are admitted without a node."
+        " Changes take effect when the controller restarts.",
         "properties": {
-            "maxGpus": {**count, "description": "The most GPUs that its nodes have together."},
+            "maxGpus": {**count, "description": "The maximum number of GPUs of all nodes of the pool."},
             "gpusPerNode": {**count, "default": 1, "description": "GPUs of each node that the autoscaler adds."},
             "labels": {
                 "type": "object",
                 "maxProperties": 64,
                 "additionalProperties": texts,
-                "description": "Labels of these nodes that pods may select by.",
+                "description": "Labels of these nodes that pods may select.",
             },
         },
     }
@@ -137,19 +138,21 @@ def _reclaim() -> Schema:
     )
     return {
         "type": "object",
-        "description": "How long the return of a borrowed GPU may take, whatever its borrower sets.",
+        "description": "Time limits for reclaiming a borrowed GPU, whatever its borrower has configured.",
         "default": {
             "boundSeconds": _DEFAULT.bound_s,
             "maxGracePeriodSeconds": _DEFAULT.max_grace_s,
             "maxMinRunTimeSeconds": _DEFAULT.max_min_run_time_s,
         },
         "properties": {
-            "boundSeconds": seconds(_DEFAULT.bound_s, 1, "From the decision to reclaim a GPU to its release."),
+            "boundSeconds": seconds(_DEFAULT.bound_s, 1, "Seconds from the decision to reclaim a GPU to its release."),
             "maxGracePeriodSeconds": seconds(
-                _DEFAULT.max_grace_s, 1, "The longest grace period of a pod that is stopped for others."
+                _DEFAULT.max_grace_s, 1, "The maximum grace period of an evicted pod, in seconds."
             ),
             "maxMinRunTimeSeconds": seconds(
-                _DEFAULT.max_min_run_time_s, 0, "For how long minRunTimeSeconds keeps borrowed GPUs from their owner."
+                _DEFAULT.max_min_run_time_s,
+                0,
+                "The maximum time that minRunTimeSeconds protects borrowed GPUs, in seconds.",
             ),
         },
         "x-kubernetes-validations": [fits],

@@ -1,10 +1,10 @@
-"""The schemas of our kinds, made from `api` and from the structs that the controller reads and writes.
+"""Generates the CRDs of the project's kinds from `api` and from the structs that the controller reads and writes.
 
 `python -m kfp_gpuquota.cluster.kubernetes.crd.schemas > manifests/crds/crds.yaml`
 
-Ranges come from the vocabulary; what needs two fields at once is a rule in CEL, in the words that `api` uses. So
-the API server refuses what a job could never be, before anything is stored. Not given: a `scale` subresource, since an
-elastic job's size is the plan's to choose between minGpus and maxGpus, and an autoscaler would argue with it.
+Ranges come from `api`; constraints on two or more fields are CEL rules with the messages of `api`. So the API server
+refuses invalid jobs before they are stored. Rejected: a `scale` subresource, since the plan chooses an elastic job's
+size between minGpus and maxGpus, and an autoscaler would interfere with it.
 """
 
 from __future__ import annotations
@@ -29,40 +29,43 @@ MAX_POOLS: Final = 64
 _WORKERS_READY: Final = '.status.conditions[?(@.type=="WorkersReady")].reason'
 _DNS_LABEL: Final = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 
-# name on the wire: (the field of JobSpec that it is, what it means)
+# JSON name: (field of JobSpec, description)
 _JOB_FIELDS: Final = {
-    "kind": ("kind", "train may borrow and be preempted; build is an interactive session, inside quota only."),
-    "gpus": ("gpus", "GPUs of the whole job; 1 where none is given."),
-    "minGpus": ("min_gpus", "The fewest GPUs it runs with: its gang. With maxGpus it makes the job elastic."),
-    "maxGpus": ("max_gpus", "The most GPUs it makes use of when others leave them idle."),
-    "gpusPerWorker": ("gpus_per_worker", "GPUs of each pod: by default 1 for an elastic job, all for any other."),
-    "gpuFraction": ("gpu_fraction", "Instead of whole GPUs: the part of each device that is guaranteed."),
-    "gpuFractionLimit": ("gpu_fraction_limit", "The part that it may use while nobody else needs it."),
-    "gpuDevices": ("gpu_devices", "Of how many GPUs of one node it holds that share; 1 where none is given."),
-    "priority": ("priority", "Within its project: 50 for train, 100 for build where none is given."),
-    "preemptible": ("preemptible", "Whether others may take its GPUs back: true for train, false for build."),
-    "gracePeriodSeconds": ("grace_period_s", "How long a worker may take to end when it is told to go."),
-    "maxRestarts": ("max_restarts", "How often a failed worker is replaced before the job fails."),
-    "coolDownSeconds": ("cool_down_s", "After a change of size it is not grown again for so long."),
-    "minRunTimeSeconds": ("min_run_time_s", "Before it has run so long it is not stopped for others."),
-    "nodePool": ("node_pool", "The pool whose nodes it runs on, within its project's quota there."),
-    "requiredTopology": ("required_topology", "A node label of which all workers must have the same value."),
-    "preferredTopology": ("preferred_topology", "A node label of which all workers have the same value if possible."),
-    "spread": ("spread", "Workers go to as many nodes as possible, instead of as few."),
+    "kind": ("kind", "train: may go over quota and be preempted; build: an interactive session, within quota only."),
+    "gpus": ("gpus", "GPUs of the whole job; default 1."),
+    "minGpus": ("min_gpus", "The minimum number of GPUs, which start together. With maxGpus it makes the job elastic."),
+    "maxGpus": ("max_gpus", "The maximum number of GPUs that the job uses when GPUs are idle."),
+    "gpusPerWorker": ("gpus_per_worker", "GPUs of each pod; default 1 for an elastic job, all GPUs for any other job."),
+    "gpuFraction": ("gpu_fraction", "Guaranteed fraction of each GPU, instead of whole GPUs."),
+    "gpuFractionLimit": ("gpu_fraction_limit", "The maximum fraction of each GPU, used while no other job needs it."),
+    "gpuDevices": ("gpu_devices", "Number of GPUs of one node of which the job holds a share; default 1."),
+    "priority": ("priority", "Priority within the project; default 50 for train, 100 for build."),
+    "preemptible": ("preemptible", "Whether the job may be preempted; default true for train, false for build."),
+    "gracePeriodSeconds": ("grace_period_s", "Seconds that a worker has to exit after it was asked to stop."),
+    "maxRestarts": ("max_restarts", "Number of times that failed workers are replaced before the job fails."),
+    "coolDownSeconds": ("cool_down_s", "Seconds after a change of size in which the job does not grow."),
+    "minRunTimeSeconds": ("min_run_time_s", "Seconds after its start in which the job is not preempted."),
+    "nodePool": ("node_pool", "The node pool to run in, within the project's quota there."),
+    "requiredTopology": ("required_topology", "A node label that must have the same value for all workers."),
+    "preferredTopology": ("preferred_topology", "A node label that has the same value for all workers if possible."),
+    "spread": ("spread", "Spread workers over as many nodes as possible, instead of as few."),
 }
 _QUOTA_FIELDS: Final = {
-    "guaranteed": ("guaranteed", "GPUs that the team can always get back."),
-    "limit": ("limit", "The most that it may hold; without one it may borrow all that is idle."),
-    "priority": ("priority", "Idle GPUs are shared by priority, higher first."),
-    "overQuotaWeight": ("over_quota_weight", "The share of idle GPUs among those of one priority."),
-    "parent": ("parent", "The department, a GpuQuota as well."),
-    "pools": ("pools", "Quotas in node pools by their names, each shared by itself."),
+    "guaranteed": ("guaranteed", "GPUs that are guaranteed to the team."),
+    "limit": ("limit", "The maximum number of GPUs; without a limit the team may borrow all idle GPUs."),
+    "priority": ("priority", "Idle GPUs go to teams with a higher priority first."),
+    "overQuotaWeight": (
+        "over_quota_weight",
+        "Weight of the team's share of idle GPUs among teams of the same priority.",
+    ),
+    "parent": ("parent", "The department, which is a GpuQuota as well."),
+    "pools": ("pools", "Quotas by node pool; each pool is shared separately."),
 }
 _AMOUNTS: Final = {
-    "guaranteedCpu": "CPU cores that the team can always get back, for what asks for some; all where none is given.",
-    "limitCpu": "The most CPU cores that it may hold.",
-    "guaranteedMemory": "Main memory that the team can always get back, as 512Gi; all where none is given.",
-    "limitMemory": "The most main memory that it may hold.",
+    "guaranteedCpu": "CPU cores that are guaranteed to the team's jobs; default all.",
+    "limitCpu": "The maximum number of CPU cores.",
+    "guaranteedMemory": "Main memory that is guaranteed to the team's jobs, for example 512Gi; default all.",
+    "limitMemory": "The maximum main memory.",
 }
 _DEFAULTED: Final = ("kind", "gracePeriodSeconds", "maxRestarts", "coolDownSeconds", "minRunTimeSeconds")
 
@@ -73,7 +76,7 @@ def custom_resource_definitions() -> list[Schema]:
 
 
 def render() -> str:
-    """The YAML of manifests/crds/crds.yaml."""
+    """Return the YAML of manifests/crds/crds.yaml."""
     head = "# Made by: python -m kfp_gpuquota.cluster.kubernetes.crd.schemas\n"
     return head + str(yaml.safe_dump_all(custom_resource_definitions(), sort_keys=False, width=110))
 
@@ -81,17 +84,17 @@ def render() -> str:
 def _elastic_job() -> Schema:
     columns = [
         column("Phase", "string", ".status.phase"),
-        column("GPUs", "number", ".status.gpus", "held now"),
-        column("Workers", "integer", ".status.workers", "pods now"),
-        column("Pods", "string", _WORKERS_READY, "Running, or what keeps them from it"),
+        column("GPUs", "number", ".status.gpus", "GPUs currently held"),
+        column("Workers", "integer", ".status.workers", "current number of pods"),
+        column("Pods", "string", _WORKERS_READY, "Running, or the reason why pods do not run"),
         column("Kind", "string", ".spec.kind", wide=True),
-        column("Requested", "integer", ".spec.gpus", "GPUs asked for", wide=True),
+        column("Requested", "integer", ".spec.gpus", "GPUs requested", wide=True),
         column("Priority", "integer", ".spec.priority", wide=True),
-        column("Message", "string", ".status.message", "why it stands as it does"),
+        column("Message", "string", ".status.message", "reason for the current phase"),
         column("Age", "date", ".metadata.creationTimestamp"),
     ]
     body = {
-        "description": "One training or session, of one or many workers; the namespace is the project.",
+        "description": "A training or a session with one or more workers; its namespace is the project.",
         "type": "object",
         "required": ["spec"],
         "properties": {
@@ -108,10 +111,10 @@ def _gpu_quota() -> Schema:
     columns = [
         column("Guaranteed", "number", ".spec.guaranteed"),
         column("Limit", "number", ".spec.limit"),
-        column("GPUs", "number", ".status.gpus", "held now"),
-        column("Borrowed", "number", ".status.borrowed", "held above guaranteed"),
-        column("Requested", "number", ".status.requested", "asked for, by what runs and what waits"),
-        column("Waiting", "integer", ".status.waiting", "jobs that wait"),
+        column("GPUs", "number", ".status.gpus", "GPUs currently held"),
+        column("Borrowed", "number", ".status.borrowed", "GPUs held above the guarantee"),
+        column("Requested", "number", ".status.requested", "GPUs requested by running and waiting jobs"),
+        column("Waiting", "integer", ".status.waiting", "waiting jobs"),
         column("Parent", "string", ".spec.parent"),
         column("Source", "string", f".metadata.labels.{labels.SOURCE.replace('.', chr(92) + '.')}", wide=True),
         column("Age", "date", ".metadata.creationTimestamp"),
@@ -156,7 +159,7 @@ def _quota_spec() -> Schema:
 
 
 def _amount(description: str) -> Schema:
-    """A quantity as Kubernetes writes them, at least 0."""
+    """Return the schema of a Kubernetes quantity of at least 0."""
     fine = rule(
         "isQuantity(string(self)) && quantity(string(self)).compareTo(quantity('0')) >= 0",
         "it is '%s', but it must be at least 0, a number with one of the suffixes of quantities; for example 64, 500m"
@@ -183,14 +186,14 @@ def _elastic_job_spec() -> Schema:
     for wire in _DEFAULTED:
         properties[wire]["default"] = msgspec.to_builtins(getattr(defaults, _JOB_FIELDS[wire][0]))
     properties |= {
-        "gpuMemory": _memory("Instead of a fraction: the memory of each device that is guaranteed, as 4Gi."),
-        "gpuMemoryLimit": _memory("The memory that it may use while nobody else needs it."),
-        "suspend": {"type": "boolean", "default": False, "description": "Give everything back and wait."},
-        "maxRuntimeSeconds": _seconds("It is ended after running so long, all its starts together.", least=1),
+        "gpuMemory": _memory("Guaranteed memory of each GPU, instead of a fraction, for example 4Gi."),
+        "gpuMemoryLimit": _memory("The maximum memory of each GPU, used while no other job needs it."),
+        "suspend": {"type": "boolean", "default": False, "description": "Release all GPUs and wait."},
+        "maxRuntimeSeconds": _seconds("Maximum total run time of all starts, after which the job fails.", least=1),
         "workersReadyTimeoutSeconds": _seconds(
-            "Workers that do not come up in so long give their GPUs back; instead of the controller's time; 0: never."
+            "Seconds after which workers that are not ready release their GPUs; overrides the controller's; 0: never."
         ),
-        "ttlSecondsAfterFinished": _seconds("The object goes so long after the end."),
+        "ttlSecondsAfterFinished": _seconds("Seconds after its end at which the object is deleted."),
         "checkpoint": _checkpoint(),
         "lease": _lease(),
         "template": _template(),
@@ -204,7 +207,7 @@ def _elastic_job_spec() -> Schema:
 
 
 def _metadata() -> Schema:
-    # as long as any object's name may be: it only tells the server what the rule about names can cost
+    # the limit of any object's name: the API server needs it to estimate the cost of the rule about names
     return {"type": "object", "properties": {"name": {"type": "string", "maxLength": 253}}}
 
 
@@ -232,10 +235,15 @@ def _seconds(description: str, least: int = 0) -> Schema:
 
 
 def _checkpoint() -> Schema:
-    claim = {"type": "string", "minLength": 1, "maxLength": 253, "description": "A claim of the job's namespace."}
+    claim = {
+        "type": "string",
+        "minLength": 1,
+        "maxLength": 253,
+        "description": "A PersistentVolumeClaim in the job's namespace.",
+    }
     return {
         "type": "object",
-        "description": "Where checkpoints outlive a preemption of the whole job.",
+        "description": "Storage of checkpoints, from which the job continues after a preemption.",
         "required": ["claimName"],
         "properties": {"claimName": claim},
     }
@@ -244,7 +252,7 @@ def _checkpoint() -> Schema:
 def _lease() -> Schema:
     return {
         "type": "object",
-        "description": "Whoever waits for the job renews this; when it ends the job is cancelled.",
+        "description": "A lease that the job's client renews; when it expires the job is cancelled.",
         "required": ["holder"],
         "properties": {
             "holder": {"type": "string", "minLength": 1, "maxLength": 253},
@@ -255,10 +263,10 @@ def _lease() -> Schema:
 
 
 def _template() -> Schema:
-    """A pod template, open: the API server checks the pods themselves, and knows fields that we do not."""
+    """Return the schema of a pod template, which preserves unknown fields: the API server validates the pods."""
     return {
         "type": "object",
-        "description": "A pod template, as everywhere; container 0 trains. A change is that of the pods made after it.",
+        "description": "The pod template; container 0 trains. Changes apply to pods created later.",
         "required": ["spec"],
         "properties": {
             "metadata": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
@@ -278,7 +286,7 @@ def _template() -> Schema:
 
 
 def _template_rules() -> list[Schema]:
-    """Against what would go around the plan: the controller creates these pods, so the policies on pods let them be."""
+    """Return the rules against bypassing the plan: admission policies exempt the pods that the controller creates."""
     holds = f"has(c.resources) && has(c.resources.%s) && '{labels.GPU_RESOURCE}' in c.resources.%s"
     asks = f"(({holds % ('limits', 'limits')}) || ({holds % ('requests', 'requests')}))"
     only_first = f"self.containers.all(c, c.name == self.containers[0].name || !{asks})"

@@ -1,4 +1,4 @@
-"""JSON Schema of structs as a CustomResourceDefinition may hold it, and the frame around it."""
+"""Converts structs to structural JSON Schema, and builds CustomResourceDefinitions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Schema = dict[str, Any]
 
 
 def described(fields: dict[str, tuple[str, str]], vocabulary: type, read: type[Struct]) -> dict[str, Schema]:
-    """The fields that the controller reads; one that nobody carries out is not offered."""
+    """Return the schemas of the fields that the controller reads; unsupported fields are left out."""
     found = _properties(vocabulary)
     return {
         wire: {**found[source], "description": text}
@@ -27,12 +27,12 @@ def _properties(struct: type) -> dict[str, Schema]:
     whole = schema_of(struct)
     found: dict[str, Schema] = _structural(whole, whole["$defs"])["properties"]
     for schema in found.values():
-        schema.pop("nullable", None)  # a user leaves out what they do not ask for; null is a slip
+        schema.pop("nullable", None)  # users omit unset fields; null is an error
     return found
 
 
 def status(struct: type) -> Schema:
-    """The schema of a status, its conditions a list by type."""
+    """Return the schema of a status, whose conditions are a list-map by type."""
     whole = schema_of(struct)
     found = _structural(whole, whole["$defs"])
     found["properties"]["conditions"] |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
@@ -40,7 +40,7 @@ def status(struct: type) -> Schema:
 
 
 def _structural(schema: Schema, definitions: dict[str, Schema]) -> Schema:
-    """JSON Schema as a CRD may hold it: no references, no alternatives, no defaults, bounds in OpenAPI 3.0's way."""
+    """Return a structural schema: without references, alternatives and defaults, with bounds as in OpenAPI 3.0."""
     if "$ref" in schema:
         return _structural(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     if "anyOf" in schema:
@@ -54,7 +54,7 @@ def _structural(schema: Schema, definitions: dict[str, Schema]) -> Schema:
     if "enum" in kept:
         kept["type"] = "string"
     if kept.get("additionalProperties") is False:
-        del kept["additionalProperties"]  # the API server drops what it does not know, and says so where it is asked to
+        del kept["additionalProperties"]  # the API server prunes unknown fields, and warns of them on request
     for holder in ("items", "additionalProperties"):
         if isinstance(kept.get(holder), dict):
             kept[holder] = _structural(kept[holder], definitions)

@@ -1,4 +1,4 @@
-"""The schema of WorkloadPolicy, with what needs two fields at once in CEL, in the words that `api` uses."""
+"""The CRD of WorkloadPolicy. Constraints on two fields are CEL rules with the messages of `api`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from kfp_gpuquota.api.validation import MAX_NAME_LENGTH
 from kfp_gpuquota.cluster.kubernetes.crd.structural import Schema, column, definition, rule
 
 _VALUES: Final = {
-    "default": "Where none is given.",
-    "most": "The highest that may be given.",
-    "forced": "Whatever is given.",
+    "default": "The value of workloads without one.",
+    "most": "The maximum value.",
+    "forced": "The value of all workloads, whatever they specify.",
 }
 
 
 def workload_policy(metadata: Schema, name_rule: Schema) -> Schema:
-    """The definition, as an object to apply."""
+    """Return the CustomResourceDefinition."""
     columns = [
-        column("Project", "string", ".spec.project", "for this one only"),
-        column("Kind", "string", ".spec.kind", "for these only"),
+        column("Project", "string", ".spec.project", "the policy applies to this project only"),
+        column("Kind", "string", ".spec.kind", "the policy applies to this kind only"),
         *(column(f"{name.capitalize()} part", "number", f".spec.gpuFractionLimit.{name}") for name in _VALUES),
         *(column(f"{name.capitalize()} memory", "string", f".spec.gpuMemoryLimit.{name}") for name in _VALUES),
     ]
     body = {
-        "description": "What admission gives, bounds or forces: limits of workloads that share GPUs.",
+        "description": "Defaults, maxima and forced values for the limits of workloads that share GPUs.",
         "type": "object",
         "required": ["spec"],
         "properties": {"metadata": metadata, "spec": _spec()},
@@ -41,11 +41,17 @@ def _spec() -> Schema:
             "type": "string",
             "minLength": 1,
             "maxLength": MAX_NAME_LENGTH,
-            "description": "For this one only.",
+            "description": "The policy applies to this project only.",
         },
-        "kind": {"type": "string", "enum": [kind.value for kind in Kind], "description": "For these only."},
-        "gpuFractionLimit": _rules(part, "The limit of those that ask for a fraction.", _order("gpuFractionLimit")),
-        "gpuMemoryLimit": _rules(size, "The limit of those that ask for memory, as 8Gi.", _order_of_sizes()),
+        "kind": {
+            "type": "string",
+            "enum": [kind.value for kind in Kind],
+            "description": "The policy applies to this kind only.",
+        },
+        "gpuFractionLimit": _rules(part, "The limit of workloads that request a fraction.", _order("gpuFractionLimit")),
+        "gpuMemoryLimit": _rules(
+            size, "The limit of workloads that request memory, for example 8Gi.", _order_of_sizes()
+        ),
     }
     some = rule(
         "has(self.gpuFractionLimit) || has(self.gpuMemoryLimit)",

@@ -1,1 +1,1 @@
-"""The ElasticJob's life: its record, its workers' pods, their membership, time limits and status."""
+"""Reconciles ElasticJobs: their records, workers' pods, membership, time limits and status."""

@@ -1,4 +1,4 @@
-"""What becomes of a job when time passes: pure. Times are seconds since the epoch."""
+"""Computes an ElasticJob's next deadline. Pure. Times are in seconds since 1970."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Due(StrEnum):
-    """What is to be done then."""
+    """The event of a deadline."""
 
     LEASE_ENDED = "lease-ended"
     RAN_TOO_LONG = "ran-too-long"
@@ -19,17 +19,17 @@ class Due(StrEnum):
 
 
 class Deadline(NamedTuple):
-    """The next one of a job."""
+    """A job's next deadline."""
 
     at: float
     due: Due
 
 
 def next_deadline(job: ElasticJob, record: JobRecord, *, lease_seen_at: float, ran_s: float) -> Deadline | None:
-    """The first of what waits for time.
+    """Return the job's next deadline, if any.
 
-    `lease_seen_at` is when its renewal was seen by our own clock: that of whoever renews may be another one. `ran_s` is
-    what its earlier starts took together.
+    `lease_seen_at` is when the lease's renewal was seen by this process's clock, since the client's clock may differ.
+    `ran_s` is the total run time of the job's earlier starts.
     """
     status, spec = record.status, job.spec
     if status.phase.final:

@@ -1,4 +1,4 @@
-"""Decisions about ElasticJobs: written into their book, and then carried out on pods and memberships."""
+"""Carries out decisions about ElasticJobs: records them, then changes pods and memberships."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Decisions:
-    """`changed(uid)`: a job's status is to be written. `decided(uid)`: what waits for time, too, may be another now."""
+    """Decisions about jobs. `changed(uid)` requests a status write; `decided(uid)` also recomputes deadlines."""
 
     def __init__(
         self,
@@ -38,29 +38,29 @@ class Decisions:
         self._changed, self._decided = changed, decided
 
     def plan(self, plan: scheduler.Plan) -> None:
-        """Carry out what the plan says of our jobs; the rest of it is somebody else's."""
-        ours = scheduler.Plan(
+        """Carry out the plan's decisions about ElasticJobs; other decisions are ignored here."""
+        own = scheduler.Plan(
             bind=tuple(b for b in plan.bind if b.job in self._book.jobs),
             resize=tuple(r for r in plan.resize if r.job in self._book.jobs),
             evict=tuple(e for e in plan.evict if e.job in self._book.jobs),
             move=tuple(m for m in plan.move if m.job in self._book.jobs),
         )
-        if not ours.empty:
+        if not own.empty:
             with self.transcript() as transcript:
-                transcript.plan(ours)
+                transcript.plan(own)
         for uid, reason in plan.waiting.items():
             self._note_waiting(uid, reason)
 
     def _note_waiting(self, uid: str, reason: Reason) -> None:
         job = self._book.jobs.get(uid)
-        if job is None or self._book.facts[uid].held_back or job.status.reason == reason:
+        if job is None or self._book.runtime_states[uid].held_back or job.status.reason == reason:
             return
         self._book.jobs[uid] = with_status(job, reason=reason)
         self._changed(uid)
 
     @contextmanager
     def transcript(self) -> Iterator[ChangeRecorder]:
-        """Write a decision, remember it when the block ends, then carry it out."""
+        """Record decisions; when the block ends, commit them, then carry them out."""
         change = Change()
         transcript = ChangeRecorder(self._book, change, time.time())
         yield transcript
@@ -68,7 +68,7 @@ class Decisions:
         self._start_all(transcript.started)
         self.stop_all(transcript.stopped)
         for uid in change.jobs:
-            if uid in self._book.facts:
+            if uid in self._book.runtime_states:
                 self._decided(uid)
 
     def stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
@@ -77,7 +77,7 @@ class Decisions:
             transcript.stop(job, intent, reason)
 
     def stop_all(self, workers: Iterable[str]) -> None:
-        """These workers are told to go: by their membership, and by their pods' deletion."""
+        """Stop these workers: remove them from the membership's target, and delete their pods."""
         records = [self._book.workers[worker] for worker in workers]
         for uid in dict.fromkeys(record.worker.job_uid for record in records):
             self._membership.update_target(uid)
@@ -92,7 +92,7 @@ class Decisions:
         for uid, started in by_job.items():
             job = self._book.jobs[uid]
             if job.status.phase is Phase.STARTING:
-                self._book.facts[uid].start_anew()
+                self._book.runtime_states[uid].start_anew()
                 self._membership.open(job)
             else:
                 self._membership.update_target(uid)

@@ -1,9 +1,9 @@
-"""The Secret of each ElasticJob: its workers' token, and the authority that signs the membership service's certificate.
+"""Manages the Secret of each ElasticJob: its workers' token, and the CA of the membership service's certificate.
 
-Invariant: `status.membershipDigest` is that of the Secret's content or of an older one, since it is stored after the
-Secret. The Secret is never read (the controller may not), so the digest is how a later controller finds out that the
-authority or the key has changed, and replaces it. A kubelet brings the new content into running pods within about a
-minute; `elastic_runtime` reads both files at each connection.
+Invariant: `status.membershipDigest` is the digest of the Secret's content or of an older one, since it is stored after
+the Secret. The controller has no right to read Secrets of jobs, so by the digest a restarted controller detects that
+the CA or the key has changed, and replaces the Secret. The kubelet updates the files in running pods within about a
+minute; `elastic_runtime` reads both files for each connection.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     Failed = Callable[[Exception], None]
 
 ENSURED_FOR_S: Final = 60.0
-"""A Secret that existed so lately is not created again for further workers; one that was deleted is, after that."""
+"""Seconds after which the Secret's existence is ensured again before workers are created."""
 
 log = logging.getLogger(__name__)
 
 
 class JobSecrets:
-    """Creates and replaces them. `changed(uid)`: the job's status is to be written."""
+    """Creates and replaces the jobs' Secrets. `changed(uid)` requests a status write."""
 
     def __init__(
         self, book: Book, writer: Writer, settings: pod_builder.PodSettings, *, changed: Callable[[str], None]
@@ -41,18 +41,18 @@ class JobSecrets:
         self._book, self._writer, self._settings, self._changed = book, writer, settings, changed
 
     def ensure(self, uid: str, done: Done, failed: Failed) -> None:
-        """Call `done` once the Secret exists and holds what it should, or `failed`."""
-        facts = self._book.facts[uid]
-        current = facts.secret == self._digest(uid)
-        if current and time.monotonic() - facts.secret_ensured_at < ENSURED_FOR_S:
+        """Call `done` when the Secret exists with the current content, or `failed`."""
+        state = self._book.runtime_states[uid]
+        current = state.secret == self._digest(uid)
+        if current and time.monotonic() - state.secret_ensured_at < ENSURED_FOR_S:
             done()
         else:
             self._create(uid, done, failed, replace=not current)
 
     def renew(self, uid: str) -> None:
-        """Replace the Secret if its content is known to be another one."""
-        facts = self._book.facts[uid]
-        if facts.secret and facts.secret != self._digest(uid):
+        """Replace the Secret if its stored digest is not the current one."""
+        state = self._book.runtime_states[uid]
+        if state.secret and state.secret != self._digest(uid):
             log.info("the membership Secret of job %s is replaced: its authority or key changed", uid)
             self._replace(uid, lambda: None, partial(log.warning, "the Secret of job %s was not replaced: %s", uid))
 
@@ -60,9 +60,9 @@ class JobSecrets:
         return pod_builder.secret_digest(uid, self._settings)
 
     def _create(self, uid: str, done: Done, failed: Failed, *, replace: bool) -> None:
-        if uid not in self._book.facts:
+        if uid not in self._book.runtime_states:
             return
-        body = pod_builder.membership_secret(self._book.facts[uid].object, self._settings)
+        body = pod_builder.membership_secret(self._book.runtime_states[uid].object, self._settings)
         meta, digest = body["metadata"], self._digest(uid)
 
         def exists(_: bytes = b"") -> None:
@@ -83,13 +83,13 @@ class JobSecrets:
         self._writer.submit(write, exists, refused)
 
     def _replace(self, uid: str, done: Done, failed: Failed) -> None:
-        """Delete it and create it again: that needs no right to change the Secrets of others."""
-        facts = self._book.facts[uid]
-        namespace, name = facts.object.metadata.namespace, pod_builder.secret_name(facts.object)
+        """Delete and create the Secret: that needs no right to update other Secrets."""
+        state = self._book.runtime_states[uid]
+        namespace, name = state.object.metadata.namespace, pod_builder.secret_name(state.object)
         create = partial(self._create, uid, done, failed, replace=False)
 
         def refused(error: Exception) -> None:
-            if isinstance(error, ApiError) and error.gone:
+            if isinstance(error, ApiError) and error.not_found:
                 create()
             else:
                 failed(error)
@@ -100,10 +100,10 @@ class JobSecrets:
         )
 
     def _note(self, uid: str, digest: str) -> None:
-        facts = self._book.facts.get(uid)
-        if facts is None:
+        state = self._book.runtime_states.get(uid)
+        if state is None:
             return
-        facts.secret_ensured_at = time.monotonic()
-        if facts.secret != digest:
-            facts.secret = digest
+        state.secret_ensured_at = time.monotonic()
+        if state.secret != digest:
+            state.secret = digest
             self._changed(uid)

@@ -1,10 +1,12 @@
-"""The membership service's part in ElasticJobs: what it is told of their workers, and what it tells (Notices).
+"""Connects ElasticJobs to the membership service: sets its targets, and records the events that it reports.
 
-Generation numbers are never used twice, not even by two processes that both believe to lead:
+Invariant: a generation number is never used twice, not even by two processes that both act as the leader:
 
-- `epoch * EPOCH_SPAN` is added to them, and each leader has an epoch of its own (`leaseTransitions`);
-- they are stored in the job's status in blocks, ahead of their use, and a number is sent only once the API server has
-  stored its block (`Facts.durable`). So they still grow where the Lease was deleted and epochs begin anew.
+- `epoch * EPOCH_SPAN` is added to it, and each leader has an epoch of its own (`leaseTransitions`);
+- numbers are reserved in the job's status in blocks before their use, and a number is sent only after the API server
+  has stored its block (`RuntimeState.durable`). So numbers still increase if the Lease is deleted and epochs restart.
+
+Rejected: the epoch alone, since deleting the Lease resets it.
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ if TYPE_CHECKING:
     from kfp_gpuquota.membership import AnnounceCommit
 
 EPOCH_SPAN: Final = 1_000_000
-"""How many generation numbers an epoch has."""
+"""The number of generation numbers in an epoch."""
 
 LIMITS: Final = Limits(starting_s=math.inf, isolated_s=math.inf, return_s=30.0)
-"""Of every job. Workers that start are `elastic_readiness`'s to judge: pulling an image may take an hour. A worker none
-of whose peers is heard is not killed: it is this service, its address or its certificate that may be lost to them.
-`return_s` is three times what a worker takes at most to come back to a coordinator.
+"""The limits of every job. Starting workers are judged by startup_timeout.py: an image pull may take an hour. A worker
+is not killed while none of its peers is connected: this service, its address or its certificate may be the cause.
+`return_s` is three times the longest time in which a worker reconnects to a coordinator.
 """
 
 log = logging.getLogger(__name__)
 
 
 class JobMembership:
-    """`kill(worker)` ends a process that membership wants ended, `changed(uid)` is for the status."""
+    """Memberships of all jobs. `kill(worker)` ends a worker's process; `changed(uid)` requests a status write."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class JobMembership:
                 settings.shards,
                 settings.key,
                 epoch,
-                shard_of=lambda uid: self._book.facts[uid].shard,
+                shard_of=lambda uid: self._book.runtime_states[uid].shard,
                 reopen=self._reopen,
                 authority=lambda: settings.authority,
             )
@@ -79,20 +81,20 @@ class JobMembership:
             self.service = MembershipService(self)
 
     def begin_epoch(self) -> None:
-        """Choose this leader's epoch: a later one than that of any number stored, where the Lease was made anew."""
-        stored = max((facts.reserved // EPOCH_SPAN for facts in self._book.facts.values()), default=0)
+        """Raise this leader's epoch above that of all stored numbers, in case the Lease was recreated."""
+        stored = max((state.reserved // EPOCH_SPAN for state in self._book.runtime_states.values()), default=0)
         if stored > self._epoch:
             self._epoch = stored + 1
 
     def open(self, job: JobRecord) -> None:
-        """Serve the job's workers, those that may still run first of all."""
-        facts = self._book.facts[job.uid]
+        """Open the job's membership, with the workers that still run."""
+        state = self._book.runtime_states[job.uid]
         running = [record.worker.id for record in self._book.alive_of(job.uid)]
-        first = max(facts.reserved, self._epoch * EPOCH_SPAN) + 1
-        facts.reserved = first - 1 + RESERVED_AT_ONCE
+        first = max(state.reserved, self._epoch * EPOCH_SPAN) + 1
+        state.reserved = first - 1 + RESERVED_AT_ONCE
         shards = len(self._settings.shards)
-        if shards and not 0 <= facts.shard < shards:
-            facts.shard = shard_of(job.uid, shards)
+        if shards and not 0 <= state.shard < shards:
+            state.shard = shard_of(job.uid, shards)
         self._changed(job.uid)
         self.service.open(
             job.uid,
@@ -101,15 +103,15 @@ class JobMembership:
             first_generation=first,
             running=running,
             limits=dataclasses.replace(LIMITS, leave_s=job.spec.grace_period_s),
-            trained=[worker for worker in running if index_of(worker) in facts.ranks],
+            trained=[worker for worker in running if index_of(worker) in state.ranks],
             worker_prefix=f"{job.uid}-",
             attempt=job.attempt,
-            stored=facts.durable,
+            stored=state.durable,
         )
         self.update_target(job.uid)
 
     def _reopen(self, uid: str) -> None:
-        """The process that served the job has ended, and another one takes its place."""
+        """Open the job's membership again after its shard was replaced."""
         if (job := self._book.jobs.get(uid)) is None:
             self.service.close(uid)
         else:
@@ -117,7 +119,7 @@ class JobMembership:
 
     @asynccontextmanager
     async def serving(self, port: int, tls: ssl.SSLContext | None) -> AsyncIterator[str]:
-        """Have workers served, here or by the shards; gives where, for the log."""
+        """Serve workers here or by the shards; yield the location, for the log."""
         if isinstance(self.service, ShardedMembership):
             async with self.service.serving():
                 yield f"by {len(self._settings.shards)} shards"
@@ -126,34 +128,34 @@ class JobMembership:
                 yield f"on port {listens_on}"
 
     def update_target(self, uid: str) -> None:
-        """The workers that were not told to go are those that the job should have."""
+        """Set the membership's target: all workers that have not been released."""
         wanted = [record.worker.id for record in self._book.alive_of(uid) if not record.released]
         with contextlib.suppress(NotFoundError):
             self.service.set_target(uid, wanted)
 
     def generation_reserved(self, job_uid: str, generation: int) -> None:
-        """Numbers are stored in blocks, ahead of their use; NotStoredYetError until the API server has this one."""
-        facts = self._book.facts[job_uid]
-        if generation + RESERVED_AT_ONCE // 2 > facts.reserved:
-            facts.reserved = max(facts.reserved, generation) + RESERVED_AT_ONCE
+        """Reserve a block of generation numbers if needed; raise NotStoredYetError until this number is stored."""
+        state = self._book.runtime_states[job_uid]
+        if generation + RESERVED_AT_ONCE // 2 > state.reserved:
+            state.reserved = max(state.reserved, generation) + RESERVED_AT_ONCE
             self._changed(job_uid)
-        if generation > facts.durable:
+        if generation > state.durable:
             raise NotStoredYetError(f"generation {generation} of job {job_uid}")
 
     def status_stored(self, job_uid: str, reserved: int) -> None:
-        """The API server has stored a status with this `generationReserved`: numbers up to it may be sent."""
-        facts = self._book.facts.get(job_uid)
-        if facts is not None and reserved > facts.durable:
-            facts.durable = reserved
+        """Allow numbers up to `reserved` after the API server has stored them as `generationReserved`."""
+        state = self._book.runtime_states.get(job_uid)
+        if state is not None and reserved > state.durable:
+            state.durable = reserved
             self.service.resume(job_uid, reserved)
 
     def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
-        """A generation is in force: give the workers their ranks, and record the change of size."""
-        job, facts = self._book.jobs.get(job_uid), self._book.facts.get(job_uid)
-        if job is None or facts is None or not commit.complete:
+        """Record a committed generation: the workers' ranks and the change of size."""
+        job, state = self._book.jobs.get(job_uid), self._book.runtime_states.get(job_uid)
+        if job is None or state is None or not commit.complete:
             return
-        facts.generation = commit.generation
-        facts.ranks = tuple(index_of(worker) for worker in commit.members)
+        state.generation = commit.generation
+        state.ranks = tuple(index_of(worker) for worker in commit.members)
         for rank, worker in enumerate(commit.members):
             if record := self._worker_of(job_uid, worker):
                 ranked = msgspec.structs.replace(record.worker, rank=rank)
@@ -171,40 +173,42 @@ class JobMembership:
         self._book.record(after)
         log.info(
             "job %s: generation %d of %d workers at step %d, paused for %.1f ms, %d steps lost",
-            facts.object.metadata.name, commit.generation, len(commit.members), commit.step, commit.pause_ms,
+            state.object.metadata.name, commit.generation, len(commit.members), commit.step, commit.pause_ms,
             commit.lost_steps,
         )  # fmt: skip
         self._changed(job_uid)
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
-        """Membership wants the worker's process ended."""
+        """Kill a worker's process on request of the membership."""
         if self._worker_of(job_uid, worker) is None:
             return
         log.warning("killing worker %s of job %s: %s", worker, job_uid, why)
         self._kill(worker)
 
     def _worker_of(self, job_uid: str, worker: str) -> WorkerRecord | None:
-        """The worker as recorded; None for one of another job, or one without a pod."""
+        """Return the worker's record; None if it belongs to another job or does not exist."""
         record = self._book.workers.get(worker)
         return record if record is not None and record.worker.job_uid == job_uid else None
 
     def worker_released(self, job_uid: str, worker: str, step: int) -> None:
-        """The worker left by agreement; its process ends by itself, and until then holds its devices."""
+        """Record that the worker left the membership; it holds its devices until its process exits."""
         log.info("worker %s of job %s left after step %d", worker, job_uid, step)
         record = self._worker_of(job_uid, worker)
-        if record is not None and record.alive and not record.released:  # it was told to go by somebody else
+        if (
+            record is not None and record.alive and not record.released
+        ):  # released without a decision of this controller
             self._book.commit(Change(workers={worker: leaving(record, time.time())}))
             self._changed(job_uid)
 
     def training_finished(self, job_uid: str, worker: str, step: int) -> None:
-        """A worker applied the training's last step: the job takes no more workers."""
+        """Record that the training applied its last step: the job gets no more workers."""
         job = self._book.jobs.get(job_uid)
         if job is not None and not job.completing and job.intent is Intent.RUN:
             log.info("job %s finished its training with step %d of worker %s", job_uid, step, worker)
             self._book.record(msgspec.structs.replace(job, completing=True))
 
     def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
-        """What the training says about itself. Every worker says the same of its steps: the first one's is kept."""
+        """Record the training's progress; all workers report the same steps, so only rank 0's report is kept."""
         job, record = self._book.jobs.get(job_uid), self._worker_of(job_uid, worker)
         if job is not None and record is not None and record.worker.rank in {None, 0}:
             self._book.record(progressed(job, progress))

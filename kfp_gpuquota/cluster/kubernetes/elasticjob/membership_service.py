@@ -1,7 +1,7 @@
-"""The membership service for workers in pods: over TLS, while this process leads.
+"""Serves the membership service to workers in pods over TLS while this process leads.
 
-The key from which the jobs' tokens are derived lies in one Secret beside the controller, so that workers that trained
-under an earlier controller are known to this one.
+The key from which the jobs' tokens are derived is stored in a Secret, so that workers that were started under an
+earlier controller can authenticate with this one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 SECRET: Final = "gpuquota-membership"  # noqa: S105 - its name
 SHUTDOWN_S: Final = 1.0
 LIMITS: Final = Limits(per_source=4096, total=32_768)
-"""Of workers' connections. Workers of one node may share one address, so a source may have many; a client without a
-token that sends half a request loses the connection after 10 s.
+"""Limits for workers' connections. Workers of one node may share an address, so a source may have many connections; a
+client that does not complete its request within 10 s is disconnected.
 """
 KEEP_EVERY_S: Final = 60.0
 
@@ -43,17 +43,17 @@ class _Secret(msgspec.Struct):
     data: dict[str, str] = {}
 
 
-async def read_or_make_key(connection: Connection, namespace: str, known: bytes | None = None) -> bytes:
-    """Return the key that the Secret holds; where there is none it is created, with the key `known` or a new one."""
+async def read_or_make_key(connection: Connection, namespace: str, current: bytes | None = None) -> bytes:
+    """Return the key in the Secret; if there is no Secret, create it with the `current` or a new key."""
     path = f"/api/v1/namespaces/{namespace}/secrets"
     while True:
         try:
             found = await connection.read(f"{path}/{SECRET}", _Secret)
             return base64.b64decode(found.data["key"])
         except ApiError as error:
-            if not error.gone:
+            if not error.not_found:
                 raise
-        key = secrets.token_hex(32) if known is None else known.decode()
+        key = secrets.token_hex(32) if current is None else current.decode()
         body = {"metadata": {"name": SECRET}, "stringData": {"key": key}}
         try:
             await connection.call("POST", path, body)
@@ -63,21 +63,21 @@ async def read_or_make_key(connection: Connection, namespace: str, known: bytes 
 
 
 async def keep_key(connection: Connection, namespace: str, key: bytes) -> None:
-    """Create the key's Secret again where it was deleted, until cancelled: another key would turn all workers away."""
+    """Recreate the key's Secret when it is deleted, until cancelled: another key would refuse all workers."""
     while True:
         await asyncio.sleep(KEEP_EVERY_S)
         try:
             stored = await read_or_make_key(connection, namespace, key)
         except (RunError, KeyError, ValueError) as error:
-            log.warning("the Secret %s/%s could not be looked after: %s", namespace, SECRET, error)
+            log.warning("the Secret %s/%s could not be checked: %s", namespace, SECRET, error)
             continue
         if stored != key:
-            log.warning("the Secret %s/%s holds another key: it counts from the next start on", namespace, SECRET)
+            log.warning("the Secret %s/%s has another key; it takes effect after a restart", namespace, SECRET)
 
 
 @asynccontextmanager
 async def serving(service: MembershipService, port: int, tls: ssl.SSLContext | None) -> AsyncIterator[int]:
-    """Serve workers; gives the port. Not before every job is open: a worker that is refused gives up."""
+    """Serve workers; yield the port. Call it after every job was opened: a worker that is refused exits."""
     app = web.Application()
     app.add_routes(service.routes())
     app.cleanup_ctx.append(service.lifespan)

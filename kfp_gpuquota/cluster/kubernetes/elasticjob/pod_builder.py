@@ -1,11 +1,11 @@
-"""The pod of one worker, and what it mounts, made from a job's template: pure.
+"""Builds the pod of a worker, and the Secret that it mounts, from a job's template. Pure.
 
-What the template says stands, but for what makes it a worker of this job: its node, its GPUs, its grace period, that
-nothing restarts it in place (the membership must see each process's end), and the variables of docs/contracts.md.
+The template is kept, except for the fields that make it a worker of this job: its node, its GPUs, its grace period, the
+restart policy (Never: the membership must observe each process's exit), and the variables of docs/contracts.md.
 
-Users write the template, and the pod is made with the controller's rights, so it is not reviewed as a user's pod is:
-labels and annotations of ours are taken off it (a forged one would say which devices the pod holds), and GPUs of other
-containers than the first, which nobody would count.
+Users write the template, but the pod is created with the controller's rights, so the webhook does not review it as a
+user's pod. Therefore this project's labels and annotations are removed (a forged one could claim devices), and so are
+GPUs of containers other than the first, which would not be counted.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ SECRET_DIRECTORY: Final = "/var/run/secrets/gpuquota.dev"  # noqa: S105 - a path
 CHECKPOINT_DIRECTORY: Final = "/var/lib/gpuquota/checkpoints"
 RUNTIME_DIRECTORY: Final = "/opt/gpuquota/runtime"
 ISTIO_INJECT: Final = "sidecar.istio.io/inject"
-# Readable by all in the container: its user may be any, and no other process sees this directory.
+# Readable by all users: the container's user is arbitrary, and no other container mounts this directory.
 SECRET_MODE: Final = 0o444
 
 
 class PodSettings(msgspec.Struct, kw_only=True):
-    """What the controller adds to all workers. `authority` changes when the certificate authority is renewed.
+    """Settings that apply to all workers. `authority` changes when the certificate authority is renewed.
 
-    `coordinator` is the membership service's base URL, as workers reach it; with `shards` (base URLs of processes of
-    its own) each job has one of these. `runtime_image` holds `elastic_runtime` at RUNTIME_DIRECTORY, for training
-    images that lack it; "" mounts nothing.
+    `coordinator` is the membership service's base URL for workers; with `shards` (base URLs) each job uses one of
+    these. `runtime_image` contains `elastic_runtime` at RUNTIME_DIRECTORY, for training images without it; "" mounts
+    nothing.
     """
 
     coordinator: str
@@ -55,22 +55,22 @@ class PodSettings(msgspec.Struct, kw_only=True):
 
 
 def token_of(job_uid: str, key: bytes) -> str:
-    """The job's token, derived from the controller's key: a restarted controller need not read it back."""
+    """Return the job's token, derived from the controller's key, so that a restarted controller need not read it."""
     return hmac.new(key, job_uid.encode(), hashlib.sha256).hexdigest()
 
 
 def secret_name(job: ElasticJob) -> str:
-    """The Secret that the job's workers mount. Its name is that of no other job, so it is made and never read back."""
+    """Return the name of the Secret that the job's workers mount; it is unique to the job."""
     return f"{job.metadata.name}-{job.metadata.uid[:8]}-membership"
 
 
 def pod_name(job: str, index: int) -> str:
-    """A worker's pod."""
+    """Return the name of a worker's pod."""
     return f"{job}-{index}"
 
 
 def owner_of(job: ElasticJob) -> Body:
-    """What belongs to a job goes with it."""
+    """Return the owner reference to the job, with which its objects are deleted."""
     meta = job.metadata
     return {
         "apiVersion": labels.API_VERSION,
@@ -82,7 +82,7 @@ def owner_of(job: ElasticJob) -> Body:
 
 
 def membership_secret(job: ElasticJob, settings: PodSettings) -> Body:
-    """Its token, and who vouches for the service."""
+    """Return the job's Secret: its token, and the CA of the membership service."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -98,13 +98,13 @@ def membership_secret(job: ElasticJob, settings: PodSettings) -> Body:
 
 
 def secret_digest(job_uid: str, settings: PodSettings) -> str:
-    """Return what identifies the content of a job's Secret, which is never read back. It reveals nothing of it."""
+    """Return a digest of the content of a job's Secret, which does not reveal the content."""
     content = token_of(job_uid, settings.key).encode() + settings.authority
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def worker_pod(job: ElasticJob, record: JobRecord, worker: Worker, settings: PodSettings) -> Body:
-    """The worker's pod, sent to its node."""
+    """Return the worker's pod, pinned to its node."""
     template: Body = msgspec.json.decode(job.spec.template)
     spec: Body = dict(template.get("spec") or {})
     containers = [dict(container) for container in spec.get("containers") or []]
@@ -138,7 +138,7 @@ def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker
             labels.JOB: job.metadata.name,
             labels.WORKER: str(worker.index),
             labels.ATTEMPT: str(record.attempt),
-            ISTIO_INJECT: "false",  # a sidecar would stand between collectives, and would outlive the training
+            ISTIO_INJECT: "false",  # a sidecar would intercept collectives, and would outlive the training
         },
         "annotations": {
             **_of_others(given.get("annotations") or {}),
@@ -152,7 +152,7 @@ def _metadata(template: Body, job: ElasticJob, record: JobRecord, worker: Worker
 
 
 def _of_others(given: Body) -> Body:
-    """Labels or annotations of a template without those that this project reads: the job's own fields say it."""
+    """Return a template's labels or annotations without those of this project, which the job's fields determine."""
     return {
         name: text
         for name, text in given.items()
@@ -161,7 +161,7 @@ def _of_others(given: Body) -> Body:
 
 
 def _without_devices(given: Body) -> Body:
-    """Resources without NVIDIA's extended resources."""
+    """Return the resources without NVIDIA's extended resources."""
     return {
         part: {name: amount for name, amount in amounts.items() if not name.startswith(f"{labels.VENDOR}/")}
         if part in {"limits", "requests"} and isinstance(amounts, dict)
@@ -182,7 +182,7 @@ def _resources(given: Body, gpus: int) -> Body:
 def _environment(
     given: Iterable[Body], job: ElasticJob, record: JobRecord, worker: Worker, settings: PodSettings
 ) -> list[Body]:
-    """The job's own variables, and those of a worker, which win: they say who it is."""
+    """Return the template's variables and those of a worker, which take precedence: they identify it."""
     values = {
         "JOB_NAME": job.metadata.name,
         "JOB_UUID": job.metadata.uid,
@@ -202,7 +202,7 @@ def _environment(
 
 
 def _with_runtime(variables: list[Body]) -> list[Body]:
-    """Behind what the image brings: a training image that has its own `elastic_runtime` uses that one."""
+    """Append the runtime to PYTHONPATH; an image's own `elastic_runtime` takes precedence."""
     own = next((v.get("value", "") for v in variables if v.get("name") == "PYTHONPATH"), "")
     others = [v for v in variables if v.get("name") != "PYTHONPATH"]
     return [*others, {"name": "PYTHONPATH", "value": f"{own}:{RUNTIME_DIRECTORY}" if own else RUNTIME_DIRECTORY}]
@@ -218,7 +218,7 @@ def _mount(spec: Body, main: Body, job: ElasticJob, settings: PodSettings) -> No
 
     secret = {"secretName": secret_name(job), "defaultMode": SECRET_MODE}
     add("gpuquota-membership", SECRET_DIRECTORY, {"secret": secret}, readOnly=True)
-    # The default of 64 MiB is less than what data loaders with a few workers put there.
+    # The default of 64 MiB is too small for data loaders with several workers.
     add("gpuquota-shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})  # noqa: S108 - of the container
     if job.spec.checkpoint is not None:
         claim = {"persistentVolumeClaim": {"claimName": job.spec.checkpoint.claim_name}}
@@ -235,7 +235,7 @@ def _runtime_copy(image: str) -> Body:
         "image": image,
         "command": ["cp", "-r", f"{RUNTIME_DIRECTORY}/.", "/copy"],
         "volumeMounts": [{"name": "gpuquota-runtime", "mountPath": "/copy"}],
-        "securityContext": {  # as pod security `restricted` wants it
+        "securityContext": {  # required by the pod security level `restricted`
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
             "runAsNonRoot": True,
@@ -245,14 +245,14 @@ def _runtime_copy(image: str) -> Body:
 
 
 def _located(spec: Body, node: str) -> Body:
-    """The fields that send the pod to its node, or into its autoscaled pool."""
+    """Return the fields that pin the pod to its node, or select its autoscaled pool."""
     if pool := pool_of(node):
         return {"nodeSelector": {**(spec.get("nodeSelector") or {}), labels.POOL: pool}}
     return {"affinity": _pinned(spec.get("affinity") or {}, node)}
 
 
 def _pinned(affinity: Body, node: str) -> Body:
-    """The affinity with the node in every required term; terms are alternatives."""
+    """Return the affinity with the node in every required term; terms are alternatives."""
     node_affinity = affinity.get("nodeAffinity") or {}
     terms = (node_affinity.get(REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
     pinned = [{**term, "matchFields": [*(term.get("matchFields") or []), node_term(node)]} for term in terms]

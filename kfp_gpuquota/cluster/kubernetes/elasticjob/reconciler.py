@@ -1,13 +1,13 @@
-"""The life of ElasticJobs: their pods are made and told to go as plans say, and what becomes of them is recorded.
+"""Reconciles ElasticJobs: creates and deletes their pods as planned, and records the results.
 
-    objects, pods ─► records ─► scheduler's events                   here, elastic_worker_news
-    plans ─► records ─► pods made and deleted, membership told       elastic_decisions, elastic_workers
-    membership ─► records ─► status                                  elastic_membership, elastic_status
-    time ─► records                                                  elastic_clock
+    objects, pods ─► records ─► scheduler's events                   reconciler, pod_events
+    plans ─► records ─► pods created and deleted, membership target  decisions, pod_manager
+    membership ─► records ─► status                                  membership, status
+    time ─► records                                                  timers, deadlines
 
-A worker that is told to go has its pod deleted with the job's grace period, at once: the membership lets it leave by
-agreement, the kubelet kills it when the grace is over, and the deletion is the record of the decision. So a pod that is
-being deleted, by whomever, is a worker that was told to go.
+Invariant: a pod that is being deleted, by any client, is a released worker. To release a worker its pod is deleted at
+once with the job's grace period: the membership lets it leave, the kubelet kills it after the grace period, and the
+deletion is the persistent record of the decision. Rejected: an annotation first, which would need a second write.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kfp_gpuquota.cluster.job_book import Change
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import JobMembership
-from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_events import WorkerNews
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_events import WorkerPodEvents
 from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import WorkerPods
-from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import Facts
+from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
 from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_timeout import Readiness
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status import record_of, unmanaged_size, without_pods
 from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
-from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import JobClock
+from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import JobTimers
 from kfp_gpuquota.cluster.records import Intent, with_status
 from kfp_gpuquota.errors import GpuQuotaError
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.affinity import NodeTerm
     from kfp_gpuquota.cluster.kubernetes.client.event_recorder import Subject
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
-    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
     from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
 
 
 class ElasticJobs:
-    """All ElasticJobs; also what the membership service tells its news to. All of it runs in the event loop.
+    """All ElasticJobs. All methods run in the event loop.
 
-    `noted(pod)` gets the answers of writes, `changed(uid)` is called where a job's status is to be written,
-    `decided(uid)` where that is urgent, `requests_in(namespace)` is what containers request there that say nothing,
-    `volume_terms(namespace, claims)` the nodes on which these volumes can be mounted,
-    `avoided(pod)` keeps its job's next workers off its node, and `told(subject, message)` warns users.
+    `noted(pod)` receives the pods that writes return, `changed(uid)` requests a status write and `decided(uid)` an
+    urgent one, `requests_in(namespace)` returns the default requests of containers, `volume_terms(namespace, claims)`
+    the terms of the nodes on which the claims' volumes can be mounted, `avoided(pod)` excludes the pod's node for its
+    job's next workers, and `warn_user(subject, message)` warns users.
     """
 
     def __init__(
         self,
-        tell: Callable[[scheduler.Event], None],
-        seats: Seats,
+        emit: Callable[[scheduler.Event], None],
+        allocator: DeviceAllocator,
         nodes: Mapping[str, Node],
         writer: Writer,
         settings: PodSettings,
@@ -73,38 +73,40 @@ class ElasticJobs:
         requests_in: Callable[[str], Mapping[str, Any]],
         volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]],
         avoided: Callable[[PodView], None],
-        told: Callable[[Subject, str], None],
+        warn_user: Callable[[Subject, str], None],
         epoch: int = 0,
     ) -> None:
         self._requests_in, self._volume_terms, self._settings = requests_in, volume_terms, settings
-        self.max_grace_s: Callable[[], float] = lambda: math.inf  # of a worker that is told to go
-        self.book = Book(tell, seats, nodes)
-        self._tell, self._changed, self._decided = tell, changed, decided
+        self.max_grace_s: Callable[[], float] = lambda: math.inf  # of a released worker
+        self.book = Book(emit, allocator, nodes)
+        self._emit, self._changed, self._decided = emit, changed, decided
         self.membership = JobMembership(self.book, settings, kill=self._kill, changed=changed, epoch=epoch)
         self.workers = WorkerPods(
-            self.book, writer, settings, tell=tell, noted=noted, changed=changed, given_up=self._never_made
+            self.book, writer, settings, emit=emit, noted=noted, changed=changed, given_up=self._never_made
         )
         parts = self.membership, self.workers
         self.decisions = Decisions(self.book, *parts, changed=changed, decided=self._after_change)
-        self.news = WorkerNews(self.book, seats, *parts, self.decisions, changed=changed, moved=self._workers_changed)
+        self.pod_events = WorkerPodEvents(
+            self.book, allocator, *parts, self.decisions, changed=changed, moved=self._workers_changed
+        )
         self.readiness = Readiness(
             self.book,
             writer,
             self.workers.pods,
             self.decisions,
-            self.news,
+            self.pod_events,
             ready,
-            tell=tell,
-            told=told,
+            emit=emit,
+            warn_user=warn_user,
             avoid=avoided,
             changed=changed,
             decided=decided,
         )
-        self._clock = JobClock(self.book, writer, stop=self.decisions.stop, found=self.put_job)
+        self._timers = JobTimers(self.book, writer, stop=self.decisions.stop, found=self.put_job)
 
     def start(self) -> None:
-        """All has been listed: take up what an earlier controller left."""
-        self.news.started = True
+        """Continue the work of an earlier controller, after all objects have been listed."""
+        self.pod_events.started = True
         self.membership.begin_epoch()
         for uid, job in list(self.book.jobs.items()):
             alive = self.book.alive_of(uid)
@@ -120,52 +122,52 @@ class ElasticJobs:
             self.readiness.look_soon(uid)
 
     def trust(self, authority: bytes) -> None:
-        """The workers' connections are served with a certificate of another authority from now on."""
+        """Use another certificate authority: replace the Secrets of running jobs."""
         self._settings.authority = authority
-        for uid in self.book.jobs if self.news.started else ():
+        for uid in self.book.jobs if self.pod_events.started else ():
             if self.book.alive_of(uid):
                 self.workers.renew_secret(uid)
 
-    def knows(self, pod: PodView) -> bool:
-        """The pod is a worker of a job that is known here."""
+    def owns(self, pod: PodView) -> bool:
+        """Return whether the pod is a worker of a tracked job."""
         return pod.job_uid in self.book.jobs
 
     def accounted(self, pod: PodView) -> bool:
-        """An earlier controller has drawn its conclusions from the worker's end."""
-        facts = self.book.facts.get(pod.job_uid)
-        return facts is not None and pod.stage is Stage.OVER and pod.index in facts.ended
+        """Return whether an earlier controller has processed the worker's exit."""
+        state = self.book.runtime_states.get(pod.job_uid)
+        return state is not None and pod.stage is Stage.ENDED and pod.index in state.ended
 
     def avoid(self, uid: str, nodes: tuple[str, ...]) -> None:
-        """No worker of the job is sent to these nodes from now on, instead of those named before."""
-        if (facts := self.book.facts.get(uid)) is not None and uid in self.book.jobs:
-            facts.avoids = nodes
+        """Exclude these nodes for the job's next workers, instead of those excluded before."""
+        if (state := self.book.runtime_states.get(uid)) is not None and uid in self.book.jobs:
+            state.excluded_nodes = nodes
             self._tell_avoided(uid)
 
     def _tell_avoided(self, uid: str) -> None:
         job = self.book.jobs[uid]
         if not (job.status.phase.final or job.ending):
-            self._tell(scheduler.NodesBarred(uid, self.book.facts[uid].avoids))
+            self._emit(scheduler.NodesBarred(uid, self.book.runtime_states[uid].excluded_nodes))
 
     # Objects
 
     def put_job(self, job: ElasticJob) -> None:
-        """A job is as given."""
+        """Add or update a job."""
         uid = job.metadata.uid
-        facts = self.book.facts.get(uid)
-        if facts is None:
+        state = self.book.runtime_states.get(uid)
+        if state is None:
             self._take_in(job)
             return
-        before, facts.object = facts.object, job
+        before, state.object = state.object, job
         if job.spec.lease != before.spec.lease:
-            facts.lease_seen_at = time.time()
-        if facts.refused:
+            state.lease_seen_at = time.time()
+        if state.refused:
             self._take_in(job)
             return
         if job.spec.template != before.spec.template or (before.spec.suspend and not job.spec.suspend):
             self.readiness.begin_anew(uid)
         if job.spec != before.spec:
             self._follow_spec(uid)
-            self._clock.set(uid)
+            self._timers.set(uid)
             self.readiness.look_soon(uid)
         if job.metadata.deletion_timestamp is not None:
             self.drop_job(uid)
@@ -173,11 +175,11 @@ class ElasticJobs:
             self.readiness.carry_out(uid)
 
     def drop_job(self, uid: str) -> None:
-        """A job's object is gone: its pods follow; it is forgotten when they are gone."""
-        facts, job = self.book.facts.get(uid), self.book.jobs.get(uid)
-        if facts is None:
+        """Process a job's deletion: stop its workers; the job is dropped when all have exited."""
+        state, job = self.book.runtime_states.get(uid), self.book.jobs.get(uid)
+        if state is None:
             return
-        for timer in filter(None, (facts.timer, facts.look)):
+        for timer in filter(None, (state.timer, state.look)):
             timer.cancel()
         if job is None or not self.book.alive_of(uid):
             self._forget(uid)
@@ -186,19 +188,19 @@ class ElasticJobs:
             self.decisions.stop(job, Intent.DELETE, Reason(code=ReasonCode.USER, message="deleted by a user"))
 
     def limits_changed(self, namespace: str) -> None:
-        """Pods that say nothing are given other requests there: jobs that wait are planned with these."""
-        here = (uid for uid, facts in self.book.facts.items() if facts.object.metadata.namespace == namespace)
+        """Update the namespace's jobs after its default requests or volumes have changed."""
+        here = (uid for uid, state in self.book.runtime_states.items() if state.object.metadata.namespace == namespace)
         for uid in [uid for uid in here if uid in self.book.jobs]:
             self._follow_spec(uid)
 
     def _take_in(self, job: ElasticJob) -> None:
         uid = job.metadata.uid
-        facts = self.book.facts.setdefault(uid, Facts(job, time.time()))
-        facts.object, facts.refused = job, ""
+        state = self.book.runtime_states.setdefault(uid, RuntimeState(job, time.time()))
+        state.object, state.refused = job, ""
         try:
             record = self._record_of(job)
         except (GpuQuotaError, ValueError) as error:
-            facts.refused = str(error)
+            state.refused = str(error)
             self._changed(uid)
             return
         self.book.commit(Change(jobs={uid: record}))
@@ -208,7 +210,7 @@ class ElasticJobs:
         self._after_change(uid)
 
     def _record_of(self, job: ElasticJob) -> JobRecord:
-        """Return the job's record, its grace period as long as the cluster's rules allow. Raises InvalidFieldError."""
+        """Return the job's record, its grace period capped by the cluster's rules. Raises InvalidFieldError."""
         record = record_of(job, self._requests_in(job.metadata.namespace), self._volume_terms)
         if record.spec.grace_period_s <= self.max_grace_s():
             return record
@@ -216,8 +218,8 @@ class ElasticJobs:
         return msgspec.structs.replace(record, spec=spec)
 
     def _follow_spec(self, uid: str) -> None:
-        """The user's wishes that may change: whether it is suspended, and what its waiting is judged by."""
-        job, spec = self.book.jobs[uid], self.book.facts[uid].object.spec
+        """Apply changes of the specification: suspend, resume, and fields that may change while the job waits."""
+        job, spec = self.book.jobs[uid], self.book.runtime_states[uid].object.spec
         if job.status.phase.final or job.ending:
             return
         suspended = job.status.phase is Phase.SUSPENDED or job.intent is Intent.SUSPEND
@@ -232,54 +234,54 @@ class ElasticJobs:
             )
             self.book.record(job)
         else:
-            self._ask_anew(uid)
+            self._resubmit(uid)
 
-    def _ask_anew(self, uid: str) -> None:
-        """A priority or a time limit was changed while it waits: it is submitted again, with its age."""
-        before, job = self.book.jobs[uid], self.book.facts[uid].object
+    def _resubmit(self, uid: str) -> None:
+        """Submit a waiting job with a changed specification again; it keeps its age."""
+        before, job = self.book.jobs[uid], self.book.runtime_states[uid].object
         try:
             spec = self._record_of(job).spec
         except GpuQuotaError as error:
-            self.book.facts[uid].held_back = error.message
+            self.book.runtime_states[uid].held_back = error.message
             return
         if spec == before.spec:
             return
         after = msgspec.structs.replace(before, spec=spec)
         if self.book.alive_of(uid):
-            self.book.jobs[uid] = after  # the scheduler goes by it from the next start on
+            self.book.jobs[uid] = after  # the scheduler uses it from the job's next start on
             return
         self.book.commit(Change(jobs={uid: None}))
         self.book.commit(Change(jobs={uid: after}))
         self.readiness.announce(uid)
-        if self.book.facts[uid].avoids:
+        if self.book.runtime_states[uid].excluded_nodes:
             self._tell_avoided(uid)
 
     def _forget(self, uid: str) -> None:
         self.membership.service.close(uid)
         if uid in self.book.jobs:
             self.book.commit(Change(jobs={uid: None}))
-        del self.book.facts[uid]
+        del self.book.runtime_states[uid]
 
     # Workers
 
     def put_pod(self, pod: PodView) -> None:
-        """A worker's pod is as given."""
-        self.news.put_pod(pod)
+        """Process a new or changed pod of a worker."""
+        self.pod_events.put_pod(pod)
         self.readiness.look_soon(pod.job_uid)
 
     def drop_pod(self, pod: PodView) -> None:
-        """A worker's pod is gone."""
-        self.news.drop_pod(pod)
+        """Process the deletion of a worker's pod."""
+        self.pod_events.drop_pod(pod)
 
     def _kill(self, worker: str) -> None:
-        self.news.kill(worker)
+        self.pod_events.kill(worker)
 
     def _never_made(self, worker: Worker) -> None:
-        self.news.never_made(worker)
+        self.pod_events.never_made(worker)
 
     def _workers_changed(self, uid: str) -> None:
         job = self.book.jobs[uid]
-        if not self.news.started:
+        if not self.pod_events.started:
             return
         if not self.book.alive_of(uid):
             self.membership.service.close(uid)
@@ -292,6 +294,6 @@ class ElasticJobs:
         self._after_change(uid)
 
     def _after_change(self, uid: str) -> None:
-        """Write its status, and set the clock for what waits for time."""
+        """Write the job's status, and set the timer of its next deadline."""
         self._decided(uid)
-        self._clock.set(uid)
+        self._timers.set(uid)

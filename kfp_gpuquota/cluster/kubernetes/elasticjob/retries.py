@@ -1,4 +1,4 @@
-"""What of workers that do not come up stands in an ElasticJob's status: pure. A restarted controller knows no more."""
+"""Converts the retry state of workers that do not start to an ElasticJob's status, and back. Pure."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ if TYPE_CHECKING:
 
 
 class RetryFields(TypedDict):
-    """These fields of a status."""
+    """The status fields of the retry state."""
 
     not_ready: tuple[NotReadyWorker, ...]
     requeue_state: RetryState | None
     grow_state: RetryState | None
 
 
-NOTHING_GIVEN_BACK: Final[RetryFields] = {"not_ready": (), "requeue_state": None, "grow_state": None}
+NO_RETRIES: Final[RetryFields] = {"not_ready": (), "requeue_state": None, "grow_state": None}
 
 
 def retry_fields(complaints: Mapping[int, tuple[float, str]], requeue: Retry | None, grow: Retry | None) -> RetryFields:
-    """For the status; `complaints` are by worker's index: since when, and what is said."""
+    """Return the status fields; `complaints` are (since, message) by the worker's index."""
     workers = (NotReadyWorker(index, _time(since), text) for index, (since, text) in sorted(complaints.items()))
     return {"not_ready": tuple(workers), "requeue_state": _stored(requeue), "grow_state": _stored(grow)}
 
 
-def complaints_of(told: Iterable[NotReadyWorker]) -> dict[int, tuple[float, str]]:
-    """What the status told of them."""
-    return {worker.index: (worker.since.timestamp(), worker.message) for worker in told}
+def complaints_of(stored: Iterable[NotReadyWorker]) -> dict[int, tuple[float, str]]:
+    """Return (since, message) by worker's index from the status."""
+    return {worker.index: (worker.since.timestamp(), worker.message) for worker in stored}
 
 
-def retry_of(told: RetryState | None) -> Retry | None:
-    """What the status told of it."""
-    if told is None:
+def retry_of(stored: RetryState | None) -> Retry | None:
+    """Return the retry from the status."""
+    if stored is None:
         return None
-    until = None if told.retry_at is None else told.retry_at.timestamp()
-    return Retry(told.count, told.time.timestamp(), until, told.message, told.attempt, told.workers)
+    until = None if stored.retry_at is None else stored.retry_at.timestamp()
+    return Retry(stored.count, stored.time.timestamp(), until, stored.message, stored.attempt, stored.workers)
 
 
 def _stored(retry: Retry | None) -> RetryState | None:

@@ -1,4 +1,4 @@
-"""What is remembered of one ElasticJob beside its record."""
+"""The controller's state of one ElasticJob beside its record."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 FIRST_HOLD_S: Final = 2.0
 
 
-class Facts:
-    """What is remembered of one job beside its record; all of it is learnt again after a restart."""
+class RuntimeState:
+    """State of one job beside its record; all of it is restored from the API server after a restart."""
 
     def __init__(self, job: ElasticJob, now: float) -> None:
         self.object = job
@@ -26,25 +26,25 @@ class Facts:
         self.ended = set(job.status.ended)
         self.ranks = job.status.ranks
         self.lease_seen_at = now
-        self.refused = ""  # why its specification cannot be
-        self.held_back = ""  # why its pods could not be made
+        self.refused = ""  # why its specification is invalid
+        self.held_back = ""  # why its pods could not be created
         self.hold_s = FIRST_HOLD_S
-        self.trouble: dict[str, str] = {}  # worker -> why it does not get going
-        self.complaints = complaints_of(job.status.not_ready)  # index -> since when somebody says why
-        self.heard: dict[str, str] = {}  # worker -> what the last event about it said, where its status says nothing
-        self.asked_at = 0.0
+        self.start_failure: dict[str, str] = {}  # worker -> why it does not start
+        self.complaints = complaints_of(job.status.not_ready)  # index -> (since, message) of the reported failure
+        self.last_warnings: dict[str, str] = {}  # worker -> its last warning event, if its status has no reason
+        self.events_read_at = 0.0
         self.requeue = retry_of(job.status.requeue_state)
         self.grow = retry_of(job.status.grow_state)
-        self.avoids: tuple[str, ...] = ()  # nodes on which there was no room for a worker of it
-        self.shard = job.status.membership_shard  # that its workers were given; -1: none yet
-        self.secret = job.status.membership_digest  # of what the workers' Secret holds, as stored
-        self.secret_ensured_at = -math.inf  # when this process last saw that it exists
+        self.excluded_nodes: tuple[str, ...] = ()  # nodes to which a worker of it could not be bound
+        self.shard = job.status.membership_shard  # the shard of its workers; -1: none yet
+        self.secret = job.status.membership_digest  # digest of the workers' Secret, as stored
+        self.secret_ensured_at = -math.inf  # when this process last ensured that it exists
         self.timer: asyncio.TimerHandle | None = None
         self.look: asyncio.TimerHandle | None = None
         self.conditions = job.status.conditions
 
     def start_anew(self) -> None:
-        """None of the workers of its earlier starts counts any more."""
+        """Discard the state of the workers of earlier starts."""
         self.ended.clear()
         self.complaints.clear()
         self.ranks = ()

@@ -1,7 +1,6 @@
-"""A job's progress and the changes of its size, as its status has them: pure.
+"""Converts a job's progress and changes of size to its status, and back. Pure.
 
-The last few are kept. Every change is one more write of the whole status, so a job that breathes for weeks must not
-drag all of its history along.
+Only the last changes are kept: each change writes the whole status, which must not grow without bound.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ KEPT: Final = 20
 
 
 def size_changes(resizes: Sequence[Resize]) -> tuple[SizeChange, ...]:
-    """The last ones, for the status."""
+    """Return the last changes of size, for the status."""
     return tuple(map(_size_change, resizes[-KEPT:]))
 
 
-def resizes_of(told: Sequence[SizeChange]) -> tuple[Resize, ...]:
-    """What the status told of them."""
-    return tuple(map(_resize, told))
+def resizes_of(stored: Sequence[SizeChange]) -> tuple[Resize, ...]:
+    """Return the changes of size from the status."""
+    return tuple(map(_resize, stored))
 
 
 def reason_of(code: str, message: str) -> Reason:
-    """A code that this version does not know is the least of what it could be: something fits."""
+    """Return the reason; an unknown code, of another version, becomes FITS."""
     known = {each.value for each in ReasonCode}
     return Reason(code=ReasonCode(code) if code in known else ReasonCode.FITS, message=message)
 
@@ -52,19 +51,19 @@ def _size_change(resize: Resize) -> SizeChange:
     )
 
 
-def _resize(told: SizeChange) -> Resize:
+def _resize(stored: SizeChange) -> Resize:
     return Resize(
-        at=told.time.timestamp(),
-        from_gpus=told.from_gpus,
-        to_gpus=told.to_gpus,
-        generation=told.generation,
-        step=told.step,
-        reason=reason_of(told.reason, told.message),
-        pause_ms=told.pause_ms,
-        lost_steps=told.lost_steps,
+        at=stored.time.timestamp(),
+        from_gpus=stored.from_gpus,
+        to_gpus=stored.to_gpus,
+        generation=stored.generation,
+        step=stored.step,
+        reason=reason_of(stored.reason, stored.message),
+        pause_ms=stored.pause_ms,
+        lost_steps=stored.lost_steps,
     )
 
 
-def progress_of(said: TrainingProgress | None) -> Progress | None:
-    """Return the training's progress that an object's status has."""
-    return None if said is None else msgspec.convert(said, Progress, from_attributes=True)
+def progress_of(stored: TrainingProgress | None) -> Progress | None:
+    """Return the training's progress from the status."""
+    return None if stored is None else msgspec.convert(stored, Progress, from_attributes=True)

@@ -1,23 +1,23 @@
-"""When GPUs are given back since workers do not come up, and when they are asked for again: pure.
+"""Decides when GPUs of workers that do not start are released, and when they are requested again. Pure.
 
-A worker is *up* once its containers have started. Until then its time is counted where it does not get on:
+A worker is *up* when its containers have started. Until then its timeout runs in these states:
 
-| the worker                                                        | its time is counted from             |
+| the worker                                                        | its timeout runs from                |
 |-------------------------------------------------------------------|--------------------------------------|
 | is up                                                             | -                                    |
-| has its volumes and network, and nobody complains: its images are | - (a slow pull is ended by the       |
-| pulled, its init containers run                                   | container runtime, not by us)        |
-| is complained of, by the kubelet or kube-scheduler                | the first complaint                  |
-| has no volumes and no network yet, and nobody says why            | its creation                         |
+| has its volumes and network, without a reported failure: images   | - (the container runtime limits slow |
+| are pulled, init containers run                                   | pulls)                               |
+| has a failure reported by the kubelet or kube-scheduler           | the first report                     |
+| has no volumes and no network yet, without a reported failure     | its creation                         |
 
-and once its time is over
+After the timeout
 
-| its job                                      | gives back                                                            |
+| its job                                      | releases                                                              |
 |----------------------------------------------|-----------------------------------------------------------------------|
-| has fewer workers up than it needs to start  | everything: it returns to the queue, and fails after so many times    |
-| trains, or has as many up as it needs        | this worker; it does not grow again for a while, and never fails      |
+| has fewer workers up than it needs to start  | all GPUs: it returns to the queue, and fails after `tries` attempts   |
+| trains, or has as many up as it needs        | this worker's; it does not grow for a while, and never fails          |
 
-The pauses grow as Kueue's do: 60 s, 120 s, ... up to an hour, and are forgotten once it comes up.
+The pauses grow as Kueue's do: 60 s, 120 s, ... up to an hour, and are reset when the workers are up.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 LONGEST_PAUSE_S: Final = 3600.0
-# What stands in the template cannot be an image's name: no other node and no later time changes that.
+# The template's image name is invalid: no other node and no later attempt can succeed.
 HOPELESS: Final = "InvalidImageName"
 
 
 class ReadyRules(msgspec.Struct, frozen=True):
-    """A `timeout_s` of 0 never gives anything back, `tries` of 0 tries for ever. `pause_s` is the first pause."""
+    """Timeouts and retries. `timeout_s` 0: no timeout; `tries` 0: no limit; `pause_s` is the first pause."""
 
     timeout_s: float = 600.0
     tries: int = 5
     pause_s: float = 60.0
 
 
-class Waits(msgspec.Struct, frozen=True):
-    """A worker that was not told to go. `since`: its time is counted from then; None where it is up or gets on."""
+class StartingWorker(msgspec.Struct, frozen=True):
+    """A worker that was not released. `since`: start of its timeout; None if it is up or makes progress."""
 
     index: int
     node: str
     up: bool
     since: float | None = None
-    trouble: str = ""
+    start_failure: str = ""
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """What was given back in vain so many times in a row, the last time `at`; asked for again `until` then.
+    """GPUs released `count` times in a row, last `at`; they are requested again `until` then.
 
-    None is asked for again without an `until`. It is of all workers of the `attempt`, or of these `workers`.
+    Without `until` there is no further attempt. It refers to all workers of the `attempt`, or to these `workers`.
     """
 
     count: int
@@ -67,35 +67,39 @@ class Retry(msgspec.Struct, frozen=True):
     workers: tuple[int, ...] = ()
 
 
-class GivenUp(NamedTuple):
-    """Workers whose time is over; `whole`: the job cannot go on without them."""
+class LateWorkers(NamedTuple):
+    """Workers whose timeout has passed; `whole`: the job cannot continue without them."""
 
-    late: tuple[Waits, ...]
+    late: tuple[StartingWorker, ...]
     whole: bool
 
     @property
     def hopeless(self) -> bool:
-        """To try again would not help."""
-        return any(worker.trouble.startswith(HOPELESS) for worker in self.late)
+        """Return whether no further attempt can succeed."""
+        return any(worker.start_failure.startswith(HOPELESS) for worker in self.late)
 
 
-def next_look(workers: Iterable[Waits], timeout_s: float) -> float | None:
-    """When the time of the first of them is over; None while none is counted."""
+def next_look(workers: Iterable[StartingWorker], timeout_s: float) -> float | None:
+    """Return the earliest end of the workers' timeouts; None if none runs."""
     counted = [_over_at(worker, timeout_s) for worker in workers if worker.since is not None]
     return min(counted, default=None)
 
 
-def given_up(workers: Sequence[Waits], *, needed: int, trains: bool, timeout_s: float, now: float) -> GivenUp | None:
-    """Whose time is over; None where nobody's is. The job `needed` so many to start, `trains`: it has started."""
+def given_up(
+    workers: Sequence[StartingWorker], *, needed: int, trains: bool, timeout_s: float, now: float
+) -> LateWorkers | None:
+    """Return the workers past their timeout, if any. `needed`: workers to start; `trains`: training has begun."""
     late = tuple(w for w in workers if w.since is not None and _over_at(w, timeout_s) <= now)
     if not late:
         return None
     up = sum(worker.up for worker in workers)
-    return GivenUp(late, whole=not (trains and up) and up < needed)
+    return LateWorkers(late, whole=not (trains and up) and up < needed)
 
 
-def requeued(lost: GivenUp, workers: int, before: Retry | None, rules: ReadyRules, attempt: int, now: float) -> Retry:
-    """The whole job of so many `workers` returns to the queue; without an `until` it fails instead."""
+def requeued(
+    lost: LateWorkers, workers: int, before: Retry | None, rules: ReadyRules, attempt: int, now: float
+) -> Retry:
+    """Return the retry of a whole job with so many `workers`; without `until` the job fails."""
     count = 1 if before is None else before.count + 1
     if lost.hopeless:
         return Retry(count, now, None, f"its workers can never come up: {_why(lost)}", attempt)
@@ -109,8 +113,8 @@ def requeued(lost: GivenUp, workers: int, before: Retry | None, rules: ReadyRule
     return Retry(count, now, until, f"{what}: {_why(lost)}; {then}", attempt)
 
 
-def shrunk(lost: GivenUp, before: Retry | None, rules: ReadyRules, now: float) -> Retry:
-    """These workers go, the job goes on without them."""
+def shrunk(lost: LateWorkers, before: Retry | None, rules: ReadyRules, now: float) -> Retry:
+    """Return the retry of these workers, without which the job continues."""
     count = 1 if before is None else before.count + 1
     until = now + pause_s(count, rules.pause_s)
     indices = tuple(worker.index for worker in lost.late)
@@ -119,19 +123,19 @@ def shrunk(lost: GivenUp, before: Retry | None, rules: ReadyRules, now: float) -
     return Retry(count, now, until, f"{what}; it goes on without, and does not grow before {_clock(until)}", 0, indices)
 
 
-def has_come_up(workers: Iterable[Waits], needed: int) -> bool:
-    """As many as it needs to start are up: what went wrong before is forgotten."""
+def has_come_up(workers: Iterable[StartingWorker], needed: int) -> bool:
+    """Return whether as many workers are up as the job needs to start, which resets its retries."""
     return sum(worker.up for worker in workers) >= needed
 
 
 def pause_s(count: int, first_s: float) -> float:
-    """After so many times in vain."""
+    """Return the pause in seconds after so many failed attempts."""
     return min(first_s * 2.0 ** min(count - 1, 32), LONGEST_PAUSE_S)
 
 
-def _over_at(worker: Waits, timeout_s: float) -> float:
+def _over_at(worker: StartingWorker, timeout_s: float) -> float:
     since = worker.since or 0.0
-    return since if worker.trouble.startswith(HOPELESS) else since + timeout_s
+    return since if worker.start_failure.startswith(HOPELESS) else since + timeout_s
 
 
 def _none_of(late: int, workers: int) -> str:
@@ -141,10 +145,10 @@ def _none_of(late: int, workers: int) -> str:
     return none if late == workers else f"{late} of its {workers} workers did not come up"
 
 
-def _why(lost: GivenUp) -> str:
-    """The sentence of one of them; that of one of whom something is said, if there is such a one."""
-    worker = next((w for w in lost.late if w.trouble), lost.late[0])
-    said = worker.trouble or "its volumes or its network are not there, and nobody has said why"
+def _why(lost: LateWorkers) -> str:
+    """Return the failure of one late worker, if possible of one with a reported reason."""
+    worker = next((w for w in lost.late if w.start_failure), lost.late[0])
+    said = worker.start_failure or "its volumes or its network are not there, and nobody has said why"
     where = f" on node {worker.node}" if worker.node else ""
     return f"worker {worker.index}{where}: {said}"
 

@@ -1,4 +1,4 @@
-"""A job's record from its object and back: pure. What the status holds is all that a restarted controller knows."""
+"""Converts a job's object to its record, and back. Pure. A restarted controller restores all state from the status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import pod_name
-from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import NOTHING_GIVEN_BACK, RetryFields
+from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import NO_RETRIES, RetryFields
 from kfp_gpuquota.cluster.kubernetes.elasticjob.size_history import progress_of, resizes_of, size_changes
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus, LastEviction, TrainingProgress
 from kfp_gpuquota.cluster.lifecycle import resized
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
 RESERVED_AT_ONCE: Final = 32
-"""Generations are reserved in blocks: one write for many of them, made long before they are needed."""
+"""Generations are reserved in blocks of this size, with one write long before they are needed."""
 
 
 def record_of(
@@ -36,9 +36,9 @@ def record_of(
     requests: Mapping[str, Any] | None = None,
     volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]] = lambda _namespace, _claims: (),
 ) -> JobRecord:
-    """The job as its object tells, with its namespace's default `requests` and its volumes' nodes.
+    """Return the record of a job's object, with its namespace's default `requests` and its volumes' nodes.
 
-    Raises InvalidFieldError for a specification that cannot be.
+    Raises InvalidFieldError for an invalid specification.
     """
     meta, status = job.metadata, job.status
     evicted = status.last_eviction
@@ -97,7 +97,7 @@ def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:
 def worker_record(
     pod: PodView, devices: tuple[int, ...], share: float, before: WorkerRecord | None, now: float
 ) -> WorkerRecord:
-    """The worker as its pod tells; `before` as it was known. A pod that is being deleted was told to go."""
+    """Return the record of a worker's pod; `before` is the previous one. A pod that is being deleted was released."""
     worker = Worker(
         id=worker_id(pod.job_uid, pod.index),
         job_uid=pod.job_uid,
@@ -109,7 +109,7 @@ def worker_record(
     )
     known = before.worker if before is not None else worker
     released = before is not None and before.released
-    if pod.stage is Stage.LEAVING and not released:
+    if pod.stage is Stage.TERMINATING and not released:
         return WorkerRecord(
             worker=msgspec.structs.replace(known, phase=WorkerPhase.LEAVING),
             attempt=pod.attempt,
@@ -127,17 +127,17 @@ def worker_record(
 
 
 def counting(job: JobRecord, pod: PodView) -> JobRecord:
-    """The job with a worker that somebody else started for it: the controller before this one."""
+    """Return the job's record including a worker that an earlier controller started."""
     job = msgspec.structs.replace(
         job, next_index=max(job.next_index, pod.index + 1), attempt=max(job.attempt, pod.attempt)
     )
-    if job.status.phase is Phase.PENDING and pod.stage is Stage.HELD:
+    if job.status.phase is Phase.PENDING and pod.stage is Stage.ASSIGNED:
         job = with_status(job, phase=Phase.STARTING, started_at=pod.created)
     return job
 
 
 def unmanaged_size(job: JobRecord, alive: Iterable[WorkerRecord], now: float) -> JobRecord:
-    """A job without a membership has the size of its processes."""
+    """Return the job with the size of its running workers, if it has no membership."""
     if job.managed or job.intent is not Intent.RUN:
         return job
     running = [w.worker for w in alive if not w.released and w.worker.phase is WorkerPhase.RUNNING]
@@ -145,7 +145,7 @@ def unmanaged_size(job: JobRecord, alive: Iterable[WorkerRecord], now: float) ->
 
 
 def without_pods(job: JobRecord, now: float) -> JobRecord:
-    """The job whose status tells of a run of which no pod is left: whatever happened to them, that run is over."""
+    """Return the state of a job whose status shows a run without any remaining pod: that run has ended."""
     fresh = msgspec.structs.replace(job, intent=Intent.RUN, managed=False, completing=False, size=0)
     match job.intent:
         case Intent.CANCEL | Intent.DELETE:
@@ -171,12 +171,12 @@ def status_of(
     ended: Iterable[int],
     ran_s: float,
     ranks: Iterable[int] = (),
-    retries: RetryFields = NOTHING_GIVEN_BACK,
+    retries: RetryFields = NO_RETRIES,
 ) -> ElasticJobStatus:
-    """What the object is to say."""
+    """Return the status of the job's object."""
     status = record.status
     alive = [worker.worker for worker in workers if worker.alive]
-    evicted, said = status.last_eviction, status.progress
+    evicted, progress = status.last_eviction, status.progress
     result = next((w.worker.index for w in workers if w.worker.id == status.result_worker), None)
     return ElasticJobStatus(
         phase=status.phase.value,
@@ -200,7 +200,7 @@ def status_of(
             reason=evicted.reason.code.value,
             message=evicted.reason.message,
         ),
-        progress=None if said is None else msgspec.convert(said, TrainingProgress, from_attributes=True),
+        progress=None if progress is None else msgspec.convert(progress, TrainingProgress, from_attributes=True),
         attempt=record.attempt,
         next_index=record.next_index,
         generation_reserved=reserved,
@@ -217,7 +217,7 @@ def status_of(
 
 
 def with_condition(known: Sequence[Condition], wanted: Condition, now: float) -> tuple[Condition, ...]:
-    """The conditions with this one; its time is that of the last change of its status."""
+    """Return the conditions with this one; its transition time changes only with its status."""
     old = next((c for c in known if c.type == wanted.type), None)
     same = old is not None and old.status == wanted.status
     at = old.last_transition_time if same and old is not None else _time(now)

@@ -1,4 +1,4 @@
-"""What time does to ElasticJobs: leases expire, runs last too long, finished jobs are deleted."""
+"""Handles deadlines of ElasticJobs: expired leases, maximum run times, and deletion after completion."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 AGAIN_S: Final = 5.0
 _CANCELLED: Final = "cancelled by a user, or with its pipeline's run"
 _NO_ANSWER: Final = frozenset({403, 404})
-PROMPT_S: Final = 5.0  # an API server that takes longer to answer was away
+PROMPT_S: Final = 5.0  # a slower response means that the API server was unavailable
 
 
-class JobClock:
-    """`stop(job, intent, reason)` stops a job, `found(job)` takes an object that is newer than what the watch told."""
+class JobTimers:
+    """Timers of all jobs. `stop(job, intent, reason)` stops a job; `found(job)` receives an object from a read."""
 
     def __init__(
         self,
@@ -48,20 +48,20 @@ class JobClock:
         self._book, self._writer, self._stop, self._found = book, writer, stop, found
 
     def set(self, uid: str) -> None:
-        """Wait for the next that is due: by its lease, its longest run and when it is to be forgotten."""
-        facts, job = self._book.facts[uid], self._book.jobs[uid]
-        if facts.timer:
-            facts.timer.cancel()
-        deadline = next_deadline(facts.object, job, lease_seen_at=facts.lease_seen_at, ran_s=facts.ran_s)
+        """Set the timer of the job's next deadline."""
+        state, job = self._book.runtime_states[uid], self._book.jobs[uid]
+        if state.timer:
+            state.timer.cancel()
+        deadline = next_deadline(state.object, job, lease_seen_at=state.lease_seen_at, ran_s=state.ran_s)
         if deadline is not None:
             delay = max(0.0, deadline.at - time.time())
-            facts.timer = asyncio.get_running_loop().call_later(delay, self._due, uid, deadline.due)
+            state.timer = asyncio.get_running_loop().call_later(delay, self._due, uid, deadline.due)
 
     def _due(self, uid: str, due: Due) -> None:
-        facts, job = self._book.facts.get(uid), self._book.jobs.get(uid)
-        if facts is None or job is None:
+        state, job = self._book.runtime_states.get(uid), self._book.jobs.get(uid)
+        if state is None or job is None:
             return
-        meta = facts.object.metadata
+        meta = state.object.metadata
         path = f"/apis/{labels.API_VERSION}/namespaces/{meta.namespace}/elasticjobs/{meta.name}"
         if due is Due.FORGET:
             body = {"preconditions": {"uid": meta.uid}, "propagationPolicy": "Background"}
@@ -70,26 +70,26 @@ class JobClock:
         elif due is Due.LEASE_ENDED:
             write = Write(verb="GET", path=path, about=f"{meta.namespace}/{meta.name}")
             found = partial(self._lease_ended, uid, time.time())
-            self._writer.submit(write, found, lambda _: self._lend_a_lease(uid))
+            self._writer.submit(write, found, lambda _: self._extend_lease(uid))
         else:
-            why = f"it ran for {facts.object.spec.max_runtime_seconds:g} s, which is its maxRuntimeSeconds"
+            why = f"it ran for {state.object.spec.max_runtime_seconds:g} s, which is its maxRuntimeSeconds"
             self._stop(job, Intent.FAIL, Reason(code=ReasonCode.USER, message=why))
 
     def _later(self, uid: str) -> None:
         asyncio.get_running_loop().call_later(AGAIN_S, self._due, uid, Due.FORGET)
 
     def _lease_ended(self, uid: str, asked_at: float, answer: bytes) -> None:
-        """A lease seems to have ended. Who waits for the job cannot renew it while the API server is away.
+        """Handle a lease that seems to have expired. Its client cannot renew it while the API server is unavailable.
 
-        So the server is asked first; where it took its time to answer, they get a whole lease to come back.
+        So the object is read first; if the response was slow, the lease is extended by its whole duration.
         """
-        facts, job = self._book.facts.get(uid), self._book.jobs.get(uid)
-        if facts is None or job is None or job.status.phase.final or job.ending:
+        state, job = self._book.runtime_states.get(uid), self._book.jobs.get(uid)
+        if state is None or job is None or job.status.phase.final or job.ending:
             return
         found = msgspec.json.decode(answer, type=ElasticJob)
         if time.time() - asked_at > PROMPT_S:
-            self._lend_a_lease(uid)
-        elif found.spec.lease != facts.object.spec.lease:
+            self._extend_lease(uid)
+        elif found.spec.lease != state.object.spec.lease:
             self._found(found)
         elif found.spec.lease is not None and found.spec.lease.duration_seconds and (run := _run_of(found)):
             self._ask_run(uid, run, found)
@@ -97,9 +97,9 @@ class JobClock:
             self._abandon(uid)
 
     def _ask_run(self, uid: str, run: OwnerReference, job: ElasticJob) -> None:
-        """A pipeline's step may be made again: while its run waits for it, its lease goes on.
+        """Extend the lease while the pipeline's run still waits for the step, which may be retried.
 
-        Not so where the controller may not read the run (an installation without that right): the lease says it alone.
+        If the controller may not read the run (an installation without that right), the lease alone decides.
         """
         meta = job.metadata
         place = (meta.annotations or {}).get(labels.STEP, "")
@@ -110,32 +110,32 @@ class JobClock:
             except msgspec.ValidationError as error:
                 log.warning("Workflow %s/%s cannot be read: %s", meta.namespace, run.name, error)
                 waits = False
-            (self._lend_a_lease if waits else self._abandon)(uid)
+            (self._extend_lease if waits else self._abandon)(uid)
 
         def failed(error: Exception) -> None:
             if isinstance(error, ApiError) and error.status in _NO_ANSWER:
                 self._abandon(uid)
             else:
-                self._lend_a_lease(uid)
+                self._extend_lease(uid)
 
         path = f"{workflows.COLLECTION.format(namespace=meta.namespace)}/{run.name}"
         self._writer.submit(Write(verb="GET", path=path, about=f"{meta.namespace}/{run.name}"), answered, failed)
 
     def _abandon(self, uid: str) -> None:
-        """Cancel the job: its lease has ended, and no attempt of its step will come."""
-        facts, job = self._book.facts.get(uid), self._book.jobs.get(uid)
-        if facts is None or job is None or job.status.phase.final or job.ending:
+        """Cancel the job: its lease has expired, and there will be no further attempt of its step."""
+        state, job = self._book.runtime_states.get(uid), self._book.jobs.get(uid)
+        if state is None or job is None or job.status.phase.final or job.ending:
             return
-        lease = facts.object.spec.lease
+        lease = state.object.spec.lease
         if lease is None or lease.duration_seconds == 0:
             self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=_CANCELLED))
             return
         why = f"its lease of {lease.duration_seconds:g} s has expired: its launcher has ended, and no other one came"
         self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=why))
 
-    def _lend_a_lease(self, uid: str) -> None:
-        if (facts := self._book.facts.get(uid)) and uid in self._book.jobs:
-            facts.lease_seen_at = time.time()
+    def _extend_lease(self, uid: str) -> None:
+        if (state := self._book.runtime_states.get(uid)) and uid in self._book.jobs:
+            state.lease_seen_at = time.time()
             self.set(uid)
 
 

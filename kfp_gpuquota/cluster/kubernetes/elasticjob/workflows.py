@@ -1,12 +1,12 @@
-"""Whether a pipeline's run still waits for one of its steps, by the run's Argo Workflow. Pure.
+"""Determines from a run's Argo Workflow whether the run still waits for one of its steps. Pure.
 
-A step's pod can be gone while the step goes on: Argo makes the next attempt within its requeue time (10 s by default),
-after back-offs, and the attempt's image may have to be pulled. No number of seconds bounds that, the Workflow does: the
-step is waited for while its own node, or that of its executor, has not ended. With the retryStrategy that KFP ships for
-Argo (templateDefaults) these are Retry nodes, which stay Running between two attempts.
+A step's pod may not exist while the step continues: Argo creates the next attempt after its requeue time (10 s by
+default) and its backoff, and the image may have to be pulled. No fixed time bounds that, but the Workflow does: the run
+waits for the step while the step's node, or that of its executor, has not ended. With the retryStrategy that KFP ships
+for Argo (templateDefaults) these are Retry nodes, which stay Running between two attempts.
 
-Rejected: waiting while the Workflow runs. A step that has failed for good may be one of many, and its job would hold
-GPUs for as long as the others take.
+Rejected: waiting while the Workflow runs. A step that has failed permanently may be one of many, and its job would hold
+GPUs until the others end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KIND: Final = "Workflow"
 GROUP: Final = "argoproj.io"
 COLLECTION: Final = "/apis/argoproj.io/v1alpha1/namespaces/{namespace}/workflows"
 EXECUTOR: Final = ".executor"
-"""What a node's name ends with: every task of a pipeline is a template with one task of this name."""
+"""Suffix of an executor node's name: every task of a pipeline is a template with one task of this name."""
 # Every level of a node's name may carry an attempt: run(0).root(0).train(0).executor(0). An iteration has two numbers:
 # iteration-iterations(0:0)(0).
 _ATTEMPTS: Final = re.compile(r"\(\d+\)(?=\.|$)")
@@ -51,7 +51,7 @@ class _Status(Struct, frozen=True):
 
 
 class Workflow(Struct, frozen=True):
-    """What of an Argo Workflow is read here."""
+    """The fields of an Argo Workflow that are read."""
 
     metadata: Metadata
     spec: _Spec = _Spec()
@@ -59,12 +59,12 @@ class Workflow(Struct, frozen=True):
 
 
 def without_attempts(node: str) -> str:
-    """Return the node's name, the same for every attempt of it and of all that it is in."""
+    """Return the node's name without attempt numbers, so that all attempts have the same name."""
     return _ATTEMPTS.sub("", node)
 
 
 def place_of(node: str) -> str:
-    """Return the place of a step in its run, by the name of its executor's node: "run-x7.root.train"."""
+    """Return the path of a step in its run from the name of its executor's node: "run-x7.root.train"."""
     return without_attempts(node).removesuffix(EXECUTOR)
 
 
@@ -74,7 +74,7 @@ def owner_of(references: tuple[OwnerReference, ...]) -> OwnerReference | None:
 
 
 def read(found: dict[str, Any]) -> Workflow:
-    """Return a Workflow as the API server gave it."""
+    """Return the Workflow of an API object."""
     return msgspec.convert(found, Workflow, strict=False)
 
 
@@ -90,9 +90,9 @@ def is_over(workflow: Workflow) -> bool:
 
 
 def awaits(workflow: Workflow, uid: str, place: str) -> bool:
-    """Return whether the run `uid` waits for the step at `place`; "" is any.
+    """Return whether the run `uid` waits for the step at path `place`; "" is any step.
 
-    Nodes that cannot be read (Argo may keep those of very large runs in a database) count as waiting.
+    Nodes that cannot be decoded (Argo may store those of very large runs in a database) count as waiting.
     """
     if workflow.metadata.uid != uid or is_over(workflow):
         return False
@@ -104,7 +104,7 @@ def awaits(workflow: Workflow, uid: str, place: str) -> bool:
 
 
 def nodes_of(workflow: Workflow) -> list[_Node]:
-    """Return the run's nodes; none where they cannot be read."""
+    """Return the run's nodes; [] if they cannot be decoded."""
     if workflow.status.nodes:
         return list(workflow.status.nodes.values())
     try:

@@ -1,1 +1,1 @@
-"""Kubernetes' objects and ours as narrow structs, and the names of labels and annotations. No logic, no I/O."""
+"""Structs of Kubernetes' and this project's objects, and the names of labels and annotations. No logic, no I/O."""

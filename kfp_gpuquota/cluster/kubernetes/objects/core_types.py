@@ -1,7 +1,7 @@
-"""Kubernetes objects as narrow structs: only what is read, so that a pod costs microseconds and little memory.
+"""Kubernetes objects as structs with only the fields that are read, so that decoding a pod costs microseconds.
 
-Unknown fields are skipped while decoding. What is kept for long is smaller still (see translate.py). Names are those
-of the API, in Python's spelling.
+Unknown fields are skipped while decoding. Long-lived data is smaller still (see convert/pods.py). Field names are those
+of the API in snake case.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class Struct(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
-    """Base of all: camelCase on the wire; what is absent has its default."""
+    """Base class: camelCase in JSON; absent fields have their default."""
 
 
 class OwnerReference(Struct, frozen=True):
-    """Who made an object; `controller` is set for the one that makes it anew."""
+    """An owner of an object; `controller` is true for the managing controller."""
 
     kind: str
     name: str
@@ -29,7 +29,7 @@ class OwnerReference(Struct, frozen=True):
 
 
 class Metadata(Struct, frozen=True):
-    """What every object has."""
+    """Metadata of an object."""
 
     name: str = ""
     namespace: str = ""
@@ -44,7 +44,7 @@ class Metadata(Struct, frozen=True):
 
 
 class Condition(Struct, frozen=True):
-    """A condition as most kinds have it."""
+    """A condition of an object's status."""
 
     type: str
     status: str
@@ -58,7 +58,7 @@ class Condition(Struct, frozen=True):
 
 
 class Taint(Struct, frozen=True):
-    """Keeps pods away that do not tolerate it."""
+    """A node's taint: it repels pods that do not tolerate it."""
 
     key: str
     effect: str
@@ -66,21 +66,21 @@ class Taint(Struct, frozen=True):
 
 
 class NodeSpec(Struct, frozen=True):
-    """What admins wish of a node."""
+    """The specification of a node."""
 
     unschedulable: bool = False
     taints: tuple[Taint, ...] = ()
 
 
 class NodeStatus(Struct, frozen=True):
-    """What a node has."""
+    """The status of a node."""
 
     allocatable: dict[str, str] = {}
     conditions: tuple[Condition, ...] = ()
 
 
 class Node(Struct, frozen=True):
-    """A machine."""
+    """A node."""
 
     metadata: Metadata
     spec: NodeSpec = NodeSpec()
@@ -91,13 +91,13 @@ class Node(Struct, frozen=True):
 
 
 class Named(Struct, frozen=True):
-    """Something with a name, such as a scheduling gate."""
+    """An object with only a name, such as a scheduling gate."""
 
     name: str
 
 
 class Resources(Struct, frozen=True):
-    """Quantities by resource: text in what the API server gives, numbers too in a template that somebody wrote."""
+    """Quantities by resource: strings in the API server's objects; a user's template may also have numbers."""
 
     requests: dict[str, Any] = {}
     limits: dict[str, Any] = {}
@@ -120,38 +120,38 @@ class NodeMatch(Struct, frozen=True):
 
 
 class NodeSelectorTerm(Struct, frozen=True):
-    """One alternative of where a pod may run."""
+    """A node selector term; terms are alternatives."""
 
     match_fields: tuple[NodeMatch, ...] = ()
     match_expressions: tuple[NodeMatch, ...] = ()
 
 
 class NodeSelector(Struct, frozen=True):
-    """Alternatives of where a pod may run."""
+    """Node selector terms, of which a node must satisfy one."""
 
     node_selector_terms: tuple[NodeSelectorTerm, ...] = ()
 
 
 class NodeAffinity(Struct, frozen=True):
-    """Where a pod must run; what it prefers is left to kube-scheduler."""
+    """A pod's required node affinity; preferences are left to kube-scheduler."""
 
     required: NodeSelector | None = msgspec.field(default=None, name="requiredDuringSchedulingIgnoredDuringExecution")
 
 
 class NodeAffinityOfVolume(Struct, frozen=True):
-    """Where a volume can be mounted."""
+    """The nodes on which a volume can be mounted."""
 
     required: NodeSelector | None = None
 
 
 class Affinity(Struct, frozen=True):
-    """Where a pod must run."""
+    """A pod's affinity."""
 
     node_affinity: NodeAffinity | None = None
 
 
 class Toleration(Struct, frozen=True):
-    """A taint that a pod puts up with."""
+    """A pod's toleration of a taint."""
 
     key: str = ""
     operator: str = ""
@@ -161,19 +161,19 @@ class Toleration(Struct, frozen=True):
 
 
 class ClaimSource(Struct, frozen=True):
-    """A volume by its claim."""
+    """The source of a volume: a PersistentVolumeClaim."""
 
     claim_name: str = ""
 
 
 class PodVolume(Struct, frozen=True):
-    """One volume of a pod; only claims are read."""
+    """A volume of a pod; only claims are read."""
 
     persistent_volume_claim: ClaimSource | None = None
 
 
 class PodSpec(Struct, frozen=True):
-    """What a pod asks for."""
+    """The specification of a pod."""
 
     node_name: str = ""
     scheduling_gates: tuple[Named, ...] = ()
@@ -189,7 +189,7 @@ class PodSpec(Struct, frozen=True):
 
 
 class Terminated(Struct, frozen=True):
-    """How a container ended."""
+    """The state of a terminated container."""
 
     exit_code: int = 0
     reason: str = ""
@@ -197,21 +197,21 @@ class Terminated(Struct, frozen=True):
 
 
 class Waiting(Struct, frozen=True):
-    """Why a container has not started."""
+    """The state of a waiting container."""
 
     reason: str = ""
     message: str = ""
 
 
 class ContainerState(Struct, frozen=True):
-    """One of the two, or neither where it runs."""
+    """The state of a container; both fields are None while it runs."""
 
     terminated: Terminated | None = None
     waiting: Waiting | None = None
 
 
 class ContainerStatus(Struct, frozen=True):
-    """What became of a container."""
+    """The status of a container."""
 
     name: str = ""
     restart_count: int = 0
@@ -221,7 +221,7 @@ class ContainerStatus(Struct, frozen=True):
 
 
 class PodStatus(Struct, frozen=True):
-    """What became of a pod."""
+    """The status of a pod."""
 
     phase: str = "Pending"
     reason: str = ""
@@ -232,7 +232,7 @@ class PodStatus(Struct, frozen=True):
 
 
 class Pod(Struct, frozen=True):
-    """A pod. `problem`: why only a part of it could be read; never on the wire."""
+    """A pod. `problem` states why only a part of it could be decoded; it is never in JSON."""
 
     metadata: Metadata
     spec: PodSpec = PodSpec()
@@ -241,26 +241,26 @@ class Pod(Struct, frozen=True):
 
 
 class ClaimSpec(Struct, frozen=True):
-    """What a claim is bound to; "" while it is not."""
+    """The specification of a claim; `volume_name` is "" until it is bound."""
 
     volume_name: str = ""
 
 
 class PersistentVolumeClaim(Struct, frozen=True):
-    """A claim to a volume."""
+    """A PersistentVolumeClaim."""
 
     metadata: Metadata
     spec: ClaimSpec = ClaimSpec()
 
 
 class VolumeSpec(Struct, frozen=True):
-    """Where a volume can be mounted."""
+    """The specification of a PersistentVolume."""
 
     node_affinity: NodeAffinityOfVolume | None = None
 
 
 class PersistentVolume(Struct, frozen=True):
-    """A volume."""
+    """A PersistentVolume."""
 
     metadata: Metadata
     spec: VolumeSpec = VolumeSpec()
@@ -273,57 +273,57 @@ class Namespace(Struct, frozen=True):
 
 
 class LimitItem(Struct, frozen=True):
-    """What containers (or pods, or claims) of a namespace get that do not say it themselves."""
+    """Default requests of a namespace's containers (or pods, or claims)."""
 
     type: str = ""
     default_request: dict[str, Any] = {}
 
 
 class LimitRangeSpec(Struct, frozen=True):
-    """All of one LimitRange's items."""
+    """The items of a LimitRange."""
 
     limits: tuple[LimitItem, ...] = ()
 
 
 class LimitRange(Struct, frozen=True):
-    """Defaults and bounds of a namespace's containers."""
+    """A LimitRange: defaults and bounds for a namespace's containers."""
 
     metadata: Metadata
     spec: LimitRangeSpec = LimitRangeSpec()
 
 
-# Others'
+# Kinds of other projects
 
 
 class Plugin(Struct, frozen=True):
-    """One plugin of a Profile."""
+    """A plugin of a Profile."""
 
     kind: str = ""
     spec: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 class ResourceQuotaSpec(Struct, frozen=True):
-    """The ResourceQuota that a Profile asks for."""
+    """The ResourceQuota that a Profile requests."""
 
     hard: dict[str, str] = {}
 
 
 class ProfileSpec(Struct, frozen=True):
-    """What a Profile asks for."""
+    """The specification of a Profile."""
 
     plugins: tuple[Plugin, ...] | None = None
     resource_quota_spec: ResourceQuotaSpec | None = None
 
 
 class Profile(Struct, frozen=True):
-    """Kubeflow's team."""
+    """A Kubeflow Profile: a team and its namespace."""
 
     metadata: Metadata
     spec: ProfileSpec = ProfileSpec()
 
 
 class LeaseSpec(Struct, frozen=True):
-    """Who leads, and until when."""
+    """The specification of a Lease: its holder and duration."""
 
     holder_identity: str | None = None
     lease_duration_seconds: int | None = None
@@ -340,7 +340,7 @@ class Lease(Struct, frozen=True):
 
 
 class ListMetadata(Struct, frozen=True):
-    """Where a list stands."""
+    """Metadata of a list."""
 
     resource_version: str = ""
     continue_: str = msgspec.field(default="", name="continue")
@@ -354,7 +354,7 @@ class Page(msgspec.Struct, Generic[T], frozen=True):
 
 
 class WatchLine(msgspec.Struct, frozen=True):
-    """One line of a watch."""
+    """One event of a watch."""
 
     type: str
     object: msgspec.Raw

@@ -1,4 +1,4 @@
-"""Our own kinds as narrow structs, as the API server gives and takes them; their schemas are made from these."""
+"""The project's custom resources as structs; their CRD schemas are generated from these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metada
 
 
 class GpuQuotaSpec(Struct, frozen=True):
-    """A team's quota. Values are checked when they become a Project, so that one wrong field names itself."""
+    """The specification of a GpuQuota. Values are checked when it is converted to a Project; errors name the field."""
 
     guaranteed: Any = 0
     limit: Any = None
@@ -26,7 +26,7 @@ class GpuQuotaSpec(Struct, frozen=True):
 
 
 class GpuQuotaStatus(Struct, frozen=True):
-    """What the team holds."""
+    """The status of a GpuQuota: GPUs that the team holds, borrows and requests."""
 
     gpus: float = 0
     borrowed: float = 0
@@ -36,7 +36,7 @@ class GpuQuotaStatus(Struct, frozen=True):
 
 
 class GpuQuota(Struct, frozen=True):
-    """The quota of the namespace of the same name, or of a department."""
+    """A GpuQuota: the quota of the namespace of the same name, or of a department."""
 
     metadata: Metadata
     spec: GpuQuotaSpec = GpuQuotaSpec()
@@ -44,13 +44,13 @@ class GpuQuota(Struct, frozen=True):
 
 
 class Checkpoint(Struct, frozen=True):
-    """A durable place for checkpoints."""
+    """A PersistentVolumeClaim for checkpoints."""
 
     claim_name: str
 
 
 class JobLease(Struct, frozen=True):
-    """Whoever waits for the job renews this, or it is cancelled."""
+    """A lease on the job: it is cancelled when its client does not renew the lease."""
 
     holder: str = ""
     duration_seconds: float = 0
@@ -58,7 +58,7 @@ class JobLease(Struct, frozen=True):
 
 
 class ElasticJobSpec(Struct, frozen=True):
-    """What a user asks for; the pod template is kept as it came."""
+    """The specification of an ElasticJob; the pod template is kept as raw JSON."""
 
     template: msgspec.Raw = msgspec.Raw(b"{}")
     kind: str = "train"
@@ -90,7 +90,7 @@ class ElasticJobSpec(Struct, frozen=True):
 
 
 class LastEviction(Struct, frozen=True):
-    """When and why the job was last stopped for others."""
+    """When and why the job was last evicted."""
 
     time: datetime
     reason: str = ""
@@ -98,7 +98,7 @@ class LastEviction(Struct, frozen=True):
 
 
 class TrainingProgress(Struct, frozen=True):
-    """What the training last said."""
+    """The progress that the training last reported."""
 
     step: int = 0
     total_steps: int | None = None
@@ -109,7 +109,7 @@ class TrainingProgress(Struct, frozen=True):
 
 
 class SizeChange(Struct, frozen=True):
-    """One change of a running job's size: `pauseMs` is how long training stood still for it, at `step`."""
+    """One change of a running job's size: training paused for `pauseMs` at `step`."""
 
     time: datetime
     from_gpus: int
@@ -123,7 +123,7 @@ class SizeChange(Struct, frozen=True):
 
 
 class NotReadyWorker(Struct, frozen=True):
-    """A worker of which the kubelet or kube-scheduler says since then that it does not come up."""
+    """A worker that does not start, as the kubelet or kube-scheduler has reported since `since`."""
 
     index: int
     since: datetime
@@ -131,9 +131,10 @@ class NotReadyWorker(Struct, frozen=True):
 
 
 class RetryState(Struct, frozen=True):
-    """GPUs given back, so many times in a row, since workers did not come up; asked for again at `retryAt`, if at all.
+    """GPUs were released `count` times in a row because workers did not start; they are requested again at `retryAt`.
 
-    Those of the whole `attempt`, or of the `workers` of these indices.
+    It refers to all workers of the `attempt`, or to the `workers` with these indices. Without `retryAt` there is no
+    further attempt.
     """
 
     count: int
@@ -145,7 +146,7 @@ class RetryState(Struct, frozen=True):
 
 
 class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
-    """What became of the job; written whole, so defaults are not left out."""
+    """The status of an ElasticJob; it is written as a whole, so defaults are included."""
 
     phase: str = "Pending"
     gpus: float = 0
@@ -180,7 +181,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ElasticJob(Struct, frozen=True):
-    """One training or session, of one or many workers; the namespace is the project."""
+    """An ElasticJob: a training or a session with one or more workers; its namespace is the project."""
 
     metadata: Metadata
     spec: ElasticJobSpec = ElasticJobSpec()
@@ -188,7 +189,7 @@ class ElasticJob(Struct, frozen=True):
 
 
 class AutoscaledSpec(Struct, frozen=True):
-    """How far an autoscaler may grow a pool, and of what shape its nodes are."""
+    """The limit and the node shape of an autoscaled pool."""
 
     max_gpus: int = 0
     gpus_per_node: int = 1
@@ -196,13 +197,13 @@ class AutoscaledSpec(Struct, frozen=True):
 
 
 class PolicyPool(Struct, frozen=True):
-    """What holds for one node pool."""
+    """The rules of one node pool."""
 
     autoscaled: AutoscaledSpec | None = None
 
 
 class QuotaPolicySpec(Struct, frozen=True):
-    """The cluster's rules. Values are checked when they become ClusterRules (quota_policy.py)."""
+    """The specification of a QuotaPolicy. Values are checked when it is converted to ClusterRules (quota_policy.py)."""
 
     reclaim: dict[str, Any] | None = None
     unmanaged: str = "ignore"
@@ -213,14 +214,14 @@ class QuotaPolicySpec(Struct, frozen=True):
 
 
 class QuotaPolicyObject(Struct, frozen=True):
-    """A QuotaPolicy."""
+    """A QuotaPolicy: the rules of the cluster."""
 
     metadata: Metadata
     spec: QuotaPolicySpec = QuotaPolicySpec()
 
 
 class PolicySpec(Struct, frozen=True):
-    """Of whom a policy holds, and its rules: {default, most, forced}, each a number, or a quantity."""
+    """The project and kind that a WorkloadPolicy applies to, and its rules: {default, most, forced}."""
 
     project: str | None = None
     kind: str | None = None
@@ -229,7 +230,7 @@ class PolicySpec(Struct, frozen=True):
 
 
 class PolicyObject(Struct, frozen=True):
-    """A WorkloadPolicy."""
+    """A WorkloadPolicy: limits and defaults for shared GPUs."""
 
     metadata: Metadata
     spec: PolicySpec = PolicySpec()

@@ -1,4 +1,4 @@
-"""The names that every part reads and writes on objects: see docs/kubernetes.md."""
+"""Names of labels, annotations and resources, documented in docs/kubernetes.md."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ JOB: Final = f"{GROUP}/job"
 WORKER: Final = f"{GROUP}/worker"
 ATTEMPT: Final = f"{GROUP}/attempt"
 SOURCE: Final = f"{GROUP}/source"
-STEP: Final = f"{GROUP}/step"  # of an ElasticJob: the place of the pipeline's step in its run
+STEP: Final = f"{GROUP}/step"  # on an ElasticJob: path of the pipeline step in its run
 LEADER: Final = f"{GROUP}/leader"
 POOL: Final = f"{GROUP}/pool"
 
-# Shared GPUs: on pods that share one, on the pods that reserve it, on nodes without real ones.
+# Shared GPUs: on pods that share a GPU, on reservation pods, and on nodes with simulated GPUs.
 GPUS: Final = f"{GROUP}/gpus"
 GPU_CONFIG: Final = f"{GROUP}/gpu-config"
 SET_BY: Final = f"{GROUP}/set-by"

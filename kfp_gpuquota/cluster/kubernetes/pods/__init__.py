@@ -1,4 +1,4 @@
-"""Pods that others create: as the scheduler's jobs, admitted, evicted, and recovered where they do not start.
+"""Pods of other controllers: their jobs in the scheduler, admission, eviction, and recovery if they do not start.
 
-Not here: pods that the controller creates itself for ElasticJobs (`elasticjob`).
+Not here: pods that this controller creates for ElasticJobs (`elasticjob`).
 """

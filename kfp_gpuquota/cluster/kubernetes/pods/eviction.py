@@ -1,17 +1,17 @@
-"""Ends pods for others: by the eviction API first, and within the reclaim's bound whatever the pod's owner has set.
+"""Evicts pods: by the eviction API first, and by deletion within the reclaim bound, whatever the owner has configured.
 
     0 s                 evicted, with the pod's own grace period, at most maxGracePeriodSeconds
     while refused       (a disruption budget, several of them, an API server that fails) evicted again every RETRY_S;
-                        the first refusal is noted on the pod, so that a controller started anew goes on counting
-    bound - grace - 5 s deleted with that grace period: disruption budgets do not hold a deletion up
-    bound               gone
+                        the first refusal is annotated on the pod, so that a restarted controller continues to count
+    bound - grace - 5 s deleted with that grace period: disruption budgets do not apply to a deletion
+    bound               deleted
 
-A kubelet goes by the grace period of the first deletion only (kubernetes/kubernetes#83916), whatever a later one says.
-So that of a pod that may borrow is capped when it is created (admission.py), and that of a deletion by anybody when it
-is requested (manifests/base/reclaim-policies.yaml). While a team holds no more than its guarantee, what it loses to a
-move or to a higher priority of its own is never deleted: budgets then hold without limit. Not covered: a node that does
-not answer, on which the pod's object stays until the node is back or removed, and pods that were created before the
-quota was there.
+A kubelet applies the grace period of the first deletion only (kubernetes/kubernetes#83916). So the grace period of a
+pod that may borrow is capped when it is created (admission/pods.py), and that of any user's deletion when it is
+requested (manifests/base/reclaim-policies.yaml). While a team is within its guarantee, pods that it loses to a move or
+to its own higher priorities are never deleted: disruption budgets then apply without a time limit. Not covered: an
+unreachable node, on which the pod's object stays until the node is back or removed, and pods created before the
+installation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, is_budget
+from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, is_disruption_budget
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 RETRY_S: Final = 5.0
 SLACK_S: Final = 5.0
-"""Of the bound, for the last deletion's call and the kubelet's own second."""
+"""The part of the bound for the call of the last deletion and the kubelet's delay of one second."""
 
 
 @dataclass(slots=True)
 class _Ending:
-    """One pod that is stopped for others. `bounded`: it holds borrowed GPUs."""
+    """The eviction of one pod. `bounded`: it holds borrowed GPUs, so the reclaim bound applies."""
 
     pod: PodView
     asked_at: float
@@ -50,28 +50,28 @@ class _Ending:
 
 
 class Evictions:
-    """`known` are the pods as last seen, by uid. `told(pod, reason, message)` is for events that users see.
+    """Evictions in progress. `pods` are all tracked pods by uid; `report(pod, reason, message)` records an event.
 
-    `count(step)` and `ended(seconds)` are for metrics, `borrows(namespace)`: it holds more than its guarantee.
+    `count(step)` and `ended(seconds)` update metrics; `borrows(namespace)` returns whether a team is over quota.
     """
 
     def __init__(
         self,
-        known: Mapping[str, PodView],
+        pods: Mapping[str, PodView],
         writer: Writer,
         rules: RulesBook,
-        told: Callable[[PodView, str, str], None],
+        report: Callable[[PodView, str, str], None],
         *,
         count: Callable[[str], None] = lambda _step: None,
         ended: Callable[[float], None] = lambda _seconds: None,
         borrows: Callable[[str], bool] = lambda _namespace: False,
     ) -> None:
-        self._known, self._writer, self._rules, self._told = known, writer, rules, told
+        self._pods, self._writer, self._rules, self._report = pods, writer, rules, report
         self._count, self._ended, self._borrows = count, ended, borrows
         self._endings: dict[str, _Ending] = {}
 
     def evict(self, pod: PodView, *, bounded: bool) -> None:
-        """Stop a pod for others; within the bound where its GPUs are reclaimed, or its team holds borrowed ones."""
+        """Evict a pod; the reclaim bound applies if its GPUs are reclaimed or its team holds borrowed ones."""
         if pod.uid in self._endings:
             return
         now, bounded = time.time(), bounded or self._borrows(pod.namespace)
@@ -84,26 +84,26 @@ class Evictions:
             self._evict(pod.uid)
 
     def note(self, pod: PodView) -> None:
-        """A pod is as given."""
-        if pod.stage is Stage.OVER:
+        """Process an update of a pod."""
+        if pod.stage is Stage.ENDED:
             self.drop(pod.uid)
 
     def drop(self, uid: str) -> None:
-        """A pod is gone, or has ended."""
+        """End the eviction of a pod that was deleted or has ended."""
         if (ending := self._endings.pop(uid, None)) is not None:
             for timer in ending.timers.values():
                 timer.cancel()
             self._ended(time.time() - ending.asked_at)
 
     def close(self) -> None:
-        """Do nothing any more."""
+        """Cancel all timers."""
         for ending in self._endings.values():
             for timer in ending.timers.values():
                 timer.cancel()
         self._endings.clear()
 
     def _asked_at(self, pod: PodView, now: float) -> float:
-        """Return since when the pod is to end: an earlier controller's note counts, unless it is of another reclaim."""
+        """Return when the eviction began: the annotation of an earlier controller counts, unless it is outdated."""
         recent = now - 2 * self._rules.rules.reclaim.bound_s < pod.reclaimed_at <= now
         return pod.reclaimed_at if recent else now
 
@@ -111,26 +111,26 @@ class Evictions:
         return max(1.0, min(pod.grace_s, self._rules.rules.reclaim.max_grace_s))
 
     def _last_moment(self, ending: _Ending) -> float:
-        """Return when it is deleted at the latest, to be gone within the bound."""
+        """Return the latest time at which the pod must be deleted to end within the bound."""
         return ending.asked_at + self._rules.rules.reclaim.bound_s - self._grace_of(ending.pod) - SLACK_S
 
     def _evict(self, uid: str) -> None:
-        ending, pod = self._endings.get(uid), self._known.get(uid)
-        if ending is None or pod is None or pod.stage is Stage.LEAVING:
+        ending, pod = self._endings.get(uid), self._pods.get(uid)
+        if ending is None or pod is None or pod.stage is Stage.TERMINATING:
             return
         grace = self._grace_of(pod) if pod.grace_s > self._grace_of(pod) else None
         self._writer.submit(requests.eviction(pod, grace), lambda _: None, partial(self._refused, uid))
 
     def _refused(self, uid: str, error: Exception) -> None:
         ending = self._endings.get(uid)
-        if ending is None or (isinstance(error, ApiError) and error.gone):
-            return  # the watch says so as well; 409 may be another pod of that name, or a conflict that passes
+        if ending is None or (isinstance(error, ApiError) and error.not_found):
+            return  # the watch reports it as well; 409 may be another pod with that name, or a transient conflict
         if not ending.bounded and self._borrows(ending.pod.namespace):
-            # others may be waiting for this very pod's GPUs: the plan counts what leaves as what is free soon
+            # another job may wait for this pod's GPUs: the plan counts GPUs of terminating pods as free soon
             ending.bounded, ending.asked_at = True, time.time()
             self._set(ending, "delete", self._last_moment(ending) - ending.asked_at, self._delete)
         self._count("refused")
-        self._told(ending.pod, "EvictionBlocked", self._why_blocked(ending, error))
+        self._report(ending.pod, "EvictionBlocked", self._why_blocked(ending, error))
         if ending.bounded and not ending.noted:
             ending.noted = True
             self._writer.submit(requests.reclaim_note(ending.pod, ending.asked_at), lambda _: None, lambda _: None)
@@ -144,28 +144,28 @@ class Evictions:
         return f"its team's borrowed GPUs are reclaimed, but {cause}; they are back in {bound:g} s all the same"
 
     def _delete(self, uid: str) -> None:
-        """The bound is near: what the eviction API has not ended by now is deleted."""
-        ending, pod = self._endings.get(uid), self._known.get(uid)
+        """Delete the pod near the end of the bound, if the eviction API has not ended it."""
+        ending, pod = self._endings.get(uid), self._pods.get(uid)
         if ending is None or pod is None:
             return
         deadline = ending.asked_at + self._rules.rules.reclaim.bound_s
-        if pod.stage is Stage.LEAVING:
+        if pod.stage is Stage.TERMINATING:
             if pod.ends_at > deadline:
                 self._count("overdue")
                 late = f"{pod.ends_at - deadline:.0f} s"
-                self._told(pod, "ReclaimOverdue", f"it was deleted with a grace period that ends {late} too late")
+                self._report(pod, "ReclaimOverdue", f"it was deleted with a grace period that ends {late} too late")
             return
         grace = max(1.0, min(self._grace_of(pod), deadline - time.time() - SLACK_S))
         self._count("deleted")
         why = f"its borrowed GPUs are reclaimed since {time.time() - ending.asked_at:.0f} s"
         bound = f"{self._rules.rules.reclaim.bound_s:g} s are allowed (QuotaPolicy, reclaim.boundSeconds)"
-        self._told(pod, "ReclaimForced", f"{why}, {bound}: deleted with a grace period of {grace:g} s")
+        self._report(pod, "ReclaimForced", f"{why}, {bound}: deleted with a grace period of {grace:g} s")
         write = requests.deletion(pod.namespace, pod.name, pod.uid, grace)
         self._writer.submit(write, lambda _: None, partial(self._not_deleted, uid))
 
     def _not_deleted(self, uid: str, error: Exception) -> None:
         ending = self._endings.get(uid)
-        if ending is not None and not (isinstance(error, ApiError) and error.gone):
+        if ending is not None and not (isinstance(error, ApiError) and error.not_found):
             self._set(ending, "delete", 1.0, self._delete)
 
     def _set(self, ending: _Ending, name: str, delay_s: float, action: Callable[[str], None]) -> None:
@@ -176,5 +176,7 @@ class Evictions:
 
 
 def is_refused_by_budgets(error: Exception) -> bool:
-    """Return whether one disruption budget refuses (429), or several apply to the pod (answered with 500)."""
-    return isinstance(error, ApiError) and (is_budget(error) or "more than one PodDisruptionBudget" in error.message)
+    """Return whether a disruption budget refuses the eviction (429), or several budgets apply to the pod (500)."""
+    return isinstance(error, ApiError) and (
+        is_disruption_budget(error) or "more than one PodDisruptionBudget" in error.message
+    )

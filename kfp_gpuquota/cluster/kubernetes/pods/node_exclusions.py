@@ -1,7 +1,7 @@
-"""Nodes that an owner's pods avoid for a while, since kube-scheduler had no room there for one that was sent.
+"""Excludes a node from an owner's pods for a while after kube-scheduler could not bind a pod to it.
 
-It has reasons that are not planned with (affinity to other pods, host ports, where a volume can be mounted). Without
-this the pod that is made anew, by its owner or as an ElasticJob's next worker, would be sent there again, and again.
+kube-scheduler has constraints that are not planned (pod affinity, host ports). Without the exclusion the next pod of
+the owner, or the ElasticJob's next worker, would be assigned to the same node again and again.
 """
 
 from __future__ import annotations
@@ -16,44 +16,46 @@ from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-AVOIDED_S: Final = 600.0
+EXCLUDED_S: Final = 600.0
 
 
-class Avoidance:
-    """`known` are the pods that were put, by uid; `put` gets those that may use a node again.
+class NodeExclusions:
+    """Excluded nodes by owner. `pods` are all tracked pods by uid; `put(pod)` updates pods when their nodes change.
 
-    `changed(maker, nodes)` is told what is avoided from now on: a maker that is an ElasticJob has no pods that wait.
+    `changed(controller_uid, nodes)` reports the nodes excluded from now on: an ElasticJob has no waiting pods.
     """
 
     def __init__(
         self,
-        known: Mapping[str, PodView],
+        pods: Mapping[str, PodView],
         put: Callable[[PodView], None],
         changed: Callable[[str, tuple[str, ...]], None],
     ) -> None:
-        self._known, self._put, self._changed = known, put, changed
-        self._until: dict[str, dict[str, float]] = {}  # owner -> node -> the loop's time
+        self._pods, self._put, self._changed = pods, put, changed
+        self._until: dict[str, dict[str, float]] = {}  # owner -> node -> the event loop's time
 
     def note(self, pod: PodView) -> None:
-        """The pod found no room on the node that it was sent to."""
+        """Exclude the pod's node, to which kube-scheduler could not bind it."""
         loop = asyncio.get_running_loop()
-        self._until.setdefault(pod.maker, {})[pod.node] = loop.time() + AVOIDED_S
-        loop.call_later(AVOIDED_S, self._look, pod.maker)
-        self._changed(pod.maker, self._nodes(pod.maker))
+        self._until.setdefault(pod.controller_uid, {})[pod.node] = loop.time() + EXCLUDED_S
+        loop.call_later(EXCLUDED_S, self._look, pod.controller_uid)
+        self._changed(pod.controller_uid, self._nodes(pod.controller_uid))
 
     def apply(self, pod: PodView) -> PodView:
-        """The pod, with what its owner's pods avoid."""
-        waits = pod.stage is Stage.WAITING and pod.maker in self._until
-        return msgspec.structs.replace(pod, avoids=self._nodes(pod.maker)) if waits else pod
+        """Return a waiting pod with its owner's excluded nodes."""
+        waits = pod.stage is Stage.WAITING and pod.controller_uid in self._until
+        return msgspec.structs.replace(pod, excluded_nodes=self._nodes(pod.controller_uid)) if waits else pod
 
-    def _nodes(self, maker: str) -> tuple[str, ...]:
-        return tuple(sorted(self._until.get(maker, ())))
+    def _nodes(self, controller_uid: str) -> tuple[str, ...]:
+        return tuple(sorted(self._until.get(controller_uid, ())))
 
-    def _look(self, maker: str) -> None:
+    def _look(self, controller_uid: str) -> None:
         now = asyncio.get_running_loop().time()
-        left = {node: until for node, until in self._until.pop(maker, {}).items() if until > now}
+        left = {node: until for node, until in self._until.pop(controller_uid, {}).items() if until > now}
         if left:
-            self._until[maker] = left
-        self._changed(maker, self._nodes(maker))
-        for pod in [pod for pod in self._known.values() if pod.maker == maker and pod.stage is Stage.WAITING]:
-            self._put(self.apply(msgspec.structs.replace(pod, avoids=())))
+            self._until[controller_uid] = left
+        self._changed(controller_uid, self._nodes(controller_uid))
+        for pod in [
+            pod for pod in self._pods.values() if pod.controller_uid == controller_uid and pod.stage is Stage.WAITING
+        ]:
+            self._put(self.apply(msgspec.structs.replace(pod, excluded_nodes=())))

@@ -1,19 +1,19 @@
-"""Pods that somebody else makes, as the scheduler's jobs: each one alone, or a group that starts together.
+"""Tracks pods of other controllers as the scheduler's jobs: each pod alone, or a group that starts together.
 
-A group forms once as many of its pods wait as it says. Pods that come to a formed group later, because their owner made
-them anew, are jobs of their own: they join siblings that run, so nothing is gained by making them wait for each other.
+A group is formed when as many of its pods wait as its size. Pods that join a formed group later, because their owner
+recreated them, are jobs of their own: their siblings run already, so they need not wait for each other.
 
-| pod was | is now  | the scheduler is told                                              |
-|---------|---------|--------------------------------------------------------------------|
-| -       | waiting | JobSubmitted; of a group once it is whole                          |
-| -       | held    | JobSubmitted, WorkerStarted                                        |
-| waiting | held    | WorkerStarted                                                      |
-| held    | waiting | WorkerGone: the write that admitted it has failed                  |
-| waiting | over    | JobRemoved; what is left of a group forms anew                     |
-| held    | leaving | WorkerLeaving; its job is closed                                   |
-| held    | over    | WorkerGone; its job is closed, or removed where it was the last    |
+| stage before | stage now   | scheduler events                                                |
+|--------------|-------------|-----------------------------------------------------------------|
+| -            | waiting     | JobSubmitted; for a group when it is complete                   |
+| -            | assigned    | JobSubmitted, WorkerStarted                                     |
+| waiting      | assigned    | WorkerStarted                                                   |
+| assigned     | waiting     | WorkerGone: the write that admitted it has failed               |
+| waiting      | ended       | JobRemoved; the rest of a group is formed again                 |
+| assigned     | terminating | WorkerLeaving; its job is closed                                |
+| assigned     | ended       | WorkerGone; its job is closed, or removed with its last pod     |
 
-A closed job takes no replacements: its pods' owner makes new ones, or none.
+A closed job gets no replacement pods: their owner's new pods are new jobs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kfp_gpuquota.api import JobSpec
-    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import Seats
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 
 GroupKey = tuple[str, str]
 
@@ -45,46 +45,46 @@ class PodJob:
 
     @property
     def started(self) -> bool:
-        """Some of it holds devices."""
-        return any(member.told >= Stage.HELD for member in self.members.values())
+        """Return whether any of its pods holds devices."""
+        return any(member.reported >= Stage.ASSIGNED for member in self.members.values())
 
 
 @dataclass(slots=True)
 class Member:
-    """One pod as last seen, and what the scheduler believes of it. `sent_to`: it is being admitted there.
+    """A pod as last seen, and the stage last reported to the scheduler. `sent_to`: it is being admitted there.
 
-    `part`: of a group whose pods differ, those that are like this one.
+    `part`: the part of its group with equal pods, if the group's pods differ.
     """
 
     view: PodView
-    told: Stage = Stage.OUTSIDE
+    reported: Stage = Stage.OUTSIDE
     job: PodJob | None = None
     sent_to: tuple[str, tuple[int, ...]] | None = None
-    asked_to_go: bool = False
+    evicted: bool = False
     part: str = ""
 
     @property
     def stage(self) -> Stage:
-        """Where it stands, decisions that are being carried out taken for done."""
+        """Return its stage, assuming that pending writes succeed."""
         stage = self.view.stage
         if stage is Stage.WAITING and self.sent_to is not None:
-            stage = Stage.HELD
-        return Stage.LEAVING if stage is Stage.HELD and self.asked_to_go else stage
+            stage = Stage.ASSIGNED
+        return Stage.TERMINATING if stage is Stage.ASSIGNED and self.evicted else stage
 
 
 class PlainPods:
-    """All such pods. `tell` gets the scheduler's events; none before `settle`.
+    """All pods of other controllers. `emit` receives the scheduler's events, none before `settle`.
 
-    `recreated(pod)`: its owner creates another one in its place when it is gone.
+    `recreated(pod)` returns whether the pod's owner recreates a deleted pod.
     """
 
     def __init__(
         self,
-        tell: Callable[[scheduler.Event], None],
-        seats: Seats,
+        emit: Callable[[scheduler.Event], None],
+        allocator: DeviceAllocator,
         recreated: Callable[[PodView], bool] = DEFAULT_RULES.recreates,
     ) -> None:
-        self._tell, self._seats, self._recreated = tell, seats, recreated
+        self._emit, self._allocator, self._recreated = emit, allocator, recreated
         self.members: dict[str, Member] = {}
         self.jobs: dict[str, PodJob] = {}
         self.gathering: dict[GroupKey, dict[str, Member]] = {}
@@ -92,78 +92,78 @@ class PlainPods:
         self._settled = False
 
     def settle(self) -> None:
-        """All that exists was put: what belonged together before a restart does so again."""
+        """Form the groups after all existing pods were put; groups from before a restart are restored."""
         for _ in self.settling():
             pass
 
     def settling(self) -> Iterator[None]:
-        """Settle pod by pod, for a caller that does other things in between."""
+        """Settle pod by pod; the caller may yield to other tasks in between."""
         self._settled = True
         groups: dict[GroupKey, list[Member]] = {}
         for member in self.members.values():
             if (key := _group_key(member.view)) is not None:
                 groups.setdefault(key, []).append(member)
         for key, members in groups.items():
-            if any(member.stage is Stage.HELD for member in members):
+            if any(member.stage is Stage.ASSIGNED for member in members):
                 self._form(key, members)
         for member in list(self.members.values()):
-            if member.view.uid in self.members:  # it may have gone since
+            if member.view.uid in self.members:  # it may have been deleted since
                 self._advance(member)
             yield
 
-    # What was seen
+    # Observed changes
 
     def put(self, view: PodView) -> None:
-        """A pod is as given."""
+        """Add or update a pod."""
         member = self.members.get(view.uid)
         if member is None:
-            if view.stage is Stage.OVER:
+            if view.stage is Stage.ENDED:
                 return
             member = self.members[view.uid] = Member(view)
         if view.stage is not Stage.WAITING:
-            member.sent_to = None  # the watch has seen what became of it
-        changed = view.stage is Stage.WAITING and _wish(member.view) != _wish(view)
+            member.sent_to = None  # the watch has reported the result
+        changed = view.stage is Stage.WAITING and _request(member.view) != _request(view)
         member.view = view
         if not self._settled:
             return
-        if changed and member.told is Stage.WAITING:
-            self._leave_queue(member)  # its labels have changed: it asks anew
+        if changed and member.reported is Stage.WAITING:
+            self._leave_queue(member)  # its labels have changed: it is submitted again
         self._advance(member)
 
     def drop(self, uid: str) -> None:
-        """A pod is gone."""
+        """Remove a deleted pod."""
         member = self.members.pop(uid, None)
         if member is not None:
-            self._move(member, Stage.OVER)
+            self._move(member, Stage.ENDED)
 
-    # What was decided
+    # Decisions
 
     def assume_sent(self, uid: str, node: str, devices: tuple[int, ...]) -> None:
-        """It is being admitted there."""
+        """Assume that the pod's admission to the node succeeds."""
         self.members[uid].sent_to = (node, devices)
         self._advance(self.members[uid])
 
     def assume_leaving(self, uid: str) -> None:
-        """It is being told to go."""
-        self.members[uid].asked_to_go = True
+        """Assume that the pod's eviction succeeds."""
+        self.members[uid].evicted = True
         self._advance(self.members[uid])
 
     def take_back(self, uid: str) -> None:
-        """What was being done to it has failed: it stands where it was last seen."""
+        """Undo the assumptions about a pod after a write has failed."""
         if member := self.members.get(uid):
-            member.sent_to, member.asked_to_go = None, False
+            member.sent_to, member.evicted = None, False
             self._advance(member)
 
     def waiting_of(self, job: str) -> list[PodView]:
-        """The pods of a job that wait for their turn, oldest first."""
+        """Return the waiting pods of a job, oldest first."""
         return [member.view for member in self._queued(job)]
 
     def paired(self, job: str, placements: Iterable[scheduler.Placement]) -> list[tuple[PodView, scheduler.Placement]]:
-        """Which of the job's pods goes to each place, the oldest first; of a group of parts one of the place's part."""
+        """Return a waiting pod for each placement, the oldest first; in a group with parts, one of the same part."""
         waiting: dict[str, list[PodView]] = {}
         for member in reversed(self._queued(job)):
             waiting.setdefault(member.part, []).append(member.view)
-        return [(waiting[place.part].pop(), place) for place in placements if waiting.get(place.part)]
+        return [(waiting[placement.part].pop(), placement) for placement in placements if waiting.get(placement.part)]
 
     def _queued(self, job: str) -> list[Member]:
         members = self.jobs[job].members.values() if job in self.jobs else ()
@@ -175,27 +175,27 @@ class PlainPods:
     def _advance(self, member: Member) -> None:
         stage = member.stage
         self._move(member, stage)
-        if stage is Stage.OVER:
+        if stage is Stage.ENDED:
             self.members.pop(member.view.uid, None)
 
     def _move(self, member: Member, stage: Stage) -> None:
-        was, member.told = member.told, stage
+        was, member.reported = member.reported, stage
         if was is stage:
             return
         match stage:
-            case Stage.WAITING if was >= Stage.HELD:
+            case Stage.WAITING if was >= Stage.ASSIGNED:
                 self._wait_again(member)
             case Stage.WAITING:
                 self._queue(member)
-            case Stage.HELD:
+            case Stage.ASSIGNED:
                 self._hold(member, was)
-            case Stage.LEAVING:
+            case Stage.TERMINATING:
                 self._hold(member, was)
-                self._tell(scheduler.WorkerLeaving(member.view.uid))
+                self._emit(scheduler.WorkerLeaving(member.view.uid))
                 self._close(member)
-            case Stage.OVER | Stage.OUTSIDE if was is Stage.WAITING:
+            case Stage.ENDED | Stage.OUTSIDE if was is Stage.WAITING:
                 self._leave_queue(member)
-            case Stage.OVER | Stage.OUTSIDE if was >= Stage.HELD:
+            case Stage.ENDED | Stage.OUTSIDE if was >= Stage.ASSIGNED:
                 self._end(member)
 
     def _queue(self, member: Member) -> None:
@@ -212,9 +212,9 @@ class PlainPods:
             self._form(key, list(gathered.values()))
 
     def _leave_queue(self, member: Member) -> None:
-        """It waits no more. What was to start with it forms anew; what runs already goes on."""
+        """Remove a pod from the queue. The waiting rest of its group is formed again; running pods continue."""
         uid, job = member.view.uid, member.job
-        member.told, member.job = Stage.OUTSIDE, None
+        member.reported, member.job = Stage.OUTSIDE, None
         if job is None:
             if (key := _group_key(member.view)) is not None:
                 self.gathering.get(key, {}).pop(uid, None)
@@ -223,9 +223,9 @@ class PlainPods:
         self._disband(job)
 
     def _hold(self, member: Member, was: Stage) -> None:
-        if was >= Stage.HELD:
-            if was is Stage.LEAVING:  # an eviction that was refused: it holds what it held
-                self._give_back(member)
+        if was >= Stage.ASSIGNED:
+            if was is Stage.TERMINATING:  # the eviction was refused: it keeps its devices
+                self._release(member)
             else:
                 return
         view = member.view
@@ -234,16 +234,16 @@ class PlainPods:
             self._form(None, [member])
         assert member.job is not None
         node, wanted = member.sent_to or (view.node, view.devices)
-        devices = self._seats.take(view.uid, node, view.gpus, wanted, part=bool(view.share))
-        self._tell(scheduler.WorkerStarted(view.uid, member.job.uid, node, devices, view.created, member.part))
+        devices = self._allocator.take(view.uid, node, view.gpus, wanted, part=bool(view.share))
+        self._emit(scheduler.WorkerStarted(view.uid, member.job.uid, node, devices, view.created, member.part))
 
-    def _give_back(self, member: Member) -> None:
-        self._seats.release(member.view.uid)
-        self._tell(scheduler.WorkerGone(member.view.uid))
+    def _release(self, member: Member) -> None:
+        self._allocator.release(member.view.uid)
+        self._emit(scheduler.WorkerGone(member.view.uid))
 
     def _wait_again(self, member: Member) -> None:
-        """Its admission failed. A job that was closed meanwhile takes it no more."""
-        self._give_back(member)
+        """Queue a pod again after its admission failed; if its job was closed in the meantime, as a new job."""
+        self._release(member)
         job = member.job
         assert job is not None, "what holds devices belongs to a job"
         if job.closed:
@@ -258,17 +258,17 @@ class PlainPods:
         assert job is not None, "what holds devices belongs to a job"
         del job.members[member.view.uid]
         if job.members:
-            self._close_job(job)  # those of it that wait leave it
+            self._close_job(job)  # its waiting pods become jobs of their own
         if not job.members:
             self._remove(job)
-        self._give_back(member)
+        self._release(member)
 
     # Jobs
 
     def _form(self, key: GroupKey | None, members: list[Member]) -> None:
         first = min(members, key=lambda m: (m.view.created, m.view.uid))
         uid = first.view.uid if key is None else f"group/{first.view.uid}"
-        while uid in self.jobs:  # an earlier group with the same first pod is closed, and some of it still hold devices
+        while uid in self.jobs:  # an earlier group with the same first pod is closed, and some pods still hold devices
             uid += "/again"
         job = PodJob(uid=uid, key=key, members={m.view.uid: m for m in members})
         self.jobs[job.uid] = job
@@ -279,9 +279,9 @@ class PlainPods:
         parts = _split(members)
         movable = all(
             self._recreated(member.view) for member in members
-        )  # another pod is not created, and work is lost
+        )  # without a new pod a move would lose the work
         spec = pod_job(first.view, 1 if parts else len(members))
-        self._tell(scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable, parts=parts))
+        self._emit(scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable, parts=parts))
 
     def _close(self, member: Member) -> None:
         assert member.job is not None
@@ -291,13 +291,13 @@ class PlainPods:
         if job.closed:
             return
         self._no_longer_open(job)
-        self._tell(scheduler.JobCompleting(job.uid))
-        for member in [m for m in job.members.values() if m.told is Stage.WAITING]:
+        self._emit(scheduler.JobCompleting(job.uid))
+        for member in [m for m in job.members.values() if m.reported is Stage.WAITING]:
             del job.members[member.view.uid]
             self._form(None, [member])
 
     def _disband(self, job: PodJob) -> None:
-        """A group lost one that waited."""
+        """Form the rest of a group again after it lost a waiting pod."""
         if job.started:
             self._close_job(job)
             return
@@ -309,7 +309,7 @@ class PlainPods:
     def _remove(self, job: PodJob) -> None:
         self._no_longer_open(job)
         del self.jobs[job.uid]
-        self._tell(scheduler.JobRemoved(job.uid))
+        self._emit(scheduler.JobRemoved(job.uid))
 
     def _no_longer_open(self, job: PodJob) -> None:
         if not job.closed and job.key is not None:
@@ -320,17 +320,17 @@ class PlainPods:
 
 
 def _group_key(view: PodView) -> GroupKey | None:
-    if not view.group or view.share:  # a job that holds parts of GPUs has one worker
+    if not view.group or view.share:  # a job with shared GPUs has one worker
         return None
     return view.namespace, view.group
 
 
 def _split(members: list[Member]) -> dict[str, JobSpec]:
-    """What each part of the group asks for; no parts where all are alike."""
+    """Return the job of each part of the group; {} if all pods are equal."""
     alike: dict[tuple[object, ...], list[Member]] = {}
     for member in sorted(members, key=lambda m: (m.view.created, m.view.uid)):
         member.part = ""
-        alike.setdefault((member.view.gpus, member.view.needs, member.view.place), []).append(member)
+        alike.setdefault((member.view.gpus, member.view.needs, member.view.constraints), []).append(member)
     if len(alike) == 1:
         return {}
     parts: dict[str, JobSpec] = {}
@@ -341,7 +341,7 @@ def _split(members: list[Member]) -> dict[str, JobSpec]:
     return parts
 
 
-def _wish(view: PodView) -> tuple[object, ...]:
-    """What it asks for."""
-    quality = view.kind, view.priority, view.preemptible, view.pool, view.place, view.avoids
+def _request(view: PodView) -> tuple[object, ...]:
+    """Return all fields of a waiting pod that determine its job."""
+    quality = view.kind, view.priority, view.preemptible, view.pool, view.constraints, view.excluded_nodes
     return view.gpus, view.share, view.needs, *quality, view.group, view.group_size

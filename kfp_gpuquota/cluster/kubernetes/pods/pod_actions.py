@@ -1,4 +1,4 @@
-"""A plan, carried out on pods that somebody else made: admitted by a patch, told to go by the eviction API."""
+"""Carries out plans on pods of other controllers: admits them by a patch, and evicts them by the eviction API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
-    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Place, Reservations
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
 
 REFUSED_PAUSE_S: Final = 1.0
 
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 
 class PodActions:
-    """Admissions and evictions. `noted(pod)` gets the answers of writes, which are news that the watch will repeat.
+    """Admissions and evictions. `noted(pod)` receives the pods that writes return, before the watch delivers them.
 
-    `told(pod, reason, message)` is for events that users see.
+    `report(pod, reason, message)` records an event for users.
     """
 
     def __init__(
@@ -50,66 +50,66 @@ class PodActions:
         pods: PlainPods,
         writer: Writer,
         noted: Callable[[Pod], None],
-        told: Callable[[PodView, str, str], None],
+        report: Callable[[PodView, str, str], None],
         reservations: Reservations,
         rules: RulesBook,
         evictions: Evictions,
     ) -> None:
-        self._pods, self._writer, self._noted, self._told = pods, writer, noted, told
+        self._pods, self._writer, self._noted, self._report = pods, writer, noted, report
         self._reservations, self._rules = reservations, rules
         self._evictions = evictions
         self._pod = msgspec.json.Decoder(Pod)
 
     def start(self, job: str, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
-        """Send as many of the job's waiting pods as there are placements."""
-        for pod, place in self._pods.paired(job, placements):
-            self._pods.assume_sent(pod.uid, place.node, place.devices)
-            admission = requests.admission(pod, place.node, place.devices, reason.message)
+        """Admit a waiting pod of the job for each placement."""
+        for pod, placement in self._pods.paired(job, placements):
+            self._pods.assume_sent(pod.uid, placement.node, placement.devices)
+            admission = requests.admission(pod, placement.node, placement.devices, reason.message)
             if pod.share:
                 self._prepare(pod, admission)
             else:
                 self._admit(pod, admission)
 
     def stop(self, workers: Iterable[str], reason: Reason) -> None:
-        """Tell these pods to go."""
+        """Evict these pods."""
         for uid in workers:
             if self._reservations.gives_up(uid):
-                self._pods.take_back(uid)  # it has not started: it goes on waiting, for another place
+                self._pods.take_back(uid)  # it has not started: it waits for another placement
             elif member := self._pods.members.get(uid):
                 self._pods.assume_leaving(uid)
-                self._told(member.view, "Evicted", self._explained(member.view, reason))
+                self._report(member.view, "Evicted", self._explained(member.view, reason))
                 self._evictions.evict(member.view, bounded=reason.code in _RECLAIMS)
 
     def _explained(self, pod: PodView, reason: Reason) -> str:
-        """Return the reason, and what is lost with the pod where its owner does not create another one."""
+        """Return the reason, and the consequence if the pod's owner does not recreate it."""
         rules = self._rules.rules
         return reason.message if rules.recreates(pod) else f"{reason.message}; {rules.consequence(pod)}"
 
     def remake(self, pod: PodView, reason: str, why: str) -> None:
-        """Take away a pod that cannot stay where it is, for its owner to make it anew."""
+        """Evict a pod that cannot stay on its node, so that its owner recreates it."""
         if pod.uid in self._pods.members:
             self._pods.assume_leaving(pod.uid)
-            self._told(pod, reason, why)
+            self._report(pod, reason, why)
             self._evictions.evict(pod, bounded=False)
 
     def _prepare(self, pod: PodView, admission: Write) -> None:
-        """It shares GPUs: reserve them, wait until its part is free, tell the pod which they are, then admit it."""
+        """Reserve shared GPUs, wait until the pod's part is free, write its GPU configuration, then admit it."""
         name = f"{pod.namespace}/{pod.name}"
         sharer = Sharer(
             note_of(pod_job(pod), pod.uid, name, time.time()),
             ready=partial(self._configure, pod, admission),
             failed=partial(self._admission_failed, pod),
-            told=partial(self._told, pod),
+            report=partial(self._report, pod),
         )
         self._reservations.prepare(sharer)
 
-    def _configure(self, pod: PodView, admission: Write, place: Place) -> None:
-        admission = requests.noting(admission, {labels.GPUS: ",".join(place.note.gpus)})
+    def _configure(self, pod: PodView, admission: Write, assignment: DeviceAssignment) -> None:
+        admission = requests.with_annotations(admission, {labels.GPUS: ",".join(assignment.note.gpus)})
         name = self._reservations.config_of(pod.uid)
-        if not is_name(name):  # it was gated by somebody else, and refers to no ConfigMap of ours
+        if not is_name(name):  # another controller has gated it, so it refers to no GPU configuration
             self._admit(pod, admission)
             return
-        filled = config_map(pod, name, place)
+        filled = config_map(pod, name, assignment)
         failed = partial(self._admission_failed, pod)
         self._writer.submit(filled, lambda _: self._admit(pod, admission), failed)
 
@@ -120,7 +120,7 @@ class PodActions:
         self._noted(self._pod.decode(answer))
 
     def _admission_failed(self, pod: PodView, error: Exception) -> None:
-        """The watch tells what the pod really is; until then it is left alone, so that nothing is tried in a hurry."""
+        """Undo the assumptions after a pause, in which the watch reports the pod's state."""
         log.warning("%s/%s could not be admitted: %s", pod.namespace, pod.name, error)
         self._later(REFUSED_PAUSE_S, lambda: self._pods.take_back(pod.uid))
 

@@ -1,8 +1,7 @@
-"""Pods that hold GPUs and do not get on: their place was taken by somebody else, or they do not come up.
+"""Detects pods that hold GPUs but do not start: kube-scheduler cannot bind them, or the kubelet cannot start them.
 
-Kube-scheduler then finds no room on the node that they were admitted to, or their kubelet cannot start them. Where a
-pod was sent cannot be changed. So after a while it is made anew: a worker by us, any other pod by its owner, once the
-eviction API has taken it away; a pod that nobody would make anew is left, and told of.
+The node of an admitted pod cannot be changed. So after a while a worker is recreated by this controller, and any other
+pod is evicted, so that its owner recreates it. A pod that would not be recreated is left, with an event.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-STUCK_S: Final = 15.0  # a place that is about to be free again, and an autoscaler's first steps, take less
+STUCK_S: Final = 15.0  # longer than a node needs to free capacity, and than an autoscaler's first steps
 
 
 class StuckPods:
-    """`pods` are those known, by uid; `found(pod)` is told of each for which `stuck` holds, each time `stuck_s` have
-    gone by.
-    """
+    """Calls `found(pod)` for each pod that is `stuck`, every `stuck_s` seconds. `pods` are all tracked pods by uid."""
 
     def __init__(
         self,
@@ -34,7 +31,7 @@ class StuckPods:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def note(self, pod: PodView) -> None:
-        """A pod is as given."""
+        """Process an update of a pod."""
         if self._stuck(pod):
             if pod.uid not in self._timers:
                 self._wait(pod.uid)
@@ -42,7 +39,7 @@ class StuckPods:
             timer.cancel()
 
     def close(self) -> None:
-        """Tell of none any more."""
+        """Cancel all timers."""
         for timer in self._timers.values():
             timer.cancel()
 
@@ -58,17 +55,17 @@ class StuckPods:
 
 
 def lacks_its_place(pod: PodView) -> bool:
-    """It was sent to a node, and kube-scheduler says that it does not fit there."""
-    waits = pod.stage is Stage.HELD and not pod.bound and pod.trouble.startswith("Unschedulable")
-    return waits and not pod.opened
+    """Return whether the pod was admitted to a node, and kube-scheduler reports that it does not fit there."""
+    waits = pod.stage is Stage.ASSIGNED and not pod.bound and pod.start_failure.startswith("Unschedulable")
+    return waits and not pod.stand_in
 
 
 def awaits_a_node(pod: PodView) -> bool:
-    """It was opened in an autoscaled pool, and no node there has taken it yet."""
-    return pod.stage is Stage.HELD and not pod.bound and bool(pod.opened)
+    """Return whether the pod was admitted to an autoscaled pool, and is not bound to a node yet."""
+    return pod.stage is Stage.ASSIGNED and not pod.bound and bool(pod.stand_in)
 
 
 def does_not_come_up(pod: PodView) -> bool:
-    """Its kubelet complains, or has not made its volumes and its network yet. To pull an image may take its time."""
-    starts = pod.stage is Stage.HELD and pod.bound and not pod.running
-    return starts and not pod.job_uid and (bool(pod.trouble) or not pod.prepared)
+    """Return whether the kubelet reports a failure, or has not created the sandbox yet; image pulls may take long."""
+    starts = pod.stage is Stage.ASSIGNED and pod.bound and not pod.running
+    return starts and not pod.job_uid and (bool(pod.start_failure) or not pod.prepared)

@@ -1,11 +1,11 @@
-"""Why pods wait, told on them as events: few enough for any cluster.
+"""Records why pods wait as rate-limited events on the pods.
 
-An event for each pod and plan would cost more than the pods. So nothing is told of a pod that waits for moments only,
-of a group its first pod is told, the same is told once, numbers that change within a sentence count as news only after
-a while, and all together are rationed, the oldest pods first.
+An event for each pod and plan would cost more than the pods. So there is no event for pods that wait only briefly, a
+group has one on its first pod, the same event is not repeated, a changed number in a message is reported only after a
+while, and the total is limited, the oldest pods first.
 
 Rejected: a condition in the pod's status. Kubeflow's notebook page and `kubectl describe` show events, and a condition
-would be one more write for every pod that waits at all, since it would have to be taken away again.
+would need a second write for every waiting pod to remove it again.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
 
 LOOK_EVERY_S: Final = 5.0
-MOMENTS_S: Final = 3.0
-MOST_AT_ONCE: Final = 10
-NEWS_AFTER_S: Final = 300.0
+MIN_WAIT_S: Final = 3.0
+MAX_EVENTS: Final = 10
+REPORTED_AGAIN_S: Final = 300.0
 
 
-class Told(NamedTuple):
-    """What a pod was last told, and when by the loop's clock."""
+class Reported(NamedTuple):
+    """The last event of a pod, and when it was recorded by the event loop's clock."""
 
     code: str
     message: str
     at: float
 
 
-class WaitingPods:
-    """`told(pod, reason, message)` writes an event."""
+class WaitEvents:
+    """Waiting pods and their last events. `report(pod, reason, message)` records an event."""
 
-    def __init__(self, pods: PlainPods, told: Callable[[PodView, str, str], None]) -> None:
-        self._pods, self._told = pods, told
+    def __init__(self, pods: PlainPods, report: Callable[[PodView, str, str], None]) -> None:
+        self._pods, self._report = pods, report
         self._reasons: Mapping[str, Reason] = {}
-        self._known: dict[str, Told] = {}
+        self._reported: dict[str, Reported] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, reasons: Mapping[str, Reason]) -> None:
-        """Why each job waits, as the newest plan says it."""
+        """Update the reasons why jobs wait, from the newest plan."""
         self._reasons = reasons
         if self._timer is None and (reasons or self._pods.gathering):
             self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
     def close(self) -> None:
-        """Tell of nothing any more."""
+        """Cancel the timer."""
         if self._timer:
             self._timer.cancel()
 
     def _look(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
-        since = time.time() - MOMENTS_S
+        since = time.time() - MIN_WAIT_S
         waiting = sorted(self._waiting(), key=lambda found: (found[0].created, found[0].uid))
-        self._known = {pod.uid: self._known[pod.uid] for pod, _, _ in waiting if pod.uid in self._known}
+        self._reported = {pod.uid: self._reported[pod.uid] for pod, _, _ in waiting if pod.uid in self._reported}
         old = (found for found in waiting if found[0].created <= since)
-        news = (found for found in old if self._is_news(found[0].uid, found[1], found[2], now))
-        for (pod, code, message), _ in zip(news, range(MOST_AT_ONCE), strict=False):
-            self._known[pod.uid] = Told(code, message, now)
-            self._told(pod, "Waiting", message)
+        due = (found for found in old if self._is_due(found[0].uid, found[1], found[2], now))
+        for (pod, code, message), _ in zip(due, range(MAX_EVENTS), strict=False):
+            self._reported[pod.uid] = Reported(code, message, now)
+            self._report(pod, "Waiting", message)
         if waiting:
             self.note(self._reasons)
 
@@ -84,8 +84,8 @@ class WaitingPods:
                     f"{have} of the {size} pods of group {first.group} are there; they start together",
                 )
 
-    def _is_news(self, uid: str, code: str, message: str, now: float) -> bool:
-        told = self._known.get(uid)
-        if told is None or told.code != code:
+    def _is_due(self, uid: str, code: str, message: str, now: float) -> bool:
+        last = self._reported.get(uid)
+        if last is None or last.code != code:
             return True
-        return told.message != message and now - told.at >= NEWS_AFTER_S
+        return last.message != message and now - last.at >= REPORTED_AGAIN_S

@@ -1,1 +1,1 @@
-"""What administrators write: GpuQuota, Profile, WorkloadPolicy and QuotaPolicy, as projects and rules."""
+"""Converts administrators' objects (GpuQuota, Profile, WorkloadPolicy, QuotaPolicy) to projects and rules."""

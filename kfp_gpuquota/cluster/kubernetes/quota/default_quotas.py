@@ -1,9 +1,9 @@
-"""The default quota of namespaces that nobody manages, where the QuotaPolicy has `unmanaged: default-quota`.
+"""Creates the default quota of unmanaged namespaces, if the QuotaPolicy has `unmanaged: default-quota`.
 
-Each namespace that is neither labelled, nor exempt, nor has a GpuQuota of its own is given the default one (labelled
-gpuquota.dev/source=default, owned by the namespace, so that it goes with it), and then the label that gates its pods.
-Until then the API server refuses its GPU pods (policy gpuquota-unmanaged), so none starts ungated in between. The
-quota of a Profile replaces it, and an administrator may write it. Another mode leaves what was given.
+Each namespace that is neither labelled, nor exempt, nor has a GpuQuota gets the default one (labelled
+gpuquota.dev/source=default and owned by the namespace, so that it is deleted with it), and then the label that gates
+its pods. Until then the API server refuses its GPU pods (policy gpuquota-unmanaged), so no pod starts ungated. The
+quota of a Profile replaces the default, and an administrator may edit it. Other modes do not remove existing defaults.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules, RulesBook
 
 SOURCE: Final = "default"
-AGAIN_S: Final = 5.0
+RETRY_S: Final = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class DefaultQuotas:
-    """Gives namespaces the default quota. `quotas` are those that exist, by name.
+    """Creates default quotas. `quotas` are the existing ones, by name.
 
-    `claimed(namespace)`: a Profile asks for a quota of its own.
+    `claimed(namespace)` returns whether a Profile requests a quota for the namespace.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class DefaultQuotas:
         self._started = False
 
     def start(self) -> None:
-        """All is listed: look at every namespace."""
+        """Start reconciling every namespace, after all objects have been listed."""
         self._started = True
         self.rules_changed()
 
     def rules_changed(self) -> None:
-        """The policy is another one."""
+        """Reconcile every namespace after a change of the QuotaPolicy."""
         for name in list(self._namespaces):
             self._look(name)
 
     def put_namespace(self, namespace: Namespace) -> None:
-        """A namespace is as given."""
+        """Add or update a namespace."""
         name = namespace.metadata.name
         self._namespaces[name], self._names[namespace.metadata.uid] = namespace, name
         self._look(name)
 
     def drop_namespace(self, uid: str) -> None:
-        """A namespace is gone; its default quota, which it owns, goes with it."""
+        """Remove a deleted namespace; the garbage collector deletes its default quota."""
         name = self._names.pop(uid, None)
         if name is not None and self._namespaces[name].metadata.uid == uid:
             del self._namespaces[name]
@@ -92,19 +92,19 @@ class DefaultQuotas:
         self._writer.submit(write, lambda _: self._under_way.discard(name), partial(self._refused, name))
 
     def _refused(self, name: str, error: Exception) -> None:
-        if isinstance(error, ApiError) and error.gone:
+        if isinstance(error, ApiError) and error.not_found:
             self._under_way.discard(name)
             return
-        log.warning("namespace %s could not be given its default quota, again in %g s: %s", name, AGAIN_S, error)
-        asyncio.get_running_loop().call_later(AGAIN_S, self._again, name)
+        log.warning("the default quota of namespace %s was not created, retry in %g s: %s", name, RETRY_S, error)
+        asyncio.get_running_loop().call_later(RETRY_S, self._retry, name)
 
-    def _again(self, name: str) -> None:
+    def _retry(self, name: str) -> None:
         self._under_way.discard(name)
         self._look(name)
 
 
 def default_quota(namespace: Namespace, rules: ClusterRules) -> Write:
-    """Return the request that gives the namespace the default quota, without overwriting what others have set in it."""
+    """Return the request that applies the namespace's default quota without overwriting fields of other managers."""
     meta = namespace.metadata
     owner = {"apiVersion": "v1", "kind": "Namespace", "name": meta.name, "uid": meta.uid}
     body = {

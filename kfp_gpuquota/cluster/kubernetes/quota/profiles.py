@@ -1,7 +1,7 @@
-"""Kubeflow's Profiles: the quota that a team's Profile asks for becomes a GpuQuota, and its namespace is managed.
+"""Mirrors the quota in a Kubeflow Profile into a GpuQuota, and labels its namespace as managed.
 
-The Profile itself is never written: its own controller rewrites it at each reconcile. What is wrong with it is said
-in the mirrored quota's conditions and as an event on the Profile's namespace.
+The Profile itself is never written: its own controller rewrites it at each reconcile. Problems are reported in the
+mirrored quota's conditions and as events on the Profile's namespace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.client.request import Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.quota.quotas import project_of_plugin, quota_spec, says
+from kfp_gpuquota.cluster.kubernetes.quota.quotas import has_spec, project_of_plugin, quota_spec
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -29,57 +29,57 @@ if TYPE_CHECKING:
 PLUGIN: Final = "GpuQuota"
 SOURCE: Final = "profile"
 DEFAULT: Final = "default"  # of default_quotas.py
-AGAIN_S: Final = 5.0
+RETRY_S: Final = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class Profiles:
-    """Mirrors Profiles into GpuQuotas. `quotas` are those known; `told(namespace, reason, message)` is for events."""
+    """Mirrors Profiles into GpuQuotas. `quotas` are the existing ones; `report(namespace, reason, message)` warns."""
 
-    def __init__(self, writer: Writer, quotas: dict[str, GpuQuota], told: Callable[[str, str, str], None]) -> None:
-        self._writer, self._quotas, self._told = writer, quotas, told
+    def __init__(self, writer: Writer, quotas: dict[str, GpuQuota], report: Callable[[str, str, str], None]) -> None:
+        self._writer, self._quotas, self._report = writer, quotas, report
         self._profiles: dict[str, Profile] = {}
         self._names: dict[str, str] = {}
         self._namespaces: dict[str, Namespace] = {}
         self._namespace_names: dict[str, str] = {}
-        self._said: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
         self._started = False
 
     def start(self) -> None:
-        """All is listed: bring quotas and namespaces in line with the Profiles."""
+        """Reconcile all quotas and namespaces with the Profiles, after all objects have been listed."""
         self._started = True
         for name in {*self._profiles, *self._quotas}:
             self._look(name)
 
     def put_profile(self, profile: Profile) -> None:
-        """A Profile is as given."""
+        """Add or update a Profile."""
         name = profile.metadata.name
         self._profiles[name], self._names[profile.metadata.uid] = profile, name
         if self._started:
             self._mirror(name)
 
     def drop_profile(self, uid: str) -> None:
-        """A Profile is gone; its quota, which it owns, goes with it."""
+        """Remove a deleted Profile; the garbage collector deletes its quota."""
         name = self._names.pop(uid, None)
         if name is not None and self._profiles[name].metadata.uid == uid:
             del self._profiles[name]
 
     def put_namespace(self, namespace: Namespace) -> None:
-        """A namespace is as given."""
+        """Add or update a namespace."""
         name = namespace.metadata.name
         self._namespaces[name], self._namespace_names[namespace.metadata.uid] = namespace, name
         if self._started:
             self._label(name)
 
     def drop_namespace(self, uid: str) -> None:
-        """A namespace is gone."""
+        """Remove a deleted namespace."""
         name = self._namespace_names.pop(uid, None)
         if name is not None and self._namespaces[name].metadata.uid == uid:
             del self._namespaces[name]
 
     def quota_changed(self, name: str) -> None:
-        """Somebody changed a mirrored quota by hand, or took it away: the Profile is what counts."""
+        """Restore a mirrored quota that was edited or deleted: the Profile takes precedence."""
         if self._started and name in self._profiles:
             self._mirror(name)
 
@@ -91,7 +91,7 @@ class Profiles:
             self._drop(name)
 
     def asks(self, name: str) -> bool:
-        """Return whether the namespace's Profile asks for a quota."""
+        """Return whether the namespace's Profile requests a quota."""
         profile = self._profiles.get(name)
         return profile is not None and plugin_of(profile) is not None
 
@@ -107,13 +107,13 @@ class Profiles:
         try:
             project = project_of_plugin(name, bytes(raw))
         except InvalidFieldError as error:
-            self._say(name, "InvalidGpuQuota", f"{error.message}; the last good quota stays in force")
+            self._warn(name, "InvalidGpuQuota", f"{error.message}; the last good quota stays in force")
             return
         wanted = quota_spec(project)
         if quota is not None and quota.metadata.labels.get(labels.SOURCE) == DEFAULT:
-            self._drop(name)  # its end is followed by the mirror: two sources' fields would be merged
+            self._drop(name)  # its deletion triggers the mirror; otherwise fields of two sources would be merged
             return
-        if quota is None or not _says(quota, wanted):
+        if quota is None or not _is_mirror(quota, wanted):
             self._write(name, mirrored(profile, wanted))
         self._label(name)
 
@@ -132,34 +132,34 @@ class Profiles:
         self._writer.submit(write, lambda _: None, partial(self._refused, name, write))
 
     def _refused(self, name: str, write: Write, error: Exception) -> None:
-        if isinstance(error, ApiError) and error.gone:
+        if isinstance(error, ApiError) and error.not_found:
             return
-        log.warning("%s %s was refused, and is looked at again in %g s: %s", write.verb, name, AGAIN_S, error)
-        asyncio.get_running_loop().call_later(AGAIN_S, self._look, name)
+        log.warning("%s %s was refused, retry in %g s: %s", write.verb, name, RETRY_S, error)
+        asyncio.get_running_loop().call_later(RETRY_S, self._look, name)
 
     def _warn_of_resource_quota(self, profile: Profile) -> None:
         hard = profile.spec.resource_quota_spec.hard if profile.spec.resource_quota_spec else {}
         if counted := sorted(name for name in hard if labels.GPU_RESOURCE in name):
-            self._say(
+            self._warn(
                 profile.metadata.name,
                 "ResourceQuotaCountsGpus",
                 f"the Profile's resourceQuotaSpec counts {', '.join(counted)}, so the team cannot borrow GPUs beyond "
                 "it; leave GPUs to the GpuQuota plugin",
             )
 
-    def _say(self, name: str, reason: str, message: str) -> None:
-        if self._said.get(f"{name} {reason}") != message:
-            self._said[f"{name} {reason}"] = message
-            self._told(name, reason, message)
+    def _warn(self, name: str, reason: str, message: str) -> None:
+        if self._reported.get(f"{name} {reason}") != message:
+            self._reported[f"{name} {reason}"] = message
+            self._report(name, reason, message)
 
 
 def plugin_of(profile: Profile) -> msgspec.Raw | None:
-    """The quota that a Profile asks for, as it is written there."""
+    """Return the raw spec of the Profile's GpuQuota plugin, if any."""
     return next((p.spec for p in profile.spec.plugins or () if p.kind == PLUGIN), None)
 
 
 def mirrored(profile: Profile, spec: dict[str, Any]) -> Write:
-    """Server-side apply: what others set beside our fields stays, and nothing is replaced."""
+    """Return the server-side apply of the mirrored quota; fields of other managers stay."""
     name = profile.metadata.name
     owner = {"apiVersion": "kubeflow.org/v1", "kind": "Profile", "name": name, "uid": profile.metadata.uid}
     body = {
@@ -177,8 +177,8 @@ def mirrored(profile: Profile, spec: dict[str, Any]) -> Write:
     )
 
 
-def _says(quota: GpuQuota, wanted: dict[str, Any]) -> bool:
-    return says(quota, wanted) and quota.metadata.labels.get(labels.SOURCE) == SOURCE
+def _is_mirror(quota: GpuQuota, wanted: dict[str, Any]) -> bool:
+    return has_spec(quota, wanted) and quota.metadata.labels.get(labels.SOURCE) == SOURCE
 
 
 def _quotas_path() -> str:

@@ -1,15 +1,15 @@
-"""The cluster's rules, from the one QuotaPolicy that administrators write: pure, with defaults for what it leaves out.
+"""The rules of the cluster, from the QuotaPolicy named default; absent fields have defaults. Pure.
 
 | rule | bounds | default |
 |---|---|---|
 | reclaim.boundSeconds | from the decision to reclaim a borrowed GPU, or the plan in which only minimum run times stand in the way, to the GPU's release | 120 |
-| reclaim.maxGracePeriodSeconds | the grace period of a pod that is stopped for others | 60 |
-| reclaim.maxMinRunTimeSeconds | how long `minRunTimeSeconds` keeps borrowed GPUs from their owner | 45 |
-| unmanaged | what becomes of GPU pods in namespaces without the label gpuquota.dev/managed=true | ignore |
-| pools.NAME.autoscaled | how far an autoscaler may grow a pool (autoscaled.py); from the controller's next start on | |
-| recreatingOwners | added to, or with a leading '-' taken from, the owners that create another pod in place of one that is gone | |
+| reclaim.maxGracePeriodSeconds | the grace period of an evicted pod | 60 |
+| reclaim.maxMinRunTimeSeconds | how long `minRunTimeSeconds` protects borrowed GPUs from being reclaimed | 45 |
+| unmanaged | the handling of GPU pods in namespaces without the label gpuquota.dev/managed=true | ignore |
+| pools.NAME.autoscaled | the maximum size of an autoscaled pool (autoscaled_pools.py); effective after a restart | |
+| recreatingOwners | added to, or with a leading '-' removed from, the kinds of owners that recreate a deleted pod | |
 
-A policy that cannot be leaves the one before it in force. Rejected: flags of the controller, which the API server's own
+An invalid policy leaves the previous one in effect. Rejected: flags of the controller, which the API server's own
 policies (ValidatingAdmissionPolicy) cannot read.
 """  # noqa: E501 - a table
 
@@ -37,7 +37,7 @@ PATH: Final = f"/apis/{labels.API_VERSION}/quotapolicies"
 NAME: Final = "default"
 EXEMPT_PREFIXES: Final = ("kube-", "gpuquota-")
 RECLAIM_SLACK_S: Final = 15.0
-"""Of a reclaim's bound, what the calls to the API server, the kubelet's own second and a plan may take."""
+"""The part of the reclaim bound for calls to the API server, the kubelet's delay of one second, and a plan."""
 
 RECREATING_OWNERS: Final = frozenset(
     {
@@ -58,13 +58,13 @@ RECREATING_OWNERS: Final = frozenset(
         f"{labels.GROUP}/ElasticJob",
     }
 )
-"""Owners (API group/kind) whose controllers create another pod in place of one that is gone."""
+"""Owners (API group/kind) whose controllers recreate a deleted pod."""
 
 log = logging.getLogger(__name__)
 
 
 class Unmanaged(StrEnum):
-    """What becomes of GPU pods in namespaces that are not managed."""
+    """The handling of GPU pods in unmanaged namespaces."""
 
     IGNORE = "ignore"
     DENY = "deny"
@@ -72,7 +72,7 @@ class Unmanaged(StrEnum):
 
 
 class ReclaimRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the return of a borrowed GPU may take, and how much of that a borrower may ask for."""
+    """Time limits for reclaiming a borrowed GPU."""
 
     bound_s: float = 120.0
     max_grace_s: float = 60.0
@@ -93,7 +93,7 @@ class ReclaimRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
-    """All rules of a cluster."""
+    """The rules of a cluster."""
 
     reclaim: ReclaimRules = ReclaimRules()
     unmanaged: Unmanaged = Unmanaged.IGNORE
@@ -103,23 +103,23 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[AutoscaledPool, ...] = ()
 
     def recreates(self, pod: PodView) -> bool:
-        """Whether the pod's owner creates another one in its place when it is gone."""
-        return pod.maker_kind in self.recreating_owners
+        """Return whether the pod's owner recreates a deleted pod."""
+        return pod.controller_kind in self.recreating_owners
 
     def exempts(self, namespace: str) -> bool:
-        """Return whether `unmanaged` does not hold for the namespace."""
+        """Return whether the namespace is exempt from `unmanaged`."""
         return namespace.startswith(EXEMPT_PREFIXES) or namespace in self.exempt_namespaces
 
     def refuse_shares_in(self, pool: str) -> None:
-        """Raise InvalidFieldError for a pool whose nodes the plan does not use: a share is of one device of a node."""
+        """Raise InvalidFieldError for an autoscaled pool: a share needs a device of a real node, not of a stand-in."""
         if any(one.name == pool for one in self.pools):
             raise InvalidFieldError(
                 labels.POOL, pool, "it is autoscaled, and gives whole GPUs only", hint="ask for nvidia.com/gpu there"
             )
 
     def consequence(self, pod: PodView) -> str:
-        """Return what follows from the pod's end, as the end of a message."""
-        group, _, kind = pod.maker_kind.partition("/")
+        """Return the consequence of the pod's eviction, as the last part of a message."""
+        group, _, kind = pod.controller_kind.partition("/")
         if self.recreates(pod):
             return f"its {kind} creates another pod, which waits for its turn"
         if kind:
@@ -135,7 +135,7 @@ DEFAULT_RULES: Final = ClusterRules()
 
 
 def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
-    """Return what the policy says. Raises InvalidFieldError for one that cannot be."""
+    """Return the rules of the policy. Raises InvalidFieldError for an invalid one."""
     spec = stored.spec
     given = {"bound_s": "boundSeconds", "max_grace_s": "maxGracePeriodSeconds"}
     given["max_min_run_time_s"] = "maxMinRunTimeSeconds"
@@ -187,16 +187,16 @@ def _owners(given: Iterable[str]) -> frozenset[str]:
 
 
 def default_policy() -> Write:
-    """Return the request that creates the policy with the schema's defaults, where administrators have written none.
+    """Return the request that creates the policy with the schema's defaults, if there is none.
 
-    The API server's own policies read it; without it they could not go by the defaults.
+    The API server's admission policies read the object, so it must exist for the defaults to apply.
     """
     body = {"apiVersion": labels.API_VERSION, "kind": "QuotaPolicy", "metadata": {"name": NAME}, "spec": {}}
     return Write(verb="POST", path=PATH, about=NAME, body=body)
 
 
 class RulesBook:
-    """The rules in force. `changed()` is called where they are others than before."""
+    """The rules in effect. `changed()` is called when they change."""
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self._changed, self._uid = changed, ""
@@ -204,17 +204,17 @@ class RulesBook:
         self.rules = DEFAULT_RULES
 
     def put(self, stored: QuotaPolicyObject) -> None:
-        """A policy is as given; one of another name counts for nothing, and the API server refuses it."""
+        """Apply a policy; one with another name is ignored, and the API server refuses it."""
         if stored.metadata.name != NAME:
             return
         self._uid, self.written = stored.metadata.uid, True
         try:
             self._replace(rules_of(stored))
         except InvalidFieldError as error:
-            log.error("QuotaPolicy %s is left as it was: %s", NAME, error.message)
+            log.error("QuotaPolicy %s is invalid; the previous rules stay in effect: %s", NAME, error.message)
 
     def drop(self, uid: str) -> None:
-        """The policy is gone: the defaults hold."""
+        """Apply the defaults after the policy was deleted."""
         if uid == self._uid:
             self._uid = ""
             self._replace(DEFAULT_RULES)

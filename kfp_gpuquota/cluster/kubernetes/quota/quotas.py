@@ -1,4 +1,4 @@
-"""A project's quota as a GpuQuota or a Profile's plugin says it, and back: pure."""
+"""Converts GpuQuotas and Profile plugins to projects, and back. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _mib(field: str, text: str) -> int:
     return ceil(parse_quantity(field, text) / MIB)
 
 
-# field of Project: the quantity that its field here holds, as (name of the field here, how it is read)
+# field of Project: (field of GpuQuotaSpec, parser of its quantity)
 _QUANTITIES: Final[dict[str, tuple[str, Callable[[str, str], float]]]] = {
     "guaranteed_cpu": ("guaranteed_cpu", parse_cores),
     "limit_cpu": ("limit_cpu", parse_cores),
@@ -33,7 +33,7 @@ _WIRE: Final = dict(zip(GpuQuotaSpec.__struct_fields__, GpuQuotaSpec.__struct_en
 
 
 def project_of(quota: GpuQuota) -> Project:
-    """The quota in the scheduler's words. Raises InvalidFieldError, for the object's condition."""
+    """Return the quota as the scheduler's project. Raises InvalidFieldError, whose text becomes a condition."""
     spec = quota.spec
     given: dict[str, object] = {name: getattr(spec, name) for name in _AS_GIVEN}
     for field, (name, parse) in _QUANTITIES.items():
@@ -47,7 +47,7 @@ def project_of(quota: GpuQuota) -> Project:
 
 
 def project_of_plugin(name: str, spec: bytes) -> Project:
-    """The quota that a Profile's plugin asks for. Raises InvalidFieldError."""
+    """Return the project of a Profile's plugin. Raises InvalidFieldError."""
     try:
         return project_of(GpuQuota(metadata=Metadata(name=name), spec=msgspec.json.decode(spec, type=_Strict)))
     except msgspec.DecodeError as error:
@@ -55,11 +55,11 @@ def project_of_plugin(name: str, spec: bytes) -> Project:
 
 
 class _Strict(GpuQuotaSpec, frozen=True, forbid_unknown_fields=True):
-    """A slip in a field's name must not pass for the field's absence: nothing else checks a Profile's plugins."""
+    """Rejects unknown fields, since nothing else validates a Profile's plugins."""
 
 
 def quota_spec(project: Project) -> dict[str, Any]:
-    """A project as the spec of a GpuQuota."""
+    """Return the spec of the project's GpuQuota."""
     spec: dict[str, Any] = {_WIRE[name]: getattr(project, name) for name in _AS_GIVEN}
     spec["pools"] = msgspec.to_builtins(project.pools) or None
     spec[_WIRE["guaranteed_cpu"]] = _cores(project.guaranteed_cpu)
@@ -69,14 +69,14 @@ def quota_spec(project: Project) -> dict[str, Any]:
     return without_nones(spec)
 
 
-def says(quota: GpuQuota, wanted: dict[str, Any]) -> bool:
-    """The object has what `quota_spec` has given, and no more."""
+def has_spec(quota: GpuQuota, wanted: dict[str, Any]) -> bool:
+    """Return whether the quota's spec equals one that `quota_spec` returned."""
     found = {wire: getattr(quota.spec, name) for name, wire in _WIRE.items()}
     return without_nones(found) == wanted
 
 
 def without_nones(given: dict[str, Any]) -> dict[str, Any]:
-    """What is said of it, at any depth."""
+    """Return the mapping without None values, at any depth."""
     return {
         name: without_nones(value) if isinstance(value, dict) else value
         for name, value in given.items()

@@ -1,4 +1,4 @@
-"""Workload policies as objects, and back: pure. What they mean is said in api/policy.py."""
+"""Converts WorkloadPolicy objects to policies, and back. Pure. Their meaning is documented in api/policy.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def policy_of(stored: PolicyObject) -> WorkloadPolicy:
-    """Raises InvalidFieldError for one that cannot be."""
+    """Return the policy of an object. Raises InvalidFieldError for an invalid one."""
     spec = stored.spec
     part, size = spec.gpu_fraction_limit, spec.gpu_memory_limit
     try:
@@ -42,7 +42,7 @@ def policy_of(stored: PolicyObject) -> WorkloadPolicy:
 
 
 def policy_body(policy: WorkloadPolicy) -> dict[str, Any]:
-    """The object."""
+    """Return the object of a policy."""
     spec: dict[str, Any] = {"project": policy.project, "kind": policy.kind}
     if policy.gpu_fraction_limit is not None:
         spec["gpuFractionLimit"] = msgspec.to_builtins(policy.gpu_fraction_limit)
@@ -59,7 +59,7 @@ def policy_body(policy: WorkloadPolicy) -> dict[str, Any]:
 
 
 def set_by(annotations: Mapping[str, str] | None) -> dict[str, str]:
-    """Which policy has set which field, as admission has noted it."""
+    """Return the policy that has set each field, from the annotation that admission writes."""
     try:
         return msgspec.json.decode((annotations or {}).get(labels.SET_BY, "{}"), type=dict[str, str])
     except msgspec.DecodeError:
@@ -67,7 +67,7 @@ def set_by(annotations: Mapping[str, str] | None) -> dict[str, str]:
 
 
 class PolicyBook:
-    """The policies in force. One that cannot be leaves the one before it in force."""
+    """The policies in effect. An invalid one leaves its previous version in effect."""
 
     def __init__(self) -> None:
         self._policies: dict[str, WorkloadPolicy] = {}
@@ -75,16 +75,16 @@ class PolicyBook:
         self.all: tuple[WorkloadPolicy, ...] = ()
 
     def put(self, stored: PolicyObject) -> None:
-        """A policy is as given."""
+        """Add or update a policy."""
         self._names[stored.metadata.uid] = stored.metadata.name
         try:
             self._policies[stored.metadata.name] = policy_of(stored)
         except InvalidFieldError as error:
-            log.error("policy %s is left as it was: %s", stored.metadata.name, error.message)
+            log.error("policy %s is invalid, its previous version is kept: %s", stored.metadata.name, error.message)
         self._gather()
 
     def drop(self, uid: str) -> None:
-        """A policy is gone, unless another one of its name has come."""
+        """Remove a deleted policy, unless another one with its name exists."""
         name = self._names.pop(uid, "")
         if name not in self._names.values():
             self._policies.pop(name, None)

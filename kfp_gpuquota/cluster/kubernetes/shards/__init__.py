@@ -1,4 +1,4 @@
-"""The membership service in processes of its own, sharded by job: independent of the planner and of its failover.
+"""The membership service in separate processes, sharded by job: independent of the planner and of its failover.
 
 Belongs here: the two ends of the connection between the leader and a shard, what they send, and a shard's process.
 Does not: the membership machines (`kfp_gpuquota.membership`), workers' connections (`server.membership`), and what

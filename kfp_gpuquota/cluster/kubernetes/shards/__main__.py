@@ -1,4 +1,4 @@
-"""`python -m kfp_gpuquota.cluster.kubernetes.shards`: one membership shard. It talks to workers and to the leader.
+"""`python -m kfp_gpuquota.cluster.kubernetes.shards` runs a membership shard, which serves workers and the leader.
 
 To the API server it needs one right only: to read the certificate and the key, in the namespace of the keys.
 """
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class ShardMetrics:
-    """Of one shard."""
+    """Metrics of one shard."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -47,7 +47,7 @@ class ShardMetrics:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; the exit code."""
+    """Run the shard until a signal arrives; return the exit code."""
     options = _parser().parse_args(arguments)
     gc.set_threshold(GARBAGE_AFTER)
     logging_setup.configure(options.log_format, options.log_level)
@@ -76,7 +76,7 @@ async def _run(options: argparse.Namespace) -> None:
             shown.workers.set(jobs.service.connected)
             shown.leader.set(control.connected)
 
-        served = probes.serving(shown, options.metrics_port, ready=lambda: True, look=look)
+        served = probes.serving(shown, options.metrics_port, ready=lambda: True, refresh=look)
         log.info("metrics and probes on port %d", await stack.enter_async_context(served))
         log.info("workers are served on port %d", port)
         await first_to_end(certificates.keep(), membership_service.keep_key(connection, options.keys_namespace, key))

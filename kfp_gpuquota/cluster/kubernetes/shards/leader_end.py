@@ -1,4 +1,4 @@
-"""The leader's end: the membership service as `JobMembership` calls it, with the jobs' machines in other processes."""
+"""The leader's end: the membership service for `JobMembership`, with the jobs' state machines in other processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class _Job:
-    """What a shard must know of one job, as far as it changes."""
+    """The changing part of one job's state in its shard."""
 
     def __init__(self, state: JobState, shard: int) -> None:
         self.state, self.shard = state, shard
@@ -91,7 +91,7 @@ class ShardedMembership:
         attempt: int,
         stored: int,
     ) -> None:
-        """Have a shard serve the job's workers. One that serves this attempt already goes on with what it knows."""
+        """Open the job in its shard. A shard that serves this attempt already keeps its state."""
         state = JobState(
             uid=job_uid,
             attempt=attempt,
@@ -109,12 +109,12 @@ class ShardedMembership:
         self._send(job_uid)
 
     def close(self, job_uid: str) -> None:
-        """Forget a job."""
+        """Close a job."""
         if job := self._jobs.pop(job_uid, None):
             self._links[job.shard].send(JobClosed(job_uid))
 
     def set_target(self, job_uid: str, workers: Sequence[str]) -> None:
-        """The workers the job should have. NotFoundError for a job that is not open."""
+        """Set the workers that the job should have. Raises NotFoundError for a job that is not open."""
         job = self._jobs.get(job_uid)
         if job is None:
             raise NotFoundError(f"no elastic job {job_uid!r} is open")
@@ -123,19 +123,19 @@ class ShardedMembership:
         self._change(job_uid, wanted=tuple(workers), alive=tuple(alive))
 
     def worker_gone(self, job_uid: str, worker: str, *, finished: bool = False) -> None:
-        """The worker's process has ended, however it ended."""
+        """Report to the shard that the worker's process has exited."""
         if job := self._jobs.get(job_uid):
             alive = tuple(one for one in job.state.alive if one != worker)
             self._change(job_uid, alive=alive, ended={**job.state.ended, worker: finished})
 
     def resume(self, job_uid: str, stored: int = 0) -> None:
-        """Numbers up to `stored` may be sent."""
+        """Allow generation numbers up to `stored`."""
         if (job := self._jobs.get(job_uid)) and stored > job.state.stored:
             self._change(job_uid, stored=stored)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Stay connected with all shards."""
+        """Keep the connections to all shards open."""
         tasks = [asyncio.create_task(link.run()) for link in self._links]
         try:
             yield
@@ -146,7 +146,7 @@ class ShardedMembership:
 
     @property
     def connected(self) -> int:
-        """How many shards are connected."""
+        """Return the number of connected shards."""
         return sum(link.connected for link in self._links)
 
     def _change(self, job_uid: str, **fields: object) -> None:
@@ -163,7 +163,7 @@ class ShardedMembership:
     # For the links
 
     def restarted(self, shard: int) -> None:
-        """The shard's process is another one than before: its jobs are opened with numbers that it never used."""
+        """Open the jobs of a restarted shard again, with generation numbers that were never used."""
         for uid in [uid for uid, job in self._jobs.items() if job.shard == shard]:
             self._reopen(uid)
 
@@ -172,7 +172,7 @@ class ShardedMembership:
         return [job.state for job in self._jobs.values() if job.shard == shard]
 
     def take(self, message: FromShard) -> None:
-        """Pass a notice on. One about a job that is closed by now is dropped."""
+        """Process a notice of the shard; notices about closed jobs are dropped."""
         if isinstance(message, Hello) or message.uid not in self._jobs:
             return
         uid, notices = message.uid, self._notices
@@ -196,7 +196,7 @@ class ShardedMembership:
 
 
 class _Link:
-    """The connection with one shard: kept up, and everything sent anew on each."""
+    """The connection to one shard: it is reopened when it fails, and all jobs are sent on each connection."""
 
     def __init__(
         self,
@@ -215,16 +215,16 @@ class _Link:
 
     @property
     def connected(self) -> bool:
-        """Whether the shard was sent all of its jobs on a connection that stands."""
+        """Return whether all jobs of the shard were sent on the current connection."""
         return self._outbox is not None
 
     def send(self, message: JobState | JobClosed) -> None:
-        """Send it, where the shard is connected; it is sent all of its jobs when it is connected again."""
+        """Send a message if the shard is connected; otherwise all jobs are sent on the next connection."""
         if self._outbox is not None:
             self._outbox.put(message)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Keep the connection open until cancelled."""
         pause = FIRST_PAUSE_S
         while True:
             try:

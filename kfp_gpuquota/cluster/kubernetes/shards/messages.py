@@ -1,4 +1,4 @@
-"""What a leader and a shard send each other: JSON lines over one HTTP request that stays open."""
+"""Messages between the leader and a shard: JSON lines over one HTTP request that stays open."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 CONTROL_PATH: Final = "/v1/shard"
 PING_S: Final = 1.0
 SILENCE_S: Final = 10.0
-"""Without a line for so long, the other end is taken for gone. Both ends send an empty line each PING_S."""
+"""Seconds without a line after which the other end counts as failed. Both ends send an empty line each PING_S."""
 MAX_LINE_BYTES: Final = 64 << 20
-"""More than a job of 100,000 workers needs; what is longer is not from the other end's program."""
+"""Bytes of a line; more than a job of 100,000 workers needs, so a longer line is not a valid message."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """One line."""
+    """Base class of the messages: one line each."""
 
 
 class JobState(_Message, frozen=True):
-    """All that a shard must know of a job. `attempt`: the job's start to which these workers belong.
+    """Open a job, with its whole state. `attempt`: the job's start to which these workers belong.
 
     `first_generation` counts where the shard does not have the job; `stored` is the highest generation number that may
     be sent. `alive` are the workers whose processes may still run, `wanted` those that should, in order, `trained`
@@ -54,37 +54,37 @@ class JobState(_Message, frozen=True):
 
 
 class JobClosed(_Message, frozen=True):
-    """The job has no workers any more."""
+    """Close a job, which has no workers any more."""
 
     uid: str
 
 
 class Synced(_Message, frozen=True):
-    """All open jobs were sent: close the others, and serve."""
+    """End of the list of open jobs: the shard closes all others, and serves workers."""
 
 
 class Hello(_Message, frozen=True):
-    """The first line from a shard: an identifier of its process."""
+    """First line from a shard: an identifier of its process."""
 
     process: str
 
 
 class NumberNeeded(_Message, frozen=True):
-    """`generation` is to be stored: orders wait for it."""
+    """Request to store the number `generation`, for which orders wait."""
 
     uid: str
     generation: int
 
 
 class Committed(_Message, frozen=True):
-    """See `Notices.generation_committed`."""
+    """Notice of a committed generation (`Notices.generation_committed`)."""
 
     uid: str
     commit: AnnounceCommit
 
 
 class Released(_Message, frozen=True):
-    """See `Notices.worker_released`."""
+    """Notice of a worker that left the membership (`Notices.worker_released`)."""
 
     uid: str
     worker: str
@@ -92,7 +92,7 @@ class Released(_Message, frozen=True):
 
 
 class KillNeeded(_Message, frozen=True):
-    """See `Notices.kill_requested`."""
+    """Request to kill a worker's process (`Notices.kill_requested`)."""
 
     uid: str
     worker: str
@@ -100,7 +100,7 @@ class KillNeeded(_Message, frozen=True):
 
 
 class Progressed(_Message, frozen=True):
-    """See `Notices.progress_reported`."""
+    """Notice of a worker's training progress (`Notices.progress_reported`)."""
 
     uid: str
     worker: str
@@ -108,7 +108,7 @@ class Progressed(_Message, frozen=True):
 
 
 class Finished(_Message, frozen=True):
-    """See `Notices.training_finished`."""
+    """Notice that the training applied its last step (`Notices.training_finished`)."""
 
     uid: str
     worker: str
@@ -126,12 +126,12 @@ def shard_of(job_uid: str, shards: int) -> int:
 
 
 def control_token(key: bytes) -> str:
-    """Return the token by which a shard knows a leader; no job has this token, since no uid contains a slash."""
+    """Return the token that authenticates a leader; no job has this token, since no uid contains a slash."""
     return hmac.new(key, b"shard/control", hashlib.sha256).hexdigest()
 
 
 async def lines(content: StreamReader) -> AsyncIterator[bytes]:
-    """Yield lines as they arrive, empty ones too. TimeoutError after SILENCE_S without any."""
+    """Yield lines as they arrive, also empty ones. Raises TimeoutError after SILENCE_S without a line."""
     rest = b""
     while True:
         async with asyncio.timeout(SILENCE_S):
@@ -146,17 +146,17 @@ async def lines(content: StreamReader) -> AsyncIterator[bytes]:
 
 
 class Outbox:
-    """Messages to the other end, in order, with an empty line where there is none for a while."""
+    """Messages to the other end, in order, with an empty line after PING_S without a message."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def put(self, message: FromLeader | FromShard) -> None:
-        """Send it soon."""
+        """Queue a message."""
         self._queue.put_nowait(msgspec.json.encode(message) + b"\n")
 
     def close(self) -> None:
-        """End the stream after what was put."""
+        """End the stream after the queued messages."""
         self._queue.put_nowait(None)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

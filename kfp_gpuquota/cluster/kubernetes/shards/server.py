@@ -1,4 +1,4 @@
-"""A shard's server: workers' connections and the leader's on one port."""
+"""A shard's server, for connections of workers and of the leader on one port."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 SHUTDOWN_S: Final = 1.0
 BACKLOG: Final = 8192
-"""Connections that wait to be accepted: all workers of a shard may come at once."""
+"""Connections that may wait to be accepted: all workers of a shard may connect at once."""
 
 log = logging.getLogger(__name__)
 
 
 class ControlEndpoint:
-    """The leader's connection. A new one replaces the one before, unless its epoch is lower."""
+    """The leader's connection. A new connection replaces the previous one, unless its epoch is lower."""
 
     def __init__(self, jobs: ShardJobs) -> None:
         self._jobs, self._token = jobs, control_token(jobs.key)
@@ -51,11 +51,11 @@ class ControlEndpoint:
 
     @property
     def connected(self) -> bool:
-        """Whether a leader is connected."""
+        """Return whether a leader is connected."""
         return self._current is not None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Take a leader's wishes until its connection ends, and send it what there is to report."""
+        """Process a leader's messages until its connection ends, and send it the shard's notices."""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._token.encode()):
             return web.Response(status=401, text="the token is not that of the controller; do both read one key?")
@@ -98,7 +98,7 @@ async def _send(response: web.StreamResponse, outbox: Outbox) -> None:
 
 
 def _not_yet(jobs: ShardJobs) -> Any:
-    """A worker of ours whose job is not open here comes too early: it is to try again, and not to give up."""
+    """Return the middleware that asks authenticated workers of jobs that are not open yet to retry later."""
 
     @web.middleware
     async def middleware(
@@ -128,7 +128,7 @@ def build_app(jobs: ShardJobs, control: ControlEndpoint) -> web.Application:
 async def serving(
     jobs: ShardJobs, control: ControlEndpoint, port: int, tls: ssl.SSLContext | None
 ) -> AsyncIterator[int]:
-    """Serve workers and the leader; gives the port. `tls` None serves in the clear."""
+    """Serve workers and the leader; yield the port. `tls` None serves without TLS."""
     bound_tls_memory()
     if tls is not None:
         tls.num_tickets = 0  # workers resume no session; making tickets costs a fifth of a handshake

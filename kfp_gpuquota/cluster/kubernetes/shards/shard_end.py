@@ -1,4 +1,4 @@
-"""A shard's end: the jobs that it serves, what its leader wants of them, and what it has to report."""
+"""A shard's end: its jobs, the leader's requests for them, and the notices for the leader."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from kfp_gpuquota.membership import AnnounceCommit, Limits
 
 PREFETCH = 16
-"""So many numbers before the last stored one, more are asked for: a change of size does not wait for the API server."""
+"""More numbers are requested this far before the last stored one, so that a resize does not wait for the API server."""
 
 log = logging.getLogger(__name__)
 
 
 class ShardJob:
-    """One job here: what its leader said last, and what stands to be reported to the next leader as well."""
+    """One job: its leader's last request, and the notices that a next leader must receive as well."""
 
     def __init__(self, state: JobState) -> None:
         self.state = state
@@ -48,7 +48,7 @@ class ShardJob:
         self.of_workers: dict[tuple[type, str], Notice] = {}  # kills, releases, ends of training
 
     def standing(self) -> Iterator[Notice]:
-        """Yield all that a leader must know and may not have been sent. A notice may come twice."""
+        """Yield all notices that the leader may not have received; some may be sent twice."""
         for notice in (self.needed, self.commit, self.progress):
             if notice is not None:
                 yield notice
@@ -57,7 +57,7 @@ class ShardJob:
 
 
 class ShardJobs:
-    """All jobs of one shard. `limits` are those of each job, but for how long a worker may take to leave."""
+    """All jobs of one shard. `limits` apply to each job, except for the time in which a worker may leave."""
 
     def __init__(self, key: bytes, limits: Limits) -> None:
         self.key, self._limits = key, limits
@@ -70,16 +70,16 @@ class ShardJobs:
     # The leader's wishes
 
     def connect(self, outbox: Outbox) -> None:
-        """A leader is connected: it lists all jobs before `Synced`."""
+        """Begin with a connected leader, which sends all jobs before `Synced`."""
         self._outbox, self._listed = outbox, set()
 
     def disconnect(self, outbox: Outbox) -> None:
-        """Its connection has ended. The jobs are served on."""
+        """Record that the leader's connection has ended; the jobs are still served."""
         if self._outbox is outbox:
             self._outbox = None
 
     def take(self, message: FromLeader) -> None:
-        """Do what the leader says."""
+        """Process a message of the leader."""
         match message:
             case JobState():
                 self._listed.add(message.uid)
@@ -133,7 +133,7 @@ class ShardJobs:
     # `server.membership.Notices`
 
     def generation_reserved(self, job_uid: str, generation: int) -> None:
-        """Have the number stored; NotStoredYetError until it is."""
+        """Request that the number be stored; raise NotStoredYetError until it is."""
         job = self.jobs[job_uid]
         if generation + PREFETCH > job.state.stored and job.needed is None:
             job.needed = NumberNeeded(job_uid, max(generation, job.state.stored + 1))
@@ -142,25 +142,25 @@ class ShardJobs:
             raise NotStoredYetError(f"generation {generation} of job {job_uid}")
 
     def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
-        """A generation is in force."""
+        """Report a committed generation."""
         self.jobs[job_uid].commit = notice = Committed(job_uid, commit)
         self._send(notice)
 
     def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
-        """The worker's own report."""
+        """Report a worker's training progress."""
         self.jobs[job_uid].progress = notice = Progressed(job_uid, worker, progress)
         self._send(notice)
 
     def worker_released(self, job_uid: str, worker: str, step: int) -> None:
-        """The worker left by agreement."""
+        """Report that a worker left the membership."""
         self._note(job_uid, worker, Released(job_uid, worker, step))
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
-        """The worker's process is to be ended."""
+        """Request that a worker's process be killed."""
         self._note(job_uid, worker, KillNeeded(job_uid, worker, why))
 
     def training_finished(self, job_uid: str, worker: str, step: int) -> None:
-        """The worker applied the last step."""
+        """Report that a worker applied the training's last step."""
         self._note(job_uid, worker, Finished(job_uid, worker, step))
 
     def _note(self, job_uid: str, worker: str, notice: Notice) -> None:

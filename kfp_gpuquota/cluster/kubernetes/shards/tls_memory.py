@@ -1,4 +1,4 @@
-"""The memory of a TLS connection in asyncio."""
+"""Reduces the memory of TLS connections in asyncio."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 from typing import Final
 
 BUFFER_BYTES: Final = 16 << 10
-"""One TLS record, the most that OpenSSL decrypts at once."""
+"""Bytes of a TLS record, the most that OpenSSL decrypts at once."""
 
 log = logging.getLogger(__name__)
 
 
 def bound_tls_memory() -> None:
-    """Have each TLS connection that is accepted from now on read into a buffer of one record instead of 256 KiB.
+    """Make each TLS connection that is accepted from now on read into a buffer of one record instead of 256 KiB.
 
     A worker sends some hundred bytes a second. The buffer's size is `SSLProtocol.max_size`, a class attribute that
     asyncio offers no parameter for (CPython 3.11 to 3.14). Where it is not there, connections cost more and work.

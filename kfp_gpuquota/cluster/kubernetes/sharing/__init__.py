@@ -1,1 +1,1 @@
-"""GPUs that several pods share: reservations in the controller, and the memory agent on each node."""
+"""Shared GPUs: the controller's reservations, and the memory agent of each node."""

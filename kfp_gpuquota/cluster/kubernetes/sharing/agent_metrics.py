@@ -16,7 +16,7 @@ _ROUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
 
 
 class AgentMetrics:
-    """Of one node. Gauges have a line for each pod and GPU."""
+    """Metrics of one node's agent. Gauges have a series for each pod and GPU."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -40,7 +40,7 @@ class AgentMetrics:
         )
 
     def show(self, rows: Iterable[Row], notes: Mapping[str, ShareNote]) -> None:
-        """The gauges, when somebody asks for them: set in each round they would cost as much as the round."""
+        """Update the gauges when they are scraped: in each round that would cost as much as the round."""
         gauges = (self.used, self.request, self.limit, self.granted)
         for gauge in gauges:
             gauge.clear()

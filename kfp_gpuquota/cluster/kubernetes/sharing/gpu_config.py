@@ -1,15 +1,15 @@
-"""How a pod that shares GPUs learns which: from a ConfigMap, for nobody knows it when the pod is created. Pure.
+"""Builds the GPU configuration of a pod with shared GPUs: a ConfigMap, since its GPUs are not known at creation. Pure.
 
-Admission adds the references, the controller fills the ConfigMap before the gate opens, and the kubelet starts no
-container without it. It belongs to the pod and goes with it. What is known at once stands in the variables themselves.
-All of it is for the pod's first container, as RUNAI_GPU_MEMORY_LIMIT is.
+Admission adds the references, the controller fills the ConfigMap before it removes the gate, and the kubelet starts no
+container without it. The pod owns the ConfigMap. Values that are known at creation are in the variables themselves. All
+of it is for the pod's first container, as RUNAI_GPU_MEMORY_LIMIT is.
 
 | variable                                     | from                                                             |
 |----------------------------------------------|------------------------------------------------------------------|
 | NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES | the ConfigMap: UUIDs of the GPUs that its reservations hold      |
 | ELASTIC_SIMULATED_DEVICES                    | the ConfigMap, on nodes with simulated devices                   |
-| ELASTIC_MEMORY_DIR                           | a volume of the pod, where the node's agent says what it may use |
-| RUNAI_GPU_MEMORY_LIMIT                       | its limit, or its request where it has none                      |
+| ELASTIC_MEMORY_DIR                           | a volume of the pod, where the node's agent writes its allowance |
+| RUNAI_GPU_MEMORY_LIMIT                       | its limit, by default its request                                |
 
 An ElasticJob's worker is created when its GPUs are known, so its variables hold them and there is no ConfigMap.
 """
@@ -28,7 +28,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 if TYPE_CHECKING:
     from kfp_gpuquota.api import JobSpec
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
-    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Place
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment
 
 VISIBLE: Final = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 SIMULATED: Final = "ELASTIC_SIMULATED_DEVICES"
@@ -40,17 +40,17 @@ _NAME: Final = re.compile(rf"gpuquota-gpu-[0-9a-f]{{{_LENGTH}}}")
 
 
 def name_for(review: str) -> str:
-    """The ConfigMap's name, from the review's uid: a pod that is named by a prefix has no name of its own yet."""
+    """Return the ConfigMap's name, from the review's uid: a pod with a generateName has no name yet."""
     return f"gpuquota-gpu-{review.replace('-', '').lower().ljust(_LENGTH, '0')[:_LENGTH]}"
 
 
 def is_name(name: str) -> bool:
-    """Whether it can be one of ours. The controller writes no ConfigMap of another name, whatever a pod says."""
+    """Return whether the name is one of `name_for`; the controller writes no other ConfigMap, whatever a pod claims."""
     return _NAME.fullmatch(name) is not None
 
 
 def variables(name: str, spec: JobSpec) -> list[dict[str, Any]]:
-    """What admission gives the first container."""
+    """Return the variables that admission adds to the first container."""
 
     def reference(key: str, *, optional: bool = False) -> dict[str, Any]:
         source = {"name": name, "key": key, **({"optional": True} if optional else {})}
@@ -65,19 +65,20 @@ def variables(name: str, spec: JobSpec) -> list[dict[str, Any]]:
 
 
 def volume() -> dict[str, Any]:
-    """A folder that the pod and its node's agent share. Not in memory: a mount of its own would be hidden from an agent
-    that was there before it.
+    """Return the volume that the pod shares with its node's agent.
+
+    It is not in memory: such a mount would be invisible to an agent that was started before it.
     """
     return {"name": MEMORY_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}}
 
 
 def mount() -> dict[str, Any]:
-    """Where the first container finds it."""
+    """Return the first container's mount of the volume."""
     return {"name": MEMORY_VOLUME, "mountPath": MEMORY_DIRECTORY}
 
 
-def config_map(pod: PodView, name: str, place: Place) -> Write:
-    """Fill the pod's ConfigMap, or say anew what one holds that was filled for another place."""
+def config_map(pod: PodView, name: str, assignment: DeviceAssignment) -> Write:
+    """Return the request that fills the pod's ConfigMap, or overwrites that of an earlier assignment."""
     body = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -86,28 +87,28 @@ def config_map(pod: PodView, name: str, place: Place) -> Write:
             "namespace": pod.namespace,
             "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}],
         },
-        "data": _data(place),
+        "data": _data(assignment),
     }
     path = f"/api/v1/namespaces/{pod.namespace}/configmaps/{name}?fieldManager={labels.FIELD_MANAGER}&force=true"
     about = f"{pod.namespace}/{name}"
     return Write(verb="PATCH", path=path, about=about, lane=Lane.ADMIT, body=body, content_type=APPLY_PATCH)
 
 
-def with_place(body: dict[str, Any], spec: JobSpec, place: Place) -> dict[str, Any]:
-    """The pod of an ElasticJob's worker, with the GPUs that it shares."""
+def with_assignment(body: dict[str, Any], spec: JobSpec, assignment: DeviceAssignment) -> dict[str, Any]:
+    """Return the pod of an ElasticJob's worker with its shared GPUs."""
     pod = {**body["spec"]}
     main = {**pod["containers"][0]}
-    values = {**_data(place), MEMORY_VARIABLE: MEMORY_DIRECTORY, LIMIT_VARIABLE: limit_text(spec)}
+    values = {**_data(assignment), MEMORY_VARIABLE: MEMORY_DIRECTORY, LIMIT_VARIABLE: limit_text(spec)}
     kept = [variable for variable in main.get("env") or [] if variable.get("name") not in values]
     main["env"] = [*kept, *({"name": name, "value": value} for name, value in values.items())]
     main["volumeMounts"] = [*(main.get("volumeMounts") or []), mount()]
     pod["volumes"] = [*(pod.get("volumes") or []), volume()]
     pod["containers"] = [main, *pod["containers"][1:]]
-    notes = {**body["metadata"]["annotations"], labels.GPUS: ",".join(place.note.gpus)}
+    notes = {**body["metadata"]["annotations"], labels.GPUS: ",".join(assignment.note.gpus)}
     return {**body, "metadata": {**body["metadata"], "annotations": notes}, "spec": pod}
 
 
-def _data(place: Place) -> dict[str, str]:
-    gpus = ",".join(place.note.gpus)
-    simulated = {SIMULATED: ":".join(place.simulated)} if place.simulated else {}
+def _data(assignment: DeviceAssignment) -> dict[str, str]:
+    gpus = ",".join(assignment.note.gpus)
+    simulated = {SIMULATED: ":".join(assignment.simulated)} if assignment.simulated else {}
     return {**dict.fromkeys(VISIBLE, gpus), **simulated}

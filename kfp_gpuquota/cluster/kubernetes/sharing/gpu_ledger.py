@@ -1,6 +1,6 @@
-"""The ledger of one shared GPU as its node's agent writes it on the reservation, for those who look: pure.
+"""The memory ledger of a shared GPU, which its node's agent writes to the reservation pod, for users. Pure.
 
-Nothing is decided by it. It is written seldom: who needs more than a picture reads the agent's metrics.
+No decision depends on it, and it is written rarely; the agent's metrics are more exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Line(msgspec.Struct, frozen=True, rename="camel"):
-    """One pod's, in MiB; `pod` is "namespace/name"."""
+    """The entry of one pod, in MiB; `pod` is "namespace/name"."""
 
     pod: str
     total_mib: int
@@ -34,7 +34,7 @@ class Line(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def written(rows: Iterable[Row], gpu: str, notes: Mapping[str, ShareNote], total_mib: int) -> str:
-    """The GPU's lines as an annotation. Newcomers hold nothing yet and are left out."""
+    """Return the GPU's entries as an annotation. Sharers that have not started are left out."""
     lines = [
         Line(note.pod, total_mib, row.used_mib, row.request_mib, row.limit_mib, row.granted_mib, row.listens)
         for row in rows
@@ -44,7 +44,7 @@ def written(rows: Iterable[Row], gpu: str, notes: Mapping[str, ShareNote], total
 
 
 def views_of(node: str, pods: Iterable[Pod]) -> tuple[ShareView, ...]:
-    """What the reservations of a node say, by device."""
+    """Return the ledger entries of a node's reservations, by device."""
     found = [(view, pod) for pod in pods if (view := reservation_pods.view_of(pod)) is not None and view.node == node]
     return tuple(
         ShareView(

@@ -1,7 +1,7 @@
 """`python -m kfp_gpuquota.cluster.kubernetes.sharing.node_agent`: the memory agent of one node (docs/fractions.md).
 
-It watches its node's pods, samples the GPUs that are shared there, says on their reservations who may start, tells
-workloads what they may use, and, only where it is told to, ends processes that hold what an owner needs.
+It watches its node's pods, samples the shared GPUs, writes to their reservations which sharers may start, writes each
+workload's memory allowance, and, only with --killer, ends processes that hold memory that an owner needs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 NAME: Final = "gpuquota-node-agent"
 INTERVAL_S: Final = 0.1
-SOONEST_S: Final = 0.005  # what the watch tells together is looked at together
+SOONEST_S: Final = 0.005  # simultaneous changes are processed together
 LEDGER_EVERY_S: Final = 5.0
 AFTER_TROUBLE_S: Final = 5.0
 REMEMBERED: Final = 4096
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How an agent is started. `simulated`: a folder of simulated devices, for a node without GPUs."""
+    """Options of an agent. `simulated`: a folder of simulated devices, for a node without GPUs."""
 
     node: str
     kubeconfig: str | None = None
@@ -69,9 +69,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeAgent:
-    """One node's. `memory` and the rules are those of fractions/; `owner_of` says whose a process is, by default by its
-    cgroup.
-    """
+    """The agent of one node. `owner_of(pid)` returns the owner of a process, by default by its cgroup."""
 
     def __init__(
         self,
@@ -90,11 +88,11 @@ class NodeAgent:
             "/api/v1/pods",
             Pod,
             changed=self._pod_changed,
-            gone=self._pod_gone,
+            deleted=self._pod_gone,
             fields=f"spec.nodeName={options.node}",
         )
         self._pod = msgspec.json.Decoder(Pod)
-        self._saying: set[str] = set()
+        self._writing: set[str] = set()
         self._shown: dict[str, tuple[str, float]] = {}  # uid of a reservation -> (ledger on it, when it was written)
         self._totals: dict[str, int] = {}
         self._last = Round()
@@ -103,29 +101,29 @@ class NodeAgent:
         self.metrics = AgentMetrics()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._writer.close)
             stack.callback(self._agent.close)
             stack.callback(self._cancel)
             serving = probes.serving(
-                self.metrics, self._options.metrics_port, ready=self._pods.synced.is_set, look=self._look
+                self.metrics, self._options.metrics_port, ready=self._pods.synced.is_set, refresh=self._look
             )
             log.info("metrics and probes on port %d", await stack.enter_async_context(serving))
             log.info("on node %s it %s", self._options.node, what_it_can_do(self._options.policy))
             await self._pods.run()
 
     def _owner_of(self, pid: int) -> str:
-        """Asked when a process is first seen; where it ran is to be said when it is gone, too."""
+        """Return the owner of a new process, and keep its location for messages after its exit."""
         if len(self._places) >= REMEMBERED:
             self._places.clear()
         self._places[pid] = container_of(pid)
         return self._shares.owner_of(self._places[pid])
 
-    # What is seen
+    # Observed changes
 
     def put(self, pod: Pod) -> None:
-        """A pod of the node is as given."""
+        """Add or update a pod of the node."""
         self._shares.put(pod)
 
     def _pod_changed(self, pod: Pod) -> None:
@@ -150,7 +148,7 @@ class NodeAgent:
         self._next = None
 
     def _round(self) -> None:
-        """Nothing is sampled while nobody shares a GPU, nor before all that is there is known."""
+        """Sample, unless no GPU is shared or the pods have not been listed yet."""
         self._next = None
         if not self._shares.reservations or not self._pods.synced.is_set():
             self._note(Round())
@@ -167,16 +165,16 @@ class NodeAgent:
             self._schedule(INTERVAL_S)
 
     def round(self) -> None:
-        """Sample, decide, act, say. Raises DeviceError, OSError."""
+        """Sample memory, decide, act, and report. Raises DeviceError, OSError."""
         self._totals = self._memory.totals()
         done = self._agent.round(self._shares.shares(self._totals), time.monotonic())
         self._note(done)
         for view in self._shares.reservations.values():
-            if not view.leaving and view.uid not in self._saying:  # one write about it at a time
-                self._say(view, done)
+            if not view.leaving and view.uid not in self._writing:  # one write for it at a time
+                self._report(view, done)
 
-    def _say(self, view: ReservationView, done: Round) -> None:
-        """Who may start: at once. The ledger: now and then, and only where it has changed."""
+    def _report(self, view: ReservationView, done: Round) -> None:
+        """Write which sharers may start at once, and the ledger every few seconds if it has changed."""
         now, notes = time.monotonic(), {}
         if (ready := self._shares.ready_on(view, done.ready)) != view.ready:
             notes[labels.READY] = ",".join(sorted(ready))
@@ -190,7 +188,7 @@ class NodeAgent:
             self._write(view, notes)
 
     def _write(self, view: ReservationView, notes: dict[str, str]) -> None:
-        self._saying.add(view.uid)
+        self._writing.add(view.uid)
         body = {"metadata": {"uid": view.uid, "annotations": notes}}
         namespace = self._options.reservation_namespace
         write = Write(
@@ -200,18 +198,18 @@ class NodeAgent:
             body=body,
             content_type=MERGE_PATCH,
         )
-        self._writer.submit(write, partial(self._said, view.uid), partial(self._not_said, view.uid))
+        self._writer.submit(write, partial(self._written, view.uid), partial(self._not_written, view.uid))
 
-    def _said(self, uid: str, answer: bytes) -> None:
-        self._saying.discard(uid)
+    def _written(self, uid: str, answer: bytes) -> None:
+        self._writing.discard(uid)
         self._pods.note(self._pod.decode(answer))
 
-    def _not_said(self, uid: str, error: Exception) -> None:
-        log.warning("who may start could not be written on a reservation: %s", error)
+    def _not_written(self, uid: str, error: Exception) -> None:
+        log.warning("a reservation could not be updated with the sharers that may start: %s", error)
         self._shown.pop(uid, None)
-        asyncio.get_running_loop().call_later(INTERVAL_S, self._saying.discard, uid)
+        asyncio.get_running_loop().call_later(INTERVAL_S, self._writing.discard, uid)
 
-    # What is told to people
+    # Metrics and events
 
     def _look(self) -> None:
         self.metrics.show(self._last.rows, self._shares.notes())
@@ -222,20 +220,20 @@ class NodeAgent:
         for kill in done.kills:
             note, other = notes.get(kill.workload), notes.get(kill.beneficiary)
             if note is not None and not kill.force:
-                self._tell(kill, note.uid, note.pod, "" if other is None else other.pod)
+                self._record(kill, note.uid, note.pod, "" if other is None else other.pod)
 
-    def _tell(self, kill: Kill, uid: str, pod: str, beneficiary: str) -> None:
+    def _record(self, kill: Kill, uid: str, pod: str, beneficiary: str) -> None:
         reason = "".join(word.capitalize() for word in code_of(kill).split("-"))
         namespace, _, name = pod.partition("/")
         place = self._places.get(kill.process.pid)
         message = explain(kill, f"pod {beneficiary}", self._shares.container_of(place) if place else "")
-        self._events.tell(Subject("Pod", name, namespace, uid), reason, message, warning=True)
+        self._events.record(Subject("Pod", name, namespace, uid), reason, message, warning=True)
         self.metrics.ended.labels(namespace, name, reason, beneficiary, str(not kill.only_reported).lower()).inc()
         self.metrics.over.labels(namespace, name).inc(kill.over_mib)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; the exit code."""
+    """Run the agent until a signal arrives; return the exit code."""
     options = _parser().parse_args(arguments)
     logging_setup.configure("text", options.log_level)
     given = {name: value for name, value in vars(options).items() if name != "log_level"}
@@ -264,13 +262,15 @@ def _memory(options: AgentOptions) -> DeviceMemory:
 def _parser() -> argparse.ArgumentParser:
     default = Policy()
     parser = argparse.ArgumentParser(prog=NAME)
-    parser.add_argument("--node", default=os.environ.get("NODE_NAME"), help="its node; by default $NODE_NAME")
-    parser.add_argument("--kubeconfig", help="by default $KUBECONFIG, the pod's service account, ~/.kube/config")
-    parser.add_argument("--context", help="of the kubeconfig; by default its current one")
+    parser.add_argument("--node", default=os.environ.get("NODE_NAME"), help="name of the node; by default $NODE_NAME")
+    parser.add_argument("--kubeconfig", help="by default $KUBECONFIG, the pod's service account or ~/.kube/config")
+    parser.add_argument("--context", help="context of the kubeconfig; by default the current one")
     parser.add_argument("--reservation-namespace", default=reservation_pods.NAMESPACE)
     parser.add_argument("--kubelet-root", default="/var/lib/kubelet", help="where the kubelet keeps pods' volumes")
-    parser.add_argument("--simulated", default="", metavar="FOLDER", help="of simulated devices, instead of NVML")
-    parser.add_argument("--metrics-port", type=int, default=0, help="0: any free one")
+    parser.add_argument(
+        "--simulated", default="", metavar="FOLDER", help="folder of simulated devices, instead of NVML"
+    )
+    parser.add_argument("--metrics-port", type=int, default=0, help="0: any free port")
     parser.add_argument(
         "--killer",
         action=argparse.BooleanOptionalAction,
@@ -278,9 +278,11 @@ def _parser() -> argparse.ArgumentParser:
         help="end processes that hold what an owner needs, or that are over their limit; needs CAP_KILL",
     )
     parser.add_argument("--lend-silent", action=argparse.BooleanOptionalAction, default=default.lend_silent)
-    parser.add_argument("--yield-s", type=float, default=default.yield_s, help="how long a listening borrower has")
-    parser.add_argument("--term-s", type=float, default=default.term_s, help="from SIGTERM to SIGKILL")
-    parser.add_argument("--slack-mib", type=int, default=default.slack_mib, help="allowed above a limit")
+    parser.add_argument(
+        "--yield-s", type=float, default=default.yield_s, help="seconds that a listening borrower has to free memory"
+    )
+    parser.add_argument("--term-s", type=float, default=default.term_s, help="seconds from SIGTERM to SIGKILL")
+    parser.add_argument("--slack-mib", type=int, default=default.slack_mib, help="MiB allowed above a limit")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser
 

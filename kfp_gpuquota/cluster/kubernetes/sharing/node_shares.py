@@ -1,7 +1,7 @@
-"""What a node's agent knows of its node: who shares which GPU, and whose each process is. From pods alone: pure.
+"""Tracks the shared GPUs of a node, and maps processes to pods, from pods alone. Pure.
 
-Who shares stands on the reservation pods, which nobody but the controller writes. Other pods are only asked which
-containers they have, for the cgroups of some machines name the container and not its pod.
+The sharers are annotated on the reservation pods, which only the controller writes. Other pods are read only for their
+container ids, since the cgroups of some machines name the container and not its pod.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.fractions.processes import ContainerIdentity
 
 
-class KnownPod(NamedTuple):
-    """A pod of this node, and its containers' names by their numbers."""
+class TrackedPod(NamedTuple):
+    """A pod of this node, and its containers' names by id."""
 
     namespace: str
     name: str
@@ -33,17 +33,17 @@ class KnownPod(NamedTuple):
 
 
 class NodeShares:
-    """`namespace` is that of the reservations; `kubelet_root` is where the kubelet keeps its pods' volumes."""
+    """Shares of a node. `namespace` is that of the reservations; `kubelet_root` has the pods' volumes."""
 
     def __init__(self, namespace: str, kubelet_root: Path) -> None:
         self._namespace, self._pods_root = namespace, kubelet_root / "pods"
         self.reservations: dict[str, ReservationView] = {}
-        self.pods: dict[str, KnownPod] = {}
+        self.pods: dict[str, TrackedPod] = {}
         self._sharers: dict[str, tuple[ShareNote, ...]] = {}  # by the reservation's uid
         self._pod_of_container: dict[str, str] = {}
 
     def put(self, pod: Pod) -> bool:
-        """A pod is as given; whether it is a reservation."""
+        """Add or update a pod; return whether it is a reservation."""
         if pod.metadata.namespace == self._namespace and (view := reservation_pods.view_of(pod)) is not None:
             self.reservations[view.uid] = view
             self._sharers[view.uid] = share_annotations.read(view.sharers)
@@ -51,12 +51,12 @@ class NodeShares:
         self._forget(pod.metadata.uid)
         statuses = (*pod.status.container_statuses, *pod.status.init_container_statuses)
         containers = {status.container_id.rpartition("//")[2]: status.name for status in statuses}
-        self.pods[pod.metadata.uid] = KnownPod(pod.metadata.namespace, pod.metadata.name, containers)
+        self.pods[pod.metadata.uid] = TrackedPod(pod.metadata.namespace, pod.metadata.name, containers)
         self._pod_of_container.update(dict.fromkeys(containers, pod.metadata.uid))
         return False
 
     def drop(self, uid: str) -> None:
-        """A pod is gone."""
+        """Remove a deleted pod."""
         self.reservations.pop(uid, None)
         self._sharers.pop(uid, None)
         self._forget(uid)
@@ -66,21 +66,21 @@ class NodeShares:
             for container in known.containers:
                 self._pod_of_container.pop(container, None)
 
-    def owner_of(self, place: ContainerIdentity) -> str:
-        """The uid of the pod that a process belongs to."""
-        return place.pod or self._pod_of_container.get(place.container, UNKNOWN)
+    def owner_of(self, container: ContainerIdentity) -> str:
+        """Return the uid of the pod to which a process belongs."""
+        return container.pod or self._pod_of_container.get(container.container, UNKNOWN)
 
-    def container_of(self, place: ContainerIdentity) -> str:
-        """The name of the container that a process belongs to; "" where it is not known."""
-        known = self.pods.get(self.owner_of(place))
-        return "" if known is None else known.containers.get(place.container, "")
+    def container_of(self, container: ContainerIdentity) -> str:
+        """Return the name of the container to which a process belongs; "" if it is unknown."""
+        pod = self.pods.get(self.owner_of(container))
+        return "" if pod is None else pod.containers.get(container.container, "")
 
     def notes(self) -> dict[str, ShareNote]:
-        """All that share GPUs of this node, by what their claims are called."""
+        """Return all shares of this node's GPUs, by the workload of their claims."""
         return {note.uid or note.ticket: note for notes in self._sharers.values() for note in notes}
 
     def shares(self, totals: Mapping[str, int]) -> list[Share]:
-        """Their claims. `totals`: MiB by UUID; of a GPU that is not there nothing can be claimed."""
+        """Return the claims of all sharers. `totals`: MiB by UUID; GPUs without a total are left out."""
         claims: dict[str, list[Claim]] = {}
         for view in self.reservations.values():
             if view.gpu in totals:
@@ -91,9 +91,9 @@ class NodeShares:
         return [Share(tuple(found), self.directory_of(workload)) for workload, found in claims.items()]
 
     def directory_of(self, uid: str) -> Path:
-        """The volume of a pod in which it listens; a newcomer has none yet."""
+        """Return the directory of the pod's volume that it shares with the agent."""
         return Path(f"{self._pods_root}/{uid}/volumes/kubernetes.io~empty-dir/{MEMORY_VOLUME}")
 
     def ready_on(self, view: ReservationView, ready: frozenset[str]) -> frozenset[str]:
-        """The newcomers of a GPU that may start."""
+        """Return the tickets of sharers of a GPU that have not started and may start."""
         return frozenset(n.ticket for n in self._sharers[view.uid] if not n.uid and n.ticket in ready)

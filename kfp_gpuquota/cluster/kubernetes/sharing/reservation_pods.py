@@ -1,15 +1,14 @@
-"""The small pod that holds a GPU which several pods share, so that device plugin and schedulers see it as taken: pure.
+"""Builds the reservation pod that holds a shared GPU, so that the device plugin and schedulers count it as used. Pure.
 
-It runs nothing of ours, has no token and no rights. Its first container, which gets the device that the second one
-keeps (the kubelet gives an init container's devices to the ones after it), writes the device's UUID as its termination
-message: the kubelet carries that into the pod's status, where the controller's watch sees it. Rejected: a service
-account that may patch pods, which could then patch other reservations too; a ConfigMap, for the same reason; the log,
-which only who may read logs can see.
+It has no service account token and no rights. Its init container gets the device that the main container keeps (the
+kubelet passes an init container's devices on), and writes the device's UUID as its termination message, which the
+kubelet copies to the pod's status for the controller's watch. Rejected: a service account that may patch pods, since it
+could patch other reservations too; a ConfigMap, for the same reason; the log, which needs the right to read logs.
 
-What it is for stands on it, too: who shares the GPU (written by the controller), who of them may start (written by the
-node's agent). Nobody else may write in its namespace, so both can be believed.
+Its annotations contain the sharers of the GPU (written by the controller), and those that may start (written by the
+node's agent). No other client may write in its namespace, so both are trusted.
 
-Its name is made from the node and the device's number there, so that there is never a second one for the same GPU.
+Its name is derived from the node and the device's index, so that there is at most one reservation for each GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write, pods_path
-from kfp_gpuquota.cluster.kubernetes.convert.requests import REQUIRED, deletion, escaped, node_term
+from kfp_gpuquota.cluster.kubernetes.convert.requests import REQUIRED, deletion, escape_json_pointer, node_term
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICES, bounded_number
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 
@@ -33,8 +32,8 @@ AGENTS_NAMESPACE: Final = "gpuquota-node-agents"
 IMAGE: Final = "kfp-gpuquota/reservation:0.1.0"
 USER: Final = 65532
 MAX_GRACE_S: Final = 1.0
-# A device plugin names the device in the variable, by its UUID unless it is set up otherwise; then NVIDIA's tool, which
-# its runtime puts into every container with a GPU, is asked. What is no name of a device fails, and is tried again.
+# A device plugin puts the device's UUID into the variable, unless it is configured otherwise; then nvidia-smi, which
+# the NVIDIA runtime adds to every container with a GPU, returns it. Without a UUID the container fails and restarts.
 REPORT: Final = """\
 gpu="$NVIDIA_VISIBLE_DEVICES"
 case "$gpu" in
@@ -46,7 +45,7 @@ HOLD: Final = "trap 'exit 0' TERM; while :; do sleep 86400 & wait; done"
 
 
 class ReservationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How reservation pods are made. `image` needs a shell and no more. `agents`: where the nodes' agents run."""
+    """Settings of reservation pods. `image` needs only a shell. `agents`: namespace of the node agents."""
 
     namespace: str = NAMESPACE
     agents: str = AGENTS_NAMESPACE
@@ -56,7 +55,7 @@ class ReservationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReservationView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What is kept of one. `gpu` is the UUID that it has reported; `ready` are tickets, as the node's agent says."""
+    """Tracked state of a reservation pod. `gpu` is the reported UUID; `ready` are the tickets that may start."""
 
     uid: str
     name: str
@@ -67,40 +66,40 @@ class ReservationView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ready: frozenset[str] = frozenset()
     leaving: bool = False
     over: bool = False
-    trouble: str = ""
+    start_failure: str = ""
 
 
 def name_of(node: str, device: int) -> str:
-    """One name for each device of each node; nodes' names may be longer than a pod's may."""
+    """Return the name of a device's reservation pod; a hash is used because nodes' names may be too long."""
     digest = hashlib.sha256(node.encode()).hexdigest()[:8]
     return f"gpu-{node[:40].strip('.-')}-{digest}-{device}"
 
 
 def creation(node: str, device: int, settings: ReservationSettings, simulated: str = "") -> Write:
-    """Make the one for a node's device. `simulated`: the device's name where a node's GPUs exist by name only."""
+    """Return the creation of a device's reservation pod. `simulated`: the device's name on nodes without real GPUs."""
     about = f"{settings.namespace}/{name_of(node, device)}"
     body = _body(node, device, settings, simulated)
     return Write(verb="POST", path=pods_path(settings.namespace), about=about, lane=Lane.CREATE, body=body)
 
 
 def removal(view: ReservationView, settings: ReservationSettings) -> Write:
-    """Take that one away, and no other one of its name."""
+    """Return the deletion of this reservation pod, and of no other with its name."""
     return deletion(settings.namespace, view.name, view.uid, MAX_GRACE_S)
 
 
 def annotation(view: ReservationView, settings: ReservationSettings, sharers: str) -> Write:
-    """Note who shares the GPU, for the node's agent and for a controller that is started anew."""
+    """Return the patch that annotates the GPU's sharers, for the node's agent and a restarted controller."""
     path = f"{pods_path(settings.namespace)}/{view.name}"
     operations = [
         {"op": "test", "path": "/metadata/uid", "value": view.uid},
-        {"op": "add", "path": f"/metadata/annotations/{escaped(labels.SHARERS)}", "value": sharers},
+        {"op": "add", "path": f"/metadata/annotations/{escape_json_pointer(labels.SHARERS)}", "value": sharers},
     ]
     about = f"{settings.namespace}/{view.name}"
     return Write(verb="PATCH", path=path, about=about, body=operations, content_type=JSON_PATCH)
 
 
 def view_of(pod: Pod) -> ReservationView | None:
-    """What is kept of a reservation pod; None for any other one."""
+    """Return the view of a reservation pod; None for any other pod."""
     meta, notes = pod.metadata, pod.metadata.annotations or {}
     node, device = notes.get(labels.RESERVES_ON, ""), bounded_number(meta.labels.get(labels.RESERVES, ""), MAX_DEVICES)
     if not node or device is None:
@@ -115,12 +114,12 @@ def view_of(pod: Pod) -> ReservationView | None:
         ready=frozenset(filter(None, notes.get(labels.READY, "").split(","))),
         leaving=meta.deletion_timestamp is not None,
         over=pod.status.phase in {"Succeeded", "Failed"},
-        trouble=_trouble(pod),
+        start_failure=_trouble(pod),
     )
 
 
 def _reported(pod: Pod) -> str:
-    """The UUID, once the container that holds the device runs."""
+    """Return the reported UUID when the container that holds the device runs; "" before."""
     if pod.status.phase != "Running":
         return ""
     ended = [status.state.terminated for status in pod.status.init_container_statuses]
@@ -144,7 +143,7 @@ def _body(node: str, device: int, settings: ReservationSettings, simulated: str)
         "terminationGracePeriodSeconds": int(MAX_GRACE_S),
         "restartPolicy": "Always",
         "affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [term]}}},
-        # it goes where its sharers go, whatever they tolerate; how long it stays is the controller's to say
+        # it must run on its sharers' node, whatever they tolerate; the controller decides when it is deleted
         "tolerations": [{"operator": "Exists"}],
         "securityContext": {
             "runAsNonRoot": True,
@@ -167,7 +166,7 @@ def _body(node: str, device: int, settings: ReservationSettings, simulated: str)
             "sidecar.istio.io/inject": "false",
             labels.RESERVES: str(device),
         },
-        # an autoscaler that would remove the node asks its sharers, and not this
+        # only the sharers, not this pod, may prevent an autoscaler from removing the node
         "annotations": {labels.RESERVES_ON: node, "cluster-autoscaler.kubernetes.io/safe-to-evict": "true"},
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

@@ -1,7 +1,7 @@
-"""Who shares a GPU, as it is written on the pod that reserves it: by the controller, for the node's agent. Pure.
+"""The sharers of a GPU, which the controller annotates on its reservation pod for the node's agent. Pure.
 
-An agent believes these notes only, for nobody else can write them: annotations of pods in a team's namespace could
-claim a part that nobody has given them.
+The agent trusts only these notes, which only the controller can write: annotations of pods in a team's namespace could
+claim a share that was not assigned.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 
 class ShareNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One pod's part of each of `gpus` (UUIDs): a fraction, or MiB, as a JobSpec has them.
+    """A pod's share of each of `gpus` (UUIDs): a fraction or MiB, as in a JobSpec.
 
-    `ticket` names this admission of this holder and no other one; `pod` is "namespace/name", for people; `since` is
-    when it was given its place, in seconds since the epoch. `uid` is the pod's, once it is on its node: until then it
-    is a newcomer.
+    `ticket` identifies this admission of the holder; `pod` is "namespace/name", for messages; `since` is the time of
+    the assignment, in seconds since 1970. `uid` is the pod's uid after it was bound; "" before.
     """
 
     ticket: str
@@ -40,12 +39,12 @@ class ShareNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def holder(self) -> str:
-        """Who holds the part: the pod's uid, or an ElasticJob's worker."""
+        """Return the holder of the share: the pod's uid, or the id of an ElasticJob's worker."""
         return self.ticket.rpartition("@")[0]
 
     @property
     def project(self) -> str:
-        """The namespace."""
+        """Return the namespace of the pod."""
         return self.pod.partition("/")[0]
 
 
@@ -53,7 +52,7 @@ _NOTES = msgspec.json.Decoder(tuple[ShareNote, ...])
 
 
 def note_of(spec: JobSpec, holder: str, pod: str, since: float) -> ShareNote:
-    """The note of a job's worker that has its place `since`."""
+    """Return the note of a holder whose devices were assigned at `since`."""
     return ShareNote(
         ticket=f"{holder}@{since:.6f}",
         pod=pod,
@@ -67,13 +66,13 @@ def note_of(spec: JobSpec, holder: str, pod: str, since: float) -> ShareNote:
 
 
 def written(notes: Iterable[ShareNote]) -> str:
-    """As an annotation, in an order of their own; "" for none."""
+    """Return the notes as an annotation, sorted by ticket; "" for none."""
     ordered = sorted(notes, key=lambda note: note.ticket)
     return msgspec.json.encode(ordered).decode() if ordered else ""
 
 
 def read(text: str) -> tuple[ShareNote, ...]:
-    """The notes of a reserved GPU; none where they cannot be read."""
+    """Return the notes of an annotation; () if it cannot be decoded."""
     try:
         return _NOTES.decode(text) if text else ()
     except msgspec.DecodeError:
@@ -81,7 +80,7 @@ def read(text: str) -> tuple[ShareNote, ...]:
 
 
 def claim(note: ShareNote, gpu: str, total_mib: int) -> Claim:
-    """What the pod, or the newcomer, may have of one of its GPUs."""
+    """Return the pod's claim on one of its GPUs."""
     return Claim(
         workload=note.uid or note.ticket,
         device=gpu,

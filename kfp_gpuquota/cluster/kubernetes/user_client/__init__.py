@@ -1,1 +1,1 @@
-"""A Kubernetes cluster for the command line and the launcher: the same calls, as the user's own identity."""
+"""Kubernetes client of the command line and the launcher, with the user's own credentials."""

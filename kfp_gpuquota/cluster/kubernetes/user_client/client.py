@@ -1,4 +1,4 @@
-"""A Kubernetes cluster as its users see it: the same calls as of the embedded cluster, as the user's own identity.
+"""Kubernetes cluster for users: the same calls as the local cluster's, with the user's own credentials.
 
 Nothing stands between a user and the API server: what this client may do is what RBAC lets its user do.
 """
@@ -68,17 +68,17 @@ class KubernetesClient:
 
     @property
     def namespace(self) -> str:
-        """The namespace that the credentials are for: the project where none is named."""
+        """Return the credentials' namespace, which is the default project."""
         return self.calls.credentials.namespace
 
     def health(self) -> Health:
-        """Who answers."""
+        """Return the version and the API server's URL."""
         return Health(version=__version__, pid=0, home=self.calls.credentials.server, started_at=0.0)
 
     # Projects and nodes
 
     def list_projects(self) -> tuple[ProjectView, ...]:
-        """All quotas, by name; malformed ones are left out, their condition tells."""
+        """Return all quotas, by name; invalid ones, which have a condition, are left out."""
         shown = []
         for quota_ in self._items(QUOTAS, custom_types.GpuQuota):
             with suppress(InvalidFieldError):
@@ -86,7 +86,7 @@ class KubernetesClient:
         return tuple(sorted(shown, key=lambda view: view.project.name))
 
     def get_project(self, name: str) -> ProjectView:
-        """One project; NotFoundError."""
+        """Return a project. Raises NotFoundError."""
         try:
             found = _decode(self.calls.get(f"{QUOTAS}/{quote(name)}"), custom_types.GpuQuota)
         except NotFoundError:
@@ -97,7 +97,7 @@ class KubernetesClient:
         return views.project_view(found)
 
     def create_project(self, project: Project) -> ProjectView:
-        """Make it; AlreadyExistsError."""
+        """Create a project. Raises AlreadyExistsError."""
         try:
             self.calls.create(QUOTAS, views.gpu_quota(project))
         except AlreadyExistsError:
@@ -107,7 +107,7 @@ class KubernetesClient:
         return self.get_project(project.name)
 
     def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
-        """Make it, or change its quota to what is given.
+        """Create a project, or replace its quota.
 
         ConflictError where a Profile says it, and where it is not as `expected` any more.
         """
@@ -128,7 +128,7 @@ class KubernetesClient:
         return self.get_project(project.name)
 
     def quota_gap(self, name: str) -> str:
-        """Pods of a namespace that is not labelled start without a quota; a department has no namespace."""
+        """Return a warning if the namespace is not labelled, so that its pods start without a quota; else ""."""
         try:
             found = _decode(self.calls.get(f"/api/v1/namespaces/{quote(name)}"), _Namespace)
         except NotFoundError:
@@ -141,13 +141,13 @@ class KubernetesClient:
         )
 
     def delete_project(self, name: str) -> None:
-        """Remove its quota; its namespace stays. ConflictError while it has jobs."""
+        """Delete a project's quota, but not its namespace. Raises ConflictError while it has jobs."""
         if jobs := [job.metadata.name for job in self._items(_jobs(name), custom_types.ElasticJob)]:
             raise ConflictError(f"project {name!r} still has {len(jobs)} jobs; delete them first: {' '.join(jobs[:5])}")
         self.calls.delete(f"{QUOTAS}/{quote(name)}")
 
     def list_policies(self) -> tuple[WorkloadPolicy, ...]:
-        """All policies, by name; malformed ones are left out."""
+        """Return all policies, by name; invalid ones are left out."""
         shown = []
         for stored in self._items(workload_policies.PATH, custom_types.PolicyObject):
             with suppress(InvalidFieldError):
@@ -155,7 +155,7 @@ class KubernetesClient:
         return tuple(sorted(shown, key=lambda policy: policy.name))
 
     def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
-        """Make or replace it."""
+        """Create or replace a policy."""
         path, wanted = f"{workload_policies.PATH}/{quote(policy.name)}", workload_policies.policy_body(policy)
         try:
             self.calls.create(workload_policies.PATH, wanted)
@@ -165,14 +165,14 @@ class KubernetesClient:
         return workload_policies.policy_of(_decode(self.calls.get(path), custom_types.PolicyObject))
 
     def delete_policy(self, name: str) -> None:
-        """NotFoundError where there is none."""
+        """Delete a policy. Raises NotFoundError."""
         try:
             self.calls.delete(f"{workload_policies.PATH}/{quote(name)}")
         except NotFoundError:
             raise NotFoundError(f"there is no policy {name!r}; see: gpuquota policy list") from None
 
     def list_nodes(self) -> tuple[NodeView, ...]:
-        """All nodes with GPUs, and which pods hold their devices."""
+        """Return all nodes with GPUs, and the pods that hold their devices."""
         from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger  # noqa: PLC0415 (it imports aiohttp, which a launcher lacks)
 
         nodes = self._items("/api/v1/nodes", core_types.Node)
@@ -254,7 +254,7 @@ class KubernetesClient:
         yield self.list_jobs(project)
 
     def queue(self, project: str) -> tuple[Queued, ...]:
-        """What waits for its turn in the project: ElasticJobs, and gated pods by their owners."""
+        """Return the project's waiting jobs: ElasticJobs, and gated pods by their owners."""
         waiting = []
         for stored in self._items(_jobs(project), custom_types.ElasticJob):
             with suppress(InvalidFieldError):
@@ -264,32 +264,32 @@ class KubernetesClient:
         return (*filter(None, waiting), *views.queued_pods(pods))
 
     def get_job(self, project: str, name: str) -> Job:
-        """One job; NotFoundError."""
+        """Return a job. Raises NotFoundError."""
         stored = _decode(self._found(project, name), custom_types.ElasticJob)
         return views.job_of(stored, self._pods(project, name).get((project, name), ()))
 
     def delete_job(self, project: str, name: str) -> None:
-        """Stop it where it runs, then forget it."""
+        """Stop and delete a job."""
         self._found(project, name)
         self.calls.delete(_job(project, name))
 
     def cancel_job(self, project: str, name: str) -> Job:
-        """Stop it; it stays listed as Cancelled."""
+        """Stop a job; it stays listed as Cancelled."""
         lease = views.job_lease(Lease(holder=_CANCELLED, duration_s=0.0), time.time())
         self._found(project, name)
         self.calls.patch(_job(project, name), {"spec": {"lease": lease}})
         return self.get_job(project, name)
 
     def suspend_job(self, project: str, name: str) -> Job:
-        """Stop it after a checkpoint, and keep it out of the queue."""
+        """Stop a job after a checkpoint, and do not queue it again until it is resumed."""
         return self._set_suspended(project, name, suspended=True)
 
     def resume_job(self, project: str, name: str) -> Job:
-        """Put a suspended job back into the queue, with its age."""
+        """Queue a suspended job again; it keeps its age."""
         return self._set_suspended(project, name, suspended=False)
 
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
-        """Keep the job alive, in one call; ConflictError when another holder took it over, or it is being stopped."""
+        """Renew the job's lease. Raises ConflictError if another holder has acquired it, or the job is stopping."""
         if lease.take_over:
             self._take_over(project, name, lease)
             return
@@ -308,7 +308,7 @@ class KubernetesClient:
             raise ConflictError(f"job {name!r} is held by somebody else than {lease.holder!r}: {error}") from None
 
     def _take_over(self, project: str, name: str, lease: Lease) -> None:
-        """Become the holder of the lease that was read, or of none: two that take over at once do not both succeed."""
+        """Acquire the lease in the version that was read; of two concurrent attempts only one succeeds."""
         for _ in range(_TAKE_OVERS):
             stored = _decode(self._found(project, name), custom_types.ElasticJob)
             if _is_stopping(stored):
@@ -325,7 +325,7 @@ class KubernetesClient:
         raise ConflictError(f"job {name!r} changes all the time, and could not be taken over")
 
     def watch_jobs(self, project: str = "") -> Iterator[JobList]:
-        """The list now, and again after each change, for ever."""
+        """Yield the list now and after each change, without end."""
         after: int | None = None
         while True:
             listed = self.list_jobs(project, after=after, timeout_s=0.0 if after is None else LONG_POLL_S)
@@ -333,12 +333,12 @@ class KubernetesClient:
             yield listed
 
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
-        """Kubernetes keeps its own: see `kubectl get events`."""
+        """Raise UsageError: Kubernetes has its own events, see `kubectl get events`."""
         del after, timeout_s
         raise UsageError("on Kubernetes the history is that of the objects; see: kubectl get events -n NAMESPACE")
 
     def secret_value(self, project: str, name: str, key: str) -> str:
-        """A value of a Secret; "" where there is none."""
+        """Return a value of a Secret; "" if it does not exist."""
         try:
             found = self.calls.get(f"/api/v1/namespaces/{quote(project)}/secrets/{quote(name)}")
         except NotFoundError:
@@ -350,7 +350,7 @@ class KubernetesClient:
     def read_log(
         self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0
     ) -> LogChunk:
-        """A piece of a worker's log from byte `offset`, of the job's first worker unless another is named."""
+        """Return a part of a worker's log from byte `offset`, by default of the job's first worker."""
         pod = worker or self._first_worker(project, name)
         if not pod:
             time.sleep(min(POLL_S, timeout_s))
@@ -367,11 +367,11 @@ class KubernetesClient:
         return LogChunk(text=text, next_offset=offset + len(text), more=more)
 
     def follow_log(self, project: str, name: str, *, worker: str = "", offset: int = 0) -> Iterator[bytes]:
-        """A worker's log from byte `offset` as it grows, until the worker has ended."""
+        """Yield a worker's log from byte `offset` as it grows, until the worker has exited."""
         return follow_log(self, project, name, worker, offset)
 
     def stop_cluster(self) -> None:
-        """Not ours to stop."""
+        """Raise UsageError: a Kubernetes cluster cannot be stopped by this client."""
         raise UsageError("a Kubernetes cluster is not stopped from here; remove the controller with: kubectl delete -k")
 
     # Inside
@@ -404,7 +404,7 @@ class KubernetesClient:
         return job.status.result_worker or next((worker.id for worker in job.status.workers), "")
 
     def _await_change(self, project: str, name: str, after: int, timeout_s: float) -> None:
-        """Until one of the jobs has changed. A revision that is too old counts as a change."""
+        """Wait until one of the jobs has changed. A revision that is too old counts as a change."""
         query = {"watch": "true", "resourceVersion": after, "timeoutSeconds": int(timeout_s) or 1, **_named(name)}
         with suppress(RunError, UsageError, OSError, http.client.HTTPException):
             stream = self.calls.open(_jobs(project), timeout_s + 5, **query)
@@ -413,7 +413,7 @@ class KubernetesClient:
 
 
 def _is_stopping(stored: custom_types.ElasticJob) -> bool:
-    """Whether the job has ended, or is being stopped for good: nobody can take it over."""
+    """Return whether the job has ended or is being stopped permanently, so that its lease cannot be acquired."""
     held = stored.spec.lease
     cancelled = held is not None and (held.holder == _CANCELLED or held.duration_seconds == 0)
     ending = Phase(stored.status.phase).final or stored.status.intent in _FOR_GOOD
@@ -421,7 +421,7 @@ def _is_stopping(stored: custom_types.ElasticJob) -> bool:
 
 
 def _named(name: str) -> dict[str, str]:
-    """The query for the object of that name alone."""
+    """Return the query that selects only the object with this name."""
     return {"fieldSelector": f"metadata.name={name}"} if name else {}
 
 

@@ -1,4 +1,4 @@
-"""The log of a pod, in pieces: the API server streams it, and knows no offsets."""
+"""Reads a pod's log in parts from byte offsets; the API server streams logs without offsets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SILENCE_S: Final = 25.0
 
 
 class PodLog:
-    """A pod's log that is followed, read up to `offset`."""
+    """A followed pod log, which has been read up to `offset`."""
 
     def __init__(self, calls: Calls, namespace: str, pod: str, offset: int) -> None:
         self._calls = calls
@@ -28,7 +28,7 @@ class PodLog:
         self._over = False
 
     def read(self, timeout_s: float) -> tuple[bytes, bool]:
-        """What is new within the time, and whether more may come."""
+        """Return the new bytes within the time limit, and whether more may follow."""
         deadline = time.monotonic() + timeout_s
         while self._stream is None:
             try:
@@ -53,7 +53,7 @@ class PodLog:
         return b"", self._goes_on()
 
     def _goes_on(self) -> bool:
-        """Whether there may be more: a stream ends with its pod, but also with the server that sends it.
+        """Return whether more may follow: a stream ends with its pod, but also when the API server stops.
 
         A log has been read to its end when a stream that was opened after the pod's end has ended.
         """
@@ -68,7 +68,7 @@ class PodLog:
         return not before
 
     def close(self) -> None:
-        """Let go of the connection; it is followed anew by the next read."""
+        """Close the connection; the next read opens another one."""
         if self._stream is not None:
             self._stream.close()
         self._stream = None

@@ -1,4 +1,4 @@
-"""Our vocabulary and the API server's objects, each as the other. Pure.
+"""Converts between `api` types and the API server's objects. Pure.
 
 What a client shows is derived from the object and its pods; what it asks for becomes an object.
 """
@@ -73,7 +73,7 @@ class _Pod(msgspec.Struct, frozen=True):
 
 
 class _Template(msgspec.Struct, frozen=True):
-    """Of a pod template what a client shows."""
+    """The fields of a pod template that a client shows."""
 
     spec: _Pod = _Pod()
 
@@ -85,7 +85,7 @@ _PHASES: Final = {"Pending": WorkerPhase.STARTING, "Running": WorkerPhase.RUNNIN
 
 
 def elastic_job(spec: JobSpec, template: Json, *, request_id: str, lease: Lease | None, now: float) -> Json:
-    """The object to create. `template` is a pod template; its first container runs the job."""
+    """Return the ElasticJob object to create. `template` is a pod template whose first container runs the job."""
     asked: Json = {"kind": spec.kind.value, "template": template}
     for field, (name, default) in _FIELDS.items():
         value = getattr(spec, field)
@@ -107,7 +107,7 @@ def elastic_job(spec: JobSpec, template: Json, *, request_id: str, lease: Lease 
 
 
 def pod_template(spec: JobSpec, image: str) -> Json:
-    """A template for a command in an image, with what else the job asks of its pods."""
+    """Return a pod template for a command in an image, with the job's other pod fields."""
     container: Json = {"name": MAIN, "image": image, "command": list(spec.command)}
     if spec.environment:
         container["env"] = [{"name": name, "value": value} for name, value in sorted(spec.environment.items())]
@@ -131,12 +131,12 @@ def pod_template(spec: JobSpec, image: str) -> Json:
 
 
 def job_lease(lease: Lease, now: float) -> Json:
-    """Who waits for the job, and from when on it counts."""
+    """Return the lease as a spec field, renewed at `now`."""
     return {"holder": lease.holder, "durationSeconds": lease.duration_s, "renewTime": timestamp(now)}
 
 
 def gpu_quota(project: Project) -> Json:
-    """The object of a quota."""
+    """Return the object of a project's quota."""
     return {
         "apiVersion": labels.API_VERSION,
         "kind": "GpuQuota",
@@ -146,7 +146,7 @@ def gpu_quota(project: Project) -> Json:
 
 
 def timestamp(at: float) -> str:
-    """As the API server wants a MicroTime."""
+    """Return the time `at`, in seconds since 1970, as a Kubernetes MicroTime."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -154,7 +154,7 @@ def timestamp(at: float) -> str:
 
 
 def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
-    """The job as clients see it, with its pods as workers. Raises InvalidFieldError for a malformed one."""
+    """Return the job with its pods as workers. Raises InvalidFieldError for an invalid one."""
     status = stored.status
     ranks = {index: rank for rank, index in enumerate(status.ranks)}
     known = (worker_of(pod, stored.metadata.uid) for pod in pods)
@@ -184,13 +184,13 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
 
 
 def _command(stored: ElasticJob) -> tuple[str, ...]:
-    """What its first container runs; its image, where that one's entry point does."""
+    """Return the first container's command; its image if the command is the image's entry point."""
     container = msgspec.json.decode(stored.spec.template, type=_Template).spec.containers[0]
     return (*container.command, *container.args) or (container.image or "pod",)
 
 
 def _trouble(status: ElasticJobStatus) -> Reason | None:
-    """Why its pods do not come up: more than the decision that they should, which is what its message says."""
+    """Return why the job's pods do not start, which is more specific than the status message."""
     if Phase(status.phase or Phase.PENDING).final:
         return None
     found = (c.message for c in status.conditions if c.type == "WorkersReady" and c.status == "False" and c.message)
@@ -199,7 +199,7 @@ def _trouble(status: ElasticJobStatus) -> Reason | None:
 
 
 def worker_of(pod: Pod, job_uid: str) -> Worker:
-    """A pod of a job as its worker; its id is the pod's name."""
+    """Return the worker of a job's pod; its id is the pod's name."""
     notes = pod.metadata.annotations or {}
     phase = _PHASES.get(pod.status.phase, WorkerPhase.GONE)
     if phase is not WorkerPhase.GONE and pod.metadata.deletion_timestamp is not None:
@@ -224,13 +224,13 @@ def _ranked(worker: Worker, ranks: dict[int, int]) -> Worker:
 
 
 def queued_pods(pods: Iterable[Pod]) -> list[Queued]:
-    """Pods that wait at the gate, those of one group or owner as one; malformed ones are left out."""
+    """Return the gated pods as jobs, one for each group or owner; invalid ones are left out."""
     found: dict[str, Queued] = {}
     for pod in pods:
         with suppress(InvalidFieldError):
             view = translate.pod_view(pod)
             if view.stage is translate.Stage.WAITING:
-                whose, each = view.group or view.maker or view.uid, _queued_pod(pod, view)
+                whose, each = view.group or view.controller_uid or view.uid, _queued_pod(pod, view)
                 found[whose] = min(found.get(whose, each), each, key=lambda one: one.key)
     return list(found.values())
 
@@ -248,7 +248,7 @@ def _queued_pod(pod: Pod, view: translate.PodView) -> Queued:
 
 
 def project_view(quota: GpuQuota) -> ProjectView:
-    """A quota and what its team holds. Raises InvalidFieldError for a malformed one."""
+    """Return a quota and its team's usage. Raises InvalidFieldError for an invalid one."""
     return ProjectView(
         project=quotas.project_of(quota),
         allocated=as_number(quota.status.gpus),
@@ -258,7 +258,7 @@ def project_view(quota: GpuQuota) -> ProjectView:
 
 
 def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ()) -> NodeView:
-    """A node and which pods hold its devices, with those that pods outside the quota hold.
+    """Return a node and the pods that hold its devices, including pods outside the quota.
 
     Which these are only the kubelet knows: they are taken to be the first that nobody else has.
     """
@@ -275,7 +275,7 @@ def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ())
 
 
 def _devices(pod: Pod) -> tuple[int, ...]:
-    """Those that a plan gave it, or that it reserves for several."""
+    """Return the pod's annotated devices, or the device that a reservation pod holds."""
     from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods  # noqa: PLC0415 (it imports aiohttp)
 
     reserved = reservation_pods.view_of(pod)
@@ -287,7 +287,7 @@ def _holds(pod: Pod) -> bool:
 
 
 def _used(held: Iterable[int], shares: Iterable[ShareView]) -> dict[int, float]:
-    """The part of each device that is held: of a shared one what its sharers have asked for."""
+    """Return the held part of each device: for a shared device the sum of its sharers' requests."""
     parts: dict[int, float] = {}
     for share in shares:
         parts[share.device] = parts.get(share.device, 0.0) + share.request_mib / (share.total_mib or 1)
