@@ -30,7 +30,7 @@ def read(paths: list[str]) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], width: int = WIDTH) -> str:
-    """The picture."""
+    """Return the timeline as text."""
     if not rows:
         return "nothing was reported\n"
     began, ended = float(rows[0]["at"]), float(rows[-1]["at"])
@@ -57,7 +57,7 @@ def _row(rows: list[dict[str, Any]], began: float, scale: float) -> str:
 
 
 def _changes(rows: list[dict[str, Any]], began: float) -> list[str]:
-    """One line for each generation: when, who, why, and the longest pause among its members."""
+    """Return one line for each generation: time, members, cause, and the longest pause among them."""
     generations: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         if row["event"] == "resize":
@@ -78,7 +78,7 @@ def _change(number: int, same: list[dict[str, Any]], began: float) -> str:
 
 
 def _longest_phases(same: list[dict[str, Any]]) -> dict[str, float]:
-    """Of those who were there before: a joiner's waits are nobody's."""
+    """Return the pauses of members that trained before: a joiner's wait is not a pause."""
     stayed = [row for row in same if row["cause"] != "join"]
     names = dict.fromkeys(name for row in stayed for name in row.get("phases_ms", {}))
     return {name: max(float(row.get("phases_ms", {}).get(name, 0.0)) for row in stayed) for name in names}

@@ -52,7 +52,7 @@ def like(
 
 
 def begin_loader_process(init: Callable[[int], None] | None, number: int, *, served: bool) -> None:
-    """Do what the script does first in a loader process; but end where its worker is killed.
+    """Initialize a loader process as the script does, and have it exit with its worker.
 
     torch's loader processes look whether their parent is still the one that they began with. So they live for ever
     where that had changed already, and where a fork server made them (`served`), which is their parent.

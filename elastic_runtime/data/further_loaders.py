@@ -31,7 +31,7 @@ class SecondLoader:
     """Gives one batch in each iteration over the first loader, and never ends by itself."""
 
     def __init__(self, loader: DataLoader[Any], number: int, seed: int, per_first: tuple[int, int]) -> None:
-        """`per_first`: (B, G)."""
+        """A loader that follows the first one. `per_first`: (B, G)."""
         if isinstance(loader.dataset, IterableDataset):
             raise UsageError(
                 f"loader number {number + 1} reads an IterableDataset, which cannot be shared out beside another "
@@ -105,7 +105,7 @@ class SecondLoader:
 
 
 def check_seconds(first: DataLoader[Any], batch: GlobalBatch) -> None:
-    """UsageError where the first of several loaders cannot say where the others stand."""
+    """Raise UsageError if the first of several loaders cannot determine the others' positions."""
     if isinstance(first.dataset, IterableDataset):
         raise UsageError(
             "the first of several loaders reads an IterableDataset, whose length the others' samples depend on; give a "

@@ -39,7 +39,7 @@ class Loop(Protocol):
 
     @property
     def place(self) -> tuple[int, int]:
-        """(rank, world size)."""
+        """Return (rank, world size)."""
 
     @property
     def finished(self) -> bool:
@@ -99,7 +99,7 @@ class ElasticLoader:
         self._generator = torch.Generator()
 
     def __len__(self) -> int:
-        """Global steps of an epoch. Iterations are more where a share is cut. TypeError where it is not known."""
+        """Return the global steps of an epoch; iterations are more if a share is cut. TypeError if it is unknown."""
         if self.steps is None:
             raise TypeError("the loader reads an IterableDataset, whose length is known when an epoch ends")
         return self.steps
@@ -133,7 +133,7 @@ class ElasticLoader:
                     break
 
     def start_processes(self) -> None:
-        """Start the loader's processes, if it has any, where nobody waits for them yet."""
+        """Start the loader's processes, if it has any, before a step waits for them."""
         if self._inner.num_workers:
             self._generator.manual_seed(mix_seed(self._seed))
             self._batches.of_span = iter(())
@@ -157,7 +157,7 @@ class ElasticLoader:
         return 0
 
     def has_more(self, position: Position) -> bool:
-        """Whether the epoch has another step, as far as is known."""
+        """Return whether the epoch has another step, as far as this worker has read."""
         raise NotImplementedError
 
     def _reseed(self) -> None:

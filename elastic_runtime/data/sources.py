@@ -85,7 +85,7 @@ def _is_a_permutation(sampler: object) -> bool:
 
 
 def _tell_epoch(drawn_from: object, epoch: int, seed: int) -> None:
-    """What a sampler draws by a generator of its own, or counts by itself, is to be the same on whoever joins."""
+    """Seed a sampler's own generator and counter, so that a joiner draws the same."""
     generator = getattr(drawn_from, "generator", None)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)

@@ -182,7 +182,7 @@ class StreamedDataset(Dataset[Any]):
 
 
 def stateful(each: object) -> bool:
-    """Whether it can say where it is, and go on from there."""
+    """Whether the dataset has a state: it can report its position and continue from there."""
     return callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))
 
 

@@ -58,7 +58,7 @@ class StreamedLoader(ElasticLoader):
         """They go on reading where they are; the dataset's own `set_epoch` is called in them."""
 
     def has_more(self, position: Position) -> bool:
-        """Whether the epoch has another step; True where nobody has read so far yet."""
+        """Return whether the epoch has another step; True if the stream was not read that far."""
         self._enter(position)
         return next(self._steps(position), None) is not None
 
@@ -123,7 +123,7 @@ class StreamedLoader(ElasticLoader):
 
 
 def _collate(collate: Callable[[list[Any]], Any], read: Read) -> Fetched:
-    """A batch, and what came to be known on the way."""
+    """A batch, and what reading it has shown about the stream."""
     if read.seed is not None:
         RandomStreams().reseed(read.seed)
     return collate(read.samples) if read.samples else None, read.length, read.mark

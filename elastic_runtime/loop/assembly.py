@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Workshop:
-    """`memory_dir`: where this worker's memory limit is told; "": nowhere."""
+    """Builds a job's parts. `memory_dir`: the folder of this worker's memory limit; "": none."""
 
     def __init__(self, options: Options, member: Member, memory_dir: str) -> None:
         self._options, self._member, self._memory_dir = options, member, memory_dir
@@ -85,7 +85,7 @@ class Workshop:
     def loader(
         self, loaders: list[DataLoader[Any]], session: Session, batch: GlobalBatch, plan: Plan, state: TrainingState
     ) -> ElasticLoader:
-        """The user's loader, dealt out; the state knows what its order depends on. Further loaders follow it."""
+        """Return the prepared loaders; the state gets what the order of samples depends on."""
         seed, exact = self._options.seed, self._options.exact
         loader, *others = loaders
         state.split = f"global_batch_size={batch.samples}, scale_batch={batch.bounds}"

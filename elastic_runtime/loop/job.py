@@ -82,7 +82,7 @@ class Job:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this worker is rank 0: the one to print and to save. False before the loop, where it is not known."""
+        """Whether this worker is rank 0, which prints and saves. False before the loop, when ranks are undetermined."""
         return self._member.placed and self.rank == 0
 
     @property
@@ -108,9 +108,9 @@ class Job:
         self._state.position = position
 
     def settle_batch(self, *, global_batch_size: int, max_batch_per_gpu: int | None) -> None:
-        """Say what `init` was not told, before `prepare`: for integrations, which see the loader later.
+        """Set options that `init` was not given, before `prepare`: for integrations, which get the loader later.
 
-        What `init` was told stays. BatchPlanError for values that cannot be.
+        Options that `init` was given stay. BatchPlanError for invalid values.
         """
         told = self._options
         self._options = dataclasses.replace(
@@ -213,7 +213,7 @@ class Job:
     def steps_per_epoch(self, loader: DataLoader[Any]) -> int:
         """Global steps of an epoch of this loader, which need not be prepared yet: for schedules that are made before.
 
-        UsageError where it cannot be known.
+        UsageError if it cannot be determined.
         """
         if isinstance(loader.dataset, IterableDataset):
             raise UsageError("the loader reads an IterableDataset, whose length is known when an epoch ends")
@@ -371,8 +371,8 @@ class Job:
         return self._prepared.rounds.all_reduce(tensor)
 
     def all_gather(self, value: Result) -> list[Result]:
-        """Copies of each worker's `value`, by rank: anything that pickle knows, with tensors of any shapes, which
-        arrive on the CPU. CollectiveError where a worker is lost, which `job.repeat` sees to.
+        """Return copies of each worker's `value`, by rank: any object that can be pickled. Tensors may have any shapes
+        and arrive on the CPU. CollectiveError if a worker is lost, which `job.repeat` handles.
         """
         return self._prepared.rounds.all_gather(value)
 
@@ -414,7 +414,7 @@ class Job:
             callback()
 
     def on_preempt(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-        """Call it in the loop when this worker is told to go, before it ends."""
+        """Call `callback` in the loop when this worker must leave, before it exits."""
         return self._member.reporter.listen("left", callback)
 
     def on_checkpoint(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
@@ -467,7 +467,7 @@ class Job:
 
 
 class Retrying:
-    """See `Job.retrying`."""
+    """The context manager that `Job.retrying` returns."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

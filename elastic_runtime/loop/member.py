@@ -53,7 +53,7 @@ MAX_FAILURES = 5
 
 
 class Member:
-    """Without a coordinator it is alone: rank 0 of 1, for ever."""
+    """This worker's membership. Without a coordinator it is always rank 0 of 1."""
 
     def __init__(
         self,
@@ -133,12 +133,12 @@ class Member:
 
     @property
     def placed(self) -> bool:
-        """Whether its rank is known: with a coordinator, once the loop has begun."""
+        """Whether the rank is determined: with a coordinator, once the loop has begun."""
         return self._coordinator is None or self._generations.adopted is not None
 
     @property
     def place(self) -> tuple[int, int]:
-        """(rank, world size). LoopError while they are not known."""
+        """Return (rank, world size). LoopError before they are determined."""
         if self._environment.static:
             return self._environment.static
         if self._coordinator is None:
@@ -167,7 +167,7 @@ class Member:
 
     @property
     def coordinated(self) -> bool:
-        """Whether a cluster decides who its peers are."""
+        """Whether a coordinator decides which workers are its peers."""
         return self._coordinator is not None
 
     def check_state(self, state: TrainingState) -> None:
@@ -370,7 +370,7 @@ class Member:
         )
 
     def _enter(self, state: TrainingState, generation: Generation) -> bool:
-        """Bring everybody in it to the newest state; whether this worker received it."""
+        """Bring all members to the newest state; return whether this worker received it."""
         group = generation.group
         if self.sharding and group:
             return self._exchange(group, generation.number, state)

@@ -1,4 +1,4 @@
-"""By whom a training is saved: whole, by rank 0; or in shards, by every worker its own."""
+"""Saving a training: whole, by rank 0, or in shards, each worker its own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Saving:
             self._keeper.save_if_due(state.position.step, partial(self._capture, state))
 
     def now(self, state: TrainingState) -> None:
-        """Before this returns."""
+        """Save before returning."""
         if self.sharding:
             self.sharding.save_now()
         else:

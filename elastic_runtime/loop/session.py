@@ -38,7 +38,7 @@ class Watch(Protocol):
         """Another iteration begins, over so many samples. What is found raises LoopError where it happens."""
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop looking."""
 
 
 class Session:
@@ -72,7 +72,7 @@ class Session:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(rank, world size)."""
+        """Return (rank, world size)."""
         return self._member.place
 
     @property
@@ -82,7 +82,7 @@ class Session:
 
     @property
     def leaving(self) -> bool:
-        """Whether this worker was told to go."""
+        """Whether this worker is leaving the job."""
         return self._member.leaving
 
     @property
@@ -134,9 +134,9 @@ class Session:
     # Epochs
 
     def start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
-        """The training begins, here or where others are; or goes on, after it had finished.
+        """Begin the training, at its beginning or where the other workers are; or continue a finished one.
 
-        LoopError where the coordinator was told that it is over.
+        LoopError if the end was reported to the coordinator.
         """
         if self.finished and self._member.coordinated:
             raise LoopError("the job's training has finished; what comes after it needs a job of its own")
@@ -154,7 +154,7 @@ class Session:
         self._memory.follow()
 
     def _warm_up(self) -> None:
-        """A step whose gradients are dropped: what the first one takes longer is nobody's wait."""
+        """Run one step and drop its gradients: the longer time of a first step then delays no other worker."""
         batch = self.loader.sample() if self.warm_up else None
         if self.warm_up is None or batch is None:
             return
@@ -186,7 +186,7 @@ class Session:
             self._state.position = self.position.after_epoch()
 
     def finish(self) -> None:
-        """All epochs are done: wait for the others, so that whoever is a step behind finds a state to go on from."""
+        """End the training: wait for all workers, so that one which is a step behind can still receive the state."""
         self._catching_up = False
         step = self.position.step
         while not self._member.all_here(self._state):
@@ -244,21 +244,21 @@ class Session:
     def backward(
         self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool
     ) -> None:
-        """See `Job.backward`."""
+        """Run the backward pass of `Job.backward`; repeat the step if a peer is lost."""
         try:
             self._step.backward(loss, weight, reduction, options, more=more)
         except CollectiveError as error:
             self._repeat_step(error)
 
     def skip(self) -> None:
-        """See `Job.skip`."""
+        """Skip the iteration as `Job.skip` does; repeat the step if a peer is lost."""
         try:
             self._step.skip()
         except CollectiveError as error:
             self._repeat_step(error)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
-        """See `Job.clip_grad_norm_`."""
+        """Clip as `Job.clip_grad_norm_` does; repeat the step if a peer is lost."""
         try:
             return self._step.clip_grad_norm_(parameters, clipping)
         except CollectiveError as error:
@@ -347,7 +347,7 @@ class Session:
         self._tell_progress()
 
     def _repeat_step(self, error: CollectiveError) -> None:
-        """Back to the step's beginning, and on with whoever is left."""
+        """Return to the step's beginning, and continue with the workers that are left."""
         self._step.forget()
         self._step.agreed, self._state.awaited = None, False
         self._recover(error)

@@ -137,7 +137,7 @@ class GlobalStep:
     def backward(
         self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool
     ) -> None:
-        """See `Job.backward`."""
+        """Run the backward pass of one micro-batch, and sum the gradients after the last one."""
         micro = self._current("job.backward")
         if self.repeat:
             return  # an earlier pass of the iteration failed
@@ -177,7 +177,7 @@ class GlobalStep:
         )
 
     def skip(self) -> None:
-        """See `Job.skip`."""
+        """Count this iteration's samples without gradients."""
         micro = self._current("job.skip")
         if self.repeat:
             return
@@ -194,7 +194,7 @@ class GlobalStep:
         self._void = self.complete and all(p.grad is None for _, p in self._state.parameters())
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
-        """See `Job.clip_grad_norm_`."""
+        """Clip the summed gradients, and return their norm; 0 if the step is not complete."""
         return self._mode.clip_grad_norm_(parameters, clipping) if self.acts else torch.tensor(0.0)
 
     def check_ended(self) -> None:
@@ -214,7 +214,7 @@ class GlobalStep:
             )
 
     def count(self) -> None:
-        """It is over."""
+        """Count the step as done, and prepare for the next one."""
         self._unapplied = None if self._acted else self._state.position.step
         self.first, self.complete = True, False
         self._passes.forget()
@@ -325,7 +325,7 @@ class GlobalStep:
             self._passes.add_back()
 
     def _sum(self, micro: MicroBatch) -> None:
-        """Sum a pass's gradients; what the tail says is decided by all workers in the same way."""
+        """Sum a pass's gradients; all workers read the same decisions from the sum's metadata."""
         member, mode = self._member, self._mode
         vote = member.vote() if self.computed else None
         rank, workers = member.place

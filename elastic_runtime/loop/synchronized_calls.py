@@ -1,4 +1,4 @@
-"""Work of the script's own that all workers do together, such as an evaluation: done again where one is lost meanwhile.
+"""Work of the script that all workers share, such as an evaluation: it is repeated if a worker is lost meanwhile.
 
 A round is over where all have done it, which a barrier tells. Whoever passed the barrier may have gone on when others
 hear of a loss; so the number of rounds that are over travels with the state in the next generation's exchange, and who
@@ -38,7 +38,7 @@ _OWN_COLLECTIVE = (
 
 
 class Rounds:
-    """`recover(error)` goes on with whoever is left."""
+    """Runs work that all workers share. `recover(error)` continues with the workers that are left."""
 
     def __init__(self, state: TrainingState, member: Member, recover: Callable[[CollectiveError], None]) -> None:
         self._state, self._member, self._recover = state, member, recover

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def watch_unprepared_optimizers(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Until the session is gone: UsageError where an optimizer that is none of these steps its parameters in the loop.
+    """Raise UsageError if an optimizer that is none of these steps the session's parameters in the loop.
 
     Unless one of these calls it: an optimizer may be made of others.
     """

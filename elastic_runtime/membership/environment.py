@@ -1,4 +1,4 @@
-"""What the cluster tells a worker through its environment (docs/contracts.md)."""
+"""The worker's settings from its environment variables (docs/contracts.md)."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Environment:
 
 
 def _line(variable: str, file: str) -> str:
-    """What is in the file that a variable names. OSError that says which variable it was."""
+    """Return the content of the file that a variable names. Raises OSError that names the variable."""
     try:
         return Path(file).read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:

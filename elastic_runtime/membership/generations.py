@@ -108,9 +108,9 @@ class Generations:
             self._changed.notify_all()
 
     def _withdraws(self, order: Order) -> bool:
-        """A joiner waits inside a generation; does this order mean that nobody else will come there?
+        """Return whether this order means that a joiner waits in a generation that no other worker will enter.
 
-        The others may be faster: they are in it already, and the next one may be proposed.
+        Other workers may be faster: they are in it already, and the next one may be proposed.
         """
         if self.adopted is not None or not self._entering:
             return False

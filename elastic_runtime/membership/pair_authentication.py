@@ -71,7 +71,7 @@ class _Round:
         self._challenges = self._start(self._own, _FIRST_TAG)
 
     def answer(self) -> None:
-        """Answer all."""
+        """Answer the challenges of all peers."""
         self._finish()
         proofs = {peer: _tensor(self._proof(peer, of_peer=False)) for peer in self._peers}
         self._answers = self._start(proofs, _FIRST_TAG + 1)

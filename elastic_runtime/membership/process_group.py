@@ -53,7 +53,7 @@ class Interrupt:
         self.is_set = False
 
     def set(self) -> None:
-        """End the waits."""
+        """Make the loop's waits for peers end."""
         self.is_set = True
 
     def clear(self) -> None:

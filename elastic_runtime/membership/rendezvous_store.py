@@ -74,12 +74,12 @@ class CoordinatorStore(Store):
         return int(self._ask("count"))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long `get` and `wait` wait when they are not told."""
+        """The time limit of `get` and `wait` where none is given."""
         self._timeout_s = timeout.total_seconds()
 
     @property
     def timeout(self) -> timedelta:
-        """How long `get` and `wait` wait when they are not told."""
+        """The time limit of `get` and `wait` where none is given."""
         return timedelta(seconds=self._timeout_s)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

@@ -51,7 +51,7 @@ class TwoThreadSocket(ssl.SSLSocket):
 
 
 def _readable(connection: socket.socket, timeout_s: float | None) -> bool:
-    """Whether there is something to read; by poll, because select knows no descriptors above 1,023."""
+    """Return whether there is something to read; by poll, because select accepts no descriptors above 1,023."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else timeout_s * 1e3))

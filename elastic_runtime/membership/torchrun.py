@@ -1,4 +1,4 @@
-"""Under torchrun: meeting the other ranks.
+"""Under torchrun: rendezvous with the other ranks.
 
 A store that torchrun's agent keeps (`TORCHELASTIC_USE_AGENT_STORE`) outlives the workers, and holds the addresses of
 those that were ended: torch's own rendezvous then connects to the dead. Here the ranks first agree on a name that

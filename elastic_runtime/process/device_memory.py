@@ -1,4 +1,4 @@
-"""Device memory: limits that the cluster tells while the training runs, and iterations that did not fit.
+"""Device memory: limits that the cluster sets while the training runs, and iterations that did not fit.
 
 ELASTIC_MEMORY_DIR holds two files, each replaced atomically: `limit.json`, written by the node's agent, says what this
 process may use of each device; `usage.json`, written here, says what it follows and what it would like. Between two
@@ -168,7 +168,7 @@ class MemoryFollower:
         return False
 
     def _note_need(self, device: Device) -> None:
-        """Now and then, and only of steps whose micro-batches are as large as they may be."""
+        """Estimate the needed memory at intervals, only of steps whose micro-batches have the full size."""
         self._steps += 1
         whole = self._limit is None or self._limit.whole
         if self._steps % LOOK_EVERY_STEPS or self._follows is None or not whole or self._misjudged:
@@ -198,7 +198,7 @@ class MemoryFollower:
         return self._resize(before, told, part)
 
     def _resize(self, before: int, told: int, part: float) -> bool:
-        """The micro-batches that `told` MiB allow."""
+        """Return the micro-batches that fit into `told` MiB."""
         if self._limit is not None:
             self._limit.scale(1.0 if told >= self._most else part)
         elif told < before:

@@ -35,7 +35,7 @@ class SimulatedDevice:
 
     @property
     def free_mib(self) -> int:
-        """What nobody holds."""
+        """The memory that no process holds."""
         with self._locked():
             return self._free()
 

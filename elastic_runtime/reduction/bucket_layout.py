@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass
 class Bucket:
-    """One flat buffer; `arrived` are the slots whose gradient of this iteration is there, `gradients` are these."""
+    """One flat buffer. `arrived`: the slots with a gradient in this iteration; `gradients`: these gradients."""
 
     dtype: torch.dtype
     device: torch.device
@@ -145,9 +145,7 @@ class Layout:
         return [slot.touched == self.step for slot in self.slots]
 
     def hand_out(self, factor: float = 1.0, *, all_used: bool = False) -> None:
-        """Each parameter's `grad` is `factor` times its view, or None where nobody used it (`all_used`: not to be
-        looked for).
-        """
+        """Set each `grad` to `factor` times its view, or to None if no worker used it (`all_used`: all are used)."""
         if factor != 1.0:
             torch._foreach_mul_([slot.view for slot in self.slots], factor)
         if self._same_dtype and (all_used or bool(self.used.min() > 0)):

@@ -164,7 +164,7 @@ class ExactReducer(BucketReducer):
     # Over the ranks
 
     def _launch_ready(self, group: Group) -> None:
-        """All but the last bucket: that one carries the tail, which is known when the backward pass is over."""
+        """Start the exchange of complete buckets, except the last one: its tail is known after the backward pass."""
         buckets = self._layout.buckets
         while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
             self._launch(group, self._launched)

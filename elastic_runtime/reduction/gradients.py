@@ -56,13 +56,13 @@ class GradientReducer(Protocol):
         """The backward pass of the micro-batch is over."""
 
     def reduce(self) -> None:
-        """After the last micro-batch of a step: sum up over all workers, the tail with the gradients.
+        """Sum the gradients and the tail over all workers, after the last micro-batch of a step.
 
-        Raises CollectiveError where a peer was lost; the gradients are then gone, the buffers replaced.
+        Raises CollectiveError if a peer was lost; the gradients are then dropped, and the buffers replaced.
         """
 
     def hand_out(self, factor: float) -> None:
-        """After `reduce`: every `grad` is `factor` times the sum over all workers, or None if nobody has one."""
+        """Set every `grad` to `factor` times the sum over all workers, or to None if no worker has one."""
 
     @property
     def in_flight(self) -> bool:

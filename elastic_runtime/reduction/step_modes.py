@@ -167,9 +167,9 @@ def agreement_of(state: TrainingState) -> Agreement:
 
 
 def use_deterministic_algorithms() -> None:
-    """An operation that cannot give the same bits twice raises RuntimeError from now on.
+    """Have operations that cannot give the same bits twice raise RuntimeError.
 
-    SettingsError where cuBLAS was not told in time.
+    SettingsError if cuBLAS was not configured before torch started.
     """
     if torch.cuda.is_available():
         if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in {":4096:8", ":16:8"}:

@@ -24,7 +24,7 @@ _STAGES = (
 
 
 def show(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> None:
-    """Print it."""
+    """Print the report."""
     flush()
     print("\n".join(lines(findings, rows)), flush=True)  # noqa: T201  (the program's result)
 
@@ -36,7 +36,7 @@ def flush() -> None:
 
 
 def lines(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The report."""
+    """Return the report as text."""
     reached = max((row["step"] for row in rows if row["what"] == "gradients"), default=-1)
     done = [text for step, text in _STAGES if step <= reached]
     fails = [finding for finding in findings if finding.fails]

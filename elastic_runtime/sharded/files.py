@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded job: each rank writes its parts, and whoever reads takes what it needs.
+"""Checkpoints of a sharded job: each rank writes its parts, and a reader takes the parts it needs.
 
     checkpoint-STEP-SAVE.part-RANK-of-RANKS
 
@@ -144,7 +144,7 @@ def load_newest(directory: str) -> tuple[int, Any] | None:
 
 
 def _parts(directory: str) -> dict[Saved, list[int]]:
-    """The ranks whose parts are there, of each checkpoint."""
+    """Return the ranks whose parts exist, for each checkpoint."""
     found: dict[Saved, list[int]] = {}
     for path in Path(directory).glob("checkpoint-*.part-*-of-*"):
         if match := _PART.fullmatch(path.name):

@@ -1,4 +1,4 @@
-"""When a sharded job's checkpoints are written: rank 0 says so in the sum at a step's end, and all write their parts.
+"""The schedule of a sharded job's checkpoints: rank 0 decides in the sum at a step's end, and all write their parts.
 
 The loop stands still only while this rank's parts are copied; a thread writes the copy.
 """

@@ -1,4 +1,4 @@
-"""Who holds which part of a tensor, and what has to move when the number of ranks changes. Pure.
+"""Which rank holds which part of a tensor, and what must move when the number of ranks changes. Pure.
 
 FSDP cuts a tensor as `torch.chunk` does: equal parts of ceil(size / ranks), of which the last ones may be short or
 empty. Between two such layouts each rank's new part overlaps a few old ones: only that is sent. Tensors move in batches

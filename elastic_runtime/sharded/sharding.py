@@ -102,7 +102,7 @@ class Sharding:
 
     @property
     def link(self) -> Link:
-        """The generation's connection."""
+        """The connection of the generation in force."""
         assert self._link is not None
         return self._link
 
@@ -113,7 +113,7 @@ class Sharding:
         return _new_number() if self.keeper.due() else 0
 
     def agreed(self, *, save: int, preempted: bool) -> None:
-        """What the sum at a step's end said."""
+        """Record what the workers agreed on in the sum at a step's end."""
         self._save = save
         self.preempted |= preempted
 

@@ -59,7 +59,7 @@ def checkpoints(directory: str) -> list[Path]:
 
 
 def _abandoned(newest: Path) -> list[Path]:
-    """What workers that were killed while they wrote have left: nobody needs a step before `newest` any more."""
+    """Return the partial files that killed writers have left, of steps up to that of `newest`."""
     partials = newest.parent.glob("checkpoint-*.partial-*")
     return [partial for partial in partials if partial.name.partition(".")[0] <= newest.stem]
 

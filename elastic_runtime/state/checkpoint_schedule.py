@@ -78,7 +78,7 @@ class BackgroundWriter:
         return True
 
     def _says_what_is_lost(self, step: int) -> bool:
-        """Whether there is no place to write to, which is then said."""
+        """Return whether there is no folder for checkpoints; if so, log how many steps are lost."""
         if not self.directory:
             _log.warning("ELASTIC_CHECKPOINT_DIR is not set: the %d steps trained so far are lost", step)
         return not self.directory

@@ -1,4 +1,4 @@
-"""What the members of a new generation tell each other before they train: who holds the newest state, and that state.
+"""The exchange of a new generation's members before they train: which of them has the newest state, and that state.
 
 One small all-gather, whatever the occasion: the first generation (rank 0 holds what all begin with), a joiner (it holds
 nothing), a loss (who has applied a step that others have not is one step ahead of them).
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state: bool) -> bool:
-    """Bring all members to the newest state; whether this one received it.
+    """Bring all members to the newest state; return whether this one received it.
 
     The first member that holds it sends it, and whoever has received it sends it on, so that many joiners take the time
     of a few: log2(n + 1) transfers for n of them.
@@ -54,7 +54,7 @@ def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state:
 
 
 def relay(source: int, behind: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(from, to) of each transfer, in an order in which everybody sends what it has received."""
+    """Return (from, to) of each transfer, in an order in which every sender has received the state before."""
     holders, waiting = [source], list(behind)
     while waiting:
         pairs = list(zip(holders, waiting, strict=False))
@@ -97,7 +97,7 @@ def _check_agreement(group: Group, source: int, agreements: list[int], state: Tr
 
 
 def _check_totals(group: Group, source: int, totals: list[Totals]) -> None:
-    """See check_same."""
+    """Raise ModelMismatchError if ranks differ in the length of the training."""
     numbers = [totals.index(each) for each in totals]
     remedy = (
         f"{totals[group.rank]} here, {totals[source]} there; a script that loads a checkpoint of its own asks for all "

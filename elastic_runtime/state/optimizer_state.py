@@ -1,4 +1,4 @@
-"""An optimizer's state, taken over exactly as another worker has it.
+"""Loads an optimizer's state exactly as another worker has it.
 
 torch's own `load_state_dict` is made for files: it casts each tensor of the state to its parameter's type, and makes
 other things anew by iterating over them, a string for one. An optimizer that keeps its moments in 8 bits, or counts in

@@ -30,7 +30,7 @@ class RandomStreams:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """What `save` remembered."""
+        """The states that `save` has stored."""
         return self._saved
 
     def restore(self) -> None:
@@ -52,7 +52,7 @@ class RandomStreams:
             numpy.random.set_state(states["numpy"])
 
     def reseed(self, seed: int) -> None:
-        """Start streams of one's own: a joiner must not draw the numbers of the rank whose state it got."""
+        """Seed new streams: a joiner must not draw the numbers of the rank whose state it received."""
         _seed_torch(seed)
         random.seed(seed)
         if numpy := sys.modules.get("numpy"):

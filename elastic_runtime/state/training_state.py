@@ -35,7 +35,7 @@ class Transient(Protocol):
         """Their values by name."""
 
     def load_transient(self, values: dict[str, torch.Tensor]) -> None:
-        """Take these over."""
+        """Load these values."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TrainingState:
         yield from self.model.named_parameters()
 
     def capture(self, model: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The whole state; its tensors are the live ones, not copies. `model`: its state_dict, where that is known."""
+        """Return the whole state; its tensors are the live ones. `model`: its state_dict, if the caller has it."""
         return {
             "fingerprint": self.fingerprint(),
             "reduction": self.reduction,
@@ -173,7 +173,7 @@ class TrainingState:
         self._rehearsed.append(optimizer)
 
     def forget_rehearsal(self) -> None:
-        """Nobody sends a state after all: begin without one."""
+        """Begin without a state, since no worker sends one."""
         for optimizer in self._rehearsed:
             optimizer.state.clear()
         self._rehearsed.clear()
@@ -185,7 +185,7 @@ class TrainingState:
         self.forget_rehearsal()
 
     def fingerprint(self) -> int:
-        """A number that differs between models whose parameters differ in name, shape or type."""
+        """Return a number that differs between models whose parameters differ in name, shape or type."""
         text = [f"{name}:{tuple(p.shape)}:{p.dtype}" for name, p in self.parameters()]
         text += [name for name, _ in self.parts]
         return _hash("\n".join(text))

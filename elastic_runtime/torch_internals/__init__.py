@@ -77,9 +77,9 @@ def build_group(store: Store, rank: int, size: int, name: str, backend: str, tim
 
 
 def build_second_connections(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """More connections between the members of a group, for tensors on the CPU. torch need not know of them.
+    """Return further connections between the members of a group, for tensors on the CPU, unregistered in torch.
 
-    Blocks until all have come. Raises what gloo raises.
+    Blocks until all members have connected. Raises what gloo raises.
     """
     return cast("dist.ProcessGroup", ProcessGroupGloo(PrefixStore("second/", store), rank, size, timeout))
 
@@ -133,5 +133,5 @@ def forget_composable_state(module: torch.nn.Module) -> None:
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """A step that the scaler has begun is taken back: it has unscaled nobody's gradients, and stepped nobody."""
+    """Have the scaler forget which optimizers it has unscaled and stepped in this step."""
     scaler._per_optimizer_states.clear()  # noqa: SLF001

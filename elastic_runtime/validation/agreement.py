@@ -1,4 +1,4 @@
-"""Values that all workers must have in common: compared with rank 0's, in the sum that a step makes anyway.
+"""Values that must be equal on all workers: compared with rank 0's in the sum that each step has anyway.
 
 A worker whose learning rate, GradScaler's scale or parameters differ from the others' trains another model, and nothing
 fails. So rank 0 adds its values to the tail of the last bucket, the others add zeros, and each compares the sum with

@@ -30,7 +30,7 @@ class LoaderWatch:
         self._runs: dict[int, tuple[object, int, int]] = {}  # by iterator: (it, its last iteration, how many in a row)
 
     def begin(self, samples: int) -> None:  # noqa: ARG002
-        """Another iteration begins."""
+        """Note that another iteration begins."""
         self._iteration += 1
         if not self._left:
             self.end()
@@ -40,7 +40,7 @@ class LoaderWatch:
         _install()
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._left, self._runs = 0, {}
         _watching.discard(self)
 

@@ -1,4 +1,4 @@
-"""An Accelerator that knows the job's rank and size of the moment, and calls that all workers make together."""
+"""An Accelerator with the job's current rank and size, and the calls that all workers make together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PlacedAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no
 
     @property
     def is_local_main_process(self) -> bool:
-        """Rank 0: which workers share a machine is the cluster's to know."""
+        """Whether this is rank 0: which workers share a machine is not visible here."""
         return bool(self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
@@ -168,7 +168,7 @@ class PlacedAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """As Accelerator's, at a place that all workers reach; whoever becomes rank 0 meanwhile is the first then."""
+        """As in Accelerator, if all workers reach the call; a worker that becomes rank 0 meanwhile is the first."""
         self._check_place("main_process_first")
         leads = self.is_main_process
         if not leads:

@@ -18,7 +18,7 @@ POSITION_FILE = "elastic_position.json"
 
 
 class RecordingAccelerator(PlacedAccelerator):
-    """Who is rank 0 is known once the loop has begun, and may change."""
+    """The trackers of an Accelerator: rank 0 is determined once the loop has begun, and may change."""
 
     ready = began = False  # the job has got everything; the loop has begun
     epoch, epoch_over = -1, False  # that the loop is in; whether its loader's loop is over
@@ -77,13 +77,13 @@ class RecordingAccelerator(PlacedAccelerator):
             self.loaded_position = Position(**json.loads(file.read_text(encoding="utf-8")))
 
     def skip_first_batches(self, *_: Any, **__: Any) -> Any:
-        """UsageError: the training loader knows where it is."""
+        """Raise UsageError: the training loader has its position in the job's state."""
         raise UsageError(
             "the training loader goes on where the training stands, after load_state too; leave skip_first_batches out"
         )
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """On whoever is, or becomes, rank 0: as soon as that is known."""
+        """Initialize the trackers on rank 0, or on a worker that becomes rank 0."""
         self._wanted_trackers = (project_name, config, init_kwargs)
         try:
             leads = self.job.is_leader

@@ -25,7 +25,7 @@ class Carried:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """The newest."""
+        """Return the newest values."""
         state = self._trainer.state
         return {
             "state": {name: getattr(state, name, None) for name in REMEMBERED},

@@ -18,7 +18,7 @@ class MeanLoss:
         self._step.append((loss, 1.0 if weight is None else weight))
 
     def end_step(self) -> None:
-        """It is applied."""
+        """End a step: compute its mean loss, and add it to the sums."""
         total = sum(weight for _, weight in self._step)
         self.newest = sum(loss * weight for loss, weight in self._step) / (total or 1.0)
         self._step = []

@@ -190,7 +190,7 @@ class ElasticTrainer(Trainer):
         return self.job.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or math.inf)
 
     def _step(self, optimizer: Any, scheduler: Any, scaler: Any) -> None:
-        """They act where a global step is complete, and so are told of it."""
+        """Step optimizer, scaler and scheduler, and call the callbacks where a global step is complete."""
         if self.job.applied:
             self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         if scaler is None:
@@ -223,7 +223,7 @@ class ElasticTrainer(Trainer):
         self.control = handler.on_step_begin(self.args, self.state, self.control)
 
     def _take_over(self) -> None:
-        """Whoever becomes rank 0 in the middle of the training has no progress bar yet."""
+        """Create the progress bar of a worker that becomes rank 0 during the training."""
         if self.job.is_leader and not self._led:
             for each in self.callback_handler.callbacks:
                 if isinstance(each, ProgressCallback):
