@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from torch.utils.hooks import RemovableHandle
 
     from elastic_runtime.loop.session import Session
 
@@ -39,8 +40,21 @@ def watch_unprepared_optimizers(session: Session, optimizers: Sequence[torch.opt
         if optimizer in known:
             inside.clear()
 
-    for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
-        weakref.finalize(session, handle.remove)
+    _remove_hooks_of_dropped_sessions()
+    _hooks.append((watched, [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]))
+
+
+_hooks: list[tuple[weakref.ref[Session], list[RemovableHandle]]] = []
+"""torch's own registry of these hooks is global. They are not removed as a session is collected: that may happen in the
+middle of a step, while torch iterates over the registry.
+"""
+
+
+def _remove_hooks_of_dropped_sessions() -> None:
+    for entry in [entry for entry in _hooks if entry[0]() is None]:
+        for handle in entry[1]:
+            handle.remove()
+        _hooks.remove(entry)
 
 
 def _check(optimizer: torch.optim.Optimizer, session: Session | None) -> None:

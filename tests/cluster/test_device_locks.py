@@ -12,13 +12,14 @@ import pytest
 
 from kfp_gpuquota.api import Device, Node
 from kfp_gpuquota.cluster.local.device_locks import Holder, hold
+from kfp_gpuquota.cluster.local.shim import start_time
 from kfp_gpuquota.errors import ConflictError, DeviceError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 NODES = (Node(name="node-0", devices=(Device(index=0, model="A100", uuid="GPU-1"), Device(index=1, model="slot"))),)
-MINE = Holder(uid=os.getuid(), home="/home/me/gpuquota", pid=os.getpid())
+MINE = Holder(uid=os.getuid(), home="/home/me/gpuquota", pid=os.getpid(), started=start_time(os.getpid()))
 THEIRS = Holder(uid=0, home="/root/gpuquota", pid=1)
 
 
@@ -53,6 +54,17 @@ def test_a_gpu_stays_taken_while_a_job_runs_and_its_own_cluster_returns_to_it(tm
     finally:
         shim.kill()
         shim.wait()
+
+
+def test_a_gpu_of_a_daemon_that_runs_stays_taken_while_nobody_has_its_lock(tmp_path: Path) -> None:
+    with hold(NODES, MINE, tmp_path):
+        pass
+    with pytest.raises(ConflictError), hold(NODES, THEIRS, tmp_path):
+        pass
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes().replace(f'"started":{MINE.started}'.encode(), b'"started":1'))
+    with hold(NODES, THEIRS, tmp_path):
+        pass
 
 
 def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,17 @@ import pytest
 
 import kfp_gpuquota
 
-NAMES = ["GpuQuotaError", "component", "connect", "pipeline", "route_pipeline", "set_gpus"]
+NAMES = [
+    "GpuQuotaError",
+    "JobHandle",
+    "component",
+    "connect",
+    "get_job",
+    "pipeline",
+    "route_pipeline",
+    "set_gpus",
+    "submit",
+]
 
 
 def _python(program: str) -> str:

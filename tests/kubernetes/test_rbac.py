@@ -393,16 +393,21 @@ def test_these_rights_are_enough(kubeflow_cluster: DevCluster, tmp_path: Path) -
         silent = job("silent", template={**TEMPLATE, "metadata": stays}, workersReadyTimeoutSeconds=4)
         somebody.create(jobs_of(team), silent)  # the events about its pod are read
         world.until(f"{jobs_of(team)}/silent", lambda j: "requeueState" in j.get("status", {}))
-        assert "forbidden" not in world.log().lower(), world.log()
-        assert not refused_calls(world.log())
+        log = world.log()
+        refused = [line for line in log.splitlines() if "forbidden" in line.lower()]
+        # Other tests of this control plane delete their namespaces, where nobody may create an event any more.
+        terminating = [line for line in refused if "because it is being terminated" in line]
+        assert refused == terminating, log
+        assert refused_calls(log) <= len(terminating), log
     finally:
         world.close()
 
 
-def refused_calls(log: str) -> list[str]:
-    """The controller's own count of the calls that it had no right to, read from its metrics."""
+def refused_calls(log: str) -> float:
+    """The controller's own count of the calls that were forbidden, read from its metrics."""
     port = re.findall(r"metrics and probes on port (\d+)", log)[-1]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     assert any(line.startswith("gpuquota_api_calls_total") for line in lines)
-    return [line for line in lines if line.startswith("gpuquota_api_calls_total") and 'status="403"' in line]
+    forbidden = [line for line in lines if line.startswith("gpuquota_api_calls_total") and 'status="403"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in forbidden)

@@ -292,8 +292,11 @@ class LocalCluster:
             return LogChunk(text=b"", next_offset=offset, more=not self._state.view(job.uid).status.phase.final)
         deadline = time.monotonic() + timeout_s
         while True:
-            alive = (known := self._state.workers.get(record)) is not None and known.alive
-            text, begin = await self._driver.runtime.read_log(self._state.workers[record].worker, offset)
+            found = self._state.workers.get(record)
+            if found is None:  # the job was deleted meanwhile
+                return LogChunk(text=b"", next_offset=offset, more=False)
+            alive = found.alive
+            text, begin = await self._driver.runtime.read_log(found.worker, offset)
             if text or not alive or time.monotonic() >= deadline:
                 return LogChunk(text=text, next_offset=begin + len(text), more=bool(text) or alive)
             await asyncio.sleep(LOG_POLL_S)

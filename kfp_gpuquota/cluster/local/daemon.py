@@ -26,6 +26,7 @@ from kfp_gpuquota.cluster.local.device_locks import Holder, hold
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
 from kfp_gpuquota.cluster.local.driver import Driver, Settings
 from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.shim import start_time
 from kfp_gpuquota.cluster.local.start import READY
 from kfp_gpuquota.cluster.local.state import ClusterState
 from kfp_gpuquota.cluster.local.store import Store
@@ -80,7 +81,7 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
             nodes = tuple(runtime.nodes.values())
         else:
             nodes = _nodes(store, shape, changed=config is not None)
-            holder = Holder(uid=os.geteuid(), home=str(home.root), pid=os.getpid())
+            holder = Holder(uid=os.geteuid(), home=str(home.root), pid=os.getpid(), started=start_time(os.getpid()))
             settings = replace(settings, device_locks=stack.enter_context(hold(nodes, holder)))
         state = ClusterState(store, nodes, shape.usage_half_life_s, home.give_up_reserve)
         driver = Driver(home, state, shape.memory_policy, settings, give_up=stop.set, runtime=runtime)

@@ -3,7 +3,8 @@
 It is a file in /tmp, named by the GPU's UUID and locked by flock(2); it holds the uid, the directory and the pid of the
 cluster that has it. The daemon takes it, and every shim inherits it: the GPUs stay taken while jobs run that the daemon
 has left behind. A daemon that comes back to such jobs finds its own directory in the file, and waits for the lock in a
-thread: it gets it when the last of them ends.
+thread: it gets it when the last of them ends. Between that end and the thread's turn the lock is free for a moment: so
+whoever gets it reads the file as well, and leaves the GPU to a daemon named there that still runs.
 
 Only real GPUs are locked. Containers see each other's locks where they share /tmp.
 """
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kfp_gpuquota.cluster.local.shim import start_time
 from kfp_gpuquota.errors import ConflictError, DeviceError
 
 if TYPE_CHECKING:
@@ -39,6 +41,15 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     uid: int
     home: str
     pid: int
+    started: int = 0  # clock ticks since boot, which tell the daemon from a later process with its pid; 0: unknown
+
+    @property
+    def runs(self) -> bool:
+        """Whether the daemon runs."""
+        try:
+            return self.started != 0 and start_time(self.pid) == self.started
+        except OSError:
+            return False
 
 
 @contextmanager
@@ -84,17 +95,23 @@ def _checked(descriptor: int) -> int:
 
 
 def _take(device: Device, descriptor: int, holder: Holder) -> None:
+    locked = _lock(descriptor)
+    found = _read(descriptor)
+    own = found is not None and (found.uid, found.home) == (holder.uid, holder.home)
+    if not own and not (locked and (found is None or not found.runs)):
+        raise ConflictError(_refusal(device, found))
+    _write(descriptor, holder)
+    if not locked:
+        waiting = os.dup(descriptor)
+        threading.Thread(target=_take_when_free, args=(waiting,), daemon=True).start()
+
+
+def _lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        found = _read(descriptor)
-        if found is None or (found.uid, found.home) != (holder.uid, holder.home):
-            raise ConflictError(_refusal(device, found)) from None
-        _write(descriptor, holder)
-        waiting = os.dup(descriptor)
-        threading.Thread(target=_take_when_free, args=(waiting,), daemon=True).start()
-    else:
-        _write(descriptor, holder)
+        return False
+    return True
 
 
 def _take_when_free(descriptor: int) -> None:

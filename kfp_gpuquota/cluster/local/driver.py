@@ -314,9 +314,9 @@ class Driver:
 
     def _take_up(self, record: WorkerRecord) -> None:
         worker = record.worker
-        if not record.alive:
+        job = self._state.jobs.get(worker.job_uid)
+        if job is None or not record.alive:  # deleted, or ended, since another attempt was scheduled
             return
-        job = self._state.jobs[worker.job_uid]
         match self.runtime.adopt(job, worker, wanted=not record.released):
             case shims.Found.RUNNING:
                 self.worker_started(worker.id)
