@@ -42,6 +42,7 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	$(BIN)/python -m pytest -n 0 tests/kubernetes/test_failover.py --workers 200
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile random -m 'not slow' tests/api tests/membership tests/scheduler
 	ELASTIC_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist load tests/elastic_runtime/test_histories.py
+	ELASTIC_REHEARSALS=all $(BIN)/python -m pytest $(PARALLEL) tests/elastic_runtime/test_rehearsal.py
 
 check: lint types layers  ## Style, types and import layers
 
