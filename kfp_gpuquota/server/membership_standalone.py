@@ -53,10 +53,19 @@ class StandaloneCoordinator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
         self._loop.close()
+
+    async def _stop(self) -> None:
+        """Stop serving; a connection that was being accepted meanwhile is closed as well."""
+        await self._runner.cleanup()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0)  # transports close in the next turn of the loop
 
     async def _start(self) -> None:
         self._service = MembershipService(self._notices, limits=self._limits)

@@ -6,7 +6,6 @@ The processes come from a fork server that has torch loaded already: importing i
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -78,7 +77,8 @@ class Cluster:
         limits: Limits = LIMITS,
         relayed: bool = False,
     ) -> None:
-        self._before = threads_and_sockets()
+        self._ports: set[int] = set()  # of its coordinators
+        self._before = threads_and_sockets(self._ports)
         self.directory, self.plan = directory, plan or Plan()
         self.gate = Gate(context, MOST_WORKERS)
         self.commits: list[AnnounceCommit] = []
@@ -272,6 +272,7 @@ class Cluster:
     def _serve(self, first_generation: int) -> None:
         self.coordinator = StandaloneCoordinator(self, limits=self._limits)
         self.coordinator.__enter__()
+        self._ports.add(self.coordinator.port)
         running = [w for w, p in self.processes.items() if p.is_alive()]
         self.coordinator.call(
             lambda service: service.open(JOB, "secret", first_generation=first_generation, running=running)
@@ -342,11 +343,7 @@ class Cluster:
     def _check_nothing_is_left(self) -> None:
         """No process of a worker's (a loader's notices within seconds that its worker is gone), thread or socket."""
         until(lambda: not processes_at(self.directory), lambda: f"the end of {processes_at(self.directory)}")
-        until(self._only_what_was_before, lambda: f"the end of {threads_and_sockets() - self._before}")
-
-    def _only_what_was_before(self) -> bool:
-        """Return whether no new thread or socket is left; one in a cycle of dropped objects waits for a collection."""
-        if threads_and_sockets() <= self._before:
-            return True
-        gc.collect()
-        return threads_and_sockets() <= self._before
+        until(
+            lambda: threads_and_sockets(self._ports) <= self._before,
+            lambda: f"the end of {threads_and_sockets(self._ports) - self._before}",
+        )
