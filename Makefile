@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 CASES ?=
 PARALLEL ?= -n auto --dist loadgroup
 SEEDS ?= 0:200
+REGISTRY ?= kfp-gpuquota
+TAG ?=
 KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
 KFP_TESTS := compile caching local check pipeline_file worker_settings
 
@@ -12,7 +14,7 @@ KFP_TESTS := compile caching local check pipeline_file worker_settings
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-all newest soak lint types layers check docs clean
+.PHONY: help quickstart test test-slow test-all newest soak lint types layers check docs release screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -58,6 +60,12 @@ layers: $(VENV)/.dev  ## Import layers
 
 docs: $(VENV)/.dev  ## The documentation as a site, in out/docs; any warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs out/docs
+
+release: $(VENV)/.dev  ## What a release publishes, in out/release: sdists, wheels, chart, install YAML, SBOM (REGISTRY=..., TAG=...)
+	$(BIN)/python -m tools.release out/release --registry '$(REGISTRY)' $(TAG:%=--tag '%')
+
+screenshots: $(VENV)/.dev  ## Pictures of the web page for docs/images, of a cluster made for them; needs chromium
+	$(BIN)/python -m tools.screenshots
 
 clean:  ## Remove what these commands made
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

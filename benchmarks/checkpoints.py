@@ -1,6 +1,6 @@
 """What checkpoints cost: how long the loop stands still for one, and how long saving takes when the job has to go.
 
-One worker alone trains linear layers with AdamW whose state has `--mbytes` in all, and checkpoints as often as it can.
+One worker trains linear layers with AdamW, with a state of `--mbytes` in all, and writes checkpoints continuously.
 `stall_ms` is the median time that the loop stood still, `stall_max_ms` the longest; `felt_ms` the median of what the
 step with a checkpoint took longer than others. `gone_ms`: from SIGTERM until the process has ended and the checkpoint
 of its last step is there, the longest of `--rounds`. Last line: JSON.
@@ -33,7 +33,7 @@ LAYERS = 4
 
 
 def train(mbytes: float, directory: Path) -> None:
-    """Until told to go, writing down when each step ended."""
+    """Train until SIGTERM, and record the end of each step."""
     torch.set_num_threads(1)
     width = int((mbytes * 1e6 / 4 / COPIES / LAYERS) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
@@ -58,7 +58,7 @@ def steps_of(directory: Path) -> list[tuple[int, float]]:
 
 
 def measure(mbytes: float, steps: int) -> tuple[list[float], list[float], float]:
-    """(stalls, how much longer the steps with a checkpoint took, SIGTERM to gone), in ms."""
+    """Return the stalls, the extra time of steps with a checkpoint, and the time from SIGTERM to exit, in ms."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         environment = {
@@ -76,10 +76,10 @@ def measure(mbytes: float, steps: int) -> tuple[list[float], list[float], float]
                 if process.poll() is not None:
                     raise SystemExit(f"the training ended with {process.returncode}")
                 time.sleep(0.05)
-            told = time.monotonic()
+            received = time.monotonic()
             process.send_signal(signal.SIGTERM)
             process.wait(60)
-            gone_ms = (time.monotonic() - told) * 1e3
+            gone_ms = (time.monotonic() - received) * 1e3
         finally:
             process.kill()
         rows = [json.loads(line) for line in (directory / "report").read_text().splitlines()]

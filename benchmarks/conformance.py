@@ -1,4 +1,4 @@
-"""Runs scheduling cases in the format of a shared case file and says which come out right.
+"""Runs scheduling cases in the format of a shared case file and reports which pass.
 
     python benchmarks/conformance.py CASES.json [--tier core] [--id ID] [--verbose]
 
@@ -67,7 +67,7 @@ class Bench:
         _seat(self)
 
     def round(self) -> None:
-        """One cycle of the case's actions; `where` says what became of each task."""
+        """Run one cycle of the case's actions; `where` returns the location of each task."""
         state, tasks = build(self)
         below = [j for j in state.jobs.values() if 0 < j.active < j.gang]
         # The field lets a job that is over its queue's share hold back the jobs behind it.
@@ -126,7 +126,7 @@ def _compare(name: str, have: Where, want: dict[str, Any]) -> list[str]:
 
 
 def _seat(bench: Bench) -> None:
-    """Choose devices for what runs at the beginning: fractions by their group, whole GPUs where there is room."""
+    """Choose devices for the initially running tasks: fractions by their group, whole GPUs on idle devices."""
     groups: dict[tuple[str, str], int] = {}
     used: dict[str, set[int]] = {}
     specs = [t for j in bench.case["jobs"] for t in j["tasks"] if t["state"] in OCCUPIES and t.get("node")]
@@ -138,18 +138,18 @@ def _seat(bench: Bench) -> None:
         for group in task.get("gpu_groups") or [""] * count:
             key = (task["node"], group)
             if not group or key not in groups:
-                seat = next(i for i in range(10_000) if i not in taken)
-                taken.add(seat)
+                device = next(i for i in range(10_000) if i not in taken)
+                taken.add(device)
                 if group:
-                    groups[key] = seat
-                allocator.append(seat)
+                    groups[key] = device
+                allocator.append(device)
             else:
                 allocator.append(groups[key])
         bench.where[task["name"]] = Where(task["state"], task["node"], tuple(allocator))
 
 
 def build(bench: Bench) -> tuple[State, dict[str, Task]]:
-    """The engine's records for the case, with each task where `bench` says it is."""
+    """Return the engine's records for the case, with each task at its location in `bench`."""
     state = State()
     state.ledger.one_by_one = True
     for node in bench.case["nodes"]:
@@ -323,8 +323,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", type=Path)
     parser.add_argument("--tier", help="only cases of this tier")
-    parser.add_argument("--id", help="only the case whose id starts so")
-    parser.add_argument("--verbose", action="store_true", help="say what is wrong")
+    parser.add_argument("--id", help="only the case whose id has this prefix")
+    parser.add_argument("--verbose", action="store_true", help="print the differences")
     options = parser.parse_args(arguments)
     cases = [c for c in json.loads(options.cases.read_text()) if _selected(c, options)]
     failed = []

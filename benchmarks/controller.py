@@ -21,7 +21,7 @@ reconnect: --workers simulated workers (of jobs of --job-size) on --shards membe
 webhook-under-plan: 50 reviews a second at the webhook's own port, sent by a process of its own, while a reclaim of
          1,000 pods is planned: `p99_ms`, and `quiet_p99_ms` in the ten seconds before it
 
-`writes_per_pod` are all writes of the API server during the case, whoever made them (the generator's one creation a
+`writes_per_pod` are all writes of the API server during the case, of any client (also the generator's creation of each
 pod, the controller's, kube-scheduler's binding and KWOK's status), by its own metrics.
 
 `controller_ms_per_pod` is CPU time of the controller during the case, `cpu_s` that of every program. Of `seconds`,
@@ -104,17 +104,17 @@ async def burst(bench: Bench, bodies: list[dict[str, Any]], team: str = "team-a"
 
 
 async def fill(bench: Bench, count: int, tag: str = "fill", *, gated: bool = True) -> dict[str, Any]:
-    """As the case says."""
+    """Run the case and return its figures."""
     return await burst(bench, [pod(f"{tag}-{i}", gated=gated) for i in range(count)])
 
 
 async def gang(bench: Bench, count: int, tag: str = "gang", *, gated: bool = True) -> dict[str, Any]:
-    """As the case says."""
+    """Run the case and return its figures."""
     return await burst(bench, [pod(f"{tag}-{i}", tag, count, gated=gated) for i in range(count)])
 
 
 async def single(bench: Bench, rounds: int) -> dict[str, Any]:
-    """As the case says."""
+    """Run the case and return its figures."""
     await fill(bench, 3600)
     await until_quiet(bench)
     gated, alone = [], []
@@ -141,7 +141,7 @@ async def one(bench: Bench, body: dict[str, Any]) -> float:
 
 
 async def reclaim(bench: Bench, gpus: int, count: int) -> dict[str, Any]:
-    """As the case says."""
+    """Run the case and return its figures."""
     held = await bench.create_all("team-a", [pod(f"held-{i}") for i in range(gpus)])
     await bench.until_bound(held)
     await until_quiet(bench)
@@ -149,7 +149,7 @@ async def reclaim(bench: Bench, gpus: int, count: int) -> dict[str, Any]:
 
 
 async def webhook_under_plan(bench: Bench, gpus: int, count: int) -> dict[str, Any]:
-    """As the case says."""
+    """Run the case and return its figures."""
     held = await bench.create_all("team-a", [pod(f"held-{i}") for i in range(gpus)])
     await bench.until_bound(held)
     await until_quiet(bench)
@@ -249,7 +249,7 @@ async def measure(bench: Bench, controller: Controller | None, case: str, gpus: 
 
 
 async def idle(bench: Bench, controller: Controller) -> dict[str, Any]:
-    """As the case says. Nobody calls nodes NotReady whose heartbeats are late, as they are on a busy machine."""
+    """Run the case. No component marks nodes NotReady whose heartbeats are late, as they are on a busy machine."""
     with bench.cluster.frozen("kube-controller-manager"):
         await fill(bench, 3600)
         await until_quiet(bench)
@@ -290,7 +290,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="fill")
-    parser.add_argument("--nodes", type=int, default=0, help="by default as the case says")
+    parser.add_argument("--nodes", type=int, default=0, help="default: depends on the case")
     parser.add_argument("--gpus", type=int, default=8, help="of each node")
     parser.add_argument("--alone", action="store_true", help="kube-scheduler alone (fill, gang)")
     parser.add_argument("--compare", type=int, default=0, metavar="N", help="N times each way in turn (fill, gang)")

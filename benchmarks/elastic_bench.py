@@ -70,7 +70,7 @@ def build(task: Task) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(task: Task, environment: dict[str, str], stop: Any) -> None:
-    """A worker's body: trains until told to stop, writing (step, generation, size, end of the step) as it goes."""
+    """A worker's body: trains until it is stopped, writing (step, generation, size, end of the step) as it goes."""
     os.environ.update(environment)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
@@ -148,21 +148,21 @@ class Bench:
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def generation_reserved(self, _job_uid: str, _generation: int) -> None:
-        """Nothing survives this process."""
+        """Do nothing: no state survives this process."""
 
     def generation_committed(self, _job_uid: str, commit: AnnounceCommit) -> None:
-        """Remembered."""
+        """Record the commit."""
         self.commits.append(commit)
 
     def worker_released(self, _job_uid: str, _worker: str, _step: int) -> None:
-        """It ends by itself."""
+        """Do nothing: the worker exits by itself."""
 
     def kill_requested(self, _job_uid: str, worker: str, _why: str) -> None:
-        """Done."""
+        """Kill the worker's process."""
         self.kill(worker)
 
     def progress_reported(self, _job_uid: str, _worker: str, _progress: Progress) -> None:
-        """Not looked at."""
+        """Ignore the report."""
 
     def training_finished(self, _job_uid: str, _worker: str, _step: int) -> None:
         """Does not happen."""
@@ -191,9 +191,9 @@ class Bench:
         """The workers the job should have."""
         self.coordinator.call(lambda service: service.set_target(JOB, workers))
 
-    def wait_for(self, condition: Callable[[], bool], what: str, patience_s: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
         """Poll another process's doing."""
-        end = time.monotonic() + patience_s
+        end = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > end:
                 raise TimeoutError(what)
@@ -228,12 +228,12 @@ class Bench:
         return parse_steps(self._directory / f"steps-{worker}")
 
     def _watch(self) -> None:
-        told: set[str] = set()
+        received: set[str] = set()
         while not self._closing:
-            sentinels = {p.sentinel: w for w, p in list(self._processes.items()) if w not in told}
+            sentinels = {p.sentinel: w for w, p in list(self._processes.items()) if w not in received}
             for sentinel in wait_for_any(list(sentinels), timeout=0.01):
                 worker = sentinels[sentinel]  # type: ignore[index]
-                told.add(worker)
+                received.add(worker)
                 self.coordinator.call(lambda service, worker=worker: service.worker_gone(JOB, worker))
 
     def __enter__(self) -> Self:

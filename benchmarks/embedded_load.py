@@ -76,7 +76,7 @@ def main() -> None:
             client.stop_cluster()
             await_stop(home)
             hold.unlink()
-            time.sleep(2 * HOLD_POLL_S)  # what runs ends by itself, with nobody to start what waits
+            time.sleep(2 * HOLD_POLL_S)  # running jobs end by themselves, and no daemon starts waiting ones
     print_result(**figures)
 
 
@@ -217,7 +217,7 @@ def timed(command: list[str], environment: dict[str, str]) -> float:
 
 
 def idle_percent(client: Client) -> float:
-    """CPU time of the daemon while nobody asks for anything."""
+    """Return the CPU time of the daemon without requests."""
     pid = client.health().pid
     before = cpu_seconds(pid)
     time.sleep(IDLE_S)

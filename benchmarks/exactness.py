@@ -38,7 +38,7 @@ from elastic_runtime.reduction.sum_tree import joint_plan, range_plan
 from kfp_gpuquota.membership import Limits
 from tests.elastic_runtime.harness import JOB, Cluster, context
 from tests.elastic_runtime.training import Plan, train
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,8 +47,8 @@ SHARDS = 8
 BUCKETS = 4
 ROUNDS = 5
 NEWCOMERS_S = 4.0
-PATIENCE_S = 600.0
-LIMITS = Limits(silence_s=PATIENCE_S)  # none is stopped here: who is silent is kept from running by the others
+TIMEOUT_S = 600.0
+LIMITS = Limits(silence_s=TIMEOUT_S)  # no worker is stopped here: a silent one is only delayed by the others
 PLAN = Plan(
     epochs=6,
     max_batch=None,
@@ -95,7 +95,7 @@ class Schedule:
             time.sleep(0.01)
 
     def prepared(self) -> bool:
-        """Everybody wanted is ready for the end of the next step."""
+        """Return whether all wanted workers are ready to switch at the end of the next step."""
         pending = self.cluster.coordinator.call(lambda service: service.machine(JOB)).pending
         wanted = {f"w{i}" for i in self.wanted}
         return pending is not None and wanted == set(pending.members) == pending.prepared & wanted
@@ -108,11 +108,11 @@ def run(schedule_seed: int, directory: Path) -> tuple[set[str], list[int]]:
         cluster.target(*schedule.wanted)
         for step in range(2, 34, 4):
             cluster.hold_at(step)
-            until(lambda step=step: max(cluster.gate.at) >= step, f"step {step}\n{cluster.logs()}", PATIENCE_S)  # type: ignore[misc]
+            until(lambda step=step: max(cluster.gate.at) >= step, f"step {step}\n{cluster.logs()}", TIMEOUT_S)  # type: ignore[misc]
             schedule.change()
         cluster.let_go()
         for index in schedule.wanted:
-            cluster.processes[f"w{index}"].join(PATIENCE_S)
+            cluster.processes[f"w{index}"].join(TIMEOUT_S)
         cluster.wait_for_end(*schedule.wanted)
         for process in cluster.processes.values():
             process.join(30)

@@ -33,7 +33,7 @@ from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote,
 from kfp_gpuquota.fractions import Claim, Policy, Process
 from kfp_gpuquota.fractions.agent import Agent, Share
 from kfp_gpuquota.fractions.devices import SimulatedMemory
-from kfp_gpuquota.fractions.mailbox import UsageMessage, read_limit
+from kfp_gpuquota.fractions.limit_files import UsageMessage, read_limit
 from kfp_gpuquota.fractions.processes import identify, worker_of
 
 if TYPE_CHECKING:
@@ -93,13 +93,13 @@ class Silent:
     """An API server that takes what is written and never answers."""
 
     async def call(self, *_: object, **_more: object) -> bytes:
-        """Hangs."""
+        """Wait until the call is cancelled."""
         await asyncio.Event().wait()
         return b""
 
 
 async def node_cost(directories: dict[str, Path], claims: list[Claim], rounds: int) -> list[float]:
-    """The same for the agent of a Kubernetes node, which has learnt from reservations who shares what."""
+    """Measure the same for the agent of a Kubernetes node, which reads the sharing pods from reservations."""
     silent: Any = Silent()
     agent = NodeAgent(silent, AgentOptions(node="node-0"), SimulatedMemory(directories), worker_of)
     for device in directories:
@@ -124,8 +124,8 @@ def reservation(device: str, claims: list[Claim]) -> Pod:
     ]
     annotations = {labels.RESERVES_ON: "node-0", labels.SHARERS: written(notes)}
     named = {"name": f"gpu-{device}", "namespace": NAMESPACE, "uid": device, "labels": {labels.RESERVES: device}}
-    said = [{"name": "report", "state": {"terminated": {"exitCode": 0, "message": device}}}]
-    status = {"phase": "Running", "initContainerStatuses": said}
+    output = [{"name": "report", "state": {"terminated": {"exitCode": 0, "message": device}}}]
+    status = {"phase": "Running", "initContainerStatuses": output}
     return msgspec.convert({"metadata": {**named, "annotations": annotations}, "status": status}, Pod)
 
 

@@ -22,7 +22,7 @@ def _seconds(before: str, measured: str) -> float:
 
 
 def main() -> None:
-    """Measure."""
+    """Measure the imports and print the figures."""
     times = int(sys.argv[1]) if len(sys.argv) > 1 else TIMES
     print_conditions("imports", new_processes=times)
     print_result(

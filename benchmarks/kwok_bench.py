@@ -41,14 +41,14 @@ TAGS = re.compile(r'(verb|resource|subresource)="([^"]*)"')
 
 @dataclass
 class Bench:
-    """One cluster, a connection to it, and what the watch has told of its pods."""
+    """One cluster, a connection to it, and the state of its pods from the watch."""
 
     api: Connection
     cluster: DevCluster
-    bound: dict[str, float] = field(default_factory=dict)  # "namespace/name" -> when the watch told
+    bound: dict[str, float] = field(default_factory=dict)  # "namespace/name" -> time of the watch event
     let_go: dict[str, float] = field(default_factory=dict)  # likewise, of no gate being left
     there: dict[str, str] = field(default_factory=dict)  # uid -> path
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def saw(self, pod: Pod) -> None:
         """A pod is as given."""
@@ -56,31 +56,31 @@ class Bench:
         self.there[pod.metadata.uid] = f"/api/v1/namespaces/{pod.metadata.namespace}/pods/{pod.metadata.name}"
         if not pod.spec.scheduling_gates:
             self.let_go.setdefault(name, now)
-            self.news.set()
+            self.changed.set()
         if pod.spec.node_name and name not in self.bound:
             self.bound[name] = now
-            self.news.set()
+            self.changed.set()
 
     def lost(self, uid: str) -> None:
-        """A pod is gone."""
+        """Handle the deletion of a pod."""
         self.there.pop(uid, None)
-        self.news.set()
+        self.changed.set()
 
     async def until_bound(self, names: Iterable[str]) -> None:
         """Return when all of these are bound."""
         missing = set(names)
         async with asyncio.timeout(DEADLINE_S):
             while missing := {name for name in missing if name not in self.bound}:
-                self.news.clear()
-                await self.news.wait()
+                self.changed.clear()
+                await self.changed.wait()
 
     async def until_let_go(self, names: Iterable[str]) -> None:
         """Return when none of these has a gate any more."""
         missing = set(names)
         async with asyncio.timeout(DEADLINE_S):
             while missing := {name for name in missing if name not in self.let_go}:
-                self.news.clear()
-                await self.news.wait()
+                self.changed.clear()
+                await self.changed.wait()
 
     async def empty(self) -> None:
         """End all pods at once; returns when there is none."""
@@ -88,8 +88,8 @@ class Bench:
         await in_parallel(lambda path: self.api.call("DELETE", path, now), list(self.there.values()))
         async with asyncio.timeout(DEADLINE_S):
             while self.there:
-                self.news.clear()
-                await self.news.wait()
+                self.changed.clear()
+                await self.changed.wait()
 
     async def create_all(self, namespace: str, bodies: list[dict[str, Any]]) -> list[str]:
         """Create pods as fast as possible; their names."""
@@ -133,7 +133,7 @@ async def in_parallel(action: Callable[[Any], Awaitable[Any]], items: Iterable[A
 
 
 async def make_nodes(bench: Bench, count: int, gpus: int, *, ready: bool = False) -> None:
-    """So many nodes; `ready` ones need nobody who says so."""
+    """Create this number of nodes; `ready` ones need no heartbeats."""
 
     async def make(number: int) -> None:
         body = fake_node(f"fake-{number}", gpus)
@@ -158,7 +158,7 @@ async def until_settled(bench: Bench) -> None:
 
 
 async def until_quiet(bench: Bench) -> None:
-    """Return when hardly anybody writes any more.
+    """Return when the rate of writes is low.
 
     KWOK follows with the pods' statuses, and on a busy machine nodes for which it was late lose a taint again.
     """

@@ -6,7 +6,7 @@ Pods are put in random order and drawn again with replacement until they ask for
 one after another; none leaves. NODES.csv: sn, cpu_milli, memory_mib, gpu, model. PODS.csv: cpu_milli, memory_mib,
 num_gpu, gpu_milli (of each GPU) and, if there is one, gpu_spec (models joined by |). The list's own mix is the prior.
 With --movable the pods with GPUs are preemptible, and what did not fit is then tried by moving others, by the
-scheduler's own cycles until nothing moves any more: nobody is stopped, and each goes to a place that is idle then.
+scheduler's own cycles until no plan moves a pod: no pod is stopped, and each moves to devices that are idle then.
 The last line is JSON: allocated_percent (mean), seconds (the slowest run), and with --movable moved_percent, moves.
 """
 
@@ -95,7 +95,7 @@ def percent(machines: list[Machine], demands: Iterable[Demand]) -> float:
 
 
 class Moving:
-    """The same cluster and pods as the scheduler knows them; `move` goes on until a plan moves nobody."""
+    """The same cluster and pods in the scheduler's state; `move` repeats until a plan moves no pod."""
 
     def __init__(self, machines: list[Machine], placed: list[tuple[Demand, Spot | None]]) -> None:
         self.state, self.started, self.moves = State(), 0, 0
@@ -180,14 +180,14 @@ def main() -> None:
             results["moved"].append(percent(machines, moving.move()))
             results["moves"].append(moving.moves)
             print(f"        {results['moved'][-1]:.2f} % after {moving.moves} moves", flush=True)
-    said = {
+    output = {
         "pods": options.pods.stem,
         "allocated_percent": round(mean(results["allocated"]), 2),
         "seconds": round(max(results["seconds"]), 1),
     }
     if options.movable:
-        said |= {"moved_percent": round(mean(results["moved"]), 2), "moves": round(mean(results["moves"]), 1)}
-    print(json.dumps(said))
+        output |= {"moved_percent": round(mean(results["moved"]), 2), "moves": round(mean(results["moves"]), 1)}
+    print(json.dumps(output))
 
 
 if __name__ == "__main__":

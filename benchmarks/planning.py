@@ -42,7 +42,7 @@ MIX = (1, 2, 4, 8)
 
 @dataclass
 class Options:
-    """What the command line says."""
+    """Parse the command line."""
 
     case: str
     nodes: int

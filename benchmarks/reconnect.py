@@ -2,7 +2,7 @@
 
 The generator is the leader of the shards, as a controller is, and starts two processes that hold the workers' ends.
 Each worker speaks the protocol of `elastic_runtime.membership.coordinator_client`: it reconnects at once, then after
-pauses that double from 50 ms to 1 s, says in which generation it trains, and gives a sign of life each second.
+pauses that double from 50 ms to 1 s, reports its generation, and sends a heartbeat each second.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.kwok_bench import REPOSITORY, cpu_s
-from kfp_gpuquota.cluster.kubernetes.admission import server
-from kfp_gpuquota.cluster.kubernetes.admission.certificates import maintained
+from kfp_gpuquota.cluster.certificates import maintained
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import LIMITS
 from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
@@ -30,6 +29,7 @@ from kfp_gpuquota.cluster.kubernetes.shards.messages import shard_of
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
 from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
 from kfp_gpuquota.cluster.kubernetes.shards.tls_memory import bound_tls_memory
+from kfp_gpuquota.server.tls import load_pair
 
 if TYPE_CHECKING:
     import argparse
@@ -42,16 +42,24 @@ KEY = b"benchmark"
 CLIENTS = 2
 DEADLINE_S = 300.0
 SETTLE_S = 12.0
-"""More than the limit on silence: by then every worker counts as heard without a gap."""
+"""More than the limit on silence: by then every worker counts as continuously responsive."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S, HEARTBEAT_S = 0.05, 1.0, 1.0
 
 
 class Notices:
     """What the shards report: kills are what matters."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int, authority: bytes) -> None:
+        self._shards, self.authority = shards, authority
         self.killed: list[str] = []
         self.committed: dict[str, int] = {}
+
+    def shard_of(self, uid: str) -> int:
+        """Return the number of the job's shard."""
+        return shard_of(uid, self._shards)
+
+    def reopen(self, uid: str) -> None:
+        """Not expected."""
 
     def generation_reserved(self, job_uid: str, generation: int) -> None:
         """All numbers are stored."""
@@ -162,16 +170,8 @@ async def reconnect(options: argparse.Namespace, folder: Path) -> dict[str, Any]
             for uid in uids
             for index in range(options.job_size)
         ]
-        notices = Notices()
-        membership = ShardedMembership(
-            notices,
-            [shard.url for shard in shards],
-            KEY,
-            1,
-            shard_of=lambda uid: shard_of(uid, len(shards)),
-            reopen=lambda _: None,
-            authority=lambda: material.trusted,
-        )
+        notices = Notices(len(shards), material.trusted)
+        membership = ShardedMembership(notices, [shard.url for shard in shards], KEY, 1)
         async with membership.serving():
             for uid in uids:
                 ids = [f"{uid}-{index}" for index in range(options.job_size)]
@@ -238,8 +238,7 @@ async def all_connected(clients: Iterable[Clients]) -> None:
 async def serve(folder: Path) -> None:
     """Serve until terminated."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    material = {name: (folder / name).read_bytes() for name in ("cert", "key")}
-    server.load(context, server.KeyPair(certificate=material["cert"], key=material["key"]))
+    load_pair(context, (folder / "cert").read_bytes(), (folder / "key").read_bytes())
     jobs = ShardJobs(KEY, LIMITS)
     async with serving(jobs, ControlEndpoint(jobs), 0, context) as port:
         print(port, flush=True)

@@ -3,7 +3,7 @@
     python benchmarks/relay.py [--mib 1024]
 
 A launcher's relay in this process, a worker's client in another, over loopback: one file down (an input) and one up (an
-output), from and to memory-backed files where /dev/shm has room. mb_per_s is the slower of the two; peak_mib is the
+output), from and to memory-backed files if /dev/shm has space. mb_per_s is the slower of the two; peak_mib is the
 growth of the relay's memory while it serves them, beside what Python takes.
 """
 

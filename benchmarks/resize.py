@@ -1,11 +1,11 @@
-"""How long training stands still when it grows, shrinks, or loses a worker to kill -9.
+"""Measures the pause of training when it grows, shrinks, or loses a worker to kill -9.
 
 Pause: the gap between the last step of the old size and the first of the new one, less the new size's median step, by
 the clock of a worker that stays. For a crash the gap ends when the repeated step is applied. Last line: JSON with
 step_ms, join_pause_ms, leave_pause_ms, crash_pause_ms, lost_steps (medians), and the largest of each; with `--peer`,
 the same of a peer right after it, as peer_.... `..._switch_ms` is how long the loop itself stood still. On one machine
-a leave's pause is more than that: the first step of those who stay shares cores and memory with the end of the leaver's
-process, which is 10 to 30 ms at 26 M on two cores, and gone where the leaver ends later.
+the pause of a leave is longer: the first step of the remaining workers shares cores and memory with the exit of the
+leaving process, which takes 10 to 30 ms at 26 M on two cores; the effect disappears if the worker exits later.
 
 `--sizes 8,4,8` measures these changes, as often as `--rounds` says, and nothing else; last line: each of them
 ("8->4": the median of its pauses), and the longest.
@@ -50,8 +50,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory, Bench(Path(directory), task, options.steps) as bench:
         bench.grow_and_shrink(options.rounds)
-        planned = [told(pause) for pause in pauses(bench.steps("w0"))]
-        crashes = [told(crash(bench, round_)) for round_ in range(options.rounds)]
+        planned = [received(pause) for pause in pauses(bench.steps("w0"))]
+        crashes = [received(crash(bench, round_)) for round_ in range(options.rounds)]
         steps, commits = bench.steps("w0"), bench.commits
     result: dict[str, object] = {**summary(planned, crashes, steps), **switches(commits, len(planned))}
     if options.peer:
@@ -72,7 +72,7 @@ def through(task: Task, sizes: list[int], options: argparse.Namespace) -> dict[s
             bench.target(*wanted)
             bench.start(*new)
             bench.wait_for_size(size)
-        found = [told(pause) for pause in pauses(bench.steps("w0"))]
+        found = [received(pause) for pause in pauses(bench.steps("w0"))]
     changes: dict[str, list[float]] = {}
     for pause in found:
         changes.setdefault(f"{pause.from_size}->{pause.to_size}", []).append(pause.pause_ms)
@@ -106,7 +106,7 @@ def switches(commits: list[AnnounceCommit], count: int) -> dict[str, float]:
     return {f"{kind}_switch_ms": round(statistics.median(each), 2) for kind, each in found.items() if each}
 
 
-def told(pause: Pause) -> Pause:
+def received(pause: Pause) -> Pause:
     """Printed, too."""
     print(f"{pause.from_size} -> {pause.to_size}: {pause.pause_ms:.1f} ms, step {pause.step_ms:.1f} ms", flush=True)
     return pause

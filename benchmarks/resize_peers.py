@@ -30,7 +30,7 @@ HOW_TO_INSTALL = """torchft is not installed here; it needs packages that confli
   python -m pip install --target out/peers opentelemetry-exporter-otlp-proto-http
   PYTHONPATH=out/peers python benchmarks/resize.py --peer torchft"""
 CHECKPOINT_EVERY = 20
-PATIENCE_S = 120
+TIMEOUT_S = 120
 LIGHTHOUSE = "lighthouse"
 
 
@@ -125,9 +125,9 @@ class PeerBench:
         self.wait_for_size(1)
         return found[0]
 
-    def wait_for_size(self, size: int, patience_s: float = PATIENCE_S) -> None:
+    def wait_for_size(self, size: int, timeout_s: float = TIMEOUT_S) -> None:
         """Worker 0 has made some steps at this size."""
-        end = time.monotonic() + patience_s
+        end = time.monotonic() + timeout_s
         while True:
             steps = self.steps("w0")[-self._settle :]
             if len(steps) == self._settle and all(step.size == size for step in steps):
@@ -136,7 +136,7 @@ class PeerBench:
                 last = (self._directory / "log-w0").read_text().strip().splitlines()[-1:]
                 raise PeerEndedError(f"worker 0 ended with the one that was lost: {''.join(last)}")
             if time.monotonic() > end:
-                raise TimeoutError(f"{self._peer}: size {size} not within {patience_s:g} s\n{self._logs()}")
+                raise TimeoutError(f"{self._peer}: size {size} not within {timeout_s:g} s\n{self._logs()}")
             time.sleep(0.05)
 
     def steps(self, worker: str) -> list[Step]:
@@ -185,8 +185,8 @@ def train_torchft(task: Task, log: Any, worker: str) -> None:
     """As torchft's own example does it."""
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]  # noqa: PLC0415
 
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     inner, plain = build(task)
 
     def load(state: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ def train_torchft(task: Task, log: Any, worker: str) -> None:
     )
     model, optimizer = DistributedDataParallel(manager, inner), Optimizer(manager, plain)
     size = 1
-    while not told:
+    while not received:
         x = torch.zeros(max(1, task.global_batch // max(1, size)), task.width)
         optimizer.zero_grad()
         model(x).square().mean().backward()

@@ -3,7 +3,7 @@
 The objects are made once, through the API server, which takes minutes. The etcd that holds them is kept in the cache
 (~/.cache/gpuquota/benchmarks), and each later run begins with a copy of it.
 
-Nobody sends the nodes' heartbeats, nor waits for them: those of 10,000 nodes would keep two cores busy.
+Node heartbeats are neither sent nor expected: those of 10,000 nodes would occupy two cores.
 """
 
 from __future__ import annotations

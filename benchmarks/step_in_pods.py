@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WORK = "import time, sys; time.sleep(1); print('worker-ended', time.time(), flush=True)"
-FOREVER = "import time; print('as worker 0', flush=True); time.sleep(600)"
+LONG_RUNNING = "import time; print('as worker 0', flush=True); time.sleep(600)"
 ENDED = re.compile(r"the step ended at ([\d.]+) with 0, at most (\d+) MiB")
 WORKER_ENDED = re.compile(r"worker-ended ([\d.]+)")
 
@@ -138,7 +138,7 @@ def settled(steps: Steps) -> None:
 
 def terminated(controlled: Controlled) -> float:
     """Seconds from Terminate to the deletion of the worker's pod, before Argo has looked."""
-    steps = Steps(controlled, [sys.executable, "-c", FOREVER])
+    steps = Steps(controlled, [sys.executable, "-c", LONG_RUNNING])
     run = steps.run()
     steps.until_working(run)
     (name,) = steps.jobs()

@@ -79,14 +79,14 @@ def init(
     many are kept.
     `progress`: whether rank 0 shows a bar; None: where its standard error is a terminal.
 
-    Call it early: the coordinator then knows that the worker is on its way. BatchPlanError and SettingsError for values
+    Call it early: it notifies the coordinator that the worker is starting. BatchPlanError and SettingsError for values
     that cannot be, CheckpointError for a directory that cannot be written to.
     """
     from elastic_runtime.loop.job import Job  # noqa: PLC0415
-    from elastic_runtime.loop.options import Options  # noqa: PLC0415
+    from elastic_runtime.loop.options import TrainingOptions  # noqa: PLC0415
     from elastic_runtime.membership.environment import Environment  # noqa: PLC0415  (torch.distributed is loaded when it is used)
 
-    options = Options(
+    options = TrainingOptions(
         global_batch_size=global_batch_size,
         max_batch_per_gpu=max_batch_per_gpu,
         seed=seed,

@@ -1,7 +1,7 @@
 """A job's timeline, drawn from its workers' report files: `python -m elastic_runtime.trace FILE...`
 
 One row for each worker, from its first generation to its last line: `=` in a generation, `|` where one began, `c` a
-checkpoint, `!` an iteration out of memory, `x` told to go, `.` finished. Below it, each change of size with its pause
+checkpoint, `!` an iteration out of memory, `x` its release, `.` finished. Below it, each change of size with its pause
 and what that was made of, and each worker's steps: how long they took, how much of it was waiting for the others, and
 how its own part compares with the mean of all workers.
 """

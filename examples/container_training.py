@@ -1,9 +1,9 @@
-"""A container component whose command is any training program: here examples/train_digits.py, which is elastic.
+"""A container component that runs any training program: here examples/train_digits.py, which is elastic.
 
     gpuquota project create team-a --guaranteed 1
     gpuquota pipeline run examples/container_training.py --project team-a --arg epochs=3
 
-The program knows nothing of pipelines, and the component nothing of PyTorch: command, image and arguments are all that
+The program does not depend on pipelines, nor the component on PyTorch: command, image and arguments are all that
 KFP sees. In the step's log the training holds both GPUs of a machine with two, and gives one back as soon as another
 team asks for it. The model is the step's output, written by the first worker.
 """

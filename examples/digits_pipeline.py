@@ -92,7 +92,7 @@ def main() -> None:
     """Run it under kfp.local."""
     parser = argparse.ArgumentParser(description="Train on handwritten digits through the GPU quota.")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--project", help="the team whose quota is used; else $GPUQUOTA_PROJECT or the configured one")
+    parser.add_argument("--project", help="the team with the quota; default: $GPUQUOTA_PROJECT or the configured one")
     parser.add_argument("--root", default="out/pipelines", help="where the pipeline's artifacts go")
     given = parser.parse_args()
     if given.project:

@@ -87,12 +87,12 @@ def finetune(epochs: int, metrics: dsl.Output[dsl.Metrics]) -> float:  # type: i
 @gpuquota.pipeline(project="team-a")
 @dsl.pipeline(name="finetune")
 def finetune_pipeline(epochs: int = 15) -> float:  # type: ignore[valid-type]
-    """One step."""
+    """A pipeline with one step, which fine-tunes the model."""
     return finetune(epochs=epochs).outputs["Output"]
 
 
 def main() -> None:
-    """Run it here."""
+    """Run the pipeline on this machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=15)
     epochs = parser.parse_args().epochs

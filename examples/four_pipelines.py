@@ -1,4 +1,4 @@
-"""Four pipelines at once, two teams, two GPUs: who waits, who borrows, who gives back.
+"""Four concurrent pipelines, two teams, two GPUs: which one waits, borrows or releases GPUs.
 
     python examples/four_pipelines.py
 
@@ -30,14 +30,14 @@ from kfp_gpuquota.server.client import Client
 OUT = Path("out/four_pipelines").absolute()
 GPUS = 2
 TEAMS = {"team-a": 1, "team-b": 1}
-LONG, SHORT = 200, 40
-BORROWED_FOR_STEPS = 20
+LONG, SHORT = 100, 20
+BORROWED_FOR_STEPS = 10
 
 
 @gpuquota.component(gpus=1, min_gpus=1, max_gpus=2)
 @dsl.component(base_image="python:3.11", install_kfp_package=False)
 def train(steps: int) -> float:
-    """A small regression whose every micro-batch takes 40 ms: two GPUs need half the time of one."""
+    """A small regression with micro-batches of 40 ms: two GPUs need half the time of one."""
     # ruff: noqa: PLC0415  # KFP runs a component's source by itself, so it imports what it uses
     import time
 
@@ -73,7 +73,7 @@ def study(steps: int) -> float:
 
 
 class Run:
-    """One pipeline in a process of its own, and what its step's log says about its job."""
+    """One pipeline in its own process, and the messages about its job in the step's log."""
 
     def __init__(self, name: str, team: str, steps: int) -> None:
         self.name, self.team = name, team
@@ -88,9 +88,9 @@ class Run:
 
     def _tell(self) -> None:
         for line in self.process.stdout or ():
-            if said := re.search(r"(?:gpuquota: |Error: )(?!step )(.*)", line):
-                print(f"{time.strftime('%H:%M:%S')} {self.name:9} {said[1]}", flush=True)
-                self.job = self.job or said[1].split()[1]
+            if shown := re.search(r"(?:gpuquota: |Error: )(?!step )(.*)", line):
+                print(f"{time.strftime('%H:%M:%S')} {self.name:9} {shown[1]}", flush=True)
+                self.job = self.job or shown[1].split()[1]
 
     def wait(self) -> None:
         """Wait for its end, and for its last word."""
@@ -114,7 +114,7 @@ def borrows(status: JobStatus) -> bool:
 
 
 def holds(status: JobStatus) -> bool:
-    """It has a GPU."""
+    """Return whether the pipeline's job has a GPU."""
     return status.gpus > 0
 
 
@@ -137,7 +137,7 @@ def row(run: Run, job: Job) -> list[str]:
 
 def main() -> int:
     """Run all four; returns 0 when every one has succeeded."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ctrl-C's way out, whoever ends us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same cleanup as for Ctrl-C
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(own_cluster(OUT, TEAMS, GPUS))
         runs: list[Run] = []

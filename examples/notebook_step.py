@@ -1,11 +1,11 @@
-"""A build step: a session on a GPU that stays inside the team's quota, and that nobody takes away.
+"""A build step: a session on a GPU within the team's quota, which is never preempted.
 
     gpuquota project create team-a --guaranteed 1
     gpuquota pipeline run examples/notebook_step.py --project team-a
 
-The step says how to get a shell on its GPU, from any terminal, and how to end the session. What was left in its
+The step prints how to get a shell on its GPU, from any terminal, and how to end the session. What was left in its
 directory by then is the step's output, and the next step reads it. Meanwhile a training of another team waits, and
-`gpuquota explain` tells it why. With Jupyter installed, `jupyter lab` in that shell is a notebook on that GPU.
+`gpuquota explain` shows why. With Jupyter installed, `jupyter lab` in that shell is a notebook on that GPU.
 """
 
 from kfp import dsl
@@ -18,7 +18,7 @@ IMAGE = "python:3.11"
 @gpuquota.component(gpus=1, interactive=True, max_runtime="8h", name="session")
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def session(work: dsl.Output[dsl.Artifact]) -> None:
-    """Hold the GPU until somebody says that the work is done."""
+    """Hold the GPU until the user ends the session."""
     # ruff: noqa: PLC0415  # KFP runs a component's source by itself, so it imports what it uses
     import os
     import time
@@ -46,5 +46,5 @@ def list_files(work: dsl.Input[dsl.Artifact]) -> list:
 @gpuquota.pipeline
 @dsl.pipeline(name="notebook")
 def notebook() -> list:
-    """A session, and a step that goes on with what it left."""
+    """A session, and a step that continues with its files."""
     return list_files(work=session().outputs["work"]).output

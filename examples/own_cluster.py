@@ -1,4 +1,4 @@
-"""A cluster of an example's own: in a directory of its own, with its teams, and gone when the example ends."""
+"""A separate cluster for an example: in its own directory, with its teams, removed when the example ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def own_cluster(directory: Path, teams: Mapping[str, int], gpus: int) -> Iterator[Client]:
     """A cluster of `gpus` GPUs in `directory`, which is emptied before, and `teams` with what each is guaranteed.
 
-    Every process started meanwhile finds it: $GPUQUOTA_HOME says where it is. At the end nothing of it runs any more.
+    Every process started meanwhile finds it by $GPUQUOTA_HOME. At the end none of its processes is left.
     """
     home = Home(directory / "cluster")
     os.environ["GPUQUOTA_HOME"] = str(home.root)
@@ -64,7 +64,7 @@ def served(home: Home, teams: Mapping[str, int], gpus: int) -> Iterator[Client]:
 
 
 def end_with_its_steps(process: subprocess.Popen[Any]) -> None:
-    """End a pipeline that was started in a session of its own, where it still runs, and return when all of it is gone.
+    """End a pipeline that was started in its own session, if it still runs, and return when all its processes exited.
 
     A step's launcher that outlived the cluster would start it again.
     """
@@ -78,7 +78,7 @@ def end_with_its_steps(process: subprocess.Popen[Any]) -> None:
 
 
 def shut_down(home: Home) -> None:
-    """Delete all jobs of a cluster, wait until they are gone, and stop it."""
+    """Delete all jobs of a cluster, wait until they are deleted, and stop it."""
     if not home.is_locked():
         return
     client = connect({"GPUQUOTA_HOME": str(home.root)})

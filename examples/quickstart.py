@@ -1,7 +1,7 @@
 """The quickstart: one pipeline, two teams, two GPUs. Run by `make quickstart`; nothing to prepare, no network.
 
 Team A's digits pipeline trains on both GPUs, for team B's is idle. Team B opens an interactive session: the training
-gives the GPU back within a step and goes on with one. Team B closes the session: the training takes the GPU again.
+releases the GPU within a step and continues with one. Team B closes the session: the training uses the GPU again.
 Without GPUs in this machine two CPU slots stand for them. What happens when is decided by the training's own progress.
 """
 
@@ -39,7 +39,7 @@ LOG = OUT / "pipeline.log"
 GPUS = 2
 TEAM_A, TEAM_B = "team-a", "team-b"
 SESSION = "notebook"
-# Long enough that the training still goes on when the worker that comes back has started; a GPU is faster.
+# Long enough for the training to run when the second worker has started again; a GPU is faster.
 EPOCHS_ON_CPU, EPOCHS_ON_GPU = 80, 1500
 OPEN_AFTER_STEPS, CLOSE_AFTER_STEPS = 60, 100
 ENOUGH_ACCURACY = 0.95
@@ -48,7 +48,7 @@ EXPECTED_CHANGES = [(2, 1), (1, 2)]
 
 @dataclass
 class Story:
-    """What happens in front of the person who watches."""
+    """The demonstration with its messages to the user."""
 
     client: Client
     console: Console
@@ -80,7 +80,7 @@ class Story:
                 JobSpec(name=SESSION, project=TEAM_B, command=("sleep", "infinity"), kind=Kind.BUILD, grace_period_s=1)
             )
             self.opened_at = time.time()
-            self._say(f"[bold]{TEAM_B}[/] opens an interactive session, and has its GPU guaranteed")
+            self._print(f"[bold]{TEAM_B}[/] opens an interactive session, and has its GPU guaranteed")
         elif self.opened_at and self._shrunk_at_step is None and training.status.gpus < GPUS:
             self._shrunk_at_step = step
         elif (
@@ -90,15 +90,15 @@ class Story:
         ):
             self.client.delete_job(TEAM_B, SESSION)
             self.closed_at_step = step
-            self._say(f"[bold]{TEAM_B}[/] closes its session, and its GPU is idle again")
+            self._print(f"[bold]{TEAM_B}[/] closes its session, and its GPU is idle again")
 
     def _tell(self, text: str) -> None:
-        """What the training step's own log says about its job; the rest is in the log file."""
+        """Show the messages about the job in the training step's log; the rest is in the log file."""
         *lines, self._unfinished_line = (self._unfinished_line + text).split("\n")
-        for said in filter(None, (re.search(r"gpuquota: (?!step )(.*)", line) for line in lines)):
-            self._say(f"[bold]{TEAM_A}[/] {said[1]}")
+        for output in filter(None, (re.search(r"gpuquota: (?!step )(.*)", line) for line in lines)):
+            self._print(f"[bold]{TEAM_A}[/] {output[1]}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, soft_wrap=True)
 
 
@@ -189,7 +189,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> int:
     """Run the story; returns 0 when everything came out as promised, 1 when not, 130 when interrupted."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # Ctrl-C's way out, whoever ends us
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the same cleanup as for Ctrl-C
         signal.signal(number, _interrupt)
     console = Console()
     began = time.monotonic()

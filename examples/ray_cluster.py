@@ -5,7 +5,7 @@
 
 A training of team-a starts with the GPU that it is guaranteed, and grows to all four while team-b is idle: its workers
 run on both nodes. Then team-b submits two jobs, and the training gives back two GPUs at the end of a step, without a
-restart. GPUs are simulated here: `ray start --num-gpus 2` says so to Ray.
+restart. GPUs are simulated here, by `ray start --num-gpus 2`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A picture of who held how many GPUs when, drawn from the cluster's own history."""
+"""A plot of the GPUs held by each project over time, from the cluster's history."""
 
 from __future__ import annotations
 

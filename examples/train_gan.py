@@ -3,7 +3,7 @@
     python examples/train_gan.py                                      # alone
     gpuquota submit gan -g 1 --elastic -- python examples/train_gan.py
 
-The generator learns to draw points near a circle. `more=True` says that another backward pass follows in the iteration;
+The generator learns to draw points near a circle. `more=True` announces another backward pass in the iteration;
 a worker that is lost between the two costs nothing, for all go back to the step's beginning.
 """
 
@@ -34,7 +34,7 @@ def layers(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def main() -> None:
-    """Train, and say how far from the circle the points are."""
+    """Train, and print the distance of the points from the circle."""
     torch.set_num_threads(1)  # networks this small are slower on more
     job = elastic.init(global_batch_size=128)
     torch.manual_seed(0)

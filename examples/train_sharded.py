@@ -48,7 +48,7 @@ def shard(model: Model, mesh: DeviceMesh) -> None:
 
 
 def main() -> None:
-    """Train, say how well, and save the whole model."""
+    """Train, print the accuracy, and save the whole model."""
     job = elastic.init(global_batch_size=64, max_batch_per_gpu=32)
     torch.manual_seed(0)
     model = Model()

@@ -1,4 +1,4 @@
-"""Elastic training on a stream: an iterable dataset that knows where it is.
+"""Elastic training on a stream: an iterable dataset that stores its position.
 
     python examples/train_stream.py                                      # alone
     gpuquota submit stream -g 1 --elastic -- python examples/train_stream.py
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Measurements(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Stands for a file, a queue, a table: it is read from the front, and `at` says how far that is."""
+    """A placeholder for a file, a queue or a table: it is read from the front, and `at` is the position."""
 
     def __init__(self, count: int) -> None:
         self.count, self.at = count, 0
@@ -34,7 +34,7 @@ class Measurements(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
+        """Return the position."""
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class Measurements(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def main() -> None:
-    """Train, and say how well."""
+    """Train, and print the accuracy."""
     job = elastic.init(global_batch_size=64, max_batch_per_gpu=32)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))

@@ -1,4 +1,4 @@
-"""Fixtures for everybody: a real embedded cluster in a directory of its own, checked when the test ends."""
+"""Shared fixtures: a real embedded cluster in its own directory, checked when the test ends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import READY, await_stop, start_with
+from kfp_gpuquota.errors import NotFoundError
 from tests import forked, programs
 from tests.distribution import Distribution
-from tests.patience import PATIENCE_S
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 
-# How long an example takes says how busy the machine is, and nothing of the code.
+# The duration of an example depends on the load of the machine, not on the code.
 # The examples are the same in each run, so that a failure is a change's; `--hypothesis-profile=random` draws others.
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("random", UNTIMED)
@@ -59,7 +60,7 @@ class EmbeddedCluster:
         self.client.create_project(Project(name=name, guaranteed=guaranteed, **more))  # type: ignore[arg-type]
 
     def submit(self, name: str, *command: str, project: str = "team-a", **more: object) -> Job:
-        """Submit a job; without a command one that sleeps until it is told to go."""
+        """Submit a job; without a command one that sleeps until it is stopped."""
         spec = {"name": name, "project": project, "command": command or ("sleep", "infinity"), "grace_period_s": 2.0}
         return self.client.submit(msgspec.convert({**spec, **more}, JobSpec, str_keys=True))
 
@@ -69,7 +70,7 @@ class EmbeddedCluster:
 
     def wait_for(self, name: str, condition: Callable[[Job], bool], project: str = "team-a") -> Job:
         """The job, as soon as `condition` holds for it; fails the test when it does not in time."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         after: int | None = None
         while time.monotonic() < deadline:
             listed = self.client.list_jobs(project, after=after, timeout_s=0.0 if after is None else 1.0)
@@ -77,14 +78,14 @@ class EmbeddedCluster:
             for job in listed.jobs:
                 if job.spec.name == name and condition(job):
                     return job
-        pytest.fail(f"not within {PATIENCE_S:g} s: {self.job(name, project)}")
+        pytest.fail(f"not within {TIMEOUT_S:g} s: {self.job(name, project)}")
 
     def wait_for_phase(self, name: str, phase: str, project: str = "team-a") -> Job:
         """The job, as soon as it is in `phase`."""
         return self.wait_for(name, lambda job: job.status.phase == phase, project)
 
     def kill_daemon(self) -> None:
-        """End the daemon with SIGKILL, and return when it is gone."""
+        """Kill the daemon with SIGKILL, and return when it has exited."""
         os.kill(self.client.health().pid, signal.SIGKILL)
         await_stop(self.home)
 
@@ -121,7 +122,7 @@ def running_cluster(
 ) -> Iterator[EmbeddedCluster]:
     """A cluster that is stopped at the end, with all its jobs; fails when a process is left.
 
-    `new_interpreter`: the environment says something to the interpreter or the loader of its daemon.
+    `new_interpreter`: the environment affects the interpreter or the loader of its daemon.
     """
     home, config = Home(root), config or ClusterConfig(gpus_per_node=2)
     if new_interpreter:
@@ -134,7 +135,7 @@ def running_cluster(
         try:
             _shut_down(cluster)
             if daemon is not None:
-                daemon.wait(PATIENCE_S)
+                daemon.wait(TIMEOUT_S)
         finally:
             if daemon is not None:
                 daemon.kill()
@@ -164,8 +165,9 @@ def start_daemon(home: Home, config: ClusterConfig) -> forked.Program:
 
 def _shut_down(cluster: EmbeddedCluster) -> None:
     for job in cluster.client.list_jobs().jobs:
-        cluster.client.delete_job(job.spec.project, job.spec.name)
-    deadline = time.monotonic() + PATIENCE_S
+        with contextlib.suppress(NotFoundError):  # one that the test deleted has ended by now
+            cluster.client.delete_job(job.spec.project, job.spec.name)
+    deadline = time.monotonic() + TIMEOUT_S
     while cluster.client.list_jobs().jobs and time.monotonic() < deadline:
         time.sleep(0.02)
     cluster.client.stop_cluster()

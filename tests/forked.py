@@ -18,7 +18,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.patience import PATIENCE_S
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -96,11 +96,11 @@ class Program:
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
+        """Send SIGTERM to the process."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
+        """Send SIGKILL to the process."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -109,7 +109,7 @@ def run(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     cwd: Path | str | None = None,
-    timeout: float = PATIENCE_S,
+    timeout: float = TIMEOUT_S,
 ) -> Completed:
     """Run a program to its end, and return what it printed; one that takes longer is killed."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -18,7 +18,7 @@ def pytest_configure(config):
 
 TESTS = """
 import os, pathlib, pytest
-from tests.patience import until
+from tests.polling import until
 
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.xdist_group("one")

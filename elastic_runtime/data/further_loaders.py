@@ -99,7 +99,7 @@ class SecondLoader:
 
     def _order(self, epoch: int) -> Sequence[int]:
         if epoch not in self._orders:
-            self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
+            self._orders = {number: order for number, order in self._orders.items() if number == epoch - 1}
             self._orders[epoch] = self._source.epoch(epoch)
         return self._orders[epoch]
 

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class Loop(Protocol):
-    """What the loader needs of the job."""
+    """The part of the job that the loader uses."""
 
     @property
     def position(self) -> Position:
-        """Where the training stands."""
+        """The position of the training."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -63,10 +63,10 @@ class Loop(Protocol):
 
 
 class Plan(Protocol):
-    """How a step is split."""
+    """The division of a step into shares."""
 
     def __call__(self, samples: int, rank: int, world_size: int) -> list[MicroBatch]:
-        """What `rank` iterates over in a step of `samples`."""
+        """Return the micro-batches of `rank` in a step of `samples`."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ElasticLoader:
         return self.steps
 
     def __getattr__(self, name: str) -> Any:
-        """What else scripts ask of a loader (`batch_size`, `sampler`, `num_workers`) is what they gave it."""
+        """Return other attributes (`batch_size`, `sampler`, `num_workers`) from the script's loader."""
         if name.startswith("_"):  # while it is copied or unpickled
             raise AttributeError(name)
         return getattr(self._given, name)
@@ -161,7 +161,7 @@ class ElasticLoader:
         raise NotImplementedError
 
     def _reseed(self) -> None:
-        """What loader processes draw in a span is a function of where it begins, and of the rank."""
+        """Seed the loader processes for a span: a function of its beginning and of the rank."""
         self._generator.manual_seed(mix_seed(self._seed, self._loop.position.step, self._loop.place[0]))
 
     def _span(self) -> Iterator[tuple[MicroBatch, Any]]:
@@ -207,14 +207,14 @@ class IndexedLoader(ElasticLoader):
         return sample_stamp(lambda places: read([order[place] for place in places]), len(order), seed)
 
     def has_more(self, position: Position) -> bool:
-        """Whether the epoch has another step."""
+        """Return whether the epoch has another step."""
         if position.epoch != self._epoch:
             self._epoch, self._order = position.epoch, self._source.epoch(position.epoch)
             self.stamp = order_stamp(self._order)
         return next(self._steps(position), None) is not None
 
     def _steps(self, position: Position) -> Iterator[Step]:
-        """What is left of the epoch, at this size."""
+        """Return the rest of the epoch at the current size."""
         size = self.batch.at(self._loop.place[1])
         number, last = position.step, self._loop.last_step
         for start, samples in self._source.cuts(position.index, position.samples, size):
@@ -275,7 +275,7 @@ def check(loader: DataLoader[Any]) -> None:
 
 
 def stamp(dataset: Any) -> object:
-    """What is compared to see whether a script has changed a dataset: the values and identities of its attributes."""
+    """Return a snapshot to detect a script's change of a dataset: the values and identities of its attributes."""
     attributes = getattr(dataset, "__dict__", {})
     plain = (int, float, str, bool, type(None))
     return {name: value if isinstance(value, plain) else id(value) for name, value in attributes.items()}

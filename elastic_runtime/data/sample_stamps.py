@@ -1,4 +1,4 @@
-"""Whether an index means the same sample on every worker: a number made of a few samples, compared at joining.
+"""Checks that an index is the same sample on every worker: a number computed from a few samples, compared on joining.
 
 A directory that is listed in another order, or split by another seed, gives workers of one job other samples, and
 nothing fails. Samples are read twice, with the same random streams each time: where that gives different values the

@@ -1,4 +1,4 @@
-"""Where an epoch's samples come from: the user's sampler or batch sampler, as an order and its cuts into steps."""
+"""The source of an epoch's samples: the user's sampler or batch sampler, as an order and its division into steps."""
 
 from __future__ import annotations
 

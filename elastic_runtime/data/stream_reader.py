@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mark:
-    """`offset` samples of `epoch` are read; `state` (encoded) goes on from there. Empty: the epoch's beginning."""
+    """A position after `offset` samples of `epoch`; `state` (encoded) resumes there. Empty: the epoch's beginning."""
 
     epoch: int = 0
     offset: int = 0
@@ -35,7 +35,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Request:
-    """Samples [start, stop) of an epoch. The first of a step reads on: it keeps [start, keep) and goes on to `through`.
+    """Samples [start, stop) of an epoch. The first of a step reads on to `through` and keeps [start, keep).
 
     `mark`: where a reader begins that is too far already. `seed`: of what `collate_fn` draws; None: nothing is set.
     """
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Read:
-    """What was read: fewer samples than asked for where the stream ends; its `length` if that is known by now.
+    """The samples that were read: fewer than requested at the stream's end; its `length` if already determined.
 
     `mark`: after `through`, where that was asked for.
     """
@@ -144,7 +144,7 @@ class Reader:
         return samples
 
     def _look_ahead(self) -> None:
-        """Whether the stream goes on."""
+        """Return whether the stream has more samples."""
         if self._length is None and not self._next:
             self._next = self._take(1)
             self._at -= len(self._next)
@@ -197,7 +197,7 @@ def check_stateful(dataset: IterableDataset[Any]) -> None:
 
 
 def _restored(state: bytes) -> Any:
-    """What `_dump` was given. A skeleton was verified where it arrived; other bytes may hold nothing opaque."""
+    """Return the argument of `_dump`. A skeleton was verified on receipt; other bytes must not hold pickled objects."""
     return decode(state, trusted=isinstance(state, Skeleton))
 
 

@@ -31,7 +31,7 @@ Fetched = tuple[Any, int | None, Mark | None]
 
 
 class StreamedLoader(ElasticLoader):
-    """See the module. Its state is where the stream stands at the beginning of the current step."""
+    """The samples of a stream, step by step. The state is the stream's position at the current step's beginning."""
 
     def __init__(
         self, loader: DataLoader[Any], loop: Loop, seed: int, batch: GlobalBatch, plan: Plan, *, seeded: bool = False
@@ -45,17 +45,17 @@ class StreamedLoader(ElasticLoader):
         self._inner = like(loader, dataset, self._batches, partial(_collate, loader.collate_fn), self._generator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where a worker begins that gets this state."""
+        """Return the position at which a worker with this state begins."""
         mark = self._mark(self._loop.position)
         return {"epoch": mark.epoch, "offset": mark.offset, "state": mark.state, "length": self._length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from this state."""
         mark = Mark(state["epoch"], state["offset"], state["state"])
         self._marks, self._length = (mark, mark), state["length"]
 
     def _refresh_processes(self) -> None:
-        """They go on reading where they are; the dataset's own `set_epoch` is called in them."""
+        """Do nothing: the loader processes continue at their position, and call the dataset's `set_epoch`."""
 
     def has_more(self, position: Position) -> bool:
         """Return whether the epoch has another step; True if the stream was not read that far."""

@@ -1,1 +1,1 @@
-"""Where training loops are not one's own. Each module needs its library, and is imported by name."""
+"""Integrations with libraries that own the training loop. Each module needs its library and is imported by name."""

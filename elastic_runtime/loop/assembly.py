@@ -1,4 +1,4 @@
-"""How a job's parts are put together, for what `init` and `prepare` were asked for."""
+"""The construction of a job's parts from the arguments of `init` and `prepare`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
     from elastic_runtime.data.loader import Plan
     from elastic_runtime.loop.member import Member
-    from elastic_runtime.loop.options import Options
+    from elastic_runtime.loop.options import TrainingOptions
     from elastic_runtime.sharded.wrap import ShardFunction
     from elastic_runtime.state.training_state import TrainingState
 
 
-class Workshop:
+class JobBuilder:
     """Builds a job's parts. `memory_dir`: the folder of this worker's memory limit; "": none."""
 
-    def __init__(self, options: Options, member: Member, memory_dir: str) -> None:
+    def __init__(self, options: TrainingOptions, member: Member, memory_dir: str) -> None:
         self._options, self._member, self._memory_dir = options, member, memory_dir
 
     def session(self, state: TrainingState, scaler: torch.amp.GradScaler | None) -> tuple[Session, Plan]:
-        """Of replicated models: (the loop, how a step is split)."""
+        """Return the session of replicated models, and the function that splits a step."""
         options, streams = self._options, self._member.streams
         buffers = state.transient = FollowedBuffers([state.model])
         directory = self._memory_dir
@@ -55,7 +55,7 @@ class Workshop:
     def sharded(
         self, state: TrainingState, models: list[Any], shard: ShardFunction, scaler: torch.amp.GradScaler | None
     ) -> tuple[Session, Plan]:
-        """The same of models in shards. SettingsError for what does not go together with them."""
+        """Return the same for sharded models. Raises SettingsError for options that they do not support."""
         from elastic_runtime.sharded.mode import ShardedMode  # noqa: PLC0415  (FSDP costs a second to import)
         from elastic_runtime.sharded.wrap import Wrapping  # noqa: PLC0415
 

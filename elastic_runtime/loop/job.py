@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from elastic_runtime.data.loader import check
 from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import LoopError, UsageError
-from elastic_runtime.loop.assembly import Workshop
+from elastic_runtime.loop.assembly import JobBuilder
 from elastic_runtime.loop.global_steps import GlobalSteps
 from elastic_runtime.loop.member import Member
 from elastic_runtime.loop.optimizer_guards import guard_class, guard_method
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from elastic_runtime.loop.options import Options
+    from elastic_runtime.loop.options import TrainingOptions
     from elastic_runtime.loop.session import Session
     from elastic_runtime.membership.environment import Environment
     from elastic_runtime.plan.batch_sizes import GlobalBatch
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_coordinated: list[Job] = []  # the newest job that has a coordinator: what the process is for
 _log = logging.getLogger("elastic_runtime")
 
 
@@ -56,7 +57,7 @@ class Job:
     def __init__(
         self,
         environment: Environment,
-        options: Options,
+        options: TrainingOptions,
     ) -> None:
         self._environment, self._options = environment, options
         self._member = Member(
@@ -69,6 +70,8 @@ class Job:
         self._on_leader: list[Callable[[], None]] = []
         self._session: Session | None = None
         self._state: TrainingState | None = None
+        if environment.coordinator:
+            _coordinated[:] = [self]
 
     @property
     def rank(self) -> int:
@@ -77,13 +80,23 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """How many workers train now. LoopError before the loop begins."""
+        """The number of workers that train now. LoopError before the loop begins."""
         return self._member.place[1]
 
     @property
     def is_leader(self) -> bool:
         """Whether this worker is rank 0, which prints and saves. False before the loop, when ranks are undetermined."""
         return self._member.placed and self.rank == 0
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The ids of the workers that train now, by rank; empty before the loop, and without a coordinator."""
+        return self._member.members
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker is leaving the job."""
+        return self._member.leaving
 
     @property
     def step(self) -> int:
@@ -97,7 +110,7 @@ class Job:
 
     @property
     def position(self) -> Position:
-        """Where the training stands once this iteration is over: epoch, steps of it, steps in all."""
+        """The training's position after this iteration: epoch, steps of it, total steps."""
         return self._prepared.reached
 
     def begin_at(self, position: Position) -> None:
@@ -112,11 +125,11 @@ class Job:
 
         Options that `init` was given stay. BatchPlanError for invalid values.
         """
-        told = self._options
+        given = self._options
         self._options = dataclasses.replace(
-            told,
-            global_batch_size=told.global_batch_size or global_batch_size,
-            max_batch_per_gpu=told.max_batch_per_gpu or max_batch_per_gpu,
+            given,
+            global_batch_size=given.global_batch_size or global_batch_size,
+            max_batch_per_gpu=given.max_batch_per_gpu or max_batch_per_gpu,
         )
 
     def prepare(
@@ -155,12 +168,12 @@ class Job:
         check_parameters(whole, optimizers)
         _take_from_others(whole)
         state = TrainingState(whole, parts, reduction=self._options.reduction_text)
-        workshop = Workshop(self._options, self._member, self._environment.memory_dir)
+        builder = JobBuilder(self._options, self._member, self._environment.memory_dir)
         if shard is not None:
-            session, plan = workshop.sharded(state, models, shard, scaler)
+            session, plan = builder.sharded(state, models, shard, scaler)
         else:
-            session, plan = workshop.session(state, scaler)
-        session.loader = workshop.loader(loaders, session, batch, plan, state)
+            session, plan = builder.session(state, scaler)
+        session.loader = builder.loader(loaders, session, batch, plan, state)
         for each in optimizers:
             guard_method(each, "step", session.may_step, partial(self._at_lr, each, batch) if batch.bounds else None)
         for part in schedulers:
@@ -183,7 +196,7 @@ class Job:
     def _rehearse(
         self, session: Session, state: TrainingState, models: list[Any], loader: DataLoader[Any], *, sharded: bool
     ) -> None:
-        """Let the rehearsal look at each step. UsageError with shard=, where a lost worker takes its shards along."""
+        """Attach the rehearsal's observer. UsageError with shard=, where a lost worker's shards are lost with it."""
         from elastic_runtime.rehearsal.observer import Observer  # noqa: PLC0415  (nothing else needs it)
 
         if sharded:
@@ -191,8 +204,7 @@ class Job:
                 "ELASTIC_REHEARSE does not rehearse shard=; leave it out for the rehearsal, or run without"
             )
         assert self._member.rehearsed is not None
-        workers = lambda: self.world_size  # noqa: E731  (which is known later)
-        session.observe(Observer(self._member.rehearsed, state, workers, models, loader.num_workers))
+        session.observe(Observer(self._member.rehearsed, state, lambda: self.world_size, models, loader.num_workers))
 
     def track(self, **objects: Stateful) -> None:
         """Carry more objects with a `state_dict` along (averaged weights, counters): to joiners, in checkpoints.
@@ -356,7 +368,7 @@ class Job:
         `job.all_reduce` and `job.all_gather` only, and asks there for `job.rank` and `job.world_size`, which change.
 
         After an epoch's loop, or in an iteration after `optimizer.step()` where `job.applied`; LoopError elsewhere.
-        With shard= it is done once: where shards are lost the training goes back, and an evaluation cannot go on.
+        With shard= it runs once: after a loss the training returns to a checkpoint, and the evaluation is abandoned.
         """
         session = self._prepared
         if self._member.sharding:
@@ -375,6 +387,24 @@ class Job:
         and arrive on the CPU. CollectiveError if a worker is lost, which `job.repeat` handles.
         """
         return self._prepared.rounds.all_gather(value)
+
+    def gather_batch(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the step's whole global batch, in its order; gradients flow back to each row's worker.
+
+        For losses that compare all samples of a batch (contrastive ones): `rows` has one row for each sample of this
+        iteration, shape (samples, ...), and the result is (global batch, ...) at every size. This iteration's own rows
+        begin at `job.batch_start`. The loss is the mean over the own rows, as ever, and job.backward sums up.
+
+        In every iteration, before job.backward, and equally often on all workers. It needs a step's whole share in one
+        iteration, so no smaller max_batch_per_gpu, and reduction="fast" without shard=: UsageError. Rows of integers
+        have no gradient.
+        """
+        return self._prepared.gather_batch(rows)
+
+    @property
+    def batch_start(self) -> int:
+        """The index of this iteration's first sample in the step's global batch: 0 with one worker."""
+        return self._prepared.batch_start
 
     def mean(self, value: torch.Tensor | float, *, weight: float = 1.0) -> float:
         """The mean over all workers of one number of each, the same on every worker; weighted by each one's `weight`.
@@ -420,6 +450,15 @@ class Job:
     def on_checkpoint(self, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
         """Call it, in the thread that wrote it, when a checkpoint of this worker's is durable."""
         return self._member.reporter.listen("checkpoint", callback)
+
+    def close(self) -> None:
+        """End a training whose loop was left by `break`, and send all events to the coordinator.
+
+        The process's end does both; this is for a process that goes on.
+        """
+        if self._session is not None and not self.leaving:
+            self._session.finish_early()
+        self._member.close()
 
     @property
     def _prepared(self) -> Session:
@@ -479,6 +518,11 @@ class Retrying:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         return self._session.out_of_memory(error)
+
+
+def current_job() -> Job | None:
+    """Return the job that this process is a worker of, for integrations that do not make it; None without one."""
+    return _coordinated[0] if _coordinated else None
 
 
 def _several(given: Any) -> list[Any]:

@@ -104,7 +104,7 @@ class Member:
             self._preemption.soft = bool(environment.coordinator)
 
     def _key(self) -> bytes:
-        """What the workers of the job have in common, and no other process."""
+        """Return the secret that only the workers of the job share."""
         return self.rehearsed.key if self.rehearsed else self._environment.token().encode()
 
     def _rehearse(self, environment: Environment) -> None:
@@ -145,8 +145,18 @@ class Member:
             return 0, 1
         adopted = self._generations.adopted
         if adopted is None:
-            raise LoopError("rank and world_size are known once the loop has begun; use them inside job.epochs(...)")
+            raise LoopError("rank and world_size are unknown before the loop begins; use them inside job.epochs(...)")
         return adopted.members.index(self._environment.worker_id), len(adopted.members)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The workers of the generation in force, by rank; empty before the first, and without a coordinator."""
+        return self._generations.adopted.members if self._generations.adopted else ()
+
+    def close(self) -> None:
+        """End the connection to the coordinator, once it has read all events."""
+        if self._coordinator:
+            self._coordinator.close()
 
     def shard(self, state: TrainingState, wrapping: Wrapping, *, every_s: float, keep: int) -> Sharding:
         """Hold the state in shards from now on."""
@@ -162,7 +172,7 @@ class Member:
 
     @property
     def sharding(self) -> Sharding | None:
-        """How the state is held in shards, where it is."""
+        """The sharding of the state, or None."""
         return self._saving.sharding
 
     @property
@@ -188,11 +198,11 @@ class Member:
             raise CollectiveError("the coordinator ended this generation")
 
     def vote(self) -> Generation | None:
-        """What this worker is prepared to switch to."""
+        """The generation to which this worker is prepared to switch, or None."""
         return self._generations.vote()
 
     def tell_progress(self, position: Position, total_steps: int | None, *, force: bool) -> None:
-        """How long steps take here; from rank 0, how far the training is."""
+        """Report this worker's step time and, on rank 0, the progress of the training."""
         rank, workers = self.place
         self.reporter.times(position.step, workers, force=force)
         if rank == 0:
@@ -208,9 +218,9 @@ class Member:
     def join(self, state: TrainingState, mode: Mode) -> None:
         """Wait for a generation and take over its state; alone, go on from the newest checkpoint.
 
-        The coordinator hears of it only now, when this thread has nothing left to do: whoever is proposed is waited
-        for. Rehearsing in the threads that build generations was rejected: a second proposal's ran into the state that
-        the first one was receiving.
+        The coordinator is notified only now, when this thread has nothing left to do, because the others wait for a
+        proposed worker. Rejected: rehearsing in the threads that build generations. The rehearsal of a second proposal
+        overlapped with the state that the first one was receiving.
         """
         if self._environment.static:
             self._join_static(state, *self._environment.static)
@@ -407,11 +417,11 @@ class Member:
             self._tell_failed(generation, state, error)
 
     def _tell_failed(self, generation: Generation | None, state: TrainingState, error: CollectiveError) -> None:
-        known = generation or ALONE
+        current = generation or ALONE
         self._outbox.publish(
             "CollectiveFailed",
-            generation=known.number,
-            members=known.members,
+            generation=current.number,
+            members=current.members,
             step=state.position.step,
             why=str(error)[:500],
         )
@@ -422,17 +432,16 @@ class Member:
             if not generation.members and (self.place[0] == 0 or self.sharding):
                 self._saving.now(state)
             self.reporter.line("left", generation=generation.number, step=state.position.step)
-            known = {"generation": generation.number, "members": generation.members}
-            self._outbox.publish("GenerationAdopted", step=state.position.step, **known)
+            fields = {"generation": generation.number, "members": generation.members}
+            self._outbox.publish("GenerationAdopted", step=state.position.step, **fields)
             self._generations.wait_for_release(RELEASE_S)
-        if self._coordinator:
-            self._coordinator.close()
+        self.close()
         leave(self.rehearsed.exit_code if self.rehearsed else 0)
 
     # Checkpoints
 
     def save_if_due(self, state: TrainingState) -> None:
-        """Now and then, between two steps."""
+        """Between two steps: save a checkpoint if one is due."""
         self._saving.if_due(state, leader=self.place[0] == 0)
 
     # The coordinator

@@ -1,9 +1,9 @@
 """Several backward passes in one iteration, each followed by an optimizer's step: a GAN's critic, then its generator.
 
-Each pass is summed over the workers by itself, but only the last one ends the step: where a worker is lost before that,
-everybody goes back to the step's beginning, also who has applied a pass of it. So the state is copied before the first
-pass is applied. Making each pass a step of its own was rejected: whoever takes over a peer's state between two of them
-would have to enter its loop in the middle of an iteration.
+Each pass is summed over the workers separately, but only the last one ends the step: if a worker is lost before that,
+all workers return to the step's beginning, including those that have applied a pass. The state is therefore copied
+before the first pass is applied. Rejected: each pass as a separate step. A worker that takes over a peer's state
+between two of them would have to enter its loop in the middle of an iteration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Passes:
-    """Those of the current iteration. `done`: how many are summed, with others to come."""
+    """The backward passes of the current iteration. `done`: how many are summed, with others to come."""
 
     def __init__(self, state: TrainingState) -> None:
         self.done = 0
@@ -49,7 +49,7 @@ class Passes:
         self.used = True
 
     def set_aside(self) -> None:
-        """What is in `grad` from the passes before, so that it is not summed once more."""
+        """Set the content of `grad` from previous passes aside, so that it is not summed again."""
         if not self.done:
             return
         kept = [(p, p.grad) for _, p in self._state.parameters() if p.grad is not None]
@@ -71,7 +71,7 @@ class Passes:
         self.done += 1
 
     def restore(self) -> None:
-        """Take the state back to the step's beginning."""
+        """Restore the state of the step's beginning."""
         if self.done:
             self._state.load(self._before)
             for _, part in self._state.parts:

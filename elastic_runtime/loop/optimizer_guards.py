@@ -43,7 +43,7 @@ def guard_method(
                 f"{method} was given a closure, which computes gradients several times in a step; call job.backward, "
                 f"and then {method}() without one"
             )
-        _check_scaler(sys._getframe(1))  # noqa: SLF001  (what calls it says more than any argument)
+        _check_scaler(sys._getframe(1))  # noqa: SLF001  (the caller identifies itself better than any argument)
         if not may_act():
             return None
         if around is None:
@@ -67,7 +67,7 @@ def _check_scaler(caller: FrameType) -> None:
 
 
 def guard_class(target: object, methods: tuple[str, ...], may_act: Callable[[], bool]) -> None:
-    """The same for objects whose `state_dict()` is their `__dict__`, as a scheduler's is: by a class of their own."""
+    """Guard an object whose `state_dict()` is its `__dict__`, such as a scheduler, by a subclass of its class."""
     kind = type(target)
     namespace: dict[str, Any] = {
         name: _guarded(getattr(kind, name), may_act) for name in methods if hasattr(kind, name)
@@ -81,7 +81,7 @@ def guard_class(target: object, methods: tuple[str, ...], may_act: Callable[[], 
 
 
 def _reduce_plain(self: object, kind: Any, protocol: Any) -> Any:
-    """What pickle and copy make of a guarded object: one of its own class, without the guard."""
+    """Rebuild a guarded object for pickle and copy: with its own class, without the guard."""
     make, arguments, *rest = kind.__reduce_ex__(self, protocol)
     guarded = type(self)
     if make is copyreg.__newobj__ and arguments == (guarded,):  # type: ignore[attr-defined]

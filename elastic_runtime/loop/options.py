@@ -1,4 +1,4 @@
-"""What `elastic_runtime.init` was asked for, checked."""
+"""The validated options of `elastic_runtime.init`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ REDUCTIONS = ("fast", "exact")
 
 
 @dataclass(frozen=True)
-class Options:
-    """See `elastic_runtime.init`. BatchPlanError and SettingsError for values that cannot be."""
+class TrainingOptions:
+    """The options of `elastic_runtime.init`. Raises BatchPlanError and SettingsError for invalid values."""
 
     global_batch_size: int | None = None
     max_batch_per_gpu: int | str | None = None
@@ -43,7 +43,7 @@ class Options:
 
     @property
     def reduction_text(self) -> str:
-        """What a state that was trained so is marked with."""
+        """Return the mark of a state that was trained with these options."""
         return f"reduction='exact', shards={self.shards}" if self.exact else "reduction='fast'"
 
     def check(self, global_batch: int) -> None:

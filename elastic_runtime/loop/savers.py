@@ -24,7 +24,7 @@ class Saving:
         self._keeper, self._streams, self._reporter = keeper, streams, reporter
 
     def load(self, state: TrainingState) -> bool:
-        """Go on from the newest whole checkpoint, if there is one."""
+        """Load the newest complete checkpoint; return whether there is one."""
         found = self._keeper.load()
         if found is None:
             return False
@@ -34,7 +34,7 @@ class Saving:
         return True
 
     def if_due(self, state: TrainingState, *, leader: bool) -> None:
-        """Now and then, between two steps, beside the training."""
+        """Between two steps: start to save a checkpoint if one is due."""
         if self.sharding:
             self.sharding.save_if_agreed()
         elif leader:
@@ -50,7 +50,7 @@ class Saving:
     def in_time(self, state: TrainingState, mode: Mode, stable_state: StableState, *, leader: bool) -> bool:
         """From another thread: rank 0 saves the state of the beginning of a step that takes long. Whether that is all.
 
-        In shards everybody does, and stays ready to do so in the next step: others may be in that one already.
+        With sharded state all workers do, and stay ready to do so in the next step, which others may have reached.
         """
         if self.sharding and self.sharding.keeper.directory:
             self.sharding.save_in_time(mode.rewound, stable_state.use)

@@ -1,4 +1,4 @@
-"""What one iteration of the loop means.
+"""The meaning of one iteration of the loop.
 
 An iteration is one micro-batch of this worker. Between two iterations, where the loader is asked for the next batch,
 lies the only place where the membership changes by agreement; where the gradients are summed, the only one where a
@@ -38,7 +38,7 @@ class Watch(Protocol):
         """Another iteration begins, over so many samples. What is found raises LoopError where it happens."""
 
     def end(self) -> None:
-        """Stop looking."""
+        """Remove the hooks."""
 
 
 class Session:
@@ -62,12 +62,12 @@ class Session:
         self.rounds = Rounds(state, member, self._recover_between_steps)
 
     def observe(self, observer: Observer) -> None:
-        """Let a rehearsal look at each step."""
+        """Attach a rehearsal's observer."""
         self._step.observer = observer
 
     @property
     def position(self) -> Position:
-        """Where the training stands."""
+        """The position of the training."""
         return self._state.position
 
     @property
@@ -92,7 +92,7 @@ class Session:
 
     @property
     def reached(self) -> Position:
-        """Where the training stands once this iteration is over."""
+        """The position of the training after this iteration."""
         micro = self._step.micro
         ahead = micro is not None and self._step.complete and not self._counted
         return self.position.after_step(micro.step_samples) if micro and ahead else self.position
@@ -215,11 +215,11 @@ class Session:
         return any(id(parameter) in own for parameter in parameters)
 
     def _finish_at_exit(self) -> None:
-        """Have the training finished at the process's end, where something waits for that; else it may be collected
+        """Register the training's end at the process's exit, if a cluster waits for it; else it may be collected
         as soon as the script drops it, as in a notebook that trains several models.
         """
         if self._at_exit is None:
-            held = partial(_returned, self) if self._member.awaited else weakref.ref(self)
+            held = (lambda: self) if self._member.awaited else weakref.ref(self)
             self._at_exit = partial(_finish_left, held)
             atexit.register(self._at_exit)
 
@@ -256,6 +256,19 @@ class Session:
             self._step.skip()
         except CollectiveError as error:
             self._repeat_step(error)
+
+    @property
+    def batch_start(self) -> int:
+        """The place of this iteration's first sample in the step's global batch. LoopError outside of an iteration."""
+        if self._step.micro is None:
+            raise LoopError("job.batch_start is known in an iteration of the prepared loader's loop")
+        return 0 if self._step.micro.ghost else self._step.micro.start  # a ghost has copies of the first samples
+
+    def gather_batch(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gather as `Job.gather_batch` does."""
+        if self._catching_up and self._step.micro is not None:  # of an iteration that others have applied
+            return rows.new_zeros((self._step.micro.step_samples, *rows.shape[1:]))
+        return self._step.gather_batch(rows, self.loader.batch.at(1))
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip as `Job.clip_grad_norm_` does; repeat the step if a peer is lost."""
@@ -379,7 +392,7 @@ class Session:
         return False
 
     def _remember(self) -> None:
-        """What the next step begins with."""
+        """Keep the state with which the next step begins."""
         if self._step.observer:
             self._step.observer.between_steps()
         self._mode.remember()
@@ -389,12 +402,8 @@ class Session:
         self._member.tell_progress(self.position, self._total_steps, force=force)
 
 
-def _returned(session: Session) -> Session:
-    return session
-
-
 def _finish_left(held: Callable[[], Session | None]) -> None:
-    """At the process's end: a training that was left by an exception is not over."""
+    """Finish the training at the process's exit, unless an exception ended it."""
     session = held()
     if session and not hasattr(sys, "last_type") and not session.leaving:
         session.finish_early()

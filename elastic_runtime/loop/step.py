@@ -9,6 +9,7 @@ import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.loop.multi_backward import Passes
+from elastic_runtime.loop.row_gather import RowGather
 from elastic_runtime.process.device_memory import free_cache, is_out_of_memory
 from elastic_runtime.reduction.loss_scaling import StepLosses
 from elastic_runtime.reduction.step_metadata import STAMPS, Share
@@ -43,7 +44,7 @@ _STAMP_OF_PASS = (11, 7)
 
 @dataclass(frozen=True)
 class BackwardOptions:
-    """What `loss.backward` is given besides: see `torch.Tensor.backward`."""
+    """The arguments of `torch.Tensor.backward` besides the loss."""
 
     retain_graph: bool | None = None
     create_graph: bool = False
@@ -86,7 +87,8 @@ class GlobalStep:
         self._samples = 0
         self._losses = StepLosses(whole=mode.name == "exact")
         self._passes = Passes(state)
-        self._skipped = self._void = False  # this iteration counts for nothing; nobody's does
+        self._rows = RowGather(member, mode)
+        self._skipped = self._void = False  # this worker's iteration is not counted; no worker's is
         self._acted, self._asked = True, False  # an optimizer acted in this step; the script has called one's step()
         self._unapplied: int | None = None  # the step before, where none did
         self.observer: Observer | None = None  # of a rehearsal
@@ -107,7 +109,7 @@ class GlobalStep:
 
     @property
     def settled(self) -> bool:
-        """Whether it is complete and applied."""
+        """Whether the step is complete and applied."""
         return self.complete and (self._acted or self._void)
 
     def note_acting(self) -> None:
@@ -131,6 +133,7 @@ class GlobalStep:
             self._losses.begin()
         if self._limit is not None:
             self._limit.note(micro_batch.size)
+        self._rows.begin()
         self.micro, self._stamp = micro_batch, order_stamp
         self.computed = self.complete = self._skipped = self._void = False
 
@@ -149,9 +152,11 @@ class GlobalStep:
         if self._scales_late:
             self._mode.reducer.scale, factor = factor, 1.0
         try:
+            self._rows.check()
             if self._scaler:
                 loss = self._scaler.scale(loss)
             self._backpropagate(loss, factor, options)
+            self._rows.check()
             self._end_pass(micro)
         except CollectiveError:
             raise
@@ -181,10 +186,11 @@ class GlobalStep:
         micro = self._current("job.skip")
         if self.repeat:
             return
-        if self._mode.lockstep or self._passes.done:
+        if self._mode.lockstep or self._passes.done or self._rows.used:
             raise LoopError(
-                "job.skip cannot take the place of one of several backward passes, nor be with shard=, where all "
-                "workers compute together; call job.backward(loss, weight=0.0) with a finite loss"
+                "job.skip cannot take the place of one of several backward passes, nor be with shard= or "
+                "job.gather_batch, where all workers compute together; call job.backward(loss, weight=0.0) with a "
+                "finite loss"
             )
         self._skipped = True
         self._begin_pass(micro, last=True)
@@ -192,6 +198,14 @@ class GlobalStep:
         if self._mode.reducer.passive:
             self._mode.reducer.abandon()
         self._void = self.complete and all(p.grad is None for _, p in self._state.parameters())
+
+    def gather_batch(self, rows: torch.Tensor, largest_share: int) -> torch.Tensor:
+        """Return the rows of all workers in this step; zeros in an iteration whose results are dropped."""
+        if self.micro is None or (self.computed and not self.repeat):
+            raise LoopError("job.gather_batch comes in an iteration of the prepared loader's loop, before job.backward")
+        if self.repeat:
+            return rows.new_zeros((self.micro.step_samples, *rows.shape[1:]))
+        return self._rows.whole(rows, self.micro, largest_share, self._limit.now if self._limit is not None else None)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip the summed gradients, and return their norm; 0 if the step is not complete."""
@@ -228,12 +242,12 @@ class GlobalStep:
         free_cache()  # it may not have fitted
 
     def clear(self) -> None:
-        """What `show_zeros` put there is gone before the iteration is repeated."""
+        """Remove what `show_zeros` set, before the iteration is repeated."""
         for _, parameter in self._state.parameters():
             parameter.grad = None
 
     def show_zeros(self) -> None:
-        """Give every trained parameter a gradient of zeros: the rest of an iteration may read it, to no effect."""
+        """Set zero gradients on every trained parameter: the rest of an iteration may read them, without effect."""
         for _, parameter in self._state.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
@@ -247,7 +261,7 @@ class GlobalStep:
         self._mode.completed(self._state.position.step - 1)
 
     def out_of_memory(self, error: BaseException | None) -> bool:
-        """Take an iteration that did not fit back, to be repeated in halves; False where it is not that, or cannot be.
+        """Revert an iteration that ran out of memory, to repeat it in halves; False if that is impossible.
 
         CollectiveError where gradients of it are under way already: the others have to repeat the step as well.
         """
@@ -256,6 +270,9 @@ class GlobalStep:
             return False
         if self._mode.lockstep:
             error.add_note("with shard= all workers iterate in step: lower max_batch_per_gpu")
+            return False
+        if self._rows.used:
+            error.add_note("with job.gather_batch a worker's share is not cut: use a smaller global_batch_size")
             return False
         if not self._memory.grow() and not self._halve(micro, error):
             return False

@@ -1,11 +1,13 @@
 """Work of the script that all workers share, such as an evaluation: it is repeated if a worker is lost meanwhile.
 
-A round is over where all have done it, which a barrier tells. Whoever passed the barrier may have gone on when others
-hear of a loss; so the number of rounds that are over travels with the state in the next generation's exchange, and who
-is behind knows that its own result counts: nobody passes the barrier before all have come to it.
+Invariant: no worker passes the barrier of a round before all workers have reached it, so a round is complete on all
+workers or on none. A worker that passed the barrier may have continued when others detect a loss. The number of
+complete rounds is therefore part of the state that the next generation exchanges: a worker that is behind keeps its
+own result.
 
-And whoever begins one may have applied a step that another one has not, whose sums were lost with a worker: that one
-takes over the state of a round that it has not begun, and runs the script on to it without applying anything.
+A worker that begins a round may have applied a step that another worker has not, because the sums were lost with a
+worker. The other one then takes over the state of a round that it has not begun, and runs the script up to that round
+without applying anything. Rejected: a second barrier, which would only move the same race.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ Result = TypeVar("Result")
 SUMMABLE: Final = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
-"""What both gloo and NCCL sum."""
+"""The types that both gloo and NCCL sum."""
 _LIBRARIES = ("gloo", "nccl")
 _OWN_COLLECTIVE = (
     "within job.repeat a lost worker breaks off every collective, and only job.all_reduce and job.all_gather are done "
     "again: use them in place of torch.distributed (a metric of torchmetrics: give it a dist_sync_fn, as "
-    "docs/elastic_runtime.md shows)"
+    "docs/guides/training_loop.md shows)"
 )
 
 
@@ -44,7 +46,7 @@ class Rounds:
         self._state, self._member, self._recover = state, member, recover
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """What `work` returned, once all have done it with the same peers."""
+        """Return the result of `work` after all workers completed it with the same peers."""
         self._state.in_round = True
         try:
             return self._run(work)

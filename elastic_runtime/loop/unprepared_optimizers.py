@@ -27,17 +27,17 @@ def watch_unprepared_optimizers(session: Session, optimizers: Sequence[torch.opt
 
     Unless one of these calls it: an optimizer may be made of others.
     """
-    known, watched = weakref.WeakSet(optimizers), weakref.ref(session)
+    prepared, watched = weakref.WeakSet(optimizers), weakref.ref(session)
     inside: list[int] = []
 
     def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer in known:
+        if optimizer in prepared:
             inside.append(id(optimizer))
         elif not inside:
             _check(optimizer, watched())
 
     def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer in known:
+        if optimizer in prepared:
             inside.clear()
 
     _remove_hooks_of_dropped_sessions()

@@ -1,8 +1,8 @@
 """The connection to the coordinator: events out, orders in, over one HTTP request that stays open.
 
 The loop never waits for it. A reader thread connects, reads orders and connects again with growing pauses; a writer
-thread sends what was said, and a sign of life each second. After a reconnection nothing old is repeated: `standing()`
-says what is true now. While the coordinator is away, training goes on at its size.
+thread sends the queued events, and a heartbeat each second. After a reconnection no old event is repeated: `standing()`
+returns the current state. While the coordinator is unavailable, training continues at its size.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from http.client import HTTPConnection
 
 _UNFIT = re.compile(r"[^\x21-\x7e]")
-"""What an address cannot hold: http.client would refuse it at each attempt."""
+"""Characters that an address must not contain: http.client would refuse them at each attempt."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _line(variable: str, file: str) -> str:
 
 
 def _static(given: Mapping[str, str]) -> tuple[int, int] | None:
-    """What torchrun, or anything that speaks as it does, has fixed for this process's life."""
+    """The rank and size that torchrun, or a compatible launcher, has fixed for this process."""
     if given.get("ELASTIC_COORDINATOR") or not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(given):
         return None
     return int(given["RANK"]), int(given["WORLD_SIZE"])

@@ -84,7 +84,7 @@ class _Round:
                 raise CollectiveError(f"rank {peer} does not hold the job's key")
 
     def _proof(self, peer: int, *, of_peer: bool) -> bytes:
-        """What this rank sends to `peer`, or has to receive from it."""
+        """Return the answer that this rank sends to `peer`, or must receive from it."""
         own = (self._rank, _content(self._own[peer]))
         other = (peer, _content(self._challenges[peer]))
         (prover, first), (verifier, second) = (other, own) if of_peer else (own, other)
@@ -106,7 +106,7 @@ class _Round:
 def raise_open_files() -> None:
     """Raise this process's limit on open files to the hard one: gloo ends the process where it cannot accept one more.
 
-    Each connection to its port takes one. Where this does not suffice, the job goes on without the worker.
+    Each connection to its port takes one. If this does not suffice, the job continues without the worker.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):

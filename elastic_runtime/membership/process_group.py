@@ -39,7 +39,7 @@ class Pending(Protocol):
         """Until it is done, or the time is over. Raises RuntimeError where it failed."""
 
     def is_completed(self) -> bool:
-        """Whether it is done, well or not."""
+        """Return whether the collective has ended, successfully or not."""
 
 
 class Interrupt:
@@ -57,7 +57,7 @@ class Interrupt:
         self.is_set = True
 
     def clear(self) -> None:
-        """Let waits last again."""
+        """Reset the interrupt, so that waits continue."""
         self.is_set = False
 
 
@@ -112,7 +112,7 @@ class Group:
             second.shutdown()
 
     def __del__(self) -> None:
-        """In a thread of its own: gloo's destructor waits for what is under way to a peer, which may be stopped."""
+        """Destroy the group in another thread: gloo's destructor waits for transfers to peers that may hang."""
         held = list(self.__dict__.pop("_lanes", ()))
         self.__dict__.pop("_group", None)
         if not held or sys.is_finalizing():

@@ -33,7 +33,7 @@ class CoordinatorStore(Store):
         self._local = threading.local()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value."""
+        """Store a value under a key."""
         self._ask("set", key=key, value=_encode(value))
 
     def get(self, key: str) -> bytes:
@@ -57,7 +57,7 @@ class CoordinatorStore(Store):
         self._ask("append", key=key, value=_encode(value))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Return whether all keys exist."""
         return bool(self._ask("check", keys=keys))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
@@ -66,11 +66,11 @@ class CoordinatorStore(Store):
         return base64.b64decode(answer)
 
     def delete_key(self, key: str) -> bool:
-        """Whether it was there."""
+        """Delete a key; return whether it existed."""
         return bool(self._ask("delete", key=key))
 
     def num_keys(self) -> int:
-        """How many there are."""
+        """Return the number of keys."""
         return int(self._ask("count"))
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -116,10 +116,10 @@ class CoordinatorStore(Store):
         return json.loads(body)
 
     def _connected(self) -> tuple[http.client.HTTPConnection, str]:
-        known: tuple[http.client.HTTPConnection, str] | None = getattr(self._local, "connection", None)
-        if known is None:
-            known = self._local.connection = self._environment.connect(_CONNECTION_TIMEOUT_S)
-        return known
+        stored: tuple[http.client.HTTPConnection, str] | None = getattr(self._local, "connection", None)
+        if stored is None:
+            stored = self._local.connection = self._environment.connect(_CONNECTION_TIMEOUT_S)
+        return stored
 
 
 def _encode(value: str | bytes) -> str:

@@ -28,8 +28,8 @@ class TwoThreadSocket(ssl.SSLSocket):
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         """Read what is there, after waiting for it; TimeoutError as any socket."""
         while True:
-            patience = self.gettimeout()
-            if not self.pending() and not _readable(self, patience):
+            timeout = self.gettimeout()
+            if not self.pending() and not _readable(self, timeout):
                 raise TimeoutError("the read operation timed out")
             with self._lock:
                 self.settimeout(0.0)  # a part of a record, or one without data, must not keep the writer out
@@ -38,7 +38,7 @@ class TwoThreadSocket(ssl.SSLSocket):
                 except ssl.SSLWantReadError:
                     continue
                 finally:
-                    self.settimeout(patience)
+                    self.settimeout(timeout)
 
     def sendall(self, data: Any, flags: int = 0) -> None:
         """Send all of it."""

@@ -53,7 +53,7 @@ def agree_on_round(store: Store, rank: int, size: int) -> str:
     """A name that these `size` processes have in common, and no process before them.
 
     Rank 0 names the round; the others answer with names of their own, and go on only when rank 0 has repeated theirs:
-    what earlier processes left in the store says nothing to them.
+    keys of earlier processes in the store do not affect them.
     """
     end = time.monotonic() + MEETING_S
     return _lead(store, size, end) if rank == 0 else _follow(store, rank, end)

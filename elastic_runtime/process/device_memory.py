@@ -1,7 +1,7 @@
 """Device memory: limits that the cluster sets while the training runs, and iterations that did not fit.
 
-ELASTIC_MEMORY_DIR holds two files, each replaced atomically: `limit.json`, written by the node's agent, says what this
-process may use of each device; `usage.json`, written here, says what it follows and what it would like. Between two
+ELASTIC_MEMORY_DIR holds two files, each replaced atomically: `limit.json`, written by the node's agent, has what this
+process may use of each device; `usage.json`, written here, has the followed limit and the demand. Between two
 steps a new limit is followed: the cache is freed, torch's per-process fraction set, and the micro-batches made smaller
 by what is left for samples. The global batch stays. What was taken away comes back when the limit grows.
 
@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def free_cache() -> None:
-    """Give back what torch keeps for later."""
+    """Release the memory that torch caches."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
@@ -58,7 +58,7 @@ class Device(Protocol):
 
     @property
     def used_mib(self) -> int:
-        """What this process holds."""
+        """Return the MiB that this process holds."""
 
     @property
     def peak_mib(self) -> int | None:
@@ -70,7 +70,7 @@ class CudaDevice:
 
     @property
     def used_mib(self) -> int:
-        """What the allocator holds, used or cached."""
+        """Return the MiB that the allocator holds, used or cached."""
         return int(torch.cuda.memory_reserved()) // MIB
 
     @property
@@ -79,7 +79,7 @@ class CudaDevice:
         return int(torch.cuda.max_memory_reserved()) // MIB
 
     def limit_to(self, mib: int) -> float:
-        """What lives between two steps stays; activations take what is left."""
+        """Return the part of the activations' memory that fits: the memory held between two steps stays."""
         total = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
         resident, peak = int(torch.cuda.memory_allocated()), int(torch.cuda.max_memory_allocated())
         torch.cuda.empty_cache()
@@ -96,12 +96,12 @@ class SimulatedDevices:
 
     @property
     def used_mib(self) -> int:
-        """On the fullest of its devices."""
+        """The MiB used on the fullest of its devices."""
         return max(device.used_mib for device in self._devices)
 
     @property
     def peak_mib(self) -> int | None:
-        """It takes all that it may."""
+        """Return None: the process uses its whole limit."""
         return None
 
     def limit_to(self, mib: int) -> float:
@@ -117,7 +117,7 @@ class SimulatedDevices:
 
 
 def device_of(variables: dict[str, str]) -> Device | None:
-    """What this process's memory is counted on; None on a machine without devices."""
+    """Return the device on which this process's memory is counted; None on a machine without devices."""
     if directories := variables.get("ELASTIC_SIMULATED_DEVICES"):
         return SimulatedDevices(directories)
     return CudaDevice() if torch.cuda.is_available() else None
@@ -146,11 +146,11 @@ class MemoryFollower:
         """Between two steps: take over a new limit, if there is one; whether micro-batches change by it."""
         if self._directory is None or self._device is None:
             return False
-        told = self._told(self._directory / "limit.json")
-        if told is None or told == self._follows:
+        limit = self._read_limit(self._directory / "limit.json")
+        if limit is None or limit == self._follows:
             self._note_need(self._device)
             return False
-        return self._take_over(self._device, told)
+        return self._take_over(self._device, limit)
 
     def grow(self) -> bool:
         """An iteration did not fit. Whether what was left to others has come back, so that it may fit now."""
@@ -160,9 +160,9 @@ class MemoryFollower:
         self._want(None)
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
-            told = self._told(self._directory / "limit.json")
-            if told is not None and told > self._follows:
-                self._take_over(self._device, told)
+            limit = self._read_limit(self._directory / "limit.json")
+            if limit is not None and limit > self._follows:
+                self._take_over(self._device, limit)
                 return True
             time.sleep(POLL_S)
         return False
@@ -186,32 +186,32 @@ class MemoryFollower:
         self._wanted = mib
         self._tell()
 
-    def _take_over(self, device: Device, told: int) -> bool:
-        before, self._follows = self._follows, told
-        part, self._steps = device.limit_to(told), 0
-        if self._wanted is not None and told < self._wanted:
+    def _take_over(self, device: Device, limit: int) -> bool:
+        before, self._follows = self._follows, limit
+        part, self._steps = device.limit_to(limit), 0
+        if self._wanted is not None and limit < self._wanted:
             self._wanted = None  # others need more than it has left them: it wants back all that it may
         self._tell()
         if before is None:
-            self._most = told
+            self._most = limit
             return False
-        return self._resize(before, told, part)
+        return self._resize(before, limit, part)
 
-    def _resize(self, before: int, told: int, part: float) -> bool:
-        """Return the micro-batches that fit into `told` MiB."""
+    def _resize(self, before: int, limit: int, part: float) -> bool:
+        """Return the micro-batches that fit into `limit` MiB."""
         if self._limit is not None:
-            self._limit.scale(1.0 if told >= self._most else part)
-        elif told < before:
+            self._limit.scale(1.0 if limit >= self._most else part)
+        elif limit < before:
             _log.warning(
                 "the memory limit fell from %d to %d MiB, but reduction='exact' fixes the shape of a shard, so this "
                 "worker cannot yield; use more shards, or reduction='fast'",
                 before,
-                told,
+                limit,
             )
-        self._most = max(told, self._most)
+        self._most = max(limit, self._most)
         return self._limit is not None
 
-    def _told(self, path: Path) -> int | None:
+    def _read_limit(self, path: Path) -> int | None:
         """The limit, where the file is another one than last time; it is looked at once a step."""
         try:
             status = path.stat()

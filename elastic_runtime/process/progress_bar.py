@@ -18,11 +18,11 @@ class Bar(Protocol):
     def draw(self, step: int, text: str) -> None:
         """Show the newest step, with `text` beside it."""
 
-    def say(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """Print a line above the bar."""
 
     def close(self) -> None:
-        """Draw no more."""
+        """Stop drawing."""
 
 
 class Progress:
@@ -49,7 +49,7 @@ class Progress:
         """The membership changed: the report file's line."""
         if self._bar is not None and line["rank"] == 0:
             size = len(line["members"])
-            self._bar.say(
+            self._bar.show_message(
                 f"step {line['step']}: {size} {'worker' if size == 1 else 'workers'} from here on "
                 f"({line['cause']}, {line['pause_ms']:.0f} ms)"
             )
@@ -77,13 +77,13 @@ class PlainLine:
         of = f"/{self._total}" if self._total is not None else ""
         self._write(f"step {step}{of}, {pace:.1f}/s, {text}", "")
 
-    def say(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """Print the text, and begin a new line."""
         self._write(text, "\n")
         self._width = 0
 
     def close(self) -> None:
-        """End the line."""
+        """End the current line."""
         if self._width:
             self._stream.write("\n")
 
@@ -105,7 +105,7 @@ class TqdmBar:
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
 
-    def say(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """Print the text by tqdm, above its bar."""
         self._tqdm.write(text, file=self._stream)
 

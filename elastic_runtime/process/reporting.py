@@ -55,14 +55,14 @@ class Reporter:
             try:
                 callback({"event": event, **fields})
             except Exception:  # noqa: BLE001  (the script's)
-                _log.exception("a callback for %r failed; training goes on", event)
+                _log.exception("a callback for %r failed; training continues", event)
 
     def _append(self, file: TextIOWrapper, row: dict[str, Any]) -> None:
         try:
             file.write(json.dumps(row) + "\n")
         except OSError as error:
             self._file = None
-            _log.warning("ELASTIC_REPORT_FILE cannot be written to any more (%s); training goes on without it", error)
+            _log.warning("ELASTIC_REPORT_FILE cannot be written to any more (%s); training continues without it", error)
 
     def listen(self, event: str, callback: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
         """Call `callback` with each line of this event as it is written; returns it, to be used as a decorator."""

@@ -30,7 +30,7 @@ class SimulatedDevice:
 
     @property
     def used_mib(self) -> int:
-        """What this process holds."""
+        """Return the MiB that this process holds."""
         return _held(self._entry)
 
     @property
@@ -40,7 +40,7 @@ class SimulatedDevice:
             return self._free()
 
     def allocate(self, mib: int) -> None:
-        """Take `mib` more. Raises SimulatedOutOfMemoryError when the device is full; nothing is taken then."""
+        """Allocate `mib` more. Raises SimulatedOutOfMemoryError, without allocating, if the device is full."""
         with self._locked():
             if mib > (free := self._free()):
                 raise SimulatedOutOfMemoryError(
@@ -49,7 +49,7 @@ class SimulatedDevice:
             self._write(_held(self._entry) + mib)
 
     def release(self, mib: int) -> None:
-        """Give `mib` back; at most what is held."""
+        """Release `mib`, at most what is held."""
         with self._locked():
             self._write(max(0, _held(self._entry) - mib))
 
@@ -97,7 +97,7 @@ def _held(entry: Path) -> int:
 
 
 def _start_time(pid: int) -> int:
-    """In clock ticks since boot; 0 where the process has ended."""
+    """Return the start time in clock ticks since boot; 0 if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

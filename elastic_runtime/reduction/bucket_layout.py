@@ -1,4 +1,4 @@
-"""Where each parameter's gradient lies: flat buckets of a fixed layout, a function of the parameters alone.
+"""The location of each parameter's gradient: flat buckets of a fixed layout, a function of the parameters alone.
 
 Buckets of about 25 MB in reverse order of definition, which is about the order of the backward pass. The last one ends
 with a tail of small numbers which would otherwise cost a collective of their own: the samples that were counted, the
@@ -56,7 +56,7 @@ class Bucket:
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter's gradient of this iteration is there."""
+        """Return whether every parameter's gradient of this iteration is present."""
         return len(self.arrived) == len(self.slots)
 
     @property
@@ -81,7 +81,7 @@ class Layout:
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
         self._parameters = list(parameters)
         self._handles: list[RemovableHandle] = []
-        self._on_gradient: Callable[[Slot, torch.Tensor], None] = _ignore
+        self.on_gradient: Callable[[Slot, torch.Tensor], None] | None = None
         self._trained = self._trainable()
         self.slots = [Slot(name, p, 0, 0) for name, p in self._parameters if p.requires_grad]
         if not self.slots:
@@ -120,12 +120,8 @@ class Layout:
         The hooks refer to this layout weakly: a cycle from a parameter through its hook and back is not collected.
         """
         self.unhook()
-        self._on_gradient, this = on_gradient, weakref.ref(self)
+        self.on_gradient, this = on_gradient, weakref.ref(self)
         self._handles = [_register(slot.parameter, partial(_fire, this, at)) for at, slot in enumerate(self.slots)]
-
-    def received(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Pass a complete gradient on."""
-        self._on_gradient(slot, gradient)
 
     def unhook(self) -> None:
         """Leave the parameters alone."""
@@ -156,21 +152,17 @@ class Layout:
             slot.parameter.grad = slot.view.to(slot.parameter.dtype) if count > 0 else None
 
     def forget(self) -> None:
-        """No gradients, and new memory."""
+        """Drop all gradients and allocate new memory."""
         self.allocate()
         for slot in self.slots:
             slot.touched = 0
             slot.parameter.grad = None
 
 
-def _ignore(_slot: Slot, _gradient: torch.Tensor) -> None:
-    """No hooks are registered."""
-
-
 def _fire(held: weakref.ref[Layout], at: int, parameter: torch.Tensor) -> None:
     layout, gradient = held(), parameter.grad
-    if layout is not None and gradient is not None:
-        layout.received(layout.slots[at], gradient)
+    if layout is not None and layout.on_gradient is not None and gradient is not None:
+        layout.on_gradient(layout.slots[at], gradient)
 
 
 def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
@@ -179,14 +171,14 @@ def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what gradients of `dtype` are summed: half precision is too coarse to add up in, complex ones are pairs."""
+    """Return the type in which gradients of `dtype` are summed: half is too coarse, complex ones are pairs."""
     if dtype in {torch.float16, torch.bfloat16}:
         return torch.float32
     return dtype.to_real() if dtype.is_complex else dtype
 
 
 def numbers(parameter: torch.Tensor) -> int:
-    """How many real numbers a parameter has."""
+    """Return the number of real numbers in a parameter."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 

@@ -36,13 +36,12 @@ class ExactReducer(BucketReducer):
     """Sums along the tree. Its memory: one copy of the gradients more for each level that a worker adds up itself."""
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
-        self._group: Group | None = None
         self._nodes: tuple[tuple[Node, ...], ...] = ()  # of each rank
         self._merges: tuple[tuple[int, int], ...] = ()
         self._pushes: Iterator[Push] = iter(())
         self._push = Push(0, ())
         self._launched = 0
-        self._last, self._ghost = True, False
+        self._ghost = False
         super().__init__(parameters, tail_size)
 
     def _lay_out(self) -> None:
@@ -114,22 +113,14 @@ class ExactReducer(BucketReducer):
         return self._rows[row]
 
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Gradients are gathered a bucket at a time: one operation on many costs less than many on one."""
         slot.fired = self._layout.iteration
         slot.parameter.grad = None
-        if self._ghost:
-            return
-        slot.touched = self._layout.step
-        bucket = self._layout.buckets[slot.bucket]
-        bucket.arrived.append(slot)
-        bucket.gradients.append(gradient)
-        if bucket.complete:
-            self._gather(bucket)
-            if self._last and self._group is not None:
-                self._launch_ready(self._group)
+        if not self._ghost:
+            slot.touched = self._layout.step
+            self._collect(slot, gradient)
 
     def _gather(self, bucket: Bucket) -> None:
-        """Put a shard's gradients where the tree has them, and merge what they complete."""
+        """Copy a shard's gradients to their node of the tree, and merge the nodes that they complete."""
         index, merges = bucket.slots[0].bucket, self._push.merges
         straight = bool(merges) and merges[0][1] == self._push.row  # into its sibling
         row = merges[0][0] if straight else self._push.row
@@ -164,7 +155,7 @@ class ExactReducer(BucketReducer):
     # Over the ranks
 
     def _launch_ready(self, group: Group) -> None:
-        """Start the exchange of complete buckets, except the last one: its tail is known after the backward pass."""
+        """Start the exchange of complete buckets, except the last one, whose metadata follows the pass."""
         buckets = self._layout.buckets
         while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
             self._launch(group, self._launched)
@@ -241,5 +232,5 @@ class Exchange:
         self._gathering = []
 
     def forget(self) -> None:
-        """What is in flight keeps the old memory."""
+        """Drop the buffers; exchanges in flight keep their memory."""
         self._received, self._rows, self._works, self._gathering = torch.empty(0), [], [], []

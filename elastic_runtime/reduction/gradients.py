@@ -1,4 +1,4 @@
-"""Gradients: gathered into flat buckets as the backward pass produces them, summed over the workers while it goes on.
+"""Gradients: gathered into flat buckets as the backward pass produces them, summed over the workers while it continues.
 
 Why not DistributedDataParallel: its bucket layout depends on the order of the first backward pass (a joiner would have
 to rehearse it), it divides by the size it was built with, and it wraps the model.
@@ -35,16 +35,19 @@ class GradientReducer(Protocol):
         """Whether nothing is done to this step's gradients: `factor` is 1 then."""
 
     scale: float
-    """What the gradients of a backward pass are multiplied by where they are gathered."""
+    """The factor for the gradients of a backward pass when they are gathered."""
 
     expects: bool
     """Whether a backward pass of the job's is under way. Gradients that come at another time are strays."""
+
+    held: bool
+    """Whether complete buckets wait for the end of the backward pass: other collectives come before them."""
 
     on_stray: Callable[[str], None]
     """Called with the parameter's name where a stray gradient arrives, which stays where it is."""
 
     def attach(self) -> None:
-        """Take part in backward passes."""
+        """Register the hooks for backward passes."""
 
     def release(self) -> None:
         """Leave the model's backward passes alone, until the next `attach`."""
@@ -69,7 +72,7 @@ class GradientReducer(Protocol):
         """Whether something of this step was sent already, so that it cannot be computed again alone."""
 
     def abandon(self) -> None:
-        """Forget the step's gradients; what is in flight keeps the old buffers."""
+        """Drop the step's gradients; sums in flight keep the old buffers."""
 
 
 class BucketReducer:
@@ -79,8 +82,11 @@ class BucketReducer:
     """
 
     _layout: Layout
+    _group: Group | None = None
+    _last = True
     scale = 1.0
     expects = True
+    held = False
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
         self._parameters, self._tail_size = list(parameters), tail_size
@@ -124,6 +130,22 @@ class BucketReducer:
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
         raise NotImplementedError
 
+    def _collect(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Gather a bucket once it is complete: one operation on many tensors costs less than many on one."""
+        bucket = self._layout.buckets[slot.bucket]
+        bucket.arrived.append(slot)
+        bucket.gradients.append(gradient)
+        if bucket.complete:
+            self._gather(bucket)
+            if self._last and self._group is not None and not self.held:
+                self._launch_ready(self._group)
+
+    def _gather(self, bucket: Bucket) -> None:
+        raise NotImplementedError
+
+    def _launch_ready(self, group: Group) -> None:
+        raise NotImplementedError
+
 
 def ignore(_name: str) -> None:
     """Do nothing about a stray gradient."""
@@ -134,11 +156,9 @@ class FastReducer(BucketReducer):
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
         super().__init__(parameters, tail_size)
-        self._group: Group | None = None
         self._works: list[Pending] = []
         self._launched = 0
-        self._last = True
-        self._all_used = False  # by this worker, in this step: then nobody needs to be asked
+        self._all_used = False  # by this worker, in this step: no other worker's flags are needed
         self._ghost = self._passive = False
 
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:
@@ -194,17 +214,9 @@ class FastReducer(BucketReducer):
         self._layout.forget()
 
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Collect a gradient. A complete bucket is gathered at once: one operation on many tensors costs less."""
-        if self._passive:
-            return
-        slot.fired = self._layout.iteration
-        bucket = self._layout.buckets[slot.bucket]
-        bucket.arrived.append(slot)
-        bucket.gradients.append(gradient)
-        if len(bucket.arrived) == len(bucket.slots):
-            self._gather(bucket)
-            if self._last and self._group is not None:
-                self._launch_ready(self._group)
+        if not self._passive:
+            slot.fired = self._layout.iteration
+            self._collect(slot, gradient)
 
     def _gather(self, bucket: Bucket) -> None:
         """Write the bucket's gradients into it: copied if they are the step's first, else added."""
@@ -226,7 +238,7 @@ class FastReducer(BucketReducer):
             slot.parameter.grad = None
 
     def _launch_ready(self, group: Group) -> None:
-        """Start the sums of complete buckets, except the last one: its tail is known after the backward pass."""
+        """Start the sums of complete buckets, except the last one: its metadata is complete after the backward pass."""
         buckets = self._layout.buckets
         while self._launched < len(buckets) - 1 and buckets[self._launched].complete:
             self._works.append(group.all_reduce(buckets[self._launched].flat))

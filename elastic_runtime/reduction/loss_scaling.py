@@ -33,7 +33,7 @@ class StepLosses:
         if weight is not None and (reduction == "sum" or not weight >= 0):
             raise UsageError(
                 f"job.backward got weight={weight!r} with reduction={reduction!r}; a weight is a number from 0 up and "
-                "says over how many units (tokens, pixels) the loss is the mean"
+                "is the number of units (tokens, pixels) over which the loss is the mean"
             )
         if weight is not None and self._whole and weight != int(weight):
             raise UsageError(f"job.backward got weight={weight!r}; with reduction='exact' weights are whole numbers")

@@ -1,4 +1,4 @@
-"""What a step does beside its gradients: buffers and random streams, under either reduction.
+"""The parts of a step beside its gradients: buffers and random streams, under either reduction.
 
 `fast`: streams and buffers are remembered at a step's beginning and restored where it is repeated; every worker's own
 streams go on from step to step.
@@ -37,7 +37,7 @@ DEFAULT_SHARDS = 8
 
 @dataclass(frozen=True)
 class Clipping:
-    """What torch.nn.utils.clip_grad_norm_ is asked for."""
+    """The arguments of torch.nn.utils.clip_grad_norm_."""
 
     max_norm: float
     norm_type: float = 2.0
@@ -46,7 +46,7 @@ class Clipping:
 
 
 class Mode:
-    """How the steps of one training are computed, beside the reducer. The methods here are those of `fast`."""
+    """The computation of a training's steps, beside the reducer. The methods here are those of `fast`."""
 
     name: str
     lockstep = False
@@ -159,7 +159,7 @@ class ExactMode(Mode):
 
 
 def agreement_of(state: TrainingState) -> Agreement:
-    """What the workers of a replicated training compare in each step."""
+    """Return the values that the workers of a replicated training compare in each step."""
     parts = [part for _, part in state.parts]
     optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
     scaler = next((part for part in parts if isinstance(part, torch.amp.GradScaler)), None)
@@ -167,7 +167,7 @@ def agreement_of(state: TrainingState) -> Agreement:
 
 
 def use_deterministic_algorithms() -> None:
-    """Have operations that cannot give the same bits twice raise RuntimeError.
+    """Make operations without a deterministic implementation raise RuntimeError.
 
     SettingsError if cuBLAS was not configured before torch started.
     """
@@ -183,6 +183,6 @@ def use_deterministic_algorithms() -> None:
 
 
 def numerics() -> str:
-    """What the bits of a result depend on, beside the script: equal on all workers of an exact training."""
+    """Return what the bits of a result depend on, beside the script: equal on all workers of an exact training."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {device}"

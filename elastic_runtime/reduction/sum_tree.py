@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 Node = tuple[int, int]
-"""(level, index)"""
+"""A node of the tree: (level, index)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """How one more node changes a stack of partial sums: it is stored in `row`, then each (into, from) is added."""
+    """The effect of one more node on a stack of partial sums: stored in `row`, then each (into, from) is added."""
 
     row: int
     merges: tuple[tuple[int, int], ...]

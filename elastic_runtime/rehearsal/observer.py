@@ -1,4 +1,4 @@
-"""What a rehearsal looks at within the loop, and where it lets a step fail.
+"""The comparisons of a rehearsal within the loop, and the points at which it makes a step fail.
 
 Every worker of a rehearsal has one observer: the global step calls `summed`, the session `between_steps`.
 """
@@ -28,7 +28,7 @@ _SMALLEST_HALF = 2.0**-24
 
 
 class Observer:
-    """Of one worker. `workers`: how many train now. `models`: as given to `prepare`. `processes`: of its loader."""
+    """One worker. `workers`: how many train now. `models`: as given to `prepare`. `processes`: of its loader."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Observer:
         self._records.write("state", step=step, workers=workers, prints=prints, objects=objects)
 
     def _captured(self) -> dict[str, Any]:
-        """What all workers have in common; how far a stream has been read is each worker's own."""
+        """Return the state that all workers share; the position in a stream is each worker's own."""
         captured = self._state.capture()
         return {"model": captured["model"], "parts": {k: v for k, v in captured["parts"].items() if k != "loader"}}
 
@@ -123,7 +123,7 @@ class Observer:
 
 
 def _streams() -> list[Any]:
-    """Where the random streams are."""
+    """Return the state of the random streams."""
     numpy = sys.modules.get("numpy")
     found: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
     if numpy is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elastic_runtime.torch_internals import Store
 
 SECOND_WORKER_S = 600.0
-"""How long the first worker waits for the second one to end."""
+"""Seconds that the first worker waits for the exit of the second one."""
 
 
 class RehearsedOrders:

@@ -1,4 +1,4 @@
-"""What a worker of a rehearsal writes down: one JSON object per line, in a file of its own.
+"""The records of one worker of a rehearsal: one JSON object per line, in a separate file.
 
 Tensors are recorded as prints: [norm, projection on a fixed vector]. Two tensors with equal prints are equal for this
 purpose, and prints of nearly equal tensors are nearly equal, which checksums are not.
@@ -28,7 +28,7 @@ class Records:
         self._path, self._worker = directory / f"{worker}.jsonl", worker
 
     def write(self, what: str, **fields: Any) -> None:
-        """Append a row."""
+        """Append one row to the records."""
         with self._path.open("a") as file:
             file.write(json.dumps({"what": what, "worker": self._worker, **fields}) + "\n")
 

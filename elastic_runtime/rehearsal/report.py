@@ -30,7 +30,7 @@ def show(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> None:
 
 
 def flush() -> None:
-    """What the script has printed comes first."""
+    """Flush the script's output, so that it precedes the report."""
     sys.stdout.flush()
     sys.stderr.flush()
 

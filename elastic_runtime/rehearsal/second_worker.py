@@ -31,7 +31,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class Process(Protocol):
-    """What the rehearsal needs of a subprocess.Popen."""
+    """The part of subprocess.Popen that the rehearsal uses."""
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
@@ -78,7 +78,7 @@ def prepare_directory(rehearse: str) -> Path:
 
 
 def key_of(directory: Path) -> bytes:
-    """What only the processes of this rehearsal can read."""
+    """Return the key, which only the processes of this rehearsal can read."""
     return (directory / _KEY).read_bytes()
 
 
@@ -112,7 +112,7 @@ class SecondWorker:
             self.code = self._process.wait()
 
     def finding(self) -> Finding:
-        """What its exit without a recorded error means."""
+        """Return the meaning of an exit without a recorded error."""
         lines = self._output.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
         what = "did not end in time" if self._killed else f"ended with exit code {self.code}"
         return Finding(

@@ -1,4 +1,4 @@
-"""What happens in which step of a rehearsal. Pure: both workers derive the same orders from it.
+"""The events of each step of a rehearsal. Pure: both workers derive the same orders from them.
 
 Steps are counted from the one that the training begins with. A step that "fails" is computed to its end, its gradients
 are recorded, and then it is repeated by the members of the next generation, as after the loss of a worker.

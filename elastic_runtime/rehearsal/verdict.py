@@ -206,7 +206,7 @@ def _norm(prints: Prints) -> float:
 
 
 def _distance(one: list[float], other: list[float]) -> float:
-    """How far two prints are apart; two that are not finite in the same way are equal."""
+    """Return the distance of two fingerprints; equal non-finite values have distance 0."""
     pairs = [(a, b) for a, b in zip(one, other, strict=True) if not (a == b or (math.isnan(a) and math.isnan(b)))]
     return max((abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf for a, b in pairs), default=0.0)
 

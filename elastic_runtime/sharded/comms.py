@@ -1,8 +1,8 @@
 """FSDP's two collectives over a generation's group, by FSDP's own hooks for them.
 
 Why not its defaults: a rank that waits for a peer which is alive but has given the step up would wait for half an hour,
-and a peer that is lost would end the script inside `model(x)`, where nobody can take the step back. So a collective
-that fails is noted here, and every one after it does nothing: forward and backward pass end with numbers that mean
+and a lost peer would end the script inside `model(x)`, where the step cannot be rolled back. Therefore a collective
+that fails is recorded here, and later ones do nothing: forward and backward pass end with numbers that mean
 nothing, as large as usual, and `job.backward` repeats.
 
 On CUDA FSDP's defaults stay: waiting in the host's thread would end their overlap with the computation.
@@ -33,7 +33,7 @@ class Link:
         self.broken: CollectiveError | None = None
 
     def does(self, collective: Callable[[], None]) -> bool:
-        """Whether it is done. Once one has failed, none is tried."""
+        """Run a collective; return whether it succeeded. After a failure no other one is tried."""
         if self.broken is None:
             try:
                 collective()

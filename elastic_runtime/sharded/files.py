@@ -52,7 +52,7 @@ class Saved:
     ranks: int
 
     def path(self, directory: str, rank: int) -> Path:
-        """Of one rank's part."""
+        """Return the path of one rank's part."""
         if self.ranks == 0:
             return Path(directory) / f"checkpoint-{self.step:012d}.elastic"
         return Path(directory) / f"checkpoint-{self.step:012d}-{self.save:08x}.part-{rank}-of-{self.ranks}"

@@ -27,7 +27,7 @@ class ShardKeeper(BackgroundWriter):
     """Writes one rank's parts into `directory` ("": none); rank 0 leaves `keep` checkpoints there."""
 
     def prepare(self, capture: Callable[[], Parts]) -> None:
-        """Once, before the first copy is due: a thread makes its memory."""
+        """Allocate the memory of the copy in a thread, once, before the first copy is due."""
         self._prepare(lambda: _tensors(capture()))
 
     def save_soon(self, saved: Saved, rank: int, capture: Callable[[], Parts]) -> None:
@@ -47,7 +47,7 @@ class ShardKeeper(BackgroundWriter):
         self._write(saved, rank, capture(), 0.0)
 
     def note_restored(self, step: int) -> None:
-        """The training goes on from a checkpoint of this step."""
+        """Record that the training continues from a checkpoint of this step."""
         self._saved_at = time.monotonic()
         self._reporter.line("restored", step=step)
 

@@ -2,7 +2,7 @@
 
 FSDP cuts a tensor as `torch.chunk` does: equal parts of ceil(size / ranks), of which the last ones may be short or
 empty. Between two such layouts each rank's new part overlaps a few old ones: only that is sent. Tensors move in batches
-of bounded size, cut along the sharded dimension, so that nobody ever holds more than a batch beside the shards.
+of bounded size, cut along the sharded dimension, so no rank holds more than one batch beside its shards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 BATCH_BYTES = 32 << 20
-"""Of all ranks together, so a rank has less than this in its buffers."""
+"""The bytes of a batch over all ranks together; a rank holds less than this in its buffers."""
 
 Range = tuple[int, int]
 
@@ -37,7 +37,7 @@ class Sharded:
 
     @property
     def row_bytes(self) -> int:
-        """Of one element along the sharded dimension."""
+        """Return the bytes of one element along the sharded dimension."""
         return math.prod(self.shape) // max(self.size, 1) * self.dtype.itemsize
 
     def part(self, rank: int, ranks: int) -> Range:
@@ -45,7 +45,7 @@ class Sharded:
         return part_of(self.size, rank, ranks)
 
     def local_shape(self, span: Range) -> tuple[int, ...]:
-        """Of a range along the sharded dimension."""
+        """Return the shape of a range along the sharded dimension."""
         return (*self.shape[: self.dim], span[1] - span[0], *self.shape[self.dim + 1 :])
 
 
@@ -58,7 +58,7 @@ class Cut:
     stop: int
 
     def within(self, *others: Range) -> Range | None:
-        """What it has in common with all of them."""
+        """Return the intersection with all of them."""
         start = max(self.start, *(other[0] for other in others))
         stop = min(self.stop, *(other[1] for other in others))
         return (start, stop) if start < stop else None
@@ -73,14 +73,14 @@ def part_of(size: int, rank: int, ranks: int) -> Range:
 def batches(tensors: Sequence[Sharded], limit: int = BATCH_BYTES) -> Iterator[list[Cut]]:
     """All of all tensors, in order, in batches of at most `limit` bytes (or one row, where that is more)."""
     batch: list[Cut] = []
-    room = limit
+    space = limit
     for cut in _cuts(tensors, limit):
         size = (cut.stop - cut.start) * tensors[cut.index].row_bytes
-        if batch and size > room:
+        if batch and size > space:
             yield batch
-            batch, room = [], limit
+            batch, space = [], limit
         batch.append(cut)
-        room -= size
+        space -= size
     if batch:
         yield batch
 
@@ -93,9 +93,9 @@ def _cuts(tensors: Sequence[Sharded], limit: int) -> Iterator[Cut]:
 
 
 def providers(old_size: int, held: Sequence[int]) -> list[list[int]]:
-    """Which old ranks' parts each new rank hands on; `held[r]`: the old rank that new rank r was, -1: none.
+    """Return which old ranks' parts each new rank forwards; `held[r]`: the old rank of new rank r, -1: none.
 
-    The parts of those who are not among the new ranks come through those who were, in turns.
+    The parts of old ranks that leave are forwarded by the ranks that stay, in turn.
     """
     found = [[old] if old >= 0 else [] for old in held]
     stayers = [rank for rank, old in enumerate(held) if old >= 0]

@@ -35,6 +35,7 @@ class ShardedReducer:
 
     scale = 1.0
     expects = True
+    held = False
 
     def __init__(self, sharding: Sharding, tail_size: int) -> None:
         self._sharding = sharding
@@ -64,7 +65,7 @@ class ShardedReducer:
         """Do nothing: FSDP's hooks belong to its wrapping."""
 
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:  # noqa: ARG002
-        """Have FSDP reduce the gradients after the last micro-batch only."""
+        """Make FSDP reduce the gradients after the last micro-batch only."""
         for module in self._sharding.wrapping.modules:
             module.set_requires_gradient_sync(micro.last, recurse=False)
             module.set_is_last_backward(micro.last)

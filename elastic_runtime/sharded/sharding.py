@@ -1,11 +1,14 @@
-"""A training whose state lies in shards over the ranks of a generation (FSDP2), and how it comes to the next one.
+"""A training whose state is sharded over the ranks of a generation (FSDP2), and its transfer to the next generation.
 
-Whoever enters a generation first tells the others what it holds. Then one of three ways leads to the same end, a model
-wrapped for the new group with this rank's parts in it:
+On entry to a generation the workers first exchange what they hold. The result is always a model wrapped for the new
+group with this rank's parts in it:
 
-    all parts are here, or their holders still are    resharding in memory (`transfer`)
-    a part is lost with its worker                    everybody goes back to the newest whole checkpoint
-    nobody holds anything, the training begins        a checkpoint, or else rank 0's model, cut up
+    all parts exist on members or leaving workers     resharding in memory (`transfer`)
+    a part is lost with its worker                    all return to the newest complete checkpoint
+    no worker holds state, the training begins        a checkpoint, or else rank 0's model, cut into parts
+
+Rejected: redundant copies of each shard on a second worker, which would recover from a loss without a checkpoint but
+double the memory that sharding is used to save.
 """
 
 from __future__ import annotations
@@ -45,11 +48,11 @@ _log = logging.getLogger("elastic_runtime")
 
 
 @dataclass(frozen=True)
-class _Seat:
-    """What one rank of a new generation holds: rank `old` of `ranks` in generation `number`; 0: nothing.
+class _Holding:
+    """The state that one rank of a new generation holds: rank `old` of `ranks` in generation `number`; 0: none.
 
-    `bridged`: the old group is whole, and those who leave hand their parts over. `whole`: nothing yet, but the model it
-    was started with. `save`: a number for checkpoints of this generation; that of rank 0 is everybody's.
+    `bridged`: the old group is complete, and leaving workers send their parts. `whole`: no trained state, but the
+    initial model. `save`: a number for checkpoints of this generation; all workers use that of rank 0.
     """
 
     step: int
@@ -96,7 +99,7 @@ class Sharding:
         self._old_group: Group | None = None  # of a switch that is being made
         self._link: Link | None = None
         self._save = 0
-        self._save_in_time = 0  # the number of checkpoints that nobody has agreed on
+        self._save_in_time = 0  # the number for checkpoints without agreement
         self._saved_in_time = -1  # the step of the last one
         self.preempted = False
 
@@ -120,11 +123,11 @@ class Sharding:
     # Changes of membership
 
     def prepare_switch(self, group: Group) -> None:
-        """All members of `group` have agreed on a switch: those who leave stay for the handing over."""
+        """Keep the group for the switch that all its members agreed on: leaving workers still send their parts."""
         self._old_group = group
 
     def hand_over(self, held: Sequence[int]) -> None:
-        """This worker leaves: its parts go to those who stay. `held`: of each new rank its old one, or -1."""
+        """Send this leaving worker's parts to those that stay. `held`: of each new rank its old one, or -1."""
         group, self._old_group = self._old_group, None
         if group is None or self._held is None:
             return
@@ -143,22 +146,22 @@ class Sharding:
         old_group, self._old_group = self._old_group, None
         if not self._wrapped and self._initial is None:
             self._initial = self._state.capture()
-        seats = self._meet(group, bridged=old_group is not None)
-        newest = max(seat.number for seat in seats)
-        held = [seat.old if seat.number == newest > 0 else -1 for seat in seats]
-        if _complete(seats, held):
-            ranks = max(seat.ranks for seat in seats if seat.number == newest)
+        holdings = self._exchange_holdings(group, bridged=old_group is not None)
+        newest = max(each.number for each in holdings)
+        held = [each.old if each.number == newest > 0 else -1 for each in holdings]
+        if _complete(holdings, held):
+            ranks = max(each.ranks for each in holdings if each.number == newest)
             self._initial = None
             fresh = held[group.rank] < 0
             move = _Move(held, ranks, None if fresh else self._state.capture(), whole=False)
             self._move(group, number, move, old_group)
             return fresh
-        fresh = not any(seat.began for seat in seats)
+        fresh = not any(each.began for each in holdings)
         saved = self._restore(group, number)
         if saved is not None:
-            self._say_where(number, saved, seats[group.rank].step, fresh=fresh)
+            self._report_restored(number, saved, holdings[group.rank].step, fresh=fresh)
             return group.rank > 0
-        if not fresh or not seats[0].whole:
+        if not fresh or not holdings[0].whole:
             raise CheckpointError(
                 f"generation {number}: a worker was lost, its shards of the model with it, and there is no checkpoint; "
                 "set ELASTIC_CHECKPOINT_DIR, or lower checkpoint_every_s"
@@ -167,17 +170,17 @@ class Sharding:
         self._move(group, number, _Move([0] + [-1] * (group.size - 1), 1, first, whole=True), None)
         return group.rank > 0
 
-    def _meet(self, group: Group, *, bridged: bool) -> list[_Seat]:
+    def _exchange_holdings(self, group: Group, *, bridged: bool) -> list[_Holding]:
         number, old, ranks = self._held or (0, -1, 0)
         step = self._state.position.step if self._held or self._began else -1
         whole = self._initial is not None
-        mine = _Seat(step, self._fingerprint, number, old, ranks, bridged, whole, self._began, _new_number())
+        mine = _Holding(step, self._fingerprint, number, old, ranks, bridged, whole, self._began, _new_number())
         rows = group.all_gather(torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)).tolist()
-        seats = [_Seat(*row) for row in rows]
-        self._save_in_time, self._saved_in_time = seats[0].save, -1
-        source = max(range(group.size), key=lambda rank: (seats[rank].number, -rank))
-        check_same(group, source, [seat.fingerprint for seat in seats], OTHER_MODEL)
-        return seats
+        holdings = [_Holding(*row) for row in rows]
+        self._save_in_time, self._saved_in_time = holdings[0].save, -1
+        source = max(range(group.size), key=lambda rank: (holdings[rank].number, -rank))
+        check_same(group, source, [each.fingerprint for each in holdings], OTHER_MODEL)
+        return holdings
 
     def _move(self, group: Group, number: int, move: _Move, old_group: Group | None) -> None:
         """Bring the parts of the old ranks to those of the new group."""
@@ -219,7 +222,7 @@ class Sharding:
         return places(tree, self.wrapping.aliases, self.wrapping.dims, self.wrapping.order)
 
     def _take(self, parts: Parts, mesh: DeviceMesh) -> dict[str, Any]:
-        """Model and all else as the parts say; what was captured beside the training's state."""
+        """Load model and training state from the parts; return everything that was captured."""
         tree: dict[str, Any] = parts.tree(mesh)
         self._state.check(tree)
         self.wrapping.assign(tree["model"])
@@ -232,7 +235,7 @@ class Sharding:
     # Checkpoints
 
     def save_if_agreed(self) -> None:
-        """Between two steps: have this rank's parts written where all said so."""
+        """Between two steps: write this rank's parts if all workers agreed."""
         self.keeper.prepare(self._capture)
         number, self._save = self._save, 0
         if number:
@@ -241,7 +244,7 @@ class Sharding:
             self.keeper.save_soon(saved, group.rank, self._capture)
 
     def save_now(self) -> None:
-        """Everybody at the same step: write all parts before returning."""
+        """Write all parts before returning; all workers call this at the same step."""
         group = self.link.group
         try:
             number = int(group.all_gather(torch.tensor([_new_number()]))[0])
@@ -255,10 +258,10 @@ class Sharding:
         rewound: Callable[[dict[str, Any]], dict[str, Any]],
         standing_still: Callable[[Callable[[], None]], bool],
     ) -> None:
-        """From another thread, in a step that takes long: have the parts of the step's beginning written, once.
+        """From another thread, during a long step: write the parts of the step's beginning, once.
 
-        Nobody is asked. Where all are told to go they do so in the same step, for none can begin the next one alone,
-        or else in the next one; and the file of a checkpoint that not all have written counts for nothing.
+        No agreement is needed. If all workers must leave, they save in the same step, because none can begin the next
+        one alone, or else in the next one. A checkpoint that not all workers have written is not valid.
         """
 
         def save() -> None:
@@ -274,20 +277,20 @@ class Sharding:
         standing_still(save)
 
     def _capture_standing(self) -> dict[str, Any]:
-        """The state in the middle of a step, when modules show gathered parameters, of another type perhaps."""
+        """Return the state during a step, when modules have gathered parameters, possibly of another type."""
         return {**self._state.capture(self.wrapping.standing()), "fingerprint": self._fingerprint}
 
     def _capture(self) -> Parts:
         return take_apart({**self._state.capture(), "streams": self._streams.capture()}, {})
 
     def _restore(self, group: Group, number: int) -> Saved | None:
-        """Everybody takes its parts from the newest checkpoint that everybody can read; None: there is none."""
+        """Load the parts of the newest checkpoint that all workers can read; None: there is none."""
         self.keeper.settle()
         directory = self.keeper.directory
-        known = iter(files.whole_ones(directory) if directory and group.rank == 0 else [])
+        candidates = iter(files.whole_ones(directory) if directory and group.rank == 0 else [])
         mesh: DeviceMesh | None = None
         while True:
-            mine = next(known, _NOTHING)
+            mine = next(candidates, _NOTHING)
             saved = Saved(*group.all_gather(torch.tensor(dataclasses.astuple(mine), dtype=torch.int64))[0].tolist())
             if saved == _NOTHING:
                 return None
@@ -314,7 +317,7 @@ class Sharding:
             _log.warning("%s; falling back to the one before", error)
             return None
 
-    def _say_where(self, number: int, saved: Saved, before: int, *, fresh: bool) -> None:
+    def _report_restored(self, number: int, saved: Saved, before: int, *, fresh: bool) -> None:
         if not fresh:
             _log.warning(
                 "generation %d: a worker was lost, its shards of the model with it: back to %s; %d steps are repeated",
@@ -325,14 +328,14 @@ class Sharding:
         self.keeper.note_restored(saved.step)
 
 
-def _complete(seats: list[_Seat], held: list[int]) -> bool:
-    """Whether all parts of the newest layout are at hand, all of one step."""
-    holders = [seat for seat, old in zip(seats, held, strict=True) if old >= 0]
-    if not holders or len({seat.step for seat in holders}) > 1:
+def _complete(holdings: list[_Holding], held: list[int]) -> bool:
+    """Return whether all parts of the newest layout are available, all of one step."""
+    holders = [each for each, old in zip(holdings, held, strict=True) if old >= 0]
+    if not holders or len({each.step for each in holders}) > 1:
         return False
-    return len(holders) == holders[0].ranks or all(seat.bridged for seat in holders)
+    return len(holders) == holders[0].ranks or all(each.bridged for each in holders)
 
 
 def _new_number() -> int:
-    """Not 0, and small enough to travel among 32-bit floats."""
+    """Return a random number above 0 that a 32-bit float represents exactly."""
     return 1 + secrets.randbelow((1 << 24) - 1)

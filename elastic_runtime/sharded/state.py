@@ -35,7 +35,7 @@ class Parts:
 
     @property
     def sharded(self) -> list[Sharded]:
-        """Of which tensors `shards` are the parts."""
+        """Return the tensors of which `shards` are the parts."""
         return [kind for kind in self.kinds if kind is not None]
 
     def tree(self, mesh: DeviceMesh | None) -> Any:
@@ -51,7 +51,7 @@ class Parts:
 
 
 def take_apart(tree: object, dims: Mapping[str, int]) -> Parts:
-    """A captured state: DTensors are sharded as they say; others along `dims`, by their place, or not at all.
+    """A captured state: DTensors are sharded by their placements; others along `dims`, by their path, or not at all.
 
     The tensors are the state's own. UsageError where a DTensor is laid out in a way that cannot be resharded.
     """
@@ -73,7 +73,7 @@ def shared_parts(parts: Parts) -> dict[str, Any]:
 
 
 def received_parts(shared: dict[str, Any]) -> Parts:
-    """What `shared_parts` has sent. CollectiveError where it is something else."""
+    """Return the parts that `shared_parts` has sent. Raises CollectiveError for anything else."""
     if not isinstance(shared.get("skeleton"), Skeleton):
         raise CollectiveError("a peer sent something else than the structure of its state")
     kinds = [None if kind is None else Sharded(*kind) for kind in shared["kinds"]]
@@ -100,7 +100,7 @@ def places(
 
 
 def own_parts(whole: Parts, rank: int, ranks: int) -> Parts:
-    """Of a state that is whole here, the parts of one rank: copies."""
+    """Return copies of one rank's parts of a complete state."""
     shards = []
     for kind, tensor in zip(whole.sharded, whole.shards, strict=True):
         start, stop = kind.part(rank, ranks)

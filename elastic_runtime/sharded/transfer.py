@@ -1,8 +1,8 @@
 """Resharding in memory: from the old ranks' parts to the new ranks', peer to peer, while the old group lives.
 
-Who leaves sends its parts over the old group to those who stay; these hand them on over the new one, with their own.
-Both walk over the same batches in the same order, so that no rank holds more than a batch of what is not its own. An
-old part is given up as soon as all of it was sent: the pause needs the memory of the shards once, not twice.
+A leaving rank sends its parts over the old group to ranks that stay; these forward them over the new group, with their
+own. Both process the same batches in the same order, so no rank holds more than one batch of foreign parts. An old
+part is freed as soon as all of it was sent: the pause needs the memory of the shards once, not twice.
 
 All-to-all rather than sends and receives: gloo closes the connection where those are waited for in turns.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from elastic_runtime.membership.process_group import Group
 
     Pieces = dict[tuple[Cut, int], torch.Tensor]
-    """What this rank hands on for an old rank that leaves: by cut and old rank."""
+    """The pieces that this rank forwards for a leaving rank, by cut and old rank."""
 
 
 class Resharding:
@@ -34,20 +34,20 @@ class Resharding:
 
     @property
     def missing(self) -> list[int]:
-        """Old ranks that are no new ones."""
+        """Return the old ranks that leave."""
         return [old for old in range(self._old_size) if old not in self._held]
 
     def hand_over(self, old_group: Group, old_rank: int, shards: list[torch.Tensor]) -> None:
-        """What one who leaves does: send its parts. CollectiveError where a peer is lost."""
+        """Send the parts of this leaving rank. Raises CollectiveError if a peer is lost."""
         for batch in batches(self._tensors):
             self._bring(old_group, old_rank, batch, shards)
 
     def run(
         self, group: Group, old_group: Group | None, old_rank: int, shards: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What the others do; this rank's new parts. `shards`, its old ones, are emptied on the way.
+        """Return the new parts of a rank that stays or joins. Its old ones, `shards`, are emptied meanwhile.
 
-        CollectiveError where a peer is lost; the old parts are gone then.
+        Raises CollectiveError if a peer is lost; the old parts are then no longer available.
         """
         new = [self._allocate(tensor, group) for tensor in self._tensors]
         for batch in batches(self._tensors):
@@ -63,7 +63,7 @@ class Resharding:
         return torch.empty(shape, dtype=tensor.dtype, device=self._device)
 
     def _bring(self, group: Group, rank: int, batch: list[Cut], shards: list[torch.Tensor]) -> Pieces:
-        """Over the old group: the parts of those who leave, to those who hand them on."""
+        """Send the parts of leaving ranks over the old group, to the ranks that forward them."""
         sent: list[list[torch.Tensor]] = [[] for _ in range(self._old_size)]
         wanted: list[list[tuple[Cut, int, Range]]] = [[] for _ in range(self._old_size)]
         for leaver in self.missing:
@@ -84,7 +84,7 @@ class Resharding:
     def _exchange(
         self, group: Group, batch: list[Cut], shards: list[torch.Tensor], pieces: Pieces, new: list[torch.Tensor]
     ) -> None:
-        """Over the new group: everybody's new parts."""
+        """Exchange all new parts over the new group."""
         sent = [
             [
                 self._piece(cut, old, span, shards, pieces)
@@ -101,7 +101,7 @@ class Resharding:
                 new[cut.index].narrow(tensor.dim, span[0] - start, span[1] - span[0]).copy_(piece)
 
     def _moves(self, batch: list[Cut], source: int, to: int, group: Group) -> list[tuple[Cut, int, Range]]:
-        """What new rank `source` sends to new rank `to`, in order: (cut, old rank that held it, range)."""
+        """Return what new rank `source` sends to new rank `to`, in order: (cut, old rank that held it, range)."""
         found = []
         for cut in batch:
             tensor = self._tensors[cut.index]

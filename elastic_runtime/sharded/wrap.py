@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Bare:
-    """What a module was before it was wrapped."""
+    """The state of a module before it was wrapped."""
 
     module: torch.nn.Module
     kind: type
@@ -83,7 +83,7 @@ class Wrapping:
 
     @property
     def order(self) -> dict[str, list[str]]:
-        """Of each optimizer its parameters, as its state_dict counts them."""
+        """Return the parameters of each optimizer in the order of its state_dict."""
         return {part: [name for names in groups for name in names] for part, groups in self._groups.items()}
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -104,7 +104,7 @@ class Wrapping:
             module.set_force_sum_reduction_for_comms(enable=True)
 
     def assign(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Give each parameter its values, a DTensor, by name. Optimizers hold the new parameters."""
+        """Set each parameter's values, a DTensor, by name. Optimizers then hold the new parameters."""
         for name, meta in self.parameters().items():
             self._put(name, torch.nn.Parameter(values[name], requires_grad=meta.requires_grad))
         self._point_optimizers()
@@ -147,15 +147,15 @@ class Wrapping:
 
 def _names(whole: torch.nn.Module) -> dict[int, str]:
     """By its id, what each parameter is called in a state_dict: wrappers of modules may hide themselves there."""
-    known: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, tensor in whole.state_dict(keep_vars=True).items():
-        known.setdefault(id(tensor), name)
+        names.setdefault(id(tensor), name)
     for name, parameter in whole.named_parameters():
-        if id(parameter) not in known:
+        if id(parameter) not in names:
             raise UsageError(
                 f"parameter {name!r} is not in the model's state_dict(), so it could not be moved or saved"
             )
-    return {id(parameter): known[id(parameter)] for parameter in whole.parameters()}
+    return {id(parameter): names[id(parameter)] for parameter in whole.parameters()}
 
 
 def as_dtensor(tensor: Sharded, local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -214,7 +214,7 @@ def _is_fsdps(hook: Any) -> bool:
 
 
 def _empty(value: object) -> None:
-    """Let go of all shards, also where a script holds its last loss, whose graph knows the state of its modules."""
+    """Free all shards, also if a script holds its last loss, whose graph references the state of its modules."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):

@@ -53,7 +53,7 @@ class BackgroundWriter:
                 thread.join()
 
     def _prepare(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Once, before the first copy is due: a thread makes its memory."""
+        """Allocate the memory of the copy in a thread, once, before the first copy is due."""
         if self.directory and self._preparing is None:
             self._preparing = _in_thread(partial(self._copies.make_room, describe(tensors())))
 
@@ -69,7 +69,7 @@ class BackgroundWriter:
         try:
             path = save()
         except CheckpointError as error:
-            _log.warning("%s; training goes on without it", error)
+            _log.warning("%s; training continues without it", error)
             self._reporter.line("checkpoint_failed", step=step, why=str(error))
             return False
         took_ms = (time.monotonic() - began) * 1e3
@@ -161,7 +161,7 @@ def _check_writable(directory: str) -> None:
     except OSError as error:
         raise CheckpointError(f"ELASTIC_CHECKPOINT_DIR {directory!r} cannot be made: {error}") from error
     try:
-        tempfile.TemporaryFile(dir=directory).close()  # os.access says yes to root where the file system says no
+        tempfile.TemporaryFile(dir=directory).close()  # os.access returns True for root on a read-only file system
     except OSError as error:
         raise CheckpointError(
             f"ELASTIC_CHECKPOINT_DIR {directory!r} cannot be written to ({error.strerror}); mount it read-write, or "

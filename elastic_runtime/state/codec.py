@@ -44,7 +44,7 @@ class Skeleton(bytes):
 
 @dataclass(frozen=True)
 class Hole:
-    """Where tensor number `index` belongs."""
+    """A placeholder for tensor number `index`."""
 
     index: int
 
@@ -79,7 +79,7 @@ def decode(data: bytes, *, trusted: bool) -> Any:
 
 
 def is_opaque(data: bytes) -> bool:
-    """Whether `decode` would need pickle for it."""
+    """Return whether `decode` would need pickle for the value."""
     if isinstance(data, Skeleton) and data.opaque is not None:
         return data.opaque
     try:
@@ -94,7 +94,7 @@ class OpaqueError(StateError):
 
 
 class _Parts(list[bytes]):
-    """What is written so far; `opaque`: some of it by pickle."""
+    """The bytes written so far; `opaque`: some of them by pickle."""
 
     opaque = False
 

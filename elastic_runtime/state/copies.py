@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Copies:
-    """Of one state at a time, on `device`; None: on that of each tensor."""
+    """Copies of one state at a time, on `device`; None: on that of each tensor."""
 
     def __init__(self, device: str | None = "cpu") -> None:
         self._device = device
         self._tensors: list[torch.Tensor] = []
 
     def make_room(self, tensors: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Have the memory for a copy of tensors like these. The system gives it page by page, where it is written."""
+        """Allocate memory for a copy of such tensors; writing zeros makes the system provide its pages."""
         self._tensors = [torch.zeros(shape, dtype=dtype, device=self._device) for dtype, shape in tensors]
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

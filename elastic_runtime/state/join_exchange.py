@@ -1,7 +1,7 @@
 """The exchange of a new generation's members before they train: which of them has the newest state, and that state.
 
-One small all-gather, whatever the occasion: the first generation (rank 0 holds what all begin with), a joiner (it holds
-nothing), a loss (who has applied a step that others have not is one step ahead of them).
+One small all-gather covers all cases: the first generation (rank 0 holds the initial state), a joining worker (it holds
+none), a loss (a worker that has applied a step that others have not is one step ahead of them).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state: bool) -> bool:
     """Bring all members to the newest state; return whether this one received it.
 
-    The first member that holds it sends it, and whoever has received it sends it on, so that many joiners take the time
-    of a few: log2(n + 1) transfers for n of them.
+    The first member with the state sends it, and each receiver forwards it, so n joining workers take the time of
+    log2(n + 1) transfers.
 
     Raises CollectiveError where a member was lost or does not fit; ModelMismatchError in the one that does not fit.
     """
@@ -44,7 +44,7 @@ def exchange(group: Group, state: TrainingState, phases: Phases, *, holds_state:
     if all(samples):
         check_same(group, source, samples, OTHER_SAMPLES, what="data")
     state.rounds = max(rounds)
-    behind = [rank for rank, known in enumerate(steps) if rank != source and (known < steps[source] or known < 0)]
+    behind = [rank for rank, step in enumerate(steps) if rank != source and (step < steps[source] or step < 0)]
     with phases("state"):
         received = _passed_on(group, relay(source, behind), state, holds_state=holds_state)
         if received is not None:
@@ -88,7 +88,7 @@ def _received(group: Group, source: int, state: TrainingState, *, holds_state: b
 
 
 def _check_agreement(group: Group, source: int, agreements: list[int], state: TrainingState) -> None:
-    """See check_same; the message has both workers' values, which are gathered where they differ."""
+    """Check as check_same does; the message has both workers' values, which are gathered if they differ."""
     if len(set(agreements)) == 1:
         return
     texts = gather_values(group, state.agreement())
@@ -101,7 +101,7 @@ def _check_totals(group: Group, source: int, totals: list[Totals]) -> None:
     numbers = [totals.index(each) for each in totals]
     remedy = (
         f"{totals[group.rank]} here, {totals[source]} there; a script that loads a checkpoint of its own asks for all "
-        "epochs and says where it begins, job.epochs(total, start=...), for a later worker may find a later checkpoint"
+        "epochs and passes its start, job.epochs(total, start=...), for a later worker may find a later checkpoint"
     )
     check_same(group, source, numbers, remedy, what="length of the training")
 
@@ -123,7 +123,7 @@ _OTHERWISE = (
 
 def check_same(group: Group, source: int, fingerprints: list[int], remedy: str, *, what: str = "model") -> None:
     """ModelMismatchError in a rank whose number is not the source's, CollectiveError in the others."""
-    different = [rank for rank, known in enumerate(fingerprints) if known != fingerprints[source]]
+    different = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[source]]
     if group.rank in different:
         raise ModelMismatchError(f"the {what} of rank {group.rank} differs from that of rank {source}: {remedy}")
     if different:

@@ -1,8 +1,8 @@
 """Loads an optimizer's state exactly as another worker has it.
 
-torch's own `load_state_dict` is made for files: it casts each tensor of the state to its parameter's type, and makes
-other things anew by iterating over them, a string for one. An optimizer that keeps its moments in 8 bits, or counts in
-whole numbers, would go on otherwise on whoever has joined than on the others.
+torch's own `load_state_dict` is designed for files: it casts each tensor of the state to its parameter's type, and
+rebuilds other objects, such as strings, by iterating over them. An optimizer with 8-bit moments, or with integer
+counters, would continue differently on a joined worker than on the others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _as_saved(saved: Any, loaded: Any, parameter: torch.Tensor) -> Any:
 
 
 def _tensor_as_saved(saved: torch.Tensor, loaded: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """In the type it was saved in, and in its parameter's memory layout: what travels comes contiguous, and fused
+    """Return the tensor in its saved type and its parameter's memory layout: received tensors are contiguous, and fused
     kernels go through all memories side by side.
     """
     found = loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)

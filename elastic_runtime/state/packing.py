@@ -36,12 +36,12 @@ def unpack(skeleton: bytes, tensors: list[torch.Tensor], *, trusted: bool = True
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """What a receiver has to allocate."""
+    """Return the tensors that a receiver must allocate."""
     return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
 
 
 def holes(skeleton: bytes, *, trusted: bool = True) -> list[str]:
-    """Where each tensor belongs, in order: equal for two states of the same structure."""
+    """Return the path of each tensor, in order: equal for two states of the same structure."""
     found: dict[int, str] = {}
     _locate(decode(skeleton, trusted=trusted), "", found)
     return [found[index] for index in sorted(found)]
@@ -61,7 +61,7 @@ def _locate(value: object, path: str, found: dict[int, str]) -> None:
 
 
 def _culprit(value: object, path: str = "") -> str:
-    """Where the first thing is that cannot be saved, as in "['parts']['lock']: "; empty for `value` itself."""
+    """Return the path of the first value that cannot be saved, like "['parts']['lock']: "; empty for `value` itself."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
         try:

@@ -25,7 +25,7 @@ class RandomStreams:
         self._numpy_words = self._python_words = b""
 
     def save(self) -> None:
-        """Remember them: a step begins."""
+        """Save the streams at the beginning of a step."""
         self._saved = self._capture(self._python_state, self._numpy_state)
 
     @property
@@ -34,7 +34,7 @@ class RandomStreams:
         return self._saved
 
     def restore(self) -> None:
-        """Go back: the step is repeated."""
+        """Restore the streams of the step's beginning."""
         if self._saved:
             self.load(self._saved)
 
@@ -70,7 +70,7 @@ class RandomStreams:
         """625 numbers as objects of their own take 10 us, and ten times that where the caches are cold. Where nothing
         was drawn since the last time, those of that time.
 
-        The third part of a state is half of a pair of normal numbers, which the words know nothing of.
+        The third part of a state is half of a pair of normal numbers, which is not part of the words.
         """
         words, saved = _python_words(), self._saved.get("python")
         if saved is not None and words and words == self._python_words and saved[2] is None:
@@ -81,8 +81,8 @@ class RandomStreams:
     def _numpy_state(self, numpy: Any) -> Any:
         """NumPy's state takes 30 us to get. Where nothing was drawn since the last time, the one of that time.
 
-        The words of the generator tell, unless half of a pair of normal numbers is still to be given out, of which they
-        know nothing.
+        The words of the generator show this, unless half of a pair of normal numbers is still to be returned, which is
+        not part of them.
         """
         words = _words(numpy)
         saved = self._saved.get("numpy")

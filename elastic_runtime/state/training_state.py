@@ -25,7 +25,7 @@ class Stateful(Protocol):
         """Everything needed to go on."""
 
     def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Go on from there."""
+        """Continue from this state."""
 
 
 class Transient(Protocol):
@@ -40,7 +40,7 @@ class Transient(Protocol):
 
 @dataclass(frozen=True)
 class Totals:
-    """How long the training is, as the script has asked for it; -1: not by this number."""
+    """The length of the training as the script requested it; -1: not by this number."""
 
     epochs: int = -1
     steps: int = -1
@@ -53,7 +53,7 @@ class Totals:
 
 @dataclass
 class TrainingState:
-    """What `prepare` was given, and the position. All workers hold the same values between two steps."""
+    """The arguments of `prepare`, and the position. All workers hold the same values between two steps."""
 
     model: torch.nn.Module
     parts: list[tuple[str, Stateful]] = field(default_factory=list)
@@ -63,11 +63,11 @@ class TrainingState:
     data: str = ""  # what the order of the samples depends on
     split: str = ""  # how a step is split
     totals: Totals = field(default_factory=Totals)
-    sample_stamp: int = 0  # of a few samples; 0: not known, or not the same each time they are read
+    sample_stamp: int = 0  # of a few samples; 0: unknown, or different each time they are read
     transient: Transient | None = None  # of the buffers that a state_dict leaves out
     rounds: int = 0  # of work done together beside the training, since the workers started
     in_round: bool = False  # this worker is in one
-    awaited: bool = False  # who sent the state is in one that this worker has not begun
+    awaited: bool = False  # the sender of the state is in a round that this worker has not begun
     _rehearsed: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -90,7 +90,7 @@ class TrainingState:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take a captured state over. StateError where it is another model's."""
+        """Load a captured state. Raises StateError for the state of another model."""
         self.check(state)
         self.freeze(state)
         own = self.model.state_dict()
@@ -99,13 +99,13 @@ class TrainingState:
         self.load_parts(state)
 
     def freeze(self, state: dict[str, Any]) -> None:
-        """Take over which layers are frozen."""
+        """Freeze the layers that are frozen in the state."""
         frozen = set(state.get("frozen", ()))
         for name, parameter in self.parameters() if "frozen" in state else ():
             parameter.requires_grad_(name not in frozen)
 
     def load_parts(self, state: dict[str, Any]) -> None:
-        """Take over all but the model."""
+        """Load everything but the model."""
         if self.transient:
             self.transient.load_transient(state.get("transient", {}))
         named = dict(self.parameters())
@@ -141,7 +141,7 @@ class TrainingState:
         """Make the optimizer allocate what a step allocates, so that a joiner receives into memory that is there.
 
         One step without gradients, its effect on the parameters undone. Only for torch's own optimizers, whose state is
-        known to be all in `state`; others allocate when they receive.
+        completely in `state`; others allocate when they receive.
         """
         for optimizer in self._optimizers():
             if type(optimizer).__module__.startswith("torch.optim") and not optimizer.state:
@@ -179,7 +179,7 @@ class TrainingState:
         self._rehearsed.clear()
 
     def leave_memory(self) -> None:
-        """Go on in memory of its own: a transfer into the old one failed, and what is in flight may still arrive."""
+        """Move to new memory: a transfer into the old memory failed, and data in flight may still arrive there."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             tensor.data = tensor.detach().clone()
         self.forget_rehearsal()
@@ -191,7 +191,7 @@ class TrainingState:
         return _hash("\n".join(text))
 
     def agreement(self) -> str:
-        """What all workers must have in common beside the model."""
+        """Return the values beside the model that must be equal on all workers."""
         return ", ".join(part for part in (self.reduction, self.numerics, self.data, self.split, self._kinds()) if part)
 
     def agreement_fingerprint(self) -> int:

@@ -3,13 +3,13 @@
 Messages: the head (its length, and encoded: the skeleton, and what to allocate) in one message of a fixed size, with a
 second one for what does not fit into it; then the tensors: large ones in two halves, one for each of a group's two
 connections; small ones joined into one buffer for each dtype, because a message costs more than a copy. The last one is
-the sender's word that it stood still until all of it was sent: the tensors are live ones, and a sender that was called
-away trains on while a thread is still sending them. The sender waits once, for all: each wait is a turn of the
-machine's scheduler, which a busy one makes long.
+the sender's confirmation that its tensors did not change until all were sent: they are the live ones, and a sender that
+was interrupted continues to train while a thread still sends them. The sender waits once, for all: each wait is a turn
+of the machine's scheduler, which a busy one makes long.
 
 Nothing that arrives is unpickled: a head is decoded by `codec`, and its sizes are limited before memory is taken. A
-state that holds objects which only pickle can make leaves its skeleton with the coordinator instead, which knows its
-workers by their token, and the head names where.
+state with objects that require pickle stores its skeleton with the coordinator instead, which authenticates its workers
+by their token; the head contains the key.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _memory_bytes() -> int:
 
 
 def _cut(head: bytes) -> list[torch.Tensor]:
-    """One message that the receiver knows the size of, or two: waiting for one more is a turn of two schedulers."""
+    """One message of a size that the receiver expects, or two: each further wait costs a turn of two schedulers."""
     whole = bytearray((_LENGTH_BYTES + len(head)).to_bytes(_LENGTH_BYTES, sys.byteorder) + head)
     rest = whole[HEAD_BYTES:]
     first = torch.frombuffer(whole.ljust(HEAD_BYTES, b"\0"), dtype=torch.uint8)[:HEAD_BYTES]
@@ -137,7 +137,7 @@ def _room(skeleton: bytes, shapes: Shapes, own: object, *, trusted: bool) -> lis
 
 
 def _messages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What is sent, in order: halves of large tensors, then the small ones of each dtype, joined.
+    """Return the messages in order: halves of large tensors, then the small ones of each dtype, joined.
 
     All as bytes: gloo refuses to send booleans and complex numbers.
     """

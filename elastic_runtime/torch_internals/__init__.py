@@ -110,9 +110,9 @@ def drop_group(group: dist.ProcessGroup) -> None:
         for registry in (world.pg_group_ranks, world.pg_map, world.pg_names, world.pg_backend_config):
             registry.pop(group, None)
         tag = world.pg_to_tag.pop(group, None)
-        for known in (tag, ""):
-            if known is not None and group in world.tags_to_pg.get(known, []):
-                world.tags_to_pg[known].remove(group)
+        for each in (tag, ""):
+            if each is not None and group in world.tags_to_pg.get(each, []):
+                world.tags_to_pg[each].remove(group)
         _unregister_process_group(group.group_name)
     group.shutdown()
 
@@ -133,5 +133,5 @@ def forget_composable_state(module: torch.nn.Module) -> None:
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """Have the scaler forget which optimizers it has unscaled and stepped in this step."""
+    """Reset which optimizers the scaler has unscaled and stepped in this step."""
     scaler._per_optimizer_states.clear()  # noqa: SLF001

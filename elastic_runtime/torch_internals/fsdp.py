@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 __all__ = ["HOLDERS", "PACKAGE", "AllGather", "ReduceScatter"]
 
 PACKAGE: Final = "torch.distributed.fsdp."
-"""How the names of its modules begin: of its hooks, and of the objects that hold shards."""
+"""The prefixes of its module names: those of its hooks, and of the objects that hold shards."""
 
 HOLDERS: Final = frozenset({"FSDPState", "FSDPParamGroup", "FSDPParam"})
 """The classes of the objects that hold shards."""

@@ -1,1 +1,1 @@
-"""What a script must not do, found and named before it gives a wrong result."""
+"""Checks that detect unsupported patterns in a script before they give a wrong result."""

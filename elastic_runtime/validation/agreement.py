@@ -47,7 +47,7 @@ class Agreement:
         self._own: torch.Tensor | None = None  # of the elements that this step compares
 
     def fill(self, section: torch.Tensor, step: int, *, leader: bool) -> None:
-        """Put rank 0's values, or zeros, into `section`, of shape (size,); nothing alone, where `step` is -1."""
+        """Write rank 0's values, or zeros, into `section`, of shape (size,); with one worker (`step` -1) do nothing."""
         if step < 0:
             return
         self._rates = sum(_rates(self._optimizers))

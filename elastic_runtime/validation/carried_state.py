@@ -60,7 +60,7 @@ class CarriedState:
         self._size, self._before, self._given, self._carries = samples, self._given, {}, False
 
     def end(self) -> None:
-        """Stop looking."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._left, self._handles, self._before, self._given = 0, [], {}, {}

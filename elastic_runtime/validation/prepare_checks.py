@@ -1,4 +1,4 @@
-"""What `prepare` refuses, because it would be wrong on several workers."""
+"""The objects that `prepare` refuses, because they would give wrong results on several workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
         _check_plain(part)
     if any(isinstance(each, UninitializedParameter) for model in models for each in model.parameters()):
         raise UsageError(
-            "the model has layers whose shapes are not known yet (LazyLinear and the like), of which no gradient could "
+            "the model has layers whose shapes are undetermined (LazyLinear and the like), of which no gradient could "
             "be summed and no optimizer made; compute one batch with it before prepare"
         )
     if any(isinstance(part, torch.nn.SyncBatchNorm) for model in models for part in model.modules()):
@@ -60,20 +60,20 @@ def check_gradients(model: torch.nn.Module) -> None:
 
 def check_parameters(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """UsageError for what would be trained by each worker for itself."""
-    known = {id(parameter) for parameter in model.parameters()}
+    own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError("LBFGS computes gradients several times in a step, which cannot be made elastic")
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                if id(parameter) not in known:
+                if id(parameter) not in own:
                     raise UsageError(
                         f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} in its group "
-                        f"{number} that is none of the model's, so that no other worker would know its gradient; give "
+                        f"{number} that is none of the model's, so that its gradient would not be summed; give "
                         "prepare all modules that have parameters, as a list: prepare([model, criterion], ...)"
                     )
 
 
 def plain(model: Any) -> Any:
-    """What `torch.compile` wrapped: names of parameters do not depend on it."""
+    """Return the module that `torch.compile` wrapped: names of parameters do not depend on it."""
     return getattr(model, "_orig_mod", model)

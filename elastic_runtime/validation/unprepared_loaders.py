@@ -40,7 +40,7 @@ class LoaderWatch:
         _install()
 
     def end(self) -> None:
-        """Stop looking."""
+        """Remove the hooks."""
         self._left, self._runs = 0, {}
         _watching.discard(self)
 
@@ -66,7 +66,7 @@ _next: Any = LoaderIterator.__next__
 
 
 def _install() -> None:
-    """Once, and for the process: what replaces it in turn for each training could not be taken back in any order."""
+    """Replace `__iter__` once per process: replacements per training could not be removed in any order."""
     if LoaderIterator.__next__ is _next:
         LoaderIterator.__next__ = _watched  # type: ignore[method-assign, assignment]
 

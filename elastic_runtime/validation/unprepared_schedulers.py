@@ -25,12 +25,12 @@ def find_schedulers(
 ) -> list[tuple[int, LRScheduler]]:
     """Return (the optimizer's index, scheduler) for each optimizer that has one which is not among `prepared`.
 
-    UsageError where one has several: which is which could not be told from worker to worker.
+    UsageError if one has several: they could not be identified on other workers.
     """
     if not any(hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in optimizers):
         return []
-    known = {id(part) for each in prepared for part in _with_parts(each)}
-    found = [each for each in _schedulers() if id(each) not in known]
+    tracked = {id(part) for each in prepared for part in _with_parts(each)}
+    found = [each for each in _schedulers() if id(each) not in tracked]
     inner = {id(part) for each in found for part in _with_parts(each)[1:]}
     outer = [each for each in found if id(each) not in inner]
     of_optimizer = [[each for each in outer if each.optimizer is optimizer] for optimizer in optimizers]

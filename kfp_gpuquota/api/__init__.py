@@ -1,6 +1,6 @@
 """The vocabulary: projects, nodes, jobs, workers and reasons, as plain typed structs that check themselves.
 
-Belongs here: what travels between rooms, is stored, or is sent over the wire; validation; JSON Schema.
+Belongs here: types that packages exchange, store or send over the wire; validation; JSON Schema.
 Does not: decisions (scheduler, membership) and anything that does I/O.
 """
 

@@ -1,6 +1,6 @@
 """Which nodes a worker may use, in Kubernetes' words: node selector, node affinity, taints and tolerations.
 
-Only what is required is here: preferences (`preferredDuringScheduling...`, PreferNoSchedule) bind nobody.
+Only requirements are here: preferences (`preferredDuringScheduling...`, PreferNoSchedule) exclude no node.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 
 
 class Operator(StrEnum):
-    """How a requirement compares a label with its values."""
+    """The operator that compares a label with the values of a requirement."""
 
     IN = "In"
     NOT_IN = "NotIn"
@@ -90,7 +90,7 @@ class NodeTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TaintEffect(StrEnum):
-    """What a taint does to workers that do not tolerate it. The first only makes a node less wanted."""
+    """The effect of a taint on workers that do not tolerate it. The first only makes a node less preferred."""
 
     PREFER_NO_SCHEDULE = "PreferNoSchedule"
     NO_SCHEDULE = "NoSchedule"
@@ -116,7 +116,7 @@ class TolerationOperator(StrEnum):
 
 
 class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker puts up with. An empty key with `Exists` tolerates every taint, an empty effect each effect."""
+    """A tolerated taint. An empty key with `Exists` tolerates every taint, an empty effect each effect."""
 
     key: str = ""
     operator: TolerationOperator = TolerationOperator.EQUAL

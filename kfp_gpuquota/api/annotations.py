@@ -3,13 +3,14 @@
 | annotation                 | value                                                          |
 |----------------------------|----------------------------------------------------------------|
 | `gpu-fraction`             | the part of each device, more than 0 and less than 1           |
-| `gpu-fraction-limit`       | the part it may use while nobody else needs it, at most 1      |
+| `gpu-fraction-limit`       | the part it may use while it is idle, at most 1                |
 | `gpu-memory`               | memory of each device, a whole number of MiB                   |
 | `gpu-memory-limit`         | a Kubernetes quantity (500000000, 2500M, 4G, 4Gi)              |
+| `gpu-compute`              | the part of each device's computing power, less than 1         |
 | `gpu-fraction-num-devices` | of how many devices of one node it holds that share; default 1 |
 
 Each with `gpuquota.dev/` in front or, as KAI has them, without. The variable holds a fraction where the request is one,
-and a quantity where the request is memory; an annotation with the same meaning must say the same.
+and a quantity where the request is memory; an annotation with the same meaning must have the same value.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api.quantity import parse_mib
+from kfp_gpuquota.api.share import share_fields
 from kfp_gpuquota.api.validation import MAX_COUNT, MAX_MIB
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -33,8 +35,9 @@ FRACTION: Final = "gpu-fraction"
 FRACTION_LIMIT: Final = "gpu-fraction-limit"
 MEMORY: Final = "gpu-memory"
 MEMORY_LIMIT: Final = "gpu-memory-limit"
+COMPUTE: Final = "gpu-compute"
 DEVICES: Final = "gpu-fraction-num-devices"
-SHARE_ANNOTATIONS: Final = (FRACTION, FRACTION_LIMIT, MEMORY, MEMORY_LIMIT, DEVICES)
+SHARE_ANNOTATIONS: Final = (FRACTION, FRACTION_LIMIT, MEMORY, MEMORY_LIMIT, COMPUTE, DEVICES)
 LIMIT_VARIABLE: Final = "RUNAI_GPU_MEMORY_LIMIT"
 
 _LONGEST: Final = 40
@@ -42,7 +45,7 @@ _DECIMAL: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)", re.ASCII)
 
 
 def share_of_pod(annotations: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a `JobSpec` that say which share the pod asks for; empty where it asks for none.
+    """Return the fields of a `JobSpec` for the share that the pod requests; empty if it requests none.
 
     `environment` is that of the first container. Raises InvalidFieldError for what cannot be read, or contradicts
     itself; what is out of range is refused where the `JobSpec` is made.
@@ -63,14 +66,13 @@ def with_limit_variable(spec: JobSpec) -> JobSpec:
     text = spec.environment.get(LIMIT_VARIABLE)
     if text is None or not spec.shared:
         return spec
-    fields = ("gpu_fraction", "gpu_fraction_limit", "gpu_memory_mib", "gpu_memory_limit_mib")
-    share = {field: value for field in fields if (value := getattr(spec, field)) is not None}
+    share = share_fields(spec)
     _add_variable(share, text)
     return msgspec.structs.replace(spec, **share)
 
 
 def asks_for_share(annotations: Mapping[str, str]) -> bool:
-    """Whether any of the annotations is there, readable or not."""
+    """Return whether any of the annotations is present, valid or not."""
     return any(name in annotations or PREFIX + name in annotations for name in SHARE_ANNOTATIONS)
 
 
@@ -80,6 +82,7 @@ def _from_annotations(annotations: Mapping[str, str]) -> dict[str, Any]:
         "gpu_fraction_limit": _read(annotations, FRACTION_LIMIT, _fraction),
         "gpu_memory_mib": _read(annotations, MEMORY, _mebibytes),
         "gpu_memory_limit_mib": _read(annotations, MEMORY_LIMIT, parse_mib),
+        "gpu_compute": _read(annotations, COMPUTE, _fraction),
         "gpu_devices": _read(annotations, DEVICES, _count),
     }
 

@@ -47,7 +47,7 @@ class Kind(StrEnum):
 
 
 class Phase(StrEnum):
-    """Where a job stands. The last four are final."""
+    """The phase of a job. The last four are final."""
 
     PENDING = "Pending"
     STARTING = "Starting"
@@ -65,7 +65,7 @@ class Phase(StrEnum):
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a user asks for. GPU counts are of the whole job, in devices.
+    """A user's request. GPU counts are of the whole job, in devices.
 
     A job is elastic where `min_gpus` < `max_gpus`: it starts with as few as `min_gpus` when the rest of `gpus` is
     not free, grows to `max_gpus` with what is idle, and gives back one worker at a time. A worker holds
@@ -73,8 +73,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     A job may instead ask for a *share*: one worker that holds `gpu_fraction`, or `gpu_memory_mib`, of each of
     `gpu_devices` GPUs of one node. The request is placed and counted against quota; `gpu_fraction_limit` or
-    `gpu_memory_limit_mib` is what it may use while nobody else needs it, and is never counted. The two kinds do not
-    mix. `gpus` is then `gpu_devices`, and need not be given.
+    `gpu_memory_limit_mib` is what it may use of idle memory, and is never counted. The two kinds do not
+    mix. `gpus` is then `gpu_devices`, and need not be given. `gpu_compute` is the part of each device's computing
+    power, which MPS limits on NVIDIA's; a worker counts as the larger one of its two parts.
 
     `cpu` (cores) and `memory_mib` (main memory) are per worker, as are `node_selector` (labels that a node must have),
     `node_affinity` (one of the terms must admit the node) and `tolerations`. It runs on nodes of `node_pool`, within
@@ -97,6 +98,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gpu_fraction_limit: Fraction | None = None
     gpu_memory_mib: Mebibytes | None = None
     gpu_memory_limit_mib: Mebibytes | None = None
+    gpu_compute: Fraction | None = None
     gpu_devices: PositiveCount | None = None
     cpu: Cores | None = None
     memory_mib: Mebibytes | None = None
@@ -129,22 +131,23 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def shared(self) -> bool:
-        """It asks for a part of its devices: others may hold the rest."""
+        """Whether it requests a part of its devices: others may hold the rest."""
         return self.gpu_fraction is not None or self.gpu_memory_mib is not None
 
     def share_of(self, device_memory_mib: int) -> float:
         """The part of each device that a worker holds, on devices of that size, in millionths, rounded up.
 
-        Above 1 where it cannot fit.
+        The larger one of its memory's part and its computing power's. Above 1 where it cannot fit.
         """
+        compute = _millionths(self.gpu_compute or 0.0)
         if self.gpu_memory_mib is not None:
-            return -(-self.gpu_memory_mib * 10**6 // device_memory_mib) / 10**6 if device_memory_mib else inf
-        # 0.55 * 10**6 is a little more than 550000: what floating point adds must not count as a millionth more.
-        return 1.0 if self.gpu_fraction is None else ceil(round(self.gpu_fraction * 10**6, 3)) / 10**6
+            memory = -(-self.gpu_memory_mib * 10**6 // device_memory_mib) / 10**6 if device_memory_mib else inf
+            return max(memory, compute)
+        return 1.0 if self.gpu_fraction is None else max(_millionths(self.gpu_fraction), compute)
 
     @property
     def asks(self) -> str:
-        """What it requests of GPUs, for people: "2", "0.25", "4Gi", "8 x 40Gi"."""
+        """Its GPU request as a text: "2", "0.25", "4Gi", "8 x 40Gi"."""
         if not self.shared:
             return str(self.gpus)
         one = show_mib(self.gpu_memory_mib) if self.gpu_memory_mib is not None else f"{self.gpu_fraction:g}"
@@ -174,7 +177,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def may_be_preempted(self) -> bool:
-        """Whether others may take its GPUs back."""
+        """Whether its GPUs may be reclaimed for others."""
         return self.kind is Kind.TRAIN if self.preemptible is None else self.preemptible
 
     @property
@@ -241,8 +244,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_count("max_restarts", self.max_restarts, unit="")
 
 
+def _millionths(part: float) -> float:
+    """Round up to millionths; 0.55 * 10**6 is slightly more than 550000, which must not count as one more."""
+    return ceil(round(part * 10**6, 3)) / 10**6
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What the training itself last reported. `step` counts applied global batches.
+    """The last report of the training. `step` counts applied global batches.
 
     `checkpoint_at` is when it last saved one, in seconds since the epoch; `throughput` is in samples per second, over
     all the time since it has had its `workers`; `step_ms` is a step's mean duration of late. `stragglers` are workers
@@ -289,10 +297,10 @@ class Occurrence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a job.
+    """The state of a job.
 
     `gpus` is held now, where a share of a device counts as that; `result_worker` is the worker whose outputs are the
-    job's. `set_by` says which policy has set a field of its spec: {field: policy}. `last_failure` is when and why it
+    job's. `set_by` has the policy that set a field of its spec: {field: policy}. `last_failure` is when and why it
     last lost a worker; `moves` counts how often the scheduler moved one of its workers to another place, `last_move` is
     the last of them.
     """
@@ -319,7 +327,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as the cluster knows it. `uid` is unique for ever, a name only among the jobs that exist."""
+    """A job with its state. `uid` is unique permanently, a name only among existing jobs."""
 
     uid: str
     spec: JobSpec

@@ -39,7 +39,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A machine, or a part of one, on which workers run. Not `ready`: nothing new is placed there.
 
-    `cpu` (cores), `memory_mib` and `max_workers` are what its workers may hold together; None where nobody counts. A
+    `cpu` (cores), `memory_mib` and `max_workers` are what its workers may hold together; None: not counted. A
     node of a `pool` runs only what asks for that pool.
     """
 

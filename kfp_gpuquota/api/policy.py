@@ -1,4 +1,4 @@
-"""What admission gives a workload that did not say, bounds or overrules: rules for a project, a kind, or all."""
+"""Workload policies: defaults, bounds and fixed values that admission applies, for a project, a kind, or all."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class WorkloadPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What holds for the workloads of `project` (None: all) that are of `kind` (None: both).
+    """The rules for the workloads of `project` (None: all) of `kind` (None: both).
 
-    A rule applies to workloads whose request is of its kind: `gpu_fraction_limit` to those that ask for a fraction,
+    A rule applies to workloads whose request is of its kind: `gpu_fraction_limit` to those that request a fraction,
     `gpu_memory_limit_mib` to those that ask for memory. Example: every interactive workload of research-vision1 may use
     the whole GPU: `WorkloadPolicy(name="sessions", project="research-vision1", kind=Kind.BUILD,
     gpu_fraction_limit=PartRule(default=1.0))`.
@@ -58,7 +58,7 @@ class WorkloadPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_memory()
 
     def applies_to(self, spec: JobSpec) -> bool:
-        """Whether it is about this workload."""
+        """Return whether the policy applies to this workload."""
         return self.project in {None, spec.project} and self.kind in {None, spec.kind}
 
     @property

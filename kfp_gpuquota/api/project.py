@@ -50,9 +50,9 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     limit = guaranteed is a static allocation. Idle GPUs are shared by `priority` (higher first), within one
     priority by `over_quota_weight` (0 borrows nothing while others want to). `parent` names a department.
 
-    The same of CPU (cores) and main memory, for jobs that say what they need of them: None guarantees all that is
-    asked for, and limits nothing. `pools` has quotas in node pools (a GPU model, say), each shared by itself: what is
-    idle in one pool is borrowed by those who ask for that pool.
+    The same for CPU (cores) and main memory, for jobs that request them: None guarantees every request and sets no
+    limit. `pools` has quotas in node pools (of a GPU model, for example), each shared separately: idle GPUs of one are
+    borrowed by jobs that request that pool.
     """
 
     name: Name

@@ -1,4 +1,4 @@
-"""Who comes before whom among what waits in a project: pure.
+"""The order of a project's waiting jobs and pods: pure.
 
 The same order as the scheduler's within one queue (`scheduler.order.job_key`): priority, then age. Which project is
 next is for fair share to say, and one for which there is room may start before another for which there is none; so a
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Queued(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that waits for its turn, or pods that somebody else made; `pool` is the node pool that it asks for."""
+    """A waiting job, or pods that another owner created; `pool` is the requested node pool."""
 
     name: str
     uid: str
@@ -50,5 +50,5 @@ def queued(job: Job) -> Queued | None:
 
 
 def ahead_of(one: Queued, all_: Iterable[Queued]) -> list[Queued]:
-    """What of all that waits in its project comes before it, in order."""
+    """Return the waiting jobs and pods of the project that precede this one, in order."""
     return sorted((each for each in all_ if each.pool == one.pool and each.key < one.key), key=lambda each: each.key)

@@ -1,4 +1,4 @@
-"""Why something was decided: a stable code for programs, a sentence for people."""
+"""The reason of a decision: a stable code for programs, a sentence for people."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ them for CPU. The same words wherever a share is asked for: command line, API, d
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kfp_gpuquota.api.quantity import MIB, show_mib
 from kfp_gpuquota.api.validation import MAX_MIB, check_count
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.job import JobSpec
 
 _WHOLE = ("min_gpus", "max_gpus", "gpus_per_worker")
+SHARE_FIELDS: Final = ("gpu_fraction", "gpu_fraction_limit", "gpu_memory_mib", "gpu_memory_limit_mib")
+
+
+COMPUTE_VARIABLE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+"""NVIDIA's MPS gives a process no more than this percentage of a device's threads."""
 
 
 class Asked(Protocol):
@@ -37,8 +42,13 @@ class Asked(Protocol):
         """The most MiB that may be used."""
 
 
+def share_fields(asked: Asked) -> dict[str, Any]:
+    """The fields of a share that are given, by name."""
+    return {field: value for field in SHARE_FIELDS if (value := getattr(asked, field)) is not None}
+
+
 def request_mib(asked: Asked, total_mib: int) -> int:
-    """What is guaranteed of a device of so much memory."""
+    """Return the guaranteed memory on a device of this size."""
     return asked.gpu_memory_mib or int((asked.gpu_fraction or 0.0) * total_mib)
 
 
@@ -56,8 +66,15 @@ def limit_text(asked: Asked) -> str:
     return f"{Decimal(repr(asked.gpu_fraction_limit or asked.gpu_fraction)):f}"  # exact, and without an exponent
 
 
+def compute_variables(compute: float | None) -> dict[str, str]:
+    """Return the environment variables that limit a process to a part of each device's computing power."""
+    return {} if compute is None else {COMPUTE_VARIABLE: f"{Decimal(repr(compute)) * 100:f}"}
+
+
 def check_share(spec: JobSpec) -> None:
     """Raises InvalidFieldError where the job's share is malformed, or mixed with another kind of request."""
+    for field in ("gpu_fraction", "gpu_fraction_limit", "gpu_compute"):
+        _check_number(field, getattr(spec, field))
     _check_fractions(spec.gpu_fraction, spec.gpu_fraction_limit)
     _check_memory(spec.gpu_memory_mib, spec.gpu_memory_limit_mib)
     if spec.gpu_fraction is not None and spec.gpu_memory_mib is not None:
@@ -66,21 +83,34 @@ def check_share(spec: JobSpec) -> None:
             hint="ask for a fraction or for memory",
         )  # fmt: skip
     if not spec.shared:
-        if spec.gpu_devices is not None:
-            raise InvalidFieldError(
-                "gpu_devices", spec.gpu_devices, "it says of how many GPUs a job holds a share, and there is none",
-                hint="add gpu_fraction or gpu_memory_mib, or ask for whole GPUs with gpus",
-            )  # fmt: skip
+        _refuse_without_share(spec)
         return
+    if spec.gpu_compute is not None and not 0 < spec.gpu_compute < 1:
+        raise InvalidFieldError("gpu_compute", spec.gpu_compute, "it must be more than 0 and less than 1")
     if spec.gpu_devices is not None:
         check_count("gpu_devices", spec.gpu_devices, 1)
     _refuse_whole(spec)
 
 
+def _refuse_without_share(spec: JobSpec) -> None:
+    about = {
+        "gpu_devices": "counts the GPUs of which a job holds a share",
+        "gpu_compute": "limits a job's share of a GPU",
+    }
+    for field, what in about.items():
+        if (value := getattr(spec, field)) is not None:
+            raise InvalidFieldError(
+                field, value, f"it {what}, and there is none",
+                hint="add gpu_fraction or gpu_memory_mib, or ask for whole GPUs with gpus",
+            )  # fmt: skip
+
+
+def _check_number(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | None):
+        raise InvalidFieldError(field, value, "it must be a number, such as 0.25")
+
+
 def _check_fractions(request: float | None, limit: float | None) -> None:
-    for field, value in (("gpu_fraction", request), ("gpu_fraction_limit", limit)):
-        if isinstance(value, bool) or not isinstance(value, int | float | None):
-            raise InvalidFieldError(field, value, "it must be a number, such as 0.25")
     if request is not None and not 0 < request < 1:
         hint = "ask for whole GPUs with gpus" if request >= 1 else ""
         raise InvalidFieldError("gpu_fraction", request, "it must be more than 0 and less than 1", hint=hint)

@@ -47,8 +47,14 @@ def check_name(field: str, value: str) -> None:
         value,
         f"a name is 1 to {MAX_NAME_LENGTH} lower-case letters, digits and '-', and starts and ends with one "
         "of the first two",
-        hint="for example 'train-digits-2'",
+        hint=f"for example {_suggested(value)!r}",
     )
+
+
+def _suggested(name: str) -> str:
+    """Return a valid name that resembles this one, as `team-a` does `Team_A`."""
+    letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name.lower())
+    return letters[:MAX_NAME_LENGTH].strip("-") or "train-digits-2"
 
 
 def check_node_name(field: str, value: str) -> None:

@@ -1,4 +1,4 @@
-"""What clients and the server say to each other beyond the vocabulary itself: bodies of HTTP requests and answers."""
+"""Bodies of HTTP requests and responses between clients and the server, beyond the shared types."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kfp_gpuquota.api.validation import MAX_SECONDS, PositiveCount, Priority, Se
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whoever started the job for somebody else must renew this within `duration_s`, or the job is cancelled.
+    """A lease on a job: its holder must renew it within `duration_s`, or the job is cancelled.
 
-    Only its holder renews it, with 0 s to let go of the job. With `take_over` whoever asks becomes the holder; the one
+    Only its holder renews it; 0 s releases the job. With `take_over` the requester becomes the holder; the one
     before can then neither renew nor shorten it.
     """
 
@@ -58,7 +58,7 @@ class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShareView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker was given of a device's memory, and what it uses of it, in MiB.
+    """A worker's part of a device's memory, and its use of it, in MiB.
 
     `granted_mib` is what it may use now: its limit, or less while others need theirs. `listens`: it follows that.
     """
@@ -76,7 +76,7 @@ class ShareView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """A node and who holds its devices: device index -> ids of workers. `used` is the part of each that they hold.
+    """A node and the workers that hold its devices: device index -> worker ids. `used` is the held part of each.
 
     `shares` are the parts of those that several may hold, with the memory that is used.
     """
@@ -99,7 +99,7 @@ class JobList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventKind(StrEnum):
-    """What an entry of the history tells."""
+    """The kind of an entry in the history."""
 
     CLUSTER_STARTED = "cluster-started"
     PROJECT_CHANGED = "project-changed"
@@ -157,7 +157,7 @@ class Supposition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
-    """What would become of one job, and why."""
+    """The hypothetical outcome for one job, and the reason."""
 
     project: str
     job: str
@@ -165,7 +165,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What the next plan would do that it will not do as things are. `waits`: jobs of the supposition that would not
+    """The difference of the next plan under a supposition. `waits`: jobs of the supposition that would not
     start; `starts` and `grows` count those that would as soon as others have left.
     """
 
@@ -175,6 +175,18 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     grows: tuple[Effect, ...] = ()
     shrinks: tuple[Effect, ...] = ()
     stops: tuple[Effect, ...] = ()
+
+    def effects(self) -> tuple[tuple[str, Effect], ...]:
+        """Return all effects with their verbs ("would start"), in the order in which people read them."""
+        kinds = (
+            ("would start", self.starts),
+            ("would wait", self.waits),
+            ("would no longer start", self.no_longer_starts),
+            ("would grow", self.grows),
+            ("would shrink", self.shrinks),
+            ("would be stopped", self.stops),
+        )
+        return tuple((verb, effect) for verb, effects in kinds for effect in effects)
 
 
 class LogChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,12 +198,19 @@ class LogChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Who answers."""
+    """The version and the identity of the server."""
 
     version: str
     pid: int
     home: str
     started_at: float
+
+
+class PageLink(msgspec.Struct, frozen=True, kw_only=True):
+    """A link to the web page, which opens once; `valid_s` is for how many seconds."""
+
+    url: str
+    valid_s: float
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

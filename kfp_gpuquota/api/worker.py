@@ -10,7 +10,7 @@ from kfp_gpuquota.api.quantity import as_number
 
 
 class WorkerPhase(StrEnum):
-    """STARTING holds its devices but has no process yet; LEAVING was told to go and still holds them."""
+    """STARTING: holds its devices, has no process yet. LEAVING: its exit was requested, it still holds its devices."""
 
     STARTING = "Starting"
     RUNNING = "Running"
@@ -40,5 +40,5 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> int | float:
-        """What it counts against quotas."""
+        """The GPUs that it counts against quotas."""
         return as_number(len(self.devices) * self.share)

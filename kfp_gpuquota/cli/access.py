@@ -89,7 +89,7 @@ def port_forward(
         raise UsageError(f"name a port of the job: gpuquota port-forward {job} [LOCAL:]REMOTE")
     found, running = _running_worker(project, job, worker)
     if on_kubernetes():
-        sys.exit(_kubectl(found, ["port-forward", running.id, *(f"{local}:{remote}" for local, remote in pairs)]))
+        sys.exit(_kubectl("port-forward", found, [running.id, *(f"{local}:{remote}" for local, remote in pairs)]))
     forwarding.forward(pairs)
 
 
@@ -102,45 +102,39 @@ def _running_worker(project: str, job: str, index: int | None) -> tuple[Job, Wor
 
 
 def _run_beside(job: Job, worker: Worker, command: list[str]) -> int:
-    ended = (_exec_in_pod if on_kubernetes() else _exec_here)(job, worker.id, command)
-    return ended.returncode if ended.returncode >= 0 else 128 - ended.returncode
+    if on_kubernetes():
+        streams = "-it" if sys.stdin.isatty() and sys.stdout.isatty() else "-i"
+        return _kubectl("exec", job, [streams, worker.id, "--", *command])
+    return _exec_here(job, worker.id, command)
 
 
-def _kubectl(job: Job, words: list[str]) -> int:
+def kubectl_line(context: str, namespace: str, verb: str, words: list[str]) -> list[str]:
+    """Return the words of a kubectl command."""
+    named = [f"--context={context}"] if context else []
+    return ["kubectl", *named, verb, f"--namespace={namespace}", *words]
+
+
+def _kubectl(verb: str, job: Job, words: list[str]) -> int:
+    """Run kubectl, to reuse its handling of terminals and streams, and return its exit status."""
     from kfp_gpuquota.cluster.connect import kube_context  # noqa: PLC0415
 
-    context = kube_context()
-    named = [f"--context={context}"] if context else []
-    line = ["kubectl", *named, f"--namespace={job.spec.project}", *words]
+    line = kubectl_line(kube_context() or "", job.spec.project, verb, words)
     try:
-        return subprocess.run(line, check=False).returncode
+        return _status(subprocess.run(line, check=False))
     except OSError as error:
         raise UsageError(f"kubectl, which does this, cannot be run ({error.strerror}): {shlex.join(line)}") from error
 
 
-def kubectl_exec(context: str, namespace: str, pod: str, command: list[str], *, terminal: bool) -> list[str]:
-    """The command that runs another one in a pod's first container, which is the one that trains."""
-    named = [f"--context={context}"] if context else []
-    return ["kubectl", *named, "exec", f"--namespace={namespace}", "-it" if terminal else "-i", pod, "--", *command]
-
-
-def _exec_in_pod(job: Job, pod: str, command: list[str]) -> subprocess.CompletedProcess[bytes]:
-    """By kubectl, whose terminal handling and streams are nothing to do a second time."""
-    from kfp_gpuquota.cluster.connect import kube_context  # noqa: PLC0415
-
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    line = kubectl_exec(kube_context() or "", job.spec.project, pod, command, terminal=terminal)
-    try:
-        return subprocess.run(line, check=False)
-    except OSError as error:
-        raise UsageError(f"kubectl, which does this, cannot be run ({error.strerror}): {shlex.join(line)}") from error
-
-
-def _exec_here(job: Job, worker: str, command: list[str]) -> subprocess.CompletedProcess[bytes]:
+def _exec_here(job: Job, worker: str, command: list[str]) -> int:
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
 
     spec = json.loads((embedded_home().worker(job.uid, worker) / "spec.json").read_text())
     try:
-        return subprocess.run(command, env=spec["environment"], cwd=spec["working_directory"], check=False)
+        return _status(subprocess.run(command, env=spec["environment"], cwd=spec["working_directory"], check=False))
     except OSError as error:
         raise UsageError(f"cannot run {command[0]!r}: {error.strerror}") from error
+
+
+def _status(ended: subprocess.CompletedProcess[bytes]) -> int:
+    """Return the exit status as a shell reports it: 128 + the signal where one ended the process."""
+    return ended.returncode if ended.returncode >= 0 else 128 - ended.returncode

@@ -1,4 +1,4 @@
-"""What people write for numbers of GPUs, labels and tolerations."""
+"""Parsers of user input: numbers of GPUs, labels and tolerations."""
 
 from __future__ import annotations
 

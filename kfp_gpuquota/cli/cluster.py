@@ -10,7 +10,7 @@ import typer
 
 from kfp_gpuquota.api.quantity import as_number, parse_gpu_memory, parse_mib, show_gpus
 from kfp_gpuquota.cli.amounts import pairs, whole_number
-from kfp_gpuquota.cli.options import OutputOption, client
+from kfp_gpuquota.cli.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.output import Format, age, in_json, show, table
 from kfp_gpuquota.cli.terminal import say, say_data
 from kfp_gpuquota.errors import ClusterStartError, ConflictError, StateFileError, UsageError
@@ -44,13 +44,13 @@ PoolOption = Annotated[
 HalfLifeOption = Annotated[
     float | None,
     typer.Option(
-        "--usage-half-life", metavar="HOURS", help="Who borrowed borrows less; half of it is forgotten in this time."
+        "--usage-half-life", metavar="HOURS", help="Past borrowing reduces a share; it counts half after this time."
     ),
 ]
 KillerOption = Annotated[
     bool,
     typer.Option(
-        "--gpu-memory-killer", help="End processes that hold GPU memory which an owner needs; else only tell."
+        "--gpu-memory-killer", help="End processes that hold GPU memory which an owner needs; else only report."
     ),
 ]
 LogLimitOption = Annotated[
@@ -229,14 +229,23 @@ def backup(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to w
 
 
 @app.command("restore", short_help="Go back to a copy of the cluster's state.")
-def restore(file: Annotated[Path, typer.Argument(metavar="FILE", help="What `cluster backup` wrote.")]) -> None:
-    """Put a copy in the place of the cluster's state; the cluster must be stopped.
+def restore(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `cluster backup` wrote; on Kubernetes `export`.")],
+) -> None:
+    """Replace the cluster's state by a backup; the cluster must be stopped.
 
     Jobs that the copy does not have are ended when the cluster starts. The former state is kept beside it.
 
-    Example:
+    On Kubernetes: create the quotas and policies of a file that `cluster export` wrote, or give those that exist the
+    file's content. What the file does not have stays.
+
+    Examples:
       gpuquota cluster restore state-backup.db
+      gpuquota --context NAME cluster restore quotas.json
     """
+    if on_kubernetes():
+        _restore_to_kubernetes(file)
+        return
     from kfp_gpuquota.cluster.local import database  # noqa: PLC0415
 
     home = _stopped_home("restored")
@@ -244,13 +253,36 @@ def restore(file: Annotated[Path, typer.Argument(metavar="FILE", help="What `clu
     say(f"the state was restored from {file}" + (f"; the former one is {former}" if former else ""))
 
 
+def _restore_to_kubernetes(file: Path) -> None:
+    from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415
+    from kfp_gpuquota.cluster.kubernetes.operations.exporting import restored  # noqa: PLC0415
+
+    for name, outcome in restored(kube_calls(), file.read_text()):
+        say(f"{name} {outcome}")
+
+
 @app.command("export", short_help="Write the cluster's state as JSON.")
-def export() -> None:
+def export(
+    *,
+    jobs: Annotated[bool, typer.Option("--jobs", help="On Kubernetes: jobs that have not ended, too.")] = False,
+) -> None:
     """Write projects, policies, jobs and history as JSON to stdout.
 
-    Example:
+    On Kubernetes: quotas, policies, the cluster's rules and the labels of namespaces, as a List that `cluster restore`
+    and kubectl read. Quotas of Profiles are in the Profiles.
+
+    Examples:
       gpuquota cluster export > state.json
+      gpuquota --context NAME cluster export > quotas.json
     """
+    if on_kubernetes():
+        from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415
+        from kfp_gpuquota.cluster.kubernetes.operations import exporting  # noqa: PLC0415
+
+        say_data(in_json(exporting.exported(kube_calls(), jobs=jobs)))
+        return
+    if jobs:
+        raise UsageError("--jobs is for Kubernetes: on this machine all jobs are exported; leave it out")
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.exporting import exported  # noqa: PLC0415
 

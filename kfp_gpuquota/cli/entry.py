@@ -1,4 +1,4 @@
-"""Where the program `gpuquota` begins: a missing extra is a sentence, not a traceback.
+"""The entry point of the program `gpuquota`: a missing extra gives a message, not a traceback.
 
 Nothing is imported here that every start would pay for: `gpuquota --help` reads a file.
 """

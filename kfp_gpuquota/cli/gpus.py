@@ -1,4 +1,4 @@
-"""`gpuquota top --gpus`: who uses how much of the GPUs that several share."""
+"""`gpuquota top --gpus`: the use of shared GPUs by each job."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def gpu_table(nodes: Iterable[NodeView]) -> str:
         for view in nodes
         for share in view.shares
     ]
-    return (
-        f"{table(columns, rows)}\n\n{_LEGEND}" if rows else "nobody shares a GPU; see: gpuquota submit --help (-g 0.25)"
-    )
+    return f"{table(columns, rows)}\n\n{_LEGEND}" if rows else "no GPU is shared; see: gpuquota submit --help (-g 0.25)"
 
 
 def bar(share: ShareView, width: int = WIDTH) -> str:

@@ -44,7 +44,7 @@ def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
 
 
 def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
-    """Put suspended jobs back into the queue, at the place that their age gives them.
+    """Return suspended jobs to the queue with their age.
 
     Example:
       gpuquota resume train1
@@ -93,7 +93,7 @@ def delete(
     selector: Annotated[
         str, typer.Option("--selector", "-l", metavar="K=V,...", help="All jobs of the project with these labels.")
     ] = "",
-    wait_for_end: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when they are gone.")] = True,
+    wait_for_end: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when they are deleted.")] = True,
 ) -> None:
     """Stop jobs and forget them, their logs and their checkpoints.
 
@@ -109,11 +109,11 @@ def delete(
         raise UsageError("name the jobs, or give --ended for all that have ended: gpuquota delete JOB...")
     reached, project = client(), project_or_configured(project)
     listed = reached.list_jobs(project).jobs
-    known = {job.spec.name: job.uid for job in listed}
+    uids = {job.spec.name: job.uid for job in listed}
     jobs = jobs or [
         job.spec.name for job in listed if matches(job.spec.labels, selector) and (job.status.phase.final or not ended)
     ]
-    if missing := [name for name in jobs if name not in known]:
+    if missing := [name for name in jobs if name not in uids]:
         raise NotFoundError(
             f"project {project!r} has no job {', '.join(map(repr, missing))}, and nothing was deleted; see what it has "
             f"with: gpuquota list -p {project}"
@@ -121,7 +121,7 @@ def delete(
     for name in jobs:
         reached.delete_job(project, name)
     if wait_for_end:
-        _wait_until_gone(reached, project, {known[name] for name in jobs})
+        _wait_until_deleted(reached, project, {uids[name] for name in jobs})
     for name in jobs:
         say(f"job {name} deleted")
 
@@ -157,7 +157,7 @@ def _is_failure(job: Job, wanted: Phase | None) -> bool:
     return job.status.phase not in (wanted, Phase.SUCCEEDED)
 
 
-def _wait_until_gone(reached: ClusterClient, project: str, uids: set[str]) -> None:
+def _wait_until_deleted(reached: ClusterClient, project: str, uids: set[str]) -> None:
     for listed in reached.watch_jobs(project):
         if not uids.intersection(job.uid for job in listed.jobs):
             return

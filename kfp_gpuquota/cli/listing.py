@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class What(StrEnum):
-    """What can be listed."""
+    """The kinds of objects that can be listed."""
 
     JOBS = "jobs"
     PROJECTS = "projects"

@@ -12,6 +12,7 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.options import JobArgument, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.terminal import say, write_log
 from kfp_gpuquota.errors import NotFoundError, UsageError
+from kfp_gpuquota.server.cluster_client import log_so_far
 
 PREVIOUS: Final = "previous"
 """In the place of a worker: the first one of the run before the present one."""
@@ -57,10 +58,10 @@ def logs(
             return 0
         first = reached.read_log(project, job, worker=which)
         left_out = first.next_offset - len(first.text)
-        return left_out + tail_start(_log_so_far(reached, project, job, which), tail)
+        return left_out + tail_start(log_so_far(reached, project, job, which), tail)
 
     if not follow:
-        chunks = _log_so_far(reached, project, job, worker, begin(worker))
+        chunks = log_so_far(reached, project, job, worker, begin(worker))
     elif worker:
         chunks = reached.follow_log(project, job, worker=worker, offset=begin(worker))
     else:
@@ -75,21 +76,21 @@ def logs(
 
 
 def follow_to_the_end(reached: ClusterClient, project: str, name: str, *, outlives_interrupt: bool = True) -> int:
-    """Show a job's log on stdout, and on stderr what becomes of it, until it has ended; its exit status as one's own.
+    """Show a job's log on stdout and its progress on stderr until it has ended; return its exit status.
 
-    Of a job that ended without one it is 1, after an interrupt 130: the job then goes on where it
-    `outlives_interrupt`, which is said.
+    The result is 1 for a job that ended without an exit status, and 130 after an interrupt. With `outlives_interrupt`
+    the job then continues, and a message says so.
     """
     from kfp_gpuquota.dsl.launcher.job_messages import JobMessages, conclusion  # noqa: PLC0415
 
     messages = JobMessages()
 
-    def tell(job: Job) -> None:
+    def report(job: Job) -> None:
         for line in messages.lines(job, time.monotonic()):
             say(line, err=True)
 
     try:
-        write_log(_job_log(reached, project, name, lambda _: 0, tell))
+        write_log(_job_log(reached, project, name, lambda _: 0, report))
         ended = reached.get_job(project, name)
     except NotFoundError:
         say(f"job {name} was deleted", err=True)
@@ -105,12 +106,12 @@ def follow_to_the_end(reached: ClusterClient, project: str, name: str, *, outliv
 
 
 def exit_status(job: Job) -> int:
-    """Of a command that stands for a job that has ended."""
+    """Return the exit status of a command for a job that has ended."""
     return 0 if job.status.phase is Phase.SUCCEEDED else job.status.exit_code or 1
 
 
 def tail_start(chunks: Iterable[bytes], lines: int) -> int:
-    """At which byte the last `lines` lines of a text begin; a last one without a line's end counts."""
+    """Return the byte at which the last `lines` lines of a text begin; an unterminated last line counts."""
     starts, at = deque([0], maxlen=lines + 1), 0
     for chunk in chunks:
         for line in chunk.splitlines(keepends=True):
@@ -128,12 +129,6 @@ def _say_if_not_started(job: Job) -> None:
         say(f"job {job.spec.name} has not started and is {job.status.phase.value.lower()}{why}", err=True)
 
 
-def _log_so_far(reached: ClusterClient, project: str, job: str, worker: str, offset: int = 0) -> Iterator[bytes]:
-    while (chunk := reached.read_log(project, job, worker=worker, offset=offset)).text:
-        yield chunk.text
-        offset = chunk.next_offset
-
-
 def _job_log(
     reached: ClusterClient,
     project: str,
@@ -141,9 +136,9 @@ def _job_log(
     begin: Callable[[str], int],
     seen: Callable[[Job], None] = lambda _: None,
 ) -> Iterator[bytes]:
-    """One worker's log after another's, for as long as the job goes on; the first one's from where it is to `begin`.
+    """Yield one worker's log after another's until the job ends; the first one's from the position `begin`.
 
-    `seen(job)` is told what becomes of it while nobody is followed, and after each one who was.
+    `seen(job)` receives the job while no worker is followed, and after each followed worker.
     """
     from kfp_gpuquota.dsl.launcher.log_stream import to_follow  # noqa: PLC0415
 

@@ -45,6 +45,10 @@ COMMANDS: Final = {
     "access": ("exec", "bash", "attach", "port-forward"),
     "simulate": ("simulate",),
     "whatif": ("what-if",),
+    "doctor": ("doctor",),
+    "report": ("report",),
+    "uninstall": ("uninstall",),
+    "ui": ("ui",),
 }
 """Modules, and the commands that each registers."""
 
@@ -128,7 +132,7 @@ def choose_cluster(
 def _prepare(commands: typer.Typer) -> None:
     """Report mistakes in the words of the command line, and print examples line by line.
 
-    Lines of an example are not to be filled like a paragraph: a backspace before them says so to click.
+    A backspace before the lines of an example prevents click from filling them like a paragraph.
     """
     for command in commands.registered_commands:
         assert command.callback is not None
@@ -160,7 +164,7 @@ def main() -> None:
 
 
 def _end_of_output(error: OSError) -> None:
-    """End where nobody reads on (141, as of a shell's SIGPIPE), or where the output cannot be written (1)."""
+    """Exit if the reader has closed (141, as for SIGPIPE in a shell), or if the output cannot be written (1)."""
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123 (a number that stdout's flush at exit can use)
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):

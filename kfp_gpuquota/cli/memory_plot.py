@@ -1,4 +1,4 @@
-"""What workloads use of the GPUs that they share, against their requests and limits, over time: as one PNG."""
+"""A plot of workloads' use of shared GPUs over time, with their requests and limits, as a PNG."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Line = list[tuple[float, "ShareView"]]
 
 
 def by_device(looks: Iterable[Look]) -> dict[Device, dict[str, Line]]:
-    """Of each device that was shared, the line of each job. A job that held two parts of a device is two lines."""
+    """Return the line of each job for each shared device. A job with two parts of a device has two lines."""
     found: dict[Device, dict[str, Line]] = {}
     for look in looks:
         for view in look.nodes:

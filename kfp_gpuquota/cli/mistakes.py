@@ -1,7 +1,7 @@
 """A refused value, in the words of the command line: the option as it is written, the value as it was typed.
 
-The API names fields and the values that they were converted to (`gpu_memory_mib is 19074`); whoever typed
-`--gpu-memory 20G` looks for that.
+The API names fields and their converted values (`gpu_memory_mib is 19074`); a user who typed `--gpu-memory 20G` looks
+for that text.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def job_name(words: Sequence[str]) -> str:
 
 
 def matches(labels: Mapping[str, str], selector: str) -> bool:
-    """Whether the labels satisfy "K=V,K!=V,K,!K". Raises UsageError for what is no selector."""
+    """Return whether the labels satisfy "K=V,K!=V,K,!K". Raises UsageError for an invalid selector."""
     return all(_satisfies(labels, term.strip()) for term in selector.split(",") if term.strip())
 
 

@@ -48,7 +48,7 @@ def client(image: str = "") -> ClusterClient:
 
 
 def on_kubernetes() -> bool:
-    """Whether the cluster that is chosen is one of Kubernetes."""
+    """Return whether the chosen cluster is a Kubernetes cluster."""
     from kfp_gpuquota.cluster.connect import kube_context  # noqa: PLC0415
 
     return kube_context() is not None

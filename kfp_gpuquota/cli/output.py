@@ -1,4 +1,4 @@
-"""How answers are shown: tables for people, JSON and YAML for programs, and `--watch`."""
+"""The output of commands: tables for people, JSON and YAML for programs, and `--watch`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kfp_gpuquota.api import Job
+from kfp_gpuquota.api.control_characters import visible
 from kfp_gpuquota.api.wire import NodeView, ProjectView
-from kfp_gpuquota.cli.terminal import say, say_data, visible
+from kfp_gpuquota.cli.terminal import say, say_data
 from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """What `-o` takes."""
+    """The values of `-o`."""
 
     TABLE = "table"
     WIDE = "wide"

@@ -56,7 +56,7 @@ def route(
 ) -> None:
     """Write the pipeline with every step that asks for GPUs routed through the quota; all else stays as it is.
 
-    For pipelines that somebody else compiled: upload the result to KFP as before.
+    For pipelines that are already compiled: upload the result to KFP as before.
 
     \b
     Examples:
@@ -120,7 +120,7 @@ def run(
     ] = "",
     launcher_image: LauncherImageOption = "",
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", metavar="FILE", help="Holds the token that says who you are.")
+        Path | None, typer.Option("--token-file", metavar="FILE", help="A file with the token that identifies you.")
     ] = None,
     existing_token: Annotated[
         str, typer.Option("--existing-token", envvar="KFP_TOKEN", metavar="TOKEN", help="The token itself.")
@@ -138,7 +138,7 @@ def run(
         str, typer.Option("--kubeflow-namespace", metavar="NAME", help="With --kubeflow: where KFP is installed.")
     ] = "kubeflow",
     service_account: Annotated[
-        str, typer.Option("--service-account", metavar="NAME", help="With --kubeflow: as whom, of the Profile.")
+        str, typer.Option("--service-account", metavar="NAME", help="With --kubeflow: the account in the Profile.")
     ] = "default-editor",
 ) -> None:
     """Run a pipeline with its GPU steps under the quota, and show its outputs.
@@ -233,7 +233,7 @@ def _checked(loaded: Package, project: str, cluster: Cluster | None) -> Pipeline
 def with_unknown_project(found: PipelineCheck, project: str, cluster: Cluster | None) -> PipelineCheck:
     """Return what was found, with a problem where `--project` names a project that the cluster does not have.
 
-    Steps that name their own project do not use it, so that the steps' problems do not say so.
+    Steps that name their own project do not use it, so it is not part of their problems.
     """
     if cluster is None or not project or project in cluster.projects or any(project in p for p in found.problems):
         return found
@@ -242,7 +242,7 @@ def with_unknown_project(found: PipelineCheck, project: str, cluster: Cluster | 
 
 
 def _cluster() -> tuple[Cluster | None, str]:
-    """(its limits, ""), or (None, why they are not known). Checking a file is no reason to start a cluster."""
+    """Return (its limits, ""), or (None, why they are unknown). Checking a file does not start a cluster."""
     from kfp_gpuquota.cluster.connect import URL_VARIABLE, connect, embedded_home, kube_context  # noqa: PLC0415
     from kfp_gpuquota.dsl.pipelines.check import Cluster  # noqa: PLC0415
 
@@ -271,7 +271,7 @@ def _report(found: PipelineCheck, unchecked: str) -> str:
 
 
 def _no_problems(found: PipelineCheck, unchecked: str) -> str:
-    limits = ", as far as can be said without quotas and projects" if unchecked else ""
+    limits = ", as far as can be checked without quotas and projects" if unchecked else ""
     return f"no problems in pipeline {found.pipeline}{limits}"
 
 

@@ -48,7 +48,7 @@ def set_policy(
     ] = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Make a policy, or replace it. It holds for what is submitted from then on; a more special one goes first.
+    """Create or replace a policy. It applies to later submissions; a more specific policy is applied first.
 
     Examples:
       gpuquota policy set sessions -p research-vision1 --kind build --gpu-limit 1

@@ -32,7 +32,7 @@ GuaranteedOption = Annotated[
 LimitOption = Annotated[
     str | None, typer.Option("--limit", "-l", help="The most GPUs it may hold: a number, or 'none' to borrow all idle.")
 ]
-PriorityOption = Annotated[int | None, typer.Option("--priority", help="Who borrows first: higher (default 100).")]
+PriorityOption = Annotated[int | None, typer.Option("--priority", help="Higher borrows first (default 100).")]
 WeightOption = Annotated[
     float | None, typer.Option("--weight", help="Its share of what is idle, within one priority (default 1).")
 ]
@@ -213,7 +213,7 @@ def config_context(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") 
 
 
 def project_table(views: tuple[ProjectView, ...], *, wide: bool = False, headers: bool = True) -> str:
-    """Quotas and what is held: LENT is the part of ALLOCATED above what the jobs request, which anyone may take."""
+    """Return quotas and holdings: LENT is the part of ALLOCATED above the requests, which others may use."""
     columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "LENT", "REQUESTED"]
     more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY", "NODE POOLS"] if wide else []
     rows = ([*_row(view), *(_wide_row(view) if wide else [])] for view in views)

@@ -33,7 +33,7 @@ JobWords = Annotated[list[str], typer.Argument(metavar="[job] JOB", autocompleti
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.command("describe", short_help="Show everything about a job.")(describe)
-    app.command("explain", short_help="Say why a job waits, shrank or was stopped.")(explain)
+    app.command("explain", short_help="Show why a job waits, shrank or was stopped.")(explain)
 
 
 def describe(job: JobWords, project: ProjectOption = "", output: OutputOption = Format.TABLE) -> None:
@@ -61,7 +61,7 @@ def describe(job: JobWords, project: ProjectOption = "", output: OutputOption = 
 
 
 def explain(job: JobWords, project: ProjectOption = "") -> None:
-    """Say in one sentence why a job waits, shrank or was stopped, and what would change that.
+    """Show in one sentence why a job waits, shrank or was stopped, and what would change that.
 
     Example:
       gpuquota explain train1
@@ -98,7 +98,7 @@ def _stragglers(job: Job) -> str:
 
 
 def _place_in_queue(reached: ClusterClient, job: Job) -> str:
-    """What comes before a job that waits, by its project's own order; "" where it does not, or nothing else does."""
+    """Return a sentence on the jobs that precede a waiting job in its project; "" if it does not wait, or is first."""
     mine = queued(job)
     if mine is None:
         return ""
@@ -158,14 +158,15 @@ def _times(count: int, last: Occurrence | Eviction | None) -> str:
 def _asks(job: Job) -> str:
     spec = job.spec
     if spec.shared:
-        return f"{spec.asks} of {'a GPU' if spec.gpus == 1 else 'GPUs'}{_limit(job)}"
+        compute = "" if spec.gpu_compute is None else f", {spec.gpu_compute:g} of the computing power"
+        return f"{spec.asks} of {'a GPU' if spec.gpus == 1 else 'GPUs'}{_limit(job)}{compute}"
     if not spec.elastic:
         return show_gpus(spec.gpus)
     return f"{show_gpus(spec.gpus)}, elastic from {spec.smallest} to {spec.largest}"
 
 
 def _limit(job: Job) -> str:
-    """What it may use while nobody else needs it, as it was given: of a share whose limit is above its request."""
+    """Return the limit as it was given, for a share with a limit above its request."""
     for field in ("gpu_fraction_limit", "gpu_memory_limit_mib"):
         if (value := getattr(job.spec, field)) is not None:
             return f", up to {_shown(value)} while it is idle"

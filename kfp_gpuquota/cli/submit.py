@@ -35,7 +35,7 @@ GpusOption = Annotated[
 FractionLimitOption = Annotated[
     float | None,
     typer.Option(
-        "--gpu-limit", "--gpu-portion-limit", metavar="PART", help="The part it may use while nobody needs it, as 0.8."
+        "--gpu-limit", "--gpu-portion-limit", metavar="PART", help="The part it may use while it is idle, as 0.8."
     ),
 ]
 GpuMemoryOption = Annotated[
@@ -46,7 +46,11 @@ GpuMemoryOption = Annotated[
 ]
 GpuMemoryLimitOption = Annotated[
     str | None,
-    typer.Option("--gpu-memory-limit", metavar="SIZE", help="The memory it may use while nobody needs it, as 8G."),
+    typer.Option("--gpu-memory-limit", metavar="SIZE", help="The memory it may use while it is idle, as 8G."),
+]
+GpuComputeOption = Annotated[
+    float | None,
+    typer.Option("--gpu-compute", metavar="PART", help="With a share: the part of a GPU's computing power, as 0.25."),
 ]
 GpuDevicesOption = Annotated[
     str | None,
@@ -169,6 +173,7 @@ def submit(
     gpu_limit: FractionLimitOption = None,
     gpu_memory: GpuMemoryOption = None,
     gpu_memory_limit: GpuMemoryLimitOption = None,
+    gpu_compute: GpuComputeOption = None,
     gpu_devices: GpuDevicesOption = None,
     cpu: CpuOption = None,
     memory: MemoryOption = None,
@@ -239,6 +244,7 @@ def submit(
         gpu_fraction_limit=gpu_limit,
         gpu_memory_mib=_gpu_memory("gpu_memory", gpu_memory),
         gpu_memory_limit_mib=_gpu_memory("gpu_memory_limit", gpu_memory_limit),
+        gpu_compute=gpu_compute,
         gpu_devices=_count("gpu_devices", gpu_devices),
         cpu=None if cpu is None else parse_cores("cpu", cpu),
         memory_mib=None if memory is None else parse_mib("memory", memory),

@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from kfp_gpuquota.api.control_characters import visible
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Control characters of ASCII and of Latin-1, and those that change the direction of text; not tab and newline."""
 _COLOR = re.compile("\x1b\\[[0-9;]{0,40}m")
-
-
-def visible(text: str) -> str:
-    """Return the text with every character that a terminal obeys as an escape."""
-    return _OBEYED.sub(_escape, text)
 
 
 def visible_log(text: str) -> str:
@@ -58,8 +53,3 @@ def write_log(chunks: Iterable[bytes]) -> bool:
         sys.stdout.flush()
         written = written or bool(chunk)
     return written
-
-
-def _escape(found: re.Match[str]) -> str:
-    number = ord(found[0])
-    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"

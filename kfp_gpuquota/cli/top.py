@@ -28,7 +28,7 @@ GPU_REFRESH_S: Final = 0.5
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("top", short_help="Show who uses what.")(top)
+    app.command("top", short_help="Show the use of GPUs.")(top)
 
 
 def top(
@@ -108,7 +108,7 @@ def _gpu_pictures(reached: ClusterClient, *, once: bool) -> Iterator[str]:
 
 
 def _plot_memory(reached: ClusterClient, path: Path, seconds: float) -> str:
-    """Look until the time is over or somebody interrupts, then draw; a sentence about the picture."""
+    """Sample until the time is over or an interrupt, then draw; return a sentence about the picture."""
     try:
         from kfp_gpuquota.cli.memory_plot import Look, draw  # noqa: PLC0415
     except ImportError as error:

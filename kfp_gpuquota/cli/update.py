@@ -56,7 +56,7 @@ def update(
         priority=priority,
     )
     if changed == JobUpdate():
-        raise UsageError(f"say what to change: gpuquota update {job} --min-gpus N, --max-gpus N or --priority N")
+        raise UsageError(f"name what to change: gpuquota update {job} --min-gpus N, --max-gpus N or --priority N")
     updated = cast("Client", client()).update_job(project_or_configured(project), job, changed)
     say(f"job {job} updated")
     if output is not Format.TABLE:

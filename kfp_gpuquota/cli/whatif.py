@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kfp_gpuquota.api import Project
-    from kfp_gpuquota.api.wire import Effect, Outlook
+    from kfp_gpuquota.api.wire import Effect
     from kfp_gpuquota.server.client import Client
 
 GpusOption = Annotated[
@@ -46,7 +46,7 @@ NAME = "this-job"
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("what-if", short_help="Say what would happen, and do nothing.")(what_if)
+    app.command("what-if", short_help="Show what would happen, and do nothing.")(what_if)
 
 
 def what_if(
@@ -62,7 +62,7 @@ def what_if(
     project: ProjectOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Say who would start, grow, shrink or stop if a job came, quotas changed, jobs went or nodes were lost.
+    """Show which jobs would start, grow, shrink or stop if jobs, quotas or nodes changed.
 
     Examples:
       gpuquota what-if -g 4 --interactive
@@ -83,9 +83,9 @@ def what_if(
         without_nodes=tuple(without_node or []),
     )
     if supposed == Supposition():
-        raise UsageError("say what might happen, for example: gpuquota what-if -g 2, or --guaranteed team-a=4")
+        raise UsageError("name a change, for example: gpuquota what-if -g 2, or --guaranteed team-a=4")
     outlook = reached.what_if(supposed)
-    show(outlook, output, "\n".join(_lines(outlook)) or "nothing would change")
+    show(outlook, output, "\n".join(_line(*effect) for effect in outlook.effects()) or "nothing would change")
 
 
 def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: str, *, interactive: bool) -> JobSpec:
@@ -113,18 +113,6 @@ def _projects(reached: Client, guaranteed: list[str], limit: list[str]) -> Itera
         if name in most:
             changed["limit"] = None if most[name] == "none" else gpu_quota("limit", most[name])
         yield msgspec.structs.replace(reached.get_project(name).project, **changed)
-
-
-def _lines(outlook: Outlook) -> Iterator[str]:
-    for verb, effects in (
-        ("would start", outlook.starts),
-        ("would wait", outlook.waits),
-        ("would no longer start", outlook.no_longer_starts),
-        ("would grow", outlook.grows),
-        ("would shrink", outlook.shrinks),
-        ("would be stopped", outlook.stops),
-    ):
-        yield from (_line(verb, effect) for effect in effects)
 
 
 def _line(verb: str, effect: Effect) -> str:

@@ -2,6 +2,9 @@
 
 A plan that was executed leads to another one, and at last to an empty plan. If a plan were repeated endlessly, or two
 plans undid each other, the cluster would do nothing else: so after `MAX_PLANS_IN_A_ROW` plans follow with a pause.
+
+Under a stream of requests, each of which asks for a plan, `RestAfterPlans` leaves most of the time to the requests:
+thousands of submissions then share plans.
 """
 
 from __future__ import annotations
@@ -11,6 +14,10 @@ from typing import Final
 
 MAX_PLANS_IN_A_ROW: Final = 100
 PAUSE_S: Final = 1.0
+PLANNING_SHARE: Final = 1 / 3
+"""The part of the time that planning may use in the long run."""
+BURST_S: Final = 0.2
+"""The pause that may be postponed, in seconds: the plans of a few arrivals follow without delay."""
 
 
 @dataclass
@@ -32,3 +39,18 @@ class PlanPacing:
     def delay_s(self) -> float:
         """The pause before the next plan, in seconds."""
         return PAUSE_S if self.in_a_row >= MAX_PLANS_IN_A_ROW else 0.0
+
+
+@dataclass
+class RestAfterPlans:
+    """Accumulates the pauses that follow plans; times are those of a monotonic clock, in seconds."""
+
+    rest_until: float = 0.0
+
+    def planned(self, began: float, ended: float) -> None:
+        """Record the duration of a plan."""
+        self.rest_until = max(self.rest_until, began) + (ended - began) / PLANNING_SHARE
+
+    def delay_s(self, now: float) -> float:
+        """Return the pause before the next plan, in seconds."""
+        return max(0.0, self.rest_until - BURST_S - now)

@@ -73,7 +73,7 @@ def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.
 
 
 def _sizes(job: JobRecord) -> tuple[int, int, int, int, int]:
-    """What an update of a job may change for the scheduler."""
+    """Return the values that an update of a job can change for the scheduler."""
     spec = job.spec
     return spec.smallest, spec.gpus, spec.largest, spec.worker_gpus, spec.effective_priority
 

@@ -24,6 +24,7 @@ from kfp_gpuquota.api import JobSpec, JobStatus, Phase
 from kfp_gpuquota.api.quantity import parse_gpu_memory
 from kfp_gpuquota.cluster.connect import connect, current_project, kube_context
 from kfp_gpuquota.errors import JobFailedError, NotFoundError, UnauthorizedError, UsageError
+from kfp_gpuquota.server.cluster_client import log_so_far
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -84,11 +85,7 @@ class JobHandle:
 
     def logs(self, *, worker: str = "") -> str:
         """Return what the first worker, or the one named by its index or id, has printed so far."""
-        pieces, offset = [], 0
-        while (chunk := self._client.read_log(self.project, self.name, worker=worker, offset=offset)).text:
-            pieces.append(chunk.text)
-            offset = chunk.next_offset
-        return b"".join(pieces).decode(errors="replace")
+        return b"".join(log_so_far(self._client, self.project, self.name, worker)).decode(errors="replace")
 
     def follow_logs(self, *, worker: str = "") -> Iterator[bytes]:
         """Yield what a worker prints, as it comes, until it has ended."""

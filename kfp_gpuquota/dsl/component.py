@@ -12,7 +12,7 @@ from kfp.dsl.component_task_config import TaskConfigField, TaskConfigPassthrough
 from kfp.dsl.pipeline_task import PipelineTask, TaskState
 
 from kfp_gpuquota.dsl.pipelines import route
-from kfp_gpuquota.dsl.spec.options import Options, checked, from_environment, to_environment
+from kfp_gpuquota.dsl.spec.options import ARGUMENTS, StepOptions, checked, from_environment, to_environment
 from kfp_gpuquota.errors import DefinitionError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def component(
     fraction_limit: float | None = None,
     memory: str | None = None,
     memory_limit: str | None = None,
+    compute: float | None = None,
     devices: int | None = None,
     gpu_type: str | None = None,
     interactive: bool = False,
@@ -79,6 +80,7 @@ def component(
     fraction_limit: float | None = None,
     memory: str | None = None,
     memory_limit: str | None = None,
+    compute: float | None = None,
     devices: int | None = None,
     gpu_type: str | None = None,
     interactive: bool = False,
@@ -97,33 +99,17 @@ def component(
 
     `gpus` is the number of GPUs that the step requests; with `min_gpus` or `max_gpus` the job is elastic. Instead of
     whole GPUs a step can request a share of each of `devices` GPUs (default 1): `fraction`, up to `fraction_limit`
-    while the rest of the GPU is idle, or `memory` ('4Gi'), up to `memory_limit`. `gpu_type` is the GPU product in the
-    nodes' labels. An `interactive` step stays inside the guaranteed quota and is never preempted. `max_runtime` is a
-    number of seconds or a text such as '2h', counted from the last start. `checkpoint` names a PersistentVolumeClaim
-    for checkpoints on Kubernetes. `extended_resources` are requested by each worker's pod in addition to its GPUs:
-    {"rdma/hca": 1}. `name` is the prefix of the job's name (default: the step's name).
+    while the rest of the GPU is idle, or `memory` ('4Gi'), up to `memory_limit`; `compute` is its part of the computing
+    power. `gpu_type` is the GPU product in the nodes' labels. An `interactive` step stays inside the guaranteed quota
+    and is never preempted. `max_runtime` is a number of seconds or a text such as '2h', counted from the last start.
+    `checkpoint` names a PersistentVolumeClaim for checkpoints on Kubernetes. `extended_resources` are requested by each
+    worker's pod in addition to its GPUs: {"rdma/hca": 1}. `name` is the prefix of the job's name (default: the step's
+    name).
 
     Raises DefinitionError, which names the component and the argument.
     """
-    given = {
-        "gpus": gpus,
-        "min_gpus": min_gpus,
-        "max_gpus": max_gpus,
-        "gpus_per_worker": gpus_per_worker,
-        "fraction": fraction,
-        "fraction_limit": fraction_limit,
-        "memory": memory,
-        "memory_limit": memory_limit,
-        "devices": devices,
-        "gpu_type": gpu_type,
-        "interactive": interactive,
-        "preemptible": preemptible,
-        "priority": priority,
-        "max_runtime": max_runtime,
-        "checkpoint": checkpoint,
-        "extended_resources": extended_resources,
-        "name": name,
-    }
+    arguments = locals()
+    given = {argument: arguments[argument] for argument in ARGUMENTS}
 
     def decorate(target: Callable[..., Any] | Component) -> Component:
         label = str(getattr(target, "name", None) or getattr(target, "__name__", target))
@@ -148,7 +134,7 @@ def set_gpus(task: PipelineTask, gpus: int, *, min: int | None = None, max: int 
     environment = dict(container.env or {})
     if route.is_routed(container.command):
         before = from_environment(environment)
-        kept = {f: getattr(before, f) for f in Options.__struct_fields__ if f not in _SIZES}
+        kept = {f: getattr(before, f) for f in StepOptions.__struct_fields__ if f not in _SIZES}
         container.env = {**_without_options(environment), **to_environment(checked(label, {**kept, **sizes}))}
     else:
         _wrap(label, container, checked(label, sizes))
@@ -168,7 +154,7 @@ def _as_component(label: str, target: Callable[..., Any] | Component, kfp_keywor
     return target
 
 
-def _decorated(given: Component, options: Options) -> Component:
+def _decorated(given: Component, options: StepOptions) -> Component:
     spec = given.component_spec
     _check_kind(spec)
     edited = copy.deepcopy(given)
@@ -194,7 +180,7 @@ def _check_kind(spec: structures.ComponentSpec) -> None:
         )
 
 
-def _wrap(label: str, container: structures.ContainerSpecImplementation, options: Options) -> None:
+def _wrap(label: str, container: structures.ContainerSpecImplementation, options: StepOptions) -> None:
     route.check_command(label, container.command)
     argv = [
         kfp_placeholders.convert_command_line_element_to_string(element)
@@ -213,7 +199,7 @@ def _as_dict(environment: Any) -> dict[str, str]:
 
 
 def _without_options(environment: dict[str, str]) -> dict[str, str]:
-    ours = {f"GPUQUOTA_{field.upper()}" for field in Options.__struct_fields__}
+    ours = {f"GPUQUOTA_{field.upper()}" for field in StepOptions.__struct_fields__}
     return {name: value for name, value in environment.items() if name not in ours}
 
 

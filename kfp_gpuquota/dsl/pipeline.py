@@ -7,10 +7,10 @@ import os
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from google.protobuf import json_format  # type: ignore[import-untyped]
-from kfp.dsl import base_component
+from kfp.dsl import base_component, structures
 from kfp.pipeline_spec import pipeline_spec_pb2
 
-from kfp_gpuquota.dsl.pipelines.route import LAUNCHER_IMAGE, route_pipeline
+from kfp_gpuquota.dsl.pipelines.route import LAUNCHER_IMAGE, route_documents, route_pipeline
 from kfp_gpuquota.errors import DefinitionError
 
 if TYPE_CHECKING:
@@ -52,22 +52,25 @@ def pipeline(
         _check_kind(target)
         routed = copy.deepcopy(target)
         routed.__class__ = type(type(target).__name__, (type(target),), {"pipeline_spec": property(_pipeline_spec)})
-        graph = routed.component_spec.implementation.graph
-        platform = json_format.MessageToDict(target.platform_spec)
-        graph.deployment_spec.CopyFrom(_routed(graph, project, launcher_image, platform).deployment_spec)
+        _route(routed.component_spec, project, launcher_image or os.environ.get(LAUNCHER_IMAGE))
         return routed
 
     return decorate if target is None else decorate(target)
 
 
-def _routed(
-    graph: pipeline_spec_pb2.PipelineSpec, project: str | None, launcher_image: str | None, platform: Json
-) -> pipeline_spec_pb2.PipelineSpec:
-    """Return a pipeline spec with the routed deployment spec, the only part that routing changes."""
-    deployment = json_format.MessageToDict(graph.deployment_spec)
-    launcher_image = launcher_image or os.environ.get(LAUNCHER_IMAGE)
-    edited = route_pipeline({"deploymentSpec": deployment}, project, launcher_image, platform=[platform])
-    return json_format.ParseDict({"deploymentSpec": edited["deploymentSpec"]}, pipeline_spec_pb2.PipelineSpec())
+def _route(component: structures.ComponentSpec, project: str | None, launcher_image: str | None) -> None:
+    """Route a pipeline's GPU steps. Without settings of kfp-kubernetes only its deployment spec is converted: KFP's
+    conversion of a whole pipeline takes longer than all of routing.
+    """
+    graph = component.implementation.graph
+    platform = json_format.MessageToDict(component.platform_spec)
+    if platform:
+        spec, (edited,) = route_documents(json_format.MessageToDict(graph), [platform], project, launcher_image)
+        graph.CopyFrom(json_format.ParseDict(spec, pipeline_spec_pb2.PipelineSpec()))
+        component.platform_spec = json_format.ParseDict(edited, pipeline_spec_pb2.PlatformSpec())
+        return
+    spec = route_pipeline({"deploymentSpec": json_format.MessageToDict(graph.deployment_spec)}, project, launcher_image)
+    graph.deployment_spec.CopyFrom(json_format.ParseDict(spec, pipeline_spec_pb2.PipelineSpec()).deployment_spec)
 
 
 def _check_kind(target: Any) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.api.reason import ReasonCode
-from kfp_gpuquota.fractions import mailbox
+from kfp_gpuquota.fractions import limit_files
 from kfp_gpuquota.fractions.claims import UNKNOWN, Claim, Sample
 from kfp_gpuquota.fractions.enforcer import Enforcer, Kill, Round
 from kfp_gpuquota.fractions.processes import Processes
@@ -111,10 +111,10 @@ def what_it_can_do(policy: Policy) -> str:
 
 def _with_messages(share: Share) -> Iterable[Claim]:
     """Return the claims with the workload's messages, each capped at its limit: the workload can write both files."""
-    usage = mailbox.read_usage(share.directory)
+    usage = limit_files.read_usage(share.directory)
     if usage is None:
         return share.claims
-    limit = mailbox.read_limit(share.directory)
+    limit = limit_files.read_limit(share.directory)
     return (
         msgspec.structs.replace(
             claim,
@@ -136,9 +136,9 @@ def _send_limit(share: Share, decided: Round) -> None:
     limits = [
         decided.limits[key] for claim in share.claims if (key := (claim.workload, claim.device)) in decided.limits
     ]
-    if limits and (limit := min(limits)) != mailbox.read_limit(share.directory):
+    if limits and (limit := min(limits)) != limit_files.read_limit(share.directory):
         try:
-            mailbox.write_limit(share.directory, limit)
+            limit_files.write_limit(share.directory, limit)
         except OSError as error:
             log.error("cannot send workload %s its limit of %s MiB: %s", share.claims[0].workload, limit, error)
 

@@ -1,4 +1,4 @@
-"""The memory of this machine's devices, and who uses it: by NVML, or as simulated devices have it."""
+"""The memory of this machine's devices and its use by processes: from NVML, or from simulated devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 
 class Use(NamedTuple):
-    """What a process uses of a device. `start`: its start time where the device knows it, to tell a stale entry."""
+    """A process's use of a device. `start`: its start time if the device records it, to detect a stale entry."""
 
     device: str
     pid: int
@@ -32,7 +32,7 @@ class DeviceMemory(Protocol):
         """MiB of each device."""
 
     def uses(self) -> list[Use]:
-        """What processes use of each device now."""
+        """Return the current use of each device by processes."""
 
 
 def simulate(directory: Path, total_mib: int) -> None:

@@ -2,15 +2,15 @@
 
 | what is seen                                     | what is done                                                      |
 |--------------------------------------------------|-------------------------------------------------------------------|
-| a device has memory that nobody reserved         | listening workloads are told a higher limit, as far as it is free |
-| a newcomer's, or an owner's, request is not free | listening borrowers are told a lower limit                        |
+| a device has memory that nobody reserved         | listening workloads receive a higher limit, as far as it is free  |
+| a new workload's or owner's request is not free  | listening borrowers receive a lower limit                         |
 | a borrower did not yield within `yield_s`        | it counts as silent                                               |
 | silent borrowers hold what others have reserved  | the cheapest is ended: least priority, most over, youngest        |
 | a workload is over its limit                     | its largest process is ended                                      |
 | a process is there `term_s` after its SIGTERM    | SIGKILL                                                           |
 
 What is decided rests on this round's samples and nothing older, so a process within its workload's request is never
-ended, whatever was true before. All that is remembered are times; who starts again has lost nothing but those.
+ended, whatever was true before. Only times are stored; a restarted enforcer has lost nothing else.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
 class Round(msgspec.Struct, frozen=True, kw_only=True):
     """One round's answer.
 
-    `limits` are levels, by workload and device: what is to be followed now. `ready` are the newcomers whose request is
+    `limits` are levels, by workload and device: the limit to follow now. `ready` are the new workloads whose request is
     free on all their devices. `kills` are to be done now.
     """
 
@@ -70,7 +70,7 @@ class Enforcer:
     def observe(
         self, totals: Mapping[str, int], claims: Iterable[Claim], samples: Iterable[Sample], now: float
     ) -> Round:
-        """`totals`: MiB of each device; `now` in seconds of a clock that never goes back."""
+        """Return the decision. `totals`: MiB of each device; `now` in seconds of a monotonic clock."""
         claims, samples = list(claims), list(samples)
         by_device: defaultdict[str, list[Claim]] = defaultdict(list)
         for claim in claims:
@@ -83,11 +83,11 @@ class Enforcer:
             _Device(self, name, total, by_device[name], seen[name], now).decide() for name, total in totals.items()
         ]
         unready = {claim.workload for d in rounds for claim in d.unready}
-        newcomers = {claim.workload for found in by_device.values() for claim in found if not claim.running}
+        arriving = {claim.workload for found in by_device.values() for claim in found if not claim.running}
         return Round(
             rows=tuple(row for d in rounds for row in d.rows),
             limits={(name, d.name): limit for d in rounds for name, limit in d.limits.items()},
-            ready=frozenset(newcomers - unready),
+            ready=frozenset(arriving - unready),
             kills=tuple(kill for d in rounds for kill in d.kills),
         )
 
@@ -97,7 +97,7 @@ class Enforcer:
         self._reported &= alive
 
     def overdue(self, key: tuple[str, str], now: float) -> bool:
-        """Whether the workload was told to yield on the device too long ago."""
+        """Return whether the workload has exceeded its time to yield on the device."""
         return any(now - at >= self.policy.yield_s for _, at in self._orders[key])
 
     def note_order(self, key: tuple[str, str], limit_mib: int, held_mib: int, now: float) -> None:
@@ -112,11 +112,11 @@ class Enforcer:
         self._orders[key] = due
 
     def ending(self, process: Process, now: float) -> bool:
-        """Whether it was told to end, and still has time to."""
+        """Return whether the process was terminated and its grace period is not over."""
         return now - self._dying.get(process, -math.inf) < self.policy.term_s
 
     def was_terminated(self, process: Process) -> bool:
-        """Whether SIGTERM was sent."""
+        """Return whether SIGTERM was sent to the process."""
         return process in self._dying
 
     def end(self, kill: Kill, now: float) -> Kill | None:
@@ -180,7 +180,7 @@ class _Device:
     # Limits
 
     def _lower(self, wanted: Mapping[str, int]) -> None:
-        """Tell each listening workload what it should have where that is less than what it was told."""
+        """Lower the limit of each listening workload whose target is below its current limit."""
         for claim in self.claims:
             if not claim.listens or not claim.running:
                 continue
@@ -210,13 +210,13 @@ class _Device:
     def _committed(self, claims: Iterable[Claim]) -> int:
         return sum(committed(claim, self.used[claim.workload], self._policy, self._unresponsive) for claim in claims)
 
-    # Newcomers
+    # Arriving workloads
 
     def _admit(self) -> None:
-        """A newcomer is ready when its request is free beside all that others hold or may take; the oldest first."""
-        newcomers = sorted((c for c in self.claims if not c.running), key=lambda c: (c.since, c.workload))
+        """Find arriving workloads whose request is free beside everything that others hold or may use, oldest first."""
+        arriving = sorted((c for c in self.claims if not c.running), key=lambda c: (c.since, c.workload))
         free = self._total - self.used[UNKNOWN] - self._committed(c for c in self.claims if c.running)
-        for claim in newcomers:
+        for claim in arriving:
             free -= claim.request_mib
             if free < 0:
                 self.unready.append(claim)
@@ -245,7 +245,7 @@ class _Device:
         return held + self.used[UNKNOWN] - self._total - coming - ending
 
     def _yields(self, claim: Claim) -> int:
-        """What a workload that was told to yield, and still has time, is about to give back."""
+        """Return the MiB that a workload must still release within its time to yield."""
         if claim.workload not in self.limits or claim.workload in self._unresponsive:
             return 0
         return max(0, self.used[claim.workload] - self.limits[claim.workload])
@@ -254,11 +254,11 @@ class _Device:
         def borrows(claim: Claim) -> bool:
             return claim.running and self.used[claim.workload] > claim.request_mib and not self._yields(claim)
 
-        told = {s.workload for s in self.samples if self._enforcer.was_terminated(s.process)}
+        terminated = {s.workload for s in self.samples if self._enforcer.was_terminated(s.process)}
 
         def cost(claim: Claim) -> tuple[bool, int, int, float, str]:
             over = self.used[claim.workload] - claim.request_mib
-            return (claim.workload not in told, claim.priority, -over, -claim.since, claim.workload)
+            return (claim.workload not in terminated, claim.priority, -over, -claim.since, claim.workload)
 
         return sorted(filter(borrows, self.claims), key=cost)
 
@@ -270,7 +270,7 @@ class _Device:
         return lacking.most_common(1)[0][0] if lacking else ""
 
     def _end_largest(self, claim: Claim, over_mib: int, beneficiary: str = "") -> int:
-        """Returns the MiB that this brings, now or when the process that was told has ended."""
+        """Return the MiB that this frees, now or when the terminated process has exited."""
         own = [s for s in self.samples if s.workload == claim.workload]
         largest = max(own, key=lambda s: (s.used_mib, s.process))
         kill = Kill(

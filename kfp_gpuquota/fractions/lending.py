@@ -5,7 +5,7 @@ limit: the higher priority first, within a priority in proportion to the request
 
 Memory that is *reserved* is not lent: the request of a workload that waits to start; of a workload that listens, what
 it reports to want, because it asks before it allocates more; of a silent workload its whole request, because its next
-allocation cannot be predicted, unless the policy lends that too.
+allocation cannot be predicted, unless the policy lends it too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the agent is permitted to do on one node.
+    """The agent's permissions on one node.
 
     `killer`: end processes that hold what an owner needs, or that are over their limit; off, it only reports them.
     `lend_silent`: lend also what silent owners leave unused of their request; their guarantee then holds at arrival

@@ -101,10 +101,10 @@ def _on_reconnected(event: e.WorkerReconnected, job: JobState) -> None:
     member = job.members.setdefault(event.worker, Member(event.worker))
     member.connect(job.now)
     member.stale_generation = 0
-    known = job.generations.get(event.generation)
-    if known is None and event.generation > job.generation:
+    reported = job.generations.get(event.generation)
+    if reported is None and event.generation > job.generation:
         _restore_generation(job, event.generation, event.members, event.step).adopted[event.worker] = (0.0, 0)
-    elif known is not None:
+    elif reported is not None:
         generation = _note_adoption(job, event.worker, event.generation, event.step)
         if generation:
             generation.adopted.setdefault(event.worker, (0.0, 0))

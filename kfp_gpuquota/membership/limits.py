@@ -25,12 +25,12 @@ def kills_due(
     that are still starting are not needed, and the job ends with the last worker.
     """
     members = list(members)
-    heard = _responsive(members, limits, now)
+    responsive = _responsive(members, limits, now)
     trained_before = {member.id for member in members if member.trained_before}
     for member in members:
         if member.state is WorkerState.GONE or member.killed or member.finished:
             continue
-        peers = heard - {member.id}
+        peers = responsive - {member.id}
         why = (
             _no_first_message(member, peers & trained_before, limits, now, finished_at)
             if member.last_message_at is None

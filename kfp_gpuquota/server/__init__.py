@@ -1,4 +1,4 @@
-"""HTTP: jobs, projects, nodes, logs and membership, over a cluster that it knows only as a protocol.
+"""HTTP: jobs, projects, nodes, logs and membership, over a cluster that implements the protocol `backend`.
 
 Belongs here: routes, authentication, the OpenAPI document, the client. Does not: what a request does (cluster).
 """

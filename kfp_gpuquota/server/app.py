@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
-from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health
-from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, UnauthorizedError
+from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health, PageLink
+from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError, UnauthorizedError
 from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.audit import audited
 from kfp_gpuquota.server.connections import BODY_TIMEOUT_S
@@ -36,13 +36,14 @@ def build_app(
     health: Health,
     extra_routes: Iterable[web.RouteDef] = (),
     on_shutdown: Callable[[], None],
+    open_page: Callable[[], Awaitable[PageLink]] | None = None,
     audit: Callable[[str], None] = lambda _line: None,
 ) -> web.Application:
     """The application for one cluster.
 
     `token` opens everything under /v1 but `extra_routes`, which check their own (membership, with a token per job).
-    `on_shutdown` is called when a client asks the daemon to stop, `audit` with a line for each change that a client
-    asks for.
+    `on_shutdown` is called when a client asks the daemon to stop, `open_page` when one asks for a link to the web page,
+    `audit` with a line for each change that a client asks for.
     """
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[audited(audit), _errors])
     checked = _checker(token)
@@ -57,13 +58,19 @@ def build_app(
         on_shutdown()
         return web.Response(status=204)
 
+    async def page(_request: web.Request) -> web.Response:
+        if open_page is None:
+            raise NotFoundError("this server has no web page")
+        return _json(await open_page())
+
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(text=backend.metrics(), content_type="text/plain")
 
     app.add_routes([web.get("/metrics", checked(metrics))])
     app.add_routes([web.route(route.method, route.path, checked(_serve(backend, route))) for route in ROUTES])
     app.add_routes([web.get("/v1/health", checked(healthy)), web.get("/v1/openapi.json", checked(described))])
-    app.add_routes([web.post("/v1/shutdown", checked(shutdown)), *extra_routes])
+    app.add_routes([web.post("/v1/shutdown", checked(shutdown))])
+    app.add_routes([web.post("/v1/page", checked(page)), *extra_routes])
     return app
 
 
@@ -115,7 +122,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error(error.status, "usage", f"{request.method} {request.path}: {error.reason}")
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        return _error(500, "internal", "the server failed; daemon.log in the cluster's directory says why")
+        return _error(500, "internal", "the server failed; daemon.log in the cluster's directory shows why")
 
 
 def _json(answer: object, status: int = 200) -> web.Response:

@@ -1,4 +1,4 @@
-"""The audit log: who asked for which change, when, from where, and what the answer was. One JSON object a line.
+"""The audit log: the requester, time, origin and answer of each requested change. One JSON object per line.
 
 | field     | holds                                                                              |
 |-----------|------------------------------------------------------------------------------------|
@@ -10,7 +10,8 @@
 | `status`  | of the answer; 401 is a wrong token, 499: the caller went before the answer        |
 | `error`   | the sentence of a refusal                                                          |
 
-Requests that read are left out, and so are workers' (each job's own, by its token).
+Requests that read are left out, and so are workers' (each job's own, by its token). A request of the web page has no
+process: its `uid` is that of the cluster's user where the browser's cookie is valid, else -1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 MAX_BYTES: Final = 10 << 20
 KEPT_FILES: Final = 5
 _READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-GONE: Final = 499
+CLIENT_CLOSED: Final = 499
 _WORKERS: Final = "/v1/membership/"
 
 
@@ -78,8 +79,15 @@ def audit_file(path: Path) -> logging.Handler:
     return _PrivateFile(path, maxBytes=MAX_BYTES, backupCount=KEPT_FILES, encoding="utf-8")
 
 
-def audited(write: Callable[[str], None]) -> Middleware:
-    """A middleware that writes a line for each change that is asked for; it goes around the one that makes errors."""
+def audited(
+    write: Callable[[str], None], identify: Callable[[web.Request], tuple[int, int]] | None = None
+) -> Middleware:
+    """Return a middleware that writes a line for each requested change; it encloses the one that renders errors.
+
+    `identify` returns (process id, user id) of the caller if the socket does not provide them: (0, -1) if
+    unidentified.
+    """
+    identified = identify or _peer
 
     @web.middleware
     async def audit(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -88,16 +96,17 @@ def audited(write: Callable[[str], None]) -> Middleware:
         try:
             answer = await handler(request)
         except asyncio.CancelledError:
-            write(_line(request, GONE))
+            write(_line(request, identified(request), CLIENT_CLOSED))
             raise
-        write(_line(request, answer.status, await _target(request), _error(answer)))
+        target = await _target(request) if identify is None else ""  # the others' paths name it
+        write(_line(request, identified(request), answer.status, target, _error(answer)))
         return answer
 
     return audit
 
 
-def _line(request: web.Request, status: int, target: str = "", error: str = "") -> str:
-    pid, uid = _peer(request)
+def _line(request: web.Request, caller: tuple[int, int], status: int, target: str = "", error: str = "") -> str:
+    pid, uid = caller
     entry = AuditEntry(
         at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         uid=uid,
@@ -113,7 +122,7 @@ def _line(request: web.Request, status: int, target: str = "", error: str = "") 
 
 
 def _peer(request: web.Request) -> tuple[int, int]:
-    """(process id, user id), or (0, -1) where the other end has gone."""
+    """Return (process id, user id), or (0, -1) if the other end has closed."""
     connected = request.transport.get_extra_info("socket") if request.transport else None
     if connected is None or connected.family != socket.AF_UNIX:
         return 0, -1
@@ -129,7 +138,7 @@ def _user(uid: int) -> str:
 
 def _program(pid: int) -> str:
     try:
-        return os.fsdecode(Path(f"/proc/{pid}/comm").read_bytes().strip())
+        return "" if pid == 0 else os.fsdecode(Path(f"/proc/{pid}/comm").read_bytes().strip())
     except OSError:
         return ""
 
@@ -146,6 +155,8 @@ async def _target(request: web.Request) -> str:
 def _error(answer: web.StreamResponse) -> str:
     if answer.status < web.HTTPBadRequest.status_code or not isinstance(answer, web.Response):
         return ""
+    if "error" in answer:
+        return str(answer["error"])
     try:
         return msgspec.json.decode(answer.body or b"{}", type=_Answer).error.message  # type: ignore[arg-type]
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""What the server needs of a cluster. The embedded one and Kubernetes each implement it."""
+"""The interface of a cluster for the server. The embedded one and Kubernetes each implement it."""
 
 from __future__ import annotations
 
@@ -22,75 +22,75 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """Every method raises errors of `kfp_gpuquota.errors`; what it has answered is durable."""
+    """Every method raises errors of `kfp_gpuquota.errors`; a change is durable when the method returns."""
 
     def list_projects(self) -> tuple[ProjectView, ...]:
-        """All projects, by name."""
+        """Return all projects, sorted by name."""
 
     def get_project(self, name: str) -> ProjectView:
-        """One project."""
+        """Return one project. Raises NotFoundError."""
 
     def create_project(self, project: Project) -> ProjectView:
-        """Make it."""
+        """Create the project."""
 
     def set_project(self, project: Project, *, if_match: str = "") -> ProjectView:
-        """Make it, or change it to what is given, where its version is still `if_match` ("": whatever it is)."""
+        """Create or replace the project if its version is still `if_match` ("": any version)."""
 
     def delete_project(self, name: str) -> None:
-        """Remove it while it is empty."""
+        """Delete the project, which must be empty."""
 
     def list_policies(self) -> tuple[WorkloadPolicy, ...]:
-        """All policies, by name."""
+        """Return all policies, sorted by name."""
 
     def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
-        """Make it, or change it to what is given."""
+        """Create or replace the policy."""
 
     def delete_policy(self, name: str) -> None:
-        """Remove it."""
+        """Delete the policy."""
 
     def list_nodes(self) -> tuple[NodeView, ...]:
-        """All nodes and who holds their devices."""
+        """Return all nodes and the workers that hold their devices."""
 
     def submit(self, request: SubmitJob) -> Job:
-        """Queue a job, once for each request id."""
+        """Queue a job, once per request id."""
 
     async def list_jobs(
         self, project: str, after: int | None, timeout_s: float, *, limit: int | None = None, page: str = ""
     ) -> JobList:
-        """All jobs, or a project's; with `after` once the revision is another, or the time is over.
+        """Return all jobs, or those of a project; with `after` when the revision differs or the time is over.
 
-        With `limit` at most so many, those of the `page` that the list before named.
+        With `limit` at most this number, those of the `page` that the previous list named.
         """
 
     def get_job(self, project: str, name: str) -> Job:
-        """One job."""
+        """Return one job. Raises NotFoundError."""
 
     def cancel_job(self, project: str, name: str) -> Job:
-        """Stop it; it stays listed."""
+        """Stop the job; it stays listed."""
 
     def delete_job(self, project: str, name: str) -> None:
-        """Stop it and forget it."""
+        """Stop the job and delete its record."""
 
     def suspend_job(self, project: str, name: str) -> Job:
-        """Stop it and keep it out of the queue."""
+        """Stop the job and keep it out of the queue."""
 
     def resume_job(self, project: str, name: str) -> Job:
-        """Put it back into the queue."""
+        """Return the job to the queue."""
 
     def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
-        """Change its size bounds or its priority."""
+        """Change the job's size bounds or its priority."""
 
     def metrics(self) -> str:
-        """Figures of the cluster, in Prometheus's text format."""
+        """Return the cluster's metrics in Prometheus's text format."""
 
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
-        """Keep it alive."""
+        """Renew the job's lease."""
 
     def what_if(self, supposed: Supposition) -> Outlook:
-        """What would happen, without doing it."""
+        """Return the effect of hypothetical changes."""
 
     async def events(self, after: int, timeout_s: float) -> EventList:
-        """The history after a revision."""
+        """Return the history after a revision."""
 
     async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
-        """A piece of a worker's log."""
+        """Return a part of a worker's log."""

@@ -30,10 +30,12 @@ from kfp_gpuquota.api.wire import (
     LogChunk,
     NodeView,
     Outlook,
+    PageLink,
     ProjectView,
     SubmitJob,
     Supposition,
 )
+from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
 from kfp_gpuquota.server.unix_sockets import UnixConnection
 
@@ -45,12 +47,12 @@ T = TypeVar("T")
 
 REQUEST_TIMEOUT_S: Final = 10.0
 RETRY_FOR_S: Final = 30.0
-_FIRST_DELAY_S: Final = 0.05
-_LONGEST_DELAY_S: Final = 2.0
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 2.0
 
 
 class Client:
-    """Talks to one cluster. Each call has a time limit, and is repeated with growing delays while nobody answers.
+    """The client of one cluster. Each call has a time limit, and is repeated with growing delays without an answer.
 
     `locate` returns (the path of the cluster's socket, token); it is called again after a failed connection, and may
     start the daemon. Raises the errors of `kfp_gpuquota.errors`; after `retry_for_s` without an answer
@@ -68,55 +70,55 @@ class Client:
     # Projects and nodes
 
     def health(self) -> Health:
-        """Who answers."""
+        """Return the version and the identity of the server."""
         return self._call("GET", "/v1/health", Health)
 
     def list_projects(self) -> tuple[ProjectView, ...]:
-        """All projects, by name."""
+        """Return all projects, sorted by name."""
         return self._call("GET", "/v1/projects", tuple[ProjectView, ...])
 
     def get_project(self, name: str) -> ProjectView:
-        """One project; NotFoundError."""
+        """Return one project. Raises NotFoundError."""
         return self._call("GET", f"/v1/projects/{quote(name)}", ProjectView)
 
     def create_project(self, project: Project) -> ProjectView:
-        """Make it; AlreadyExistsError."""
+        """Create a project. Raises AlreadyExistsError."""
         return self._call("POST", "/v1/projects", ProjectView, project)
 
     def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
-        """Make it, or change its quota to what is given; ConflictError where it is not as `expected` any more."""
+        """Create or replace a project. Raises ConflictError if it differs from `expected`."""
         version = version_of(expected) if expected else ""
         return self._call("PUT", f"/v1/projects/{quote(project.name)}", ProjectView, project, if_match=version)
 
     def quota_gap(self, name: str) -> str:
-        """Nothing: here everything that runs is a project's job."""
+        """Return "": on this cluster every workload is a project's job."""
         del name
         return ""
 
     def delete_project(self, name: str) -> None:
-        """Remove an empty project; ConflictError while it has jobs."""
+        """Delete an empty project. Raises ConflictError while it has jobs."""
         self._call("DELETE", f"/v1/projects/{quote(name)}", None)
 
     def list_policies(self) -> tuple[WorkloadPolicy, ...]:
-        """All policies, by name."""
+        """Return all policies, sorted by name."""
         return self._call("GET", "/v1/policies", tuple[WorkloadPolicy, ...])
 
     def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
-        """Make it, or change it; it holds for what is submitted from then on."""
+        """Create or replace a policy; it applies to later submissions."""
         return self._call("PUT", f"/v1/policies/{quote(policy.name)}", WorkloadPolicy, policy)
 
     def delete_policy(self, name: str) -> None:
-        """Remove it; NotFoundError."""
+        """Delete a policy. Raises NotFoundError."""
         self._call("DELETE", f"/v1/policies/{quote(name, safe='')}", None)
 
     def list_nodes(self) -> tuple[NodeView, ...]:
-        """All nodes and who holds their devices."""
+        """Return all nodes and the workers that hold their devices."""
         return self._call("GET", "/v1/nodes", tuple[NodeView, ...])
 
     # Jobs
 
     def submit(self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "") -> Job:
-        """Queue a job. Safe to repeat: the request carries an id of its own.
+        """Queue a job. Safe to repeat: the request has a unique id.
 
         Raises NotFoundError for an unknown project, AlreadyExistsError for a name in use, InvalidFieldError.
         """
@@ -136,7 +138,7 @@ class Client:
         return JobList(revision=listed.revision, jobs=tuple(job for job in listed.jobs if job.spec.name == name))
 
     def job_pages(self, project: str, size: int) -> Iterator[JobList]:
-        """All jobs, or a project's, in lists of at most `size`."""
+        """Yield all jobs, or a project's, in lists of at most `size`."""
         page = ""
         while True:
             listed: JobList = self._call("GET", f"/v1/jobs{_query(project=project, limit=size, page=page)}", JobList)
@@ -146,39 +148,39 @@ class Client:
                 return
 
     def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
-        """Change its size bounds or its priority; ConflictError once it has ended."""
+        """Change a job's size bounds or its priority. Raises ConflictError after its end."""
         return self._call("POST", _job_path(project, name) + "/update", Job, changed)
 
     def queue(self, project: str) -> tuple[Queued, ...]:
-        """The jobs of the project that wait for their turn."""
+        """Return the waiting jobs of the project, unordered."""
         return tuple(filter(None, map(queued, self.list_jobs(project).jobs)))
 
     def get_job(self, project: str, name: str) -> Job:
-        """One job; NotFoundError."""
+        """Return one job. Raises NotFoundError."""
         return self._call("GET", _job_path(project, name), Job)
 
     def delete_job(self, project: str, name: str) -> None:
-        """Stop it where it runs, then forget it, its logs and its checkpoints."""
+        """Stop the job if it runs, then delete its record, logs and checkpoints."""
         self._call("DELETE", _job_path(project, name), None)
 
     def cancel_job(self, project: str, name: str) -> Job:
-        """Stop it; it stays listed as Cancelled."""
+        """Stop the job; it stays listed as Cancelled."""
         return self._call("POST", _job_path(project, name) + "/cancel", Job)
 
     def suspend_job(self, project: str, name: str) -> Job:
-        """Stop it after a checkpoint and keep it out of the queue until it is resumed."""
+        """Stop the job after a checkpoint and keep it out of the queue until it is resumed."""
         return self._call("POST", _job_path(project, name) + "/suspend", Job)
 
     def resume_job(self, project: str, name: str) -> Job:
-        """Put a suspended job back into the queue, with its age."""
+        """Return a suspended job to the queue with its age."""
         return self._call("POST", _job_path(project, name) + "/resume", Job)
 
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
-        """Keep the job alive for `lease.duration_s` more; ConflictError when another holder took it over."""
+        """Renew the job's lease for `lease.duration_s`. Raises ConflictError if another holder took it over."""
         self._call("POST", _job_path(project, name) + "/lease", None, lease)
 
     def watch_jobs(self, project: str = "") -> Iterator[JobList]:
-        """The list now, and again after each change, for ever. Survives a restart of the server."""
+        """Yield the list now and after each change, without end. Survives a restart of the server."""
         after: int | None = None
         while True:
             listed = self.list_jobs(project, after=after, timeout_s=0.0 if after is None else LONG_POLL_S)
@@ -187,18 +189,18 @@ class Client:
                 yield listed
 
     def what_if(self, supposed: Supposition) -> Outlook:
-        """What would happen, without doing it; NotFoundError for a job or a node that is not there."""
+        """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
         return self._call("POST", "/v1/what-if", Outlook, supposed)
 
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
-        """The cluster's history after a revision; waits up to `timeout_s` for at least one entry."""
+        """Return the cluster's history after a revision; wait up to `timeout_s` for at least one entry."""
         query = _query(after=after, timeout_s=timeout_s)
         return self._call("GET", f"/v1/events{query}", EventList, wait_s=timeout_s)
 
     def read_log(
         self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0
     ) -> LogChunk:
-        """A piece of a worker's log from byte `offset`, of the job's first worker unless another is named.
+        """Return a part of a worker's log from byte `offset`, of the job's first worker unless another is named.
 
         Waits up to `timeout_s` for something new.
         """
@@ -206,11 +208,15 @@ class Client:
         return self._call("GET", f"{_job_path(project, name)}/logs{query}", LogChunk, wait_s=timeout_s)
 
     def follow_log(self, project: str, name: str, *, worker: str = "", offset: int = 0) -> Iterator[bytes]:
-        """A worker's log from byte `offset` as it grows, until the worker has ended."""
+        """Yield a worker's log from byte `offset` as it grows, until the worker has ended."""
         return follow_log(self, project, name, worker, offset)
 
+    def open_page(self) -> PageLink:
+        """Make the daemon serve the web page, and return a link that opens it once."""
+        return self._call("POST", "/v1/page", PageLink)
+
     def stop_cluster(self) -> None:
-        """Stop the daemon. What runs goes on under its shims and is adopted by the next one."""
+        """Stop the daemon. Running jobs continue under their shims and are adopted by the next daemon."""
         self._call("POST", "/v1/shutdown", None)
 
     # Transport
@@ -233,20 +239,18 @@ class Client:
         return cast(T, None) if answer is None else cast(T, msgspec.json.decode(raw, type=answer))
 
     def _request(self, method: str, path: str, body: bytes, wait_s: float) -> tuple[http.client.HTTPResponse, bytes]:
-        deadline = time.monotonic() + self._retry_for_s + wait_s
-        delay = _FIRST_DELAY_S
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, limit_s=self._retry_for_s + wait_s)
         while True:
             try:
                 response, raw = self._attempt(method, path, body, REQUEST_TIMEOUT_S + wait_s)
             except (OSError, http.client.HTTPException) as failure:
                 self._forget_connection()
-                if time.monotonic() + delay > deadline:
+                if backoff.exhausted:
                     raise _unavailable(failure) from failure
             else:
-                if response.status != 503 or time.monotonic() + delay > deadline:
+                if response.status != 503 or backoff.exhausted:
                     return response, raw
-            time.sleep(delay)
-            delay = min(2 * delay, _LONGEST_DELAY_S)
+            time.sleep(backoff.next_s())
 
     def _attempt(self, method: str, path: str, body: bytes, timeout_s: float) -> tuple[http.client.HTTPResponse, bytes]:
         connection = self._connect(timeout_s)
@@ -255,7 +259,7 @@ class Client:
             headers["If-Match"] = self._version
         connection.request(method, path, body=body or None, headers=headers)
         with connection.getresponse() as response:
-            # Left to the collection of garbage, it would be closed by Python code whose exceptions are dropped: also
+            # Otherwise garbage collection would close it in Python code whose exceptions are dropped: also
             # the one by which a signal's handler ends the program.
             return response, response.read()
 

@@ -1,4 +1,4 @@
-"""What a program may ask of a cluster, whichever it is: the embedded one over HTTP, or Kubernetes.
+"""The interface of every kind of cluster for programs: the embedded one over HTTP, or Kubernetes.
 
 `server.client.Client` and `cluster.kubernetes.client.KubernetesClient` are the two.
 """
@@ -20,43 +20,43 @@ LONG_POLL_S: Final = 25.0
 
 
 class ClusterClient(Protocol):
-    """Every call has a time limit, is repeated while nobody answers, and raises the errors of `kfp_gpuquota.errors`."""
+    """Every call has a time limit, is repeated without an answer, and raises the errors of `kfp_gpuquota.errors`."""
 
     def health(self) -> Health:
-        """Who answers."""
+        """Return the version and the identity of the server."""
 
     def list_projects(self) -> tuple[ProjectView, ...]:
-        """All projects, by name."""
+        """Return all projects, sorted by name."""
 
     def get_project(self, name: str) -> ProjectView:
-        """One project; NotFoundError."""
+        """Return one project. Raises NotFoundError."""
 
     def create_project(self, project: Project) -> ProjectView:
-        """Make it; AlreadyExistsError."""
+        """Create a project. Raises AlreadyExistsError."""
 
     def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
-        """Make it, or change its quota to what is given; ConflictError where it is not as `expected` any more."""
+        """Create or replace a project. Raises ConflictError if it differs from `expected`."""
 
     def quota_gap(self, name: str) -> str:
-        """What the project's quota does not reach yet, and what would change that; "" where it reaches everything."""
+        """Return what the project's quota does not cover yet, and the remedy; "" if it covers everything."""
 
     def delete_project(self, name: str) -> None:
-        """Remove an empty project; ConflictError while it has jobs."""
+        """Delete an empty project. Raises ConflictError while it has jobs."""
 
     def list_policies(self) -> tuple[WorkloadPolicy, ...]:
-        """All policies, by name."""
+        """Return all policies, sorted by name."""
 
     def set_policy(self, policy: WorkloadPolicy) -> WorkloadPolicy:
-        """Make it, or change it."""
+        """Create or replace a policy."""
 
     def delete_policy(self, name: str) -> None:
-        """Remove it; NotFoundError."""
+        """Delete a policy. Raises NotFoundError."""
 
     def list_nodes(self) -> tuple[NodeView, ...]:
-        """All nodes and who holds their devices."""
+        """Return all nodes and the workers that hold their devices."""
 
     def submit(self, spec: JobSpec, *, lease: Lease | None = None, request_id: str = "") -> Job:
-        """Queue a job, once for each request id."""
+        """Queue a job, once per request id."""
 
     def list_jobs(
         self, project: str = "", *, name: str = "", after: int | None = None, timeout_s: float = 0.0
@@ -66,49 +66,56 @@ class ClusterClient(Protocol):
         """
 
     def job_pages(self, project: str, size: int) -> Iterator[JobList]:
-        """All jobs, or a project's, in lists of about `size`, where the cluster lists in pieces."""
+        """Yield all jobs, or a project's, in lists of about `size` if the cluster supports pages."""
 
     def queue(self, project: str) -> tuple[Queued, ...]:
-        """What waits for its turn in the project, in no order."""
+        """Return the waiting jobs and pods of the project, unordered."""
 
     def get_job(self, project: str, name: str) -> Job:
-        """One job; NotFoundError."""
+        """Return one job. Raises NotFoundError."""
 
     def delete_job(self, project: str, name: str) -> None:
-        """Stop it, then forget it."""
+        """Stop the job and delete its record."""
 
     def cancel_job(self, project: str, name: str) -> Job:
-        """Stop it; it stays listed."""
+        """Stop the job; it stays listed."""
 
     def suspend_job(self, project: str, name: str) -> Job:
-        """Stop it, and keep it out of the queue."""
+        """Stop the job and keep it out of the queue."""
 
     def resume_job(self, project: str, name: str) -> Job:
-        """Put it back into the queue, with its age."""
+        """Return the job to the queue with its age."""
 
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
-        """Keep it alive; ConflictError when another holder took it over."""
+        """Renew the job's lease. Raises ConflictError if another holder took it over."""
 
     def watch_jobs(self, project: str = "") -> Iterator[JobList]:
-        """The list now, and again after each change, for ever."""
+        """Yield the list now and after each change, without end."""
 
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
-        """The cluster's history after a revision."""
+        """Return the cluster's history after a revision."""
 
     def read_log(
         self, project: str, name: str, *, worker: str = "", offset: int = 0, timeout_s: float = 0.0
     ) -> LogChunk:
-        """A piece of a worker's log."""
+        """Return a part of a worker's log."""
 
     def follow_log(self, project: str, name: str, *, worker: str = "", offset: int = 0) -> Iterator[bytes]:
-        """A worker's log from byte `offset` as it grows, until the worker has ended."""
+        """Yield a worker's log from byte `offset` as it grows, until the worker has ended."""
 
     def stop_cluster(self) -> None:
-        """Stop what answers; what runs goes on."""
+        """Stop the server; running jobs continue."""
+
+
+def log_so_far(client: ClusterClient, project: str, name: str, worker: str, offset: int = 0) -> Iterator[bytes]:
+    """Yield a worker's log from byte `offset` to its present end, in the pieces that `read_log` returns."""
+    while (chunk := client.read_log(project, name, worker=worker, offset=offset)).text:
+        yield chunk.text
+        offset = chunk.next_offset
 
 
 def follow_log(client: ClusterClient, project: str, name: str, worker: str, offset: int) -> Iterator[bytes]:
-    """A worker's log from byte `offset` in the pieces that `read_log` gives, until the worker has ended."""
+    """Yield a worker's log from byte `offset` in the pieces that `read_log` returns, until the worker has ended."""
     more = True
     while more:
         chunk = client.read_log(project, name, worker=worker, offset=offset, timeout_s=LONG_POLL_S)

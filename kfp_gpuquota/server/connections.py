@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BODY_TIMEOUT_S: Final = 30.0
 """A body is at most `app.MAX_BODY_BYTES` long, so one that takes longer is not on its way."""
 _RESERVED_DESCRIPTORS: Final = 256
-"""What a daemon opens besides: SQLite, pidfds, files."""
+"""Descriptors for other purposes of a daemon: SQLite, pidfds, files."""
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,10 @@ class Limits:
     total: int = 4096
     head_s: float = 10.0
     idle_s: float = 75.0
+
+
+WORKER_LIMITS: Final = Limits(per_source=4096, total=32_768)
+"""Limits for workers' connections: workers of one node may share an address, so a source may have many connections."""
 
 
 def raise_descriptor_limit() -> int:
@@ -89,7 +93,7 @@ class Admission:
 
 
 class _LimitedServer:
-    """What aiohttp's runner and asyncio need of a server."""
+    """The interface of a server for aiohttp's runner and asyncio."""
 
     def __init__(self, server: web.Server, admission: Admission) -> None:
         self._server, self._admission = server, admission
@@ -159,7 +163,7 @@ def _source(transport: asyncio.BaseTransport) -> str | None:
     """The other end; None for another user's process."""
     connected = transport.get_extra_info("socket")
     if connected.family != socket.AF_UNIX:
-        peername = transport.get_extra_info("peername")  # None where the other end is gone already
+        peername = transport.get_extra_info("peername")  # None if the other end has already closed
         return f"address {peername[0] if peername else 'unknown'}"
     pid, uid = peer(connected)
     if uid != os.geteuid():

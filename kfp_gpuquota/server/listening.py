@@ -1,4 +1,4 @@
-"""A clock that counts only the time in which its owner could hear others."""
+"""A clock that counts only the time in which its owner could receive messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class ListeningClock:
-    """Seconds, like `clock`, less those in which nobody called `listened`: at most `longest_s` pass between two calls.
+    """Seconds, like `clock`, without the time between late `listened` calls: at most `longest_s` pass between two.
 
-    Who was held up itself (a busy machine, a stopped process, a call that blocked) has not heard what others said in
-    the meantime, and must not take that for their silence.
+    An owner that was delayed itself (a busy machine, a stopped process, a blocking call) has not received messages in
+    the meantime, and must not treat that as silence of the senders.
     """
 
     def __init__(self, clock: Callable[[], float], longest_s: float) -> None:
@@ -21,12 +21,12 @@ class ListeningClock:
         self._deaf_s = 0.0
 
     def listened(self) -> None:
-        """What had been said until now is heard, or about to be."""
+        """Record that all messages until now have been received, or are about to be."""
         self()
         self._listened_at = self._clock()
 
     def __call__(self) -> float:
-        """Never falls."""
+        """Return the seconds; they never decrease."""
         now = self._clock()
         late_s = max(0.0, now - self._listened_at - self._longest_s)
         self._listened_at += late_s

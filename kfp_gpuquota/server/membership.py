@@ -6,7 +6,7 @@
 
 One connection per worker carries everything: `POST /v1/membership/{job}/workers/{worker}?incarnation=ID`, whose
 request body is a stream of the worker's events and whose response is a stream of its orders, both JSON lines. The
-first event says who connects; the end of the body is a goodbye, and is answered by the end of the response. A blank
+first event names the worker; the end of the body ends the session, and is answered by the end of the response. A blank
 line is sent to the worker every 2 s, so that both sides notice the other's end. `.../store/{generation}/{operation}`
 is the rendezvous store.
 """
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
 
 TICK_S: Final = 0.25
 LONGEST_TICK_S: Final = 1.0
-"""A tick that comes later means that this process was held up: what its workers said waits to be read."""
+"""A later tick means that this process was delayed: messages of its workers wait to be read."""
 HELLO_S: Final = 30.0
 """For a first message, and for a request's body; a worker sends both at once."""
 TICKS_A_PING: Final = 8
-"""2 s: a worker takes the service for gone after 10 s of silence."""
+"""2 s: a worker treats the service as unavailable after 10 s of silence."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class NotStoredYetError(Exception):
 
 
 class Notices(Protocol):
-    """What the service tells the cluster. Called in the event loop's thread; must return soon."""
+    """The notifications from the service to the cluster, called in the event loop's thread; they must return soon."""
 
     def generation_reserved(self, job_uid: str, generation: int) -> None:
         """Store the number durably before returning: it is about to be sent, and must never be used again.
@@ -84,12 +84,12 @@ class Notices(Protocol):
         """
 
     def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
-        """A generation is in force; told again with `complete` and the final figures once everybody switched."""
+        """A generation is in force; repeated with `complete` and the final figures once all members switched."""
 
     def worker_released(self, job_uid: str, worker: str, step: int) -> None:
         """The worker left by agreement after `step`, or is let go: its process ends with 0, which is not a success.
 
-        Perhaps it asked for it itself: somebody else had told its process to go.
+        It may have requested this itself, because another program asked its process to stop.
         """
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
@@ -102,7 +102,7 @@ class Notices(Protocol):
         """The worker applied the last step."""
 
 
-class _Mailbox:
+class _OrderSlot:
     """The order that stands for one connected worker, and whether it was sent."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class _Job:
         self.machine = machine
         self.worker_prefix = worker_prefix
         self.store = Store()
-        self.mailboxes: dict[str, _Mailbox] = {}
+        self.slots: dict[str, _OrderSlot] = {}
         self.incarnations: dict[str, str] = {}
         self.reports = TrainingReports()
         self.outbox: deque[Command] = deque()  # decided, and not carried out yet
@@ -166,7 +166,7 @@ class MembershipService:
         attempt: int = 0,  # noqa: ARG002 - of use to services that keep jobs over their caller's end
         stored: int = 0,  # noqa: ARG002
     ) -> None:
-        """Take a job in. After a restart: `first_generation` is one more than the highest number reserved,
+        """Add a job. After a restart: `first_generation` is one more than the highest number reserved,
         `running` are all workers whose processes may still run, `trained` those of them that were in the generation in
         force. `limits`: this job's own. `worker_prefix`: what the ids of its workers begin with, and no other job's do.
         A job that is open already starts anew.
@@ -184,10 +184,10 @@ class MembershipService:
             self._apply(job_uid, TargetChanged(tuple(running)))
 
     def close(self, job_uid: str) -> None:
-        """Forget a job; workers still connected are cut off."""
+        """Remove a job and close the connections of its workers."""
         if job := self._jobs.pop(job_uid, None):
-            for mailbox in job.mailboxes.values():
-                mailbox.close()
+            for slot in job.slots.values():
+                slot.close()
             for space in job.store.spaces.values():
                 space.drop()
 
@@ -200,14 +200,14 @@ class MembershipService:
         self._apply(job_uid, TargetChanged(tuple(workers), reasons or {}))
 
     def worker_gone(self, job_uid: str, worker: str, *, finished: bool = False) -> None:
-        """The worker's process has ended, however it ended. `finished`: with 0, and nobody had told it to go."""
+        """The worker's process has exited. `finished`: with 0, and without a request to leave."""
         if job_uid in self._jobs:
             self._apply(job_uid, WorkerGone(worker, finished))
 
     @property
     def connected(self) -> int:
-        """How many workers are connected."""
-        return sum(len(job.mailboxes) for job in self._jobs.values())
+        """Return the number of connected workers."""
+        return sum(len(job.slots) for job in self._jobs.values())
 
     def resume(self, job_uid: str, stored: int = 0) -> None:  # noqa: ARG002 - of use to services in other processes
         """Send what waited for a number to be stored."""
@@ -215,7 +215,7 @@ class MembershipService:
             self._drain(job_uid, job)
 
     def is_open(self, job_uid: str) -> bool:
-        """Whether the job is served."""
+        """Return whether the job is open."""
         return job_uid in self._jobs
 
     def machine(self, job_uid: str) -> Membership:
@@ -247,8 +247,8 @@ class MembershipService:
             for number, (job_uid, job) in enumerate(list(self._jobs.items())):
                 self._apply(job_uid, Ticked())
                 if (tick + number) % TICKS_A_PING == 0:
-                    for mailbox in job.mailboxes.values():
-                        mailbox.ping()
+                    for slot in job.slots.values():
+                        slot.ping()
 
     def _job(self, job_uid: str) -> _Job:
         if job_uid not in self._jobs:
@@ -284,8 +284,8 @@ class MembershipService:
     def _carry_out(self, job_uid: str, job: _Job, command: Command) -> None:
         match command:
             case SendOrder(worker, order):
-                if mailbox := job.mailboxes.get(worker):
-                    mailbox.put(order)
+                if slot := job.slots.get(worker):
+                    slot.put(order)
             case Reserve(generation):
                 self._notices.generation_reserved(job_uid, generation)
             case Kill(worker, why):
@@ -308,17 +308,17 @@ class MembershipService:
         self._admit(job, worker, request.query.get("incarnation", ""))
         hello = decode(await _within(HELLO_S, request.content.readline()))
         if not isinstance(hello, WorkerJoined | WorkerReconnected):
-            raise InvalidFieldError("event", type(hello).__name__, "the first one says which worker connects")
+            raise InvalidFieldError("event", type(hello).__name__, "the first one names the worker that connects")
         check(hello, worker, job.worker_prefix, job.machine)
-        mailbox = self._open_mailbox(job_uid, job, worker, hello)
+        slot = self._open_slot(job_uid, job, worker, hello)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         try:
             await response.prepare(request)
-            await self._converse(request, response, job_uid, mailbox)
+            await self._converse(request, response, job_uid, slot)
         except (ConnectionError, asyncio.CancelledError):
-            pass  # the same as a goodbye: what it means is the machine's to say
+            pass  # the same as the end of the session: the state machine interprets it
         finally:
-            self._close_mailbox(job_uid, worker, mailbox)
+            self._close_slot(job_uid, worker, slot)
         return response
 
     def _authorized(self, request: web.Request) -> _Job:
@@ -332,25 +332,25 @@ class MembershipService:
         if job.incarnations.setdefault(worker, incarnation) != incarnation:
             raise ConflictError(f"another process runs as worker {worker!r}; a worker's id is used once")
 
-    def _open_mailbox(self, job_uid: str, job: _Job, worker: str, hello: WorkerEvent) -> _Mailbox:
-        if old := job.mailboxes.pop(worker, None):
+    def _open_slot(self, job_uid: str, job: _Job, worker: str, hello: WorkerEvent) -> _OrderSlot:
+        if old := job.slots.pop(worker, None):
             old.close()
         self._apply(job_uid, hello)
-        mailbox = job.mailboxes[worker] = _Mailbox()
+        slot = job.slots[worker] = _OrderSlot()
         job.outbox.append(SendOrder(worker, job.machine.order_for(worker)))
         self._drain(job_uid, job)
-        return mailbox
+        return slot
 
-    def _close_mailbox(self, job_uid: str, worker: str, mailbox: _Mailbox) -> None:
+    def _close_slot(self, job_uid: str, worker: str, slot: _OrderSlot) -> None:
         job = self._jobs.get(job_uid)
-        if job and job.mailboxes.get(worker) is mailbox:
-            del job.mailboxes[worker]
+        if job and job.slots.get(worker) is slot:
+            del job.slots[worker]
             self._apply(job_uid, WorkerDisconnected(worker))
 
     async def _converse(
-        self, request: web.Request, response: web.StreamResponse, job_uid: str, mailbox: _Mailbox
+        self, request: web.Request, response: web.StreamResponse, job_uid: str, slot: _OrderSlot
     ) -> None:
-        sending = asyncio.create_task(_send_orders(response, mailbox))
+        sending = asyncio.create_task(_send_orders(response, slot))
         listening = asyncio.create_task(self._listen(request, job_uid))
         try:
             await asyncio.wait({sending, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -398,12 +398,12 @@ async def _within(seconds: float, reading: Awaitable[bytes]) -> bytes:
         raise web.HTTPRequestTimeout from None
 
 
-async def _send_orders(response: web.StreamResponse, mailbox: _Mailbox) -> None:
-    while not mailbox.closed:
-        await mailbox.changed.wait()
-        mailbox.changed.clear()
-        line = msgspec.json.encode(mailbox.order) if mailbox.fresh else b""
-        mailbox.fresh = False
+async def _send_orders(response: web.StreamResponse, slot: _OrderSlot) -> None:
+    while not slot.closed:
+        await slot.changed.wait()
+        slot.changed.clear()
+        line = msgspec.json.encode(slot.order) if slot.fresh else b""
+        slot.fresh = False
         await response.write(line + b"\n")
 
 

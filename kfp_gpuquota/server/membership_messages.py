@@ -1,4 +1,4 @@
-"""What a worker may say: each message is decoded, then verified against its job before anything is done with it.
+"""The messages of workers: each one is decoded, then verified against its job before it is processed.
 
 A job's token opens its own membership only, and a message names only its sender, workers of its job, and generations
 that the job was given. Otherwise one job could have another one's workers killed, or make its coordinator remember

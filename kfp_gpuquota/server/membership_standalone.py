@@ -1,7 +1,7 @@
 """A coordinator on its own: the real service on a loopback port, in a thread of this process.
 
-For tests, benchmarks and whoever wants to try `elastic_runtime` without a cluster. The caller starts the workers'
-processes, names them with `set_target`, and tells of their ends.
+For tests, benchmarks and experiments with `elastic_runtime` without a cluster. The caller starts the workers'
+processes, names them with `set_target`, and reports their exits.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class StandaloneCoordinator:
 
     @property
     def port(self) -> int:
-        """Where it listens, on 127.0.0.1."""
+        """The port on 127.0.0.1."""
         return self._port
 
     def url(self, job_uid: str) -> str:
-        """What ELASTIC_COORDINATOR holds for the workers of a job."""
+        """Return the value of ELASTIC_COORDINATOR for the workers of a job."""
         return f"http://127.0.0.1:{self._port}/v1/membership/{job_uid}"
 
     def call(self, action: Callable[[MembershipService], T]) -> T:

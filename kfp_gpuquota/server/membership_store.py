@@ -21,7 +21,7 @@ MAX_SPACES: Final = 1_000
 
 
 class Budget:
-    """What all spaces of one job hold together: keys, and bytes of keys and values."""
+    """The total of all namespaces of one job: keys, and bytes of keys and values."""
 
     def __init__(self) -> None:
         self.keys = self.bytes = 0
@@ -78,11 +78,11 @@ class Space:
         return expected if current is None else current
 
     def check(self, keys: Iterable[str]) -> bool:
-        """Whether all of them exist."""
+        """Return whether all keys exist."""
         return all(key in self._values for key in keys)
 
     def delete(self, key: str) -> bool:
-        """Whether it existed."""
+        """Delete a key; return whether it existed."""
         value = self._values.pop(key, None)
         if value is not None:
             self._budget.take(-1, -len(key) - len(value))
@@ -135,12 +135,12 @@ class Store:
         return self._spaces.setdefault(generation, Space(self._budget))
 
     def drop_before(self, generation: int) -> None:
-        """Forget all older ones."""
+        """Drop the namespaces of all older generations."""
         self._oldest = max(self._oldest, generation)
         for old in [g for g in self._spaces if g < generation]:
             self._spaces.pop(old).drop()
 
     @property
     def spaces(self) -> Mapping[int, Space]:
-        """What is held, by generation."""
+        """Return the stored keys by generation."""
         return self._spaces

@@ -45,7 +45,7 @@ class Request:
 
     @property
     def timeout_s(self) -> float:
-        """How long a long-poll may wait."""
+        """Return the seconds that a long-poll may wait."""
         value = self._number("timeout_s", 0.0)
         check_range("timeout_s", value, 0, MAX_WAIT_S, "s")
         return value
@@ -248,7 +248,7 @@ def decode_body(route: Route, raw: bytes) -> object:
 
 
 def _value_at(raw: bytes, path: str) -> object:
-    """What the body holds at a path like `spec.command[0]`, to be shown to whoever wrote it."""
+    """Return the body's value at a path like `spec.command[0]`, for the error message."""
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError):  # the decoder had refused it before it had read all of it

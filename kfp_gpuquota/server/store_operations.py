@@ -1,4 +1,4 @@
-"""What workers may ask of the rendezvous store, by the name in the request's path."""
+"""The operations of the rendezvous store, by the name in the request's path."""
 
 from __future__ import annotations
 

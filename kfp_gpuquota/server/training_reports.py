@@ -1,4 +1,4 @@
-"""What trainings say about themselves: passed on to the cluster, not judged."""
+"""The reports of trainings, forwarded to the cluster without interpretation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 STRAGGLES_FROM: Final = 1.2
-"""A worker whose own part of a step takes so many times the mean of all is named: the others wait for it."""
+"""A worker whose own part of a step takes this multiple of the mean is a straggler: the others wait for it."""
 
 
 class ProgressReported(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
@@ -45,11 +45,11 @@ class TrainingReports:
         self._slowness: dict[str, float] = {}
 
     def timed(self, event: StepsTimed) -> None:
-        """A worker says how it compares with the others."""
+        """Record a worker's time relative to the others."""
         self._slowness[event.worker] = event.slowness
 
     def progress(self, report: ProgressReported, at: float, members: Collection[str]) -> Progress:
-        """What the cluster is told, at `at` (seconds since the epoch), with the stragglers among the members."""
+        """Return the report for the cluster at `at` (seconds since the epoch), with the stragglers."""
         return Progress(
             step=report.step,
             total_steps=report.total_steps,

@@ -1,4 +1,4 @@
-"""HTTP over Unix sockets whose two ends verify that the other one runs as the same user.
+"""HTTP over Unix sockets. Each end verifies that the other one runs as the same user.
 
 A socket's address holds 108 bytes at most; both ends reach a longer path through a descriptor of its directory
 (`/proc/self/fd/N/NAME`). The kernel reports the user of the other end (SO_PEERCRED): the process that listened, or the
@@ -90,7 +90,7 @@ class UnixConnection(http.client.HTTPConnection):
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """What bind and connect take for a path of any length."""
+    """Return an address for bind and connect, for a path of any length."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"

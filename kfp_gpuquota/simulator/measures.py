@@ -1,4 +1,4 @@
-"""What a simulation measures: integrals over time, samples for the picture, and what became of each job."""
+"""The measurements of a simulation: integrals over time, samples for the picture, and the outcome of each job."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out under one policy.
+    """The result under one policy.
 
     Utilisation and fragmentation are averages over the time from the first arrival (but for the earliest 1 %, which may
     be months ahead of all others) to the last: used GPUs in percent of all, and of the idle ones those that a job drawn
@@ -106,7 +106,7 @@ class Meter:
         self.used[project] = self.used.get(project, 0.0) + gpus
 
     def series(self) -> Series:
-        """The samples."""
+        """Return the samples over time."""
         used = {name: [round(sample[1].get(name, 0.0), 3) for sample in self.samples] for name in self.projects}
         return Series(
             [sample[0] for sample in self.samples],
@@ -117,7 +117,7 @@ class Meter:
 
 
 class Fragments:
-    """How much of what is idle a job drawn from the trace cannot use (the measure of FGD, USENIX ATC 2023)."""
+    """Return how much of the idle capacity a job drawn from the trace cannot use (the measure of FGD, ATC 2023)."""
 
     def __init__(self, nodes: Sequence[TraceNode], jobs: Sequence[TraceJob]) -> None:
         mix: dict[Demand, float] = {}
@@ -131,7 +131,7 @@ class Fragments:
         self._widest = max((node.gpus for node in nodes), default=0)
 
     def percent(self, hosts: Mapping[str, Host]) -> float:
-        """Of all that is idle now."""
+        """Return the unusable part of all idle capacity, in percent."""
         gpu = np.zeros((len(self._names), self._widest), dtype=np.int64)  # (nodes, devices): thousandths idle
         cpu, memory = np.zeros(len(gpu), dtype=np.int64), np.zeros(len(gpu), dtype=np.int64)
         for i, name in enumerate(self._names):

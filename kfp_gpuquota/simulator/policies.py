@@ -1,4 +1,4 @@
-"""What is compared: a policy says which quotas hold and which actions of the scheduler run."""
+"""The policies to compare: each defines the quotas in force and the actions of the scheduler that run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kfp_gpuquota.scheduler.actions.cycle import ACTIONS
 
 
 class Quotas(StrEnum):
-    """What a project may hold."""
+    """The rule for the amount that a project may hold."""
 
     BORROWING = "guaranteed, and all that is idle"
     STATIC = "guaranteed and no more"
@@ -19,7 +19,7 @@ class Quotas(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`strict`: in one queue the oldest first, and nobody overtakes it."""
+    """The quotas and actions of one policy. `strict`: the oldest job of a queue is never overtaken."""
 
     name: str
     title: str
@@ -32,10 +32,10 @@ POLICIES: Final = {
     policy.name: policy
     for policy in (
         Policy("gpuquota", "guaranteed quota, borrowing, reclaim, elastic jobs", Quotas.BORROWING),
-        Policy("fifo", "first come, first served; the first waits for room, and all behind it", Quotas.NONE,
+        Policy("fifo", "first come, first served; all wait behind the first that lacks capacity", Quotas.NONE,
                actions=("allocate",), strict=True),
         Policy("static", "each project has its own GPUs and lends none", Quotas.STATIC),
-        Policy("best-fit", "the oldest that fits starts on the fullest node; nobody gives way", Quotas.NONE,
+        Policy("best-fit", "the oldest that fits starts on the fullest node; no job is stopped", Quotas.NONE,
                actions=("allocate",)),
     )
 }  # fmt: skip

@@ -34,9 +34,9 @@ SAMPLES = 200
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How jobs behave, the same under every policy; `clock` (s) only measures how long planning takes.
+    """The behavior of jobs, the same under every policy; `clock` (s) only measures the duration of planning.
 
-    A worker that must go holds its GPUs for `leave_s`. A job that is stopped goes on from its last checkpoint, one
+    A worker that must leave holds its GPUs for `leave_s`. A stopped job continues from its last checkpoint, one
     every `checkpoint_s`. Of an elastic job's work, `serial` is done no faster by more workers (Amdahl's law), and it
     is not grown again for `cool_down_s`. `guaranteed` is in GPUs by project; the rest of the cluster is guaranteed to
     the other projects by the GPU time that they ask for.
@@ -50,7 +50,7 @@ class Options:
     guaranteed: Mapping[str, int] = field(default_factory=dict)
 
     def throughput(self, workers: int) -> float:
-        """In units of one worker's."""
+        """Return the throughput in units of one worker's."""
         return 1 / (self.serial + (1 - self.serial) / workers) if workers else 0.0
 
 
@@ -79,7 +79,7 @@ def guarantees(nodes: Sequence[TraceNode], jobs: Sequence[TraceJob], given: Mapp
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """What becomes of one job. `done` is in seconds of work at the requested size, as of `since`."""
+    """The life of one job. `done` is in seconds of work at the requested size, as of `since`."""
 
     trace: TraceJob
     job: Job
@@ -124,7 +124,7 @@ class Simulation:
             self._at(job.arrives_at, self._arrive, (index, job))
 
     def run(self) -> None:
-        """Let time pass until nothing is left to happen."""
+        """Advance the time until no event is left."""
         while self._events:
             self._now = self._events[0][0]
             self._meter.advance(self._now)
@@ -135,7 +135,7 @@ class Simulation:
                 pass
 
     def result(self, seconds: float) -> Result:
-        """What came out."""
+        """Return the result of the run."""
         lives = list(self._lives.values())
         samples = self._meter.series()
         window = max(1.0, self._window[1] - self._window[0])
@@ -268,7 +268,7 @@ class Simulation:
             self._state.apply(WorkerStarted(worker, uid, at.node, at.devices, self._now))
 
     def _sized(self, life: Life) -> None:
-        """The job goes on at the size that it has now, from what it has done so far."""
+        """Continue the job at its current size, from the work that it has done."""
         trace, before, workers = life.trace, life.workers, 0 if life.ended_at is not None else life.job.active
         life.done += life.rate * (self._now - life.since)
         if before and not workers and life.ended_at is None:
@@ -299,8 +299,8 @@ class Simulation:
     def _report(self, life: Life) -> None:
         """An elastic job measures its throughput at each size."""
         if life.trace.fewest < life.trace.most:
-            said = self._options.throughput(life.workers)
-            self._state.apply(ProgressReported(life.job.uid, 0, self._now, throughput=said, workers=life.workers))
+            throughput = self._options.throughput(life.workers)
+            self._state.apply(ProgressReported(life.job.uid, 0, self._now, throughput=throughput, workers=life.workers))
 
 
 def _host(node: TraceNode) -> Host:

@@ -59,7 +59,7 @@ class TraceJob:
 
     @property
     def gpu_seconds(self) -> float:
-        """What it takes at its requested size."""
+        """The GPU seconds that the job uses at its requested size."""
         return self.workers * self.worker_gpus * self.duration_s
 
 

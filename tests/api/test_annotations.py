@@ -1,4 +1,4 @@
-"""What a pod's annotations ask of a GPU, and what they may not say."""
+"""GPU requests by a pod's annotations, and the messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def spec_of(annotations: dict[str, str], environment: dict[str, str] | None = No
             {},
             {"gpu_memory_mib": 40960, "gpu_memory_limit_mib": 81920, "gpu_devices": 8},
         ),
+        ({"gpu-memory": "100", "gpu-compute": "0.5"}, {}, {"gpu_memory_mib": 100, "gpu_compute": 0.5}),
         ({"other": "1"}, {VARIABLE: "0.5"}, {}),
     ],
 )
@@ -81,7 +82,7 @@ def test_a_pod_asks_for(annotations: dict[str, str], environment: dict[str, str]
         ({"gpu-fraction": "0.5"}, {VARIABLE: "4G"}, "RUNAI_GPU_MEMORY_LIMIT is '4G', but it must be a number"),
         ({"gpu-memory": "4096"}, {VARIABLE: "half"}, "RUNAI_GPU_MEMORY_LIMIT is 'half', but it must be a number with"),
         ({"gpu-fraction-limit": "0.5"}, {}, "there is no gpu_fraction of which it is the limit"),
-        ({"gpu-fraction-num-devices": "2"}, {}, "it says of how many GPUs a job holds a share, and there is none"),
+        ({"gpu-fraction-num-devices": "2"}, {}, "it counts the GPUs of which a job holds a share, and there is none"),
         ({"gpu-fraction": "0.5", "gpu-fraction-num-devices": "0"}, {}, "gpu_devices is 0"),
         (
             {"gpu-fraction": "0.5", "gpu-fraction-num-devices": "two"},

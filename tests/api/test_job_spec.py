@@ -1,4 +1,4 @@
-"""What a job may look like, and what is said of one that may not."""
+"""Valid jobs, and the messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"kind": Kind.BUILD, "max_gpus": 2}, "kind", "an interactive session has one size"),
     ({"priority": -1}, "priority", "it must be between 0 and 1000000000"),
     ({"name": "Train_1"}, "name", "lower-case letters, digits and '-'"),
+    ({"name": "Train_1"}, "name", "for example 'train-1'"),
     ({"name": ""}, "name", "1 to 63"),
     ({"name": "a" * 64}, "name", "1 to 63"),
     ({"project": "-x"}, "project", "starts and ends with one of the first two"),

@@ -1,4 +1,4 @@
-"""Who comes before whom among what waits in a project."""
+"""The order of a project's waiting jobs and pods."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_that_rests_after_its_workers_did_not_come_up_is_in_no_queue() -> No
 
 
 def test_the_order_is_that_of_the_scheduler() -> None:
-    from kfp_gpuquota.scheduler.state.intake import new_job  # noqa: PLC0415 - the vocabulary does not know it
+    from kfp_gpuquota.scheduler.state.intake import new_job  # noqa: PLC0415 - the API does not import it
     from kfp_gpuquota.scheduler.state.model import Queue  # noqa: PLC0415
     from kfp_gpuquota.scheduler.state.order import job_key  # noqa: PLC0415
 

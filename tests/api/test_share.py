@@ -1,4 +1,4 @@
-"""Shares of GPUs: what may be asked for, and what is said of what may not."""
+"""Shares of GPUs: valid requests, and the messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api import JobSpec, Worker
+from kfp_gpuquota.api.share import compute_variables
 from kfp_gpuquota.errors import InvalidFieldError
 
 
@@ -26,6 +27,19 @@ def test_memory_is_a_part_of_the_device_that_is_held() -> None:
     assert (job.share_of(81920), job.asks) == (0.5, "8 x 40Gi")
     assert job.share_of(20480) > 1
     assert job.share_of(0) > 1
+
+
+def test_a_share_counts_as_the_larger_part_of_memory_and_computing_power() -> None:
+    assert spec(gpu_fraction=0.25, gpu_compute=0.55).share_of(0) == 0.55
+    assert spec(gpu_fraction=0.25, gpu_compute=0.1).share_of(0) == 0.25
+    assert spec(gpu_memory_mib=4096, gpu_compute=0.5).share_of(16384) == 0.5
+    assert spec(gpu_memory_mib=12288, gpu_compute=0.5).share_of(16384) == 0.75
+
+
+def test_the_part_of_the_computing_power_is_a_percentage_for_mps() -> None:
+    assert compute_variables(None) == {}
+    assert compute_variables(0.125) == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "12.500"}
+    assert compute_variables(0.29) == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "29.00"}
 
 
 def test_whole_gpus_are_no_share() -> None:
@@ -61,7 +75,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"gpu_memory_mib": 2048, "gpu_memory_limit_mib": 5}, "gpu_memory_limit_mib", "which is 2048 (2Gi)"),
     ({"gpu_fraction": 0.5, "gpu_memory_mib": 5}, "gpu_memory_mib", "already asks for gpu_fraction 0.5; ask for"),
     ({"gpu_fraction": 0.5, "gpu_memory_limit_mib": 5}, "gpu_memory_limit_mib", "there is no gpu_memory_mib"),
-    ({"gpu_devices": 2}, "gpu_devices", "of how many GPUs a job holds a share, and there is none"),
+    ({"gpu_devices": 2}, "gpu_devices", "the GPUs of which a job holds a share, and there is none"),
+    ({"gpu_compute": 0.5}, "gpu_compute", "it limits a job's share of a GPU, and there is none"),
+    ({"gpu_fraction": 0.5, "gpu_compute": 1}, "gpu_compute", "it must be more than 0 and less than 1"),
+    ({"gpu_fraction": 0.5, "gpu_compute": "half"}, "gpu_compute", "it must be a number, such as 0.25"),
     ({"gpu_fraction": 0.5, "gpu_devices": 0}, "gpu_devices", "it must be at least 1 GPU"),
     ({"gpu_fraction": 0.5, "gpus": 2}, "gpus", "whole GPUs, and the job asks for a share of them (gpu_fraction)"),
     ({"gpu_memory_mib": 5, "gpus": 2}, "gpus", "for the same share of several GPUs of a node give gpu_devices"),

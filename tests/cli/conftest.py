@@ -16,7 +16,7 @@ from kfp_gpuquota.cli.main import COMMANDS
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from tests import forked, programs
 from tests.conftest import EmbeddedCluster, running_cluster
-from tests.patience import PATIENCE_S
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ forked.preload("kfp_gpuquota.cli.main", *(f"kfp_gpuquota.cli.{name}" for name in
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said."""
+    """The output of a command."""
 
     code: int
     out: str
@@ -66,7 +66,7 @@ class Cli:
 
     def await_jobs(self, project: str, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
         """GPUs in running processes by job, as soon as `condition` holds for them."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         held: dict[str, int] = {}
         while time.monotonic() < deadline:
             jobs = self.cluster.client.list_jobs(project).jobs
@@ -76,7 +76,7 @@ class Cli:
             if condition(held) and all(w.phase in {"Running", "Gone"} for job in jobs for w in job.status.workers):
                 return held
             time.sleep(0.02)
-        pytest.fail(f"not within {PATIENCE_S:g} s: {held}")
+        pytest.fail(f"not within {TIMEOUT_S:g} s: {held}")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Each command, its formats, its help, and what it says of mistakes."""
+"""Each command, its formats, its help, and its messages for mistakes."""
 
 from __future__ import annotations
 
@@ -130,9 +130,9 @@ def test_a_job_runs_in_the_directory_and_with_the_path_of_the_shell(team: Cli, t
 
 def test_an_admin_is_told_when_more_is_guaranteed_than_there_is(team: Cli) -> None:
     assert team.run("project create team-b --guaranteed 1").err == "", "2 of 2 GPUs are"
-    said = "note: 4 GPUs are guaranteed to all projects together, and the cluster has 2\n"
-    assert team.run("project set team-b --guaranteed 3").err == said
-    assert team.run("project create team-c --parent team-b --guaranteed 1").err == said, "a part of its department's"
+    output = "note: 4 GPUs are guaranteed to all projects together, and the cluster has 2\n"
+    assert team.run("project set team-b --guaranteed 3").err == output
+    assert team.run("project create team-c --parent team-b --guaranteed 1").err == output, "a part of its department's"
     assert team.run("project set team-b --guaranteed 1").err == ""
 
 
@@ -145,19 +145,19 @@ def test_wait_ends_with_the_fate_of_the_job(team: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "sentence", "said"),
+    ("command", "code", "sentence", "output"),
     [
         ("no-such-program", 127, "its command was not found", "No such file"),
         ("/etc/passwd", 126, "its command cannot be executed", "Permission denied"),
     ],
 )
 def test_a_command_that_cannot_run_fails_its_job_with_the_shells_code(
-    team: Cli, command: str, code: int, sentence: str, said: str
+    team: Cli, command: str, code: int, sentence: str, output: str
 ) -> None:
     team("submit", "x", "--", command)
     answer = team.run("wait x")
     assert (answer.code, answer.err) == (1, f"job x has failed: worker 0 ended with exit code {code}: {sentence}\n")
-    assert said in team("logs x")
+    assert output in team("logs x")
 
 
 def test_wait_gives_up_when_its_time_is_over(team: Cli) -> None:

@@ -105,7 +105,7 @@ def test_a_job_is_updated_while_it_runs_and_shrinks_to_its_new_maximum(team: Cli
     team("update update1 --max-gpus 3")
     team.await_gpus("team-a", update1=3)
     assert "--min-gpus is 2, but it cannot exceed the requested 1 GPU" in team.run("update update1 --min-gpus 2").err
-    assert "say what to change" in team.run("update update1").err
+    assert "name what to change" in team.run("update update1").err
     team("delete update1")
 
 

@@ -1,4 +1,4 @@
-"""GPU memory that is lent and given back: real processes on simulated GPUs, through the real command line."""
+"""Lending and release of GPU memory: real processes on simulated GPUs, through the real command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.fractions import Policy
-from tests import patience
+from tests import polling
 from tests.cli.conftest import Cli
 from tests.cli.test_training import Steps
 from tests.conftest import running_cluster
@@ -55,7 +55,7 @@ def until(cli: Cli, holds: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[
         found.update(memory(cli))
         return holds(found)
 
-    patience.until(is_so, lambda: found)
+    polling.until(is_so, lambda: found)
     return found
 
 
@@ -79,9 +79,10 @@ def test_a_process_that_does_not_listen_is_ended_for_the_owner_and_everybody_is_
     hold(team, "owner", "0.75", "", "take", str(int(0.75 * TOTAL)))
     until(team, lambda found: used(found, "owner") == 0.75 * TOTAL)
     assert team.job("deaf", "team-a")["status"]["phase"] == "Failed"
-    said = team("describe", "deaf")
+    output = team("describe", "deaf")
     assert (
-        "was ended: it held 8800Mi of GPU memory above its request, which owner of project team-a has asked for" in said
+        "was ended: it held 8800Mi of GPU memory above its request, which owner of project team-a has asked for"
+        in output
     )
 
 
@@ -91,8 +92,8 @@ def test_an_owner_waits_for_its_part_and_can_be_deleted_before_it_starts(team: C
     hold(team, "deaf", "0.25", "0.8", "take", str(int(0.8 * TOTAL)))
     until(team, lambda found: used(found, "deaf") == 0.8 * TOTAL)
     hold(team, "owner", "0.75", "", "take", "10")
-    said = "would be ended, were the killer on"
-    patience.until(lambda: said in team("describe", "deaf"))
+    output = "would be ended, were the killer on"
+    polling.until(lambda: output in team("describe", "deaf"))
     assert team.job("owner", "team-a")["status"]["phase"] == "Starting"
     assert team("explain", "owner") == (
         "owner is starting with 0.75 GPUs: has its place, and waits for GPU memory: 12000Mi of GPU 0 of node-0, where "
@@ -114,7 +115,7 @@ def test_a_daemon_that_is_killed_goes_on_where_it_was(team: Cli) -> None:
 
 
 def test_top_draws_the_memory_of_shared_gpus(team: Cli) -> None:
-    assert "nobody shares a GPU" in team("top", "--gpus")
+    assert "no GPU is shared" in team("top", "--gpus")
     hold(team, "trainer", "0.25", "0.75", "listen")
     until(team, lambda found: used(found, "trainer") == 0.75 * TOTAL)
     picture = team("top", "--gpus")
@@ -125,8 +126,8 @@ def test_top_draws_the_memory_of_shared_gpus(team: Cli) -> None:
 def test_a_plot_shows_use_against_request_and_limit_over_time(team: Cli, tmp_path: Path) -> None:
     hold(team, "trainer", "0.25", "0.75", "listen")
     until(team, lambda found: used(found, "trainer") == 0.75 * TOTAL)
-    said = team("top", "--gpus", "--plot", str(tmp_path / "memory.png"), "--seconds", "1")
-    assert re.search(r"memory\.png: 1 workloads, \d+ looks in \d s", said)
+    output = team("top", "--gpus", "--plot", str(tmp_path / "memory.png"), "--seconds", "1")
+    assert re.search(r"memory\.png: 1 workloads, \d+ looks in \d s", output)
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 

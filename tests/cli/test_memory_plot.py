@@ -1,4 +1,4 @@
-"""The plot of GPU memory over time: which line is whose."""
+"""The plot of GPU memory over time: which line belongs to which workload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies through the real command line: what they give, bound and force, and that people are told."""
+"""Policies through the real command line: defaults, bounds, fixed values, and their report to the user."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def team(tmp_path: Path) -> Iterator[Cli]:
 
 def test_every_session_of_a_project_may_use_the_whole_gpu_and_is_told_by_which_policy(team: Cli) -> None:
     team("policy set sessions -p research-vision1 --kind build --gpu-limit 1")
-    said = team("submit", "notebook", "-g", "0.25", "--interactive", *SLEEP)
-    assert "gpu_fraction_limit is 1: policy sessions says so" in said
+    output = team("submit", "notebook", "-g", "0.25", "--interactive", *SLEEP)
+    assert "gpu_fraction_limit is 1: policy sessions says so" in output
     assert team.job("notebook", "research-vision1")["spec"]["gpu_fraction_limit"] == 1
     assert "gpu_fraction_limit is set to 1 by sessions" in team("describe", "notebook")
     team("submit", "training", "-g", "0.25", *SLEEP)

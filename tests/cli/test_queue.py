@@ -19,8 +19,8 @@ def test_a_job_that_waits_says_what_comes_before_it(cli: Cli) -> None:
         cli("submit", name, "--", "true")
     cli("submit", "urgent", "--priority", "80", "--", "true")
     assert "1 of 6 that wait in project team-a comes before it: urgent" in cli("explain first")
-    said = "5 of 6 that wait in project team-a come before it: urgent, first, second and 2 more"
-    assert said in cli("explain fifth")
-    assert said in cli("describe fifth")
+    output = "5 of 6 that wait in project team-a come before it: urgent, first, second and 2 more"
+    assert output in cli("explain fifth")
+    assert output in cli("describe fifth")
     assert "it is the first of 6 that wait in project team-a" in cli("explain urgent")
     assert "queue" not in cli("describe hog")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Cli
@@ -152,7 +152,7 @@ def test_6_a_session_within_quota_starts_at_once_and_is_never_preempted(wide_cli
     cli.await_gpus("b", bigger=10)
     cli("submit", "over", "-p", "b", "-g", "1", "--interactive", "--", "sleep", "infinity")
     until(lambda: "guaranteed" in cli("explain over -p b"))
-    said = cli("explain over -p b")
-    assert "over is pending with 0 GPUs: needs 1 GPU; project b uses 20 GPUs of its guaranteed 20 GPUs" in said
+    output = cli("explain over -p b")
+    assert "over is pending with 0 GPUs: needs 1 GPU; project b uses 20 GPUs of its guaranteed 20 GPUs" in output
     train(cli, "a", "more", 10)
     cli.await_gpus("b", notebook=10, bigger=10)

@@ -36,7 +36,7 @@ def running(cli: Cli, name: str) -> dict[str, object]:
     return {"devices": worker.devices, "share": worker.share, "gpus": job.status.gpus}
 
 
-def said(cli: Cli, name: str) -> dict[str, str]:
+def output(cli: Cli, name: str) -> dict[str, str]:
     """The environment that its worker printed."""
     cli.cluster.wait_for_phase(name, "Succeeded")
     return dict(line.split("=", 1) for line in cli("logs", name).splitlines() if "=" in line)
@@ -77,8 +77,16 @@ def test_a_worker_is_told_its_part_and_how_much_it_may_use(team: Cli) -> None:
     for name, (options, _, _) in asked.items():
         team("submit", name, *options, "--", "env")
     for name, (_, limit, gpus) in asked.items():
-        environment = said(team, name)
+        environment = output(team, name)
         assert (environment["RUNAI_GPU_MEMORY_LIMIT"], environment["RUNAI_NUM_OF_GPUS"]) == (limit, gpus)
+
+
+def test_a_part_of_the_computing_power_is_counted_and_given_to_mps(team: Cli) -> None:
+    team("submit", "slow", "--gpu-memory", "1Gi", "--gpu-compute", "0.25", "--", "env")
+    assert output(team, "slow")["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25.00"
+    assert "1Gi of a GPU, 0.25 of the computing power" in team("describe slow")
+    team("submit", "half", "--gpu-memory", "1Gi", "--gpu-compute", "0.5", *SLEEP)
+    assert running(team, "half")["gpus"] == 0.5
 
 
 def test_a_limit_is_not_counted_but_a_request_is(team: Cli) -> None:

@@ -1,4 +1,4 @@
-"""Real trainings under the real cluster: the step counter never goes back, whatever happens to the job."""
+"""Real trainings under the real cluster: the step counter never decreases, whatever happens to the job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Cli
@@ -20,7 +20,7 @@ FEW_STEPS = 30
 
 
 class Steps:
-    """Follows a job's step counter, and fails when it goes back."""
+    """Follow a job's step counter, and fail when it decreases."""
 
     def __init__(self, cli: Cli, name: str, project: str = "team-a") -> None:
         self.cli, self.name, self.project = cli, name, project
@@ -28,7 +28,7 @@ class Steps:
 
     def go_on_with(self, gpus: int) -> None:
         """Return when the job has trained some more steps at this size."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         begin: int | None = None
         while time.monotonic() < deadline:
             job = self.cli.cluster.job(self.name, self.project)

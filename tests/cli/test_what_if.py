@@ -23,8 +23,8 @@ def two_teams(cli: Cli) -> Cli:
 
 
 def test_it_says_who_would_give_way_to_whom_and_does_nothing(two_teams: Cli) -> None:
-    said = two_teams("what-if -p team-b -g 1 --interactive")
-    assert said.splitlines() == [
+    output = two_teams("what-if -p team-b -g 1 --interactive")
+    assert output.splitlines() == [
         "this-job of team-b would start: starts when 1 worker of train is gone",
         "train of team-a would shrink: shrunk from 2 to 1 GPUs: project team-b takes back its guaranteed GPU for "
         "this-job",
@@ -34,8 +34,8 @@ def test_it_says_who_would_give_way_to_whom_and_does_nothing(two_teams: Cli) -> 
 
 
 def test_it_says_why_a_job_would_wait(two_teams: Cli) -> None:
-    said = two_teams("what-if -p team-b -g 2 --interactive")
-    assert said.startswith(
+    output = two_teams("what-if -p team-b -g 2 --interactive")
+    assert output.startswith(
         "this-job of team-b would wait: needs 2 GPUs; project team-b uses 0 GPUs of its guaranteed 1"
     )
 
@@ -51,7 +51,7 @@ def test_quotas_deleted_jobs_and_lost_nodes_can_be_supposed(two_teams: Cli) -> N
 
 
 MISTAKES = [
-    ("what-if", "say what might happen, for example: gpuquota what-if -g 2"),
+    ("what-if", "name a change, for example: gpuquota what-if -g 2"),
     ("what-if --delete nobody", "project 'team-a' has no job 'nobody' that runs or waits"),
     ("what-if --without-node node-9", "node 'node-9' does not exist; see them with: gpuquota list nodes"),
     ("what-if --guaranteed team-b", "a quota is given as PROJECT=N"),

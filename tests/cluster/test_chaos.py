@@ -20,7 +20,7 @@ from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.errors import ConflictError, NotFoundError
 from tests.conftest import running_cluster
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,7 @@ class History:
         return [job for job in self.cluster.client.list_jobs().jobs if not ended(job)]
 
     def settle(self) -> None:
-        """Everybody gets a turn in the end: what may run does, what was stopped is gone."""
+        """Check that finally every job that may run runs, and that stopped workers have exited."""
         for job in self.cluster.client.list_jobs().jobs:
             if job.spec.command[0] == "sleep" or job.status.phase in {Phase.SUSPENDED, Phase.STOPPING}:
                 with contextlib.suppress(NotFoundError):

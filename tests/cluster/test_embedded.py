@@ -60,11 +60,11 @@ def test_a_worker_is_told_who_it_is(two_teams: EmbeddedCluster) -> None:
     two_teams.submit("job", "env", environment={"MINE": "1", "JOB_NAME": "not-mine"})
     job = two_teams.wait_for_phase("job", "Succeeded")
     log = b"".join(two_teams.client.follow_log("team-a", "job")).decode()
-    said = dict(line.split("=", 1) for line in log.splitlines() if "=" in line)
-    assert (said["JOB_NAME"], said["JOB_UUID"], said["POD_INDEX"]) == ("job", job.uid, "0")
-    assert (said["RUNAI_NUM_OF_GPUS"], said["MINE"], said["CUDA_VISIBLE_DEVICES"]) == ("1", "1", "")
-    assert Path(said["ELASTIC_TOKEN_FILE"]).stat().st_mode & 0o077 == 0
-    assert Path(said["ELASTIC_CHECKPOINT_DIR"]).is_dir()
+    output = dict(line.split("=", 1) for line in log.splitlines() if "=" in line)
+    assert (output["JOB_NAME"], output["JOB_UUID"], output["POD_INDEX"]) == ("job", job.uid, "0")
+    assert (output["RUNAI_NUM_OF_GPUS"], output["MINE"], output["CUDA_VISIBLE_DEVICES"]) == ("1", "1", "")
+    assert Path(output["ELASTIC_TOKEN_FILE"]).stat().st_mode & 0o077 == 0
+    assert Path(output["ELASTIC_CHECKPOINT_DIR"]).is_dir()
 
 
 def test_the_log_can_be_followed_while_the_job_writes_it(two_teams: EmbeddedCluster, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.local.shim import start_time
 from kfp_gpuquota.cluster.local.start import await_stop, ensure_running
 from kfp_gpuquota.errors import ClusterStartError, StateFileError
 from tests.conftest import running_cluster
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +49,7 @@ def test_a_state_file_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
         database.execute("PRAGMA user_version = 99")
     database.close()
     before = home.database.read_bytes()
-    with pytest.raises(ClusterStartError, match=r"newer version \(format 99, this one knows 2\); upgrade"):
+    with pytest.raises(ClusterStartError, match=r"newer version \(format 99, this one knows \d+\); upgrade"):
         ensure_running(home)
     assert home.database.read_bytes() == before
 
@@ -167,16 +167,16 @@ def test_a_pid_that_was_given_to_somebody_else_is_not_taken_for_the_worker(team:
     directory = team.home.worker(job.uid, f"{job.uid}-0")
     identity = json.loads((directory / "process.json").read_text())
     team.kill_daemon()
-    bystander = subprocess.Popen(["sleep", "infinity"])
+    unrelated = subprocess.Popen(["sleep", "infinity"])
     try:
         os.kill(identity["shim_pid"], 9)
-        reused = {**identity, "shim_pid": bystander.pid, "shim_start": start_time(bystander.pid) - 1}
+        reused = {**identity, "shim_pid": unrelated.pid, "shim_start": start_time(unrelated.pid) - 1}
         (directory / "process.json").write_text(json.dumps(reused))
         assert team.wait_for_phase("job", "Failed").status.exit_code == 137
-        assert bystander.poll() is None
+        assert unrelated.poll() is None
     finally:
-        bystander.kill()
-        bystander.wait()
+        unrelated.kill()
+        unrelated.wait()
 
 
 def test_a_daemon_killed_between_its_decision_and_the_process_starts_it_later(team: EmbeddedCluster) -> None:
@@ -207,8 +207,8 @@ def test_many_clients_at_once_start_one_daemon(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(6)
     ]
-    said = {caller.communicate(timeout=60)[0].strip() for caller in callers}
-    assert len(said) == 1
+    output = {caller.communicate(timeout=60)[0].strip() for caller in callers}
+    assert len(output) == 1
     connect(environment).stop_cluster()
     await_stop(home)
 
@@ -262,6 +262,6 @@ def test_a_clock_that_jumps_ends_no_lease_and_no_job(jumping_clock: Path, tmp_pa
         cluster.client.cancel_job("team-a", "later")
         cluster.client.renew_lease("team-a", "leased", Lease(holder="me", duration_s=3600))
         assert cluster.job("leased").status.phase is Phase.RUNNING
-        # The cluster's time follows the machine's forward, and goes on where that is set back.
+        # The cluster's time follows the machine's forward, and continues when the machine's is set back.
         assert abs(cluster.job("later").status.submitted_at - time.time() - max(jump, 0)) < 3600
         jumping_clock.write_text("0")

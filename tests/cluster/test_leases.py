@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 async def run(directory: Path, lease_s: float) -> int:
-    """The exit code of a worker that runs for long, under a lease of so many seconds that nobody renews."""
+    """Return the exit code of a long-running worker under a lease of this many seconds that is not renewed."""
     directory.mkdir()
     (directory / "lease").write_text(str(time.clock_gettime(time.CLOCK_BOOTTIME) + lease_s))
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What becomes of a job when a worker is gone: the table of cluster/lifecycle.py, row by row."""
+"""The consequences for a job when a worker exits: the table of cluster/lifecycle.py, row by row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def worker(index: int, code: int | None = None, *, released: bool = False, rank:
 
 
 def after(record: JobRecord, *workers: WorkerRecord) -> JobRecord:
-    """The first worker is the one that is gone."""
+    """Apply the exit of the first worker."""
     return after_worker_gone(record, workers[0], workers, NOW)
 
 

@@ -1,4 +1,4 @@
-"""What a job's record and the history say of a worker that is moved to another node."""
+"""The record of a job and the history after a worker is moved to another node."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_a_move_is_counted_explained_and_in_the_history(managed: bool, tail: str
     book.put_job(JobRecord(uid="u", spec=spec, status=JobStatus(phase=Phase.RUNNING), attempt=1, managed=managed))
     worker = Worker(id="u-0", job_uid="u", index=0, node="n0", devices=(0,), phase=WorkerPhase.RUNNING)
     book.put_worker(WorkerRecord(worker=worker, attempt=1))
-    transcript = ChangeRecorder(book, Change(), NOW)
-    transcript.plan(scheduler.Plan(move=(scheduler.Move("u", "u-0", scheduler.Placement("n1", (0,), ""), WHY),)))
-    after = transcript.change.jobs["u"]
+    recorder = ChangeRecorder(book, Change(), NOW)
+    recorder.plan(scheduler.Plan(move=(scheduler.Move("u", "u-0", scheduler.Placement("n1", (0,), ""), WHY),)))
+    after = recorder.change.jobs["u"]
     assert after is not None
     assert after.status.moves == 1
     assert after.status.last_move is not None
     assert (after.status.last_move.at, after.status.last_move.reason.message) == (NOW, WHY.message + tail)
-    (event,) = transcript.change.events
+    (event,) = recorder.change.events
     assert (event.kind, event.worker, event.reason) == ("worker-moved", "u-0", after.status.last_move.reason)
-    assert transcript.stopped == ["u-0"]
+    assert recorder.stopped == ["u-0"]

@@ -1,4 +1,4 @@
-"""The embedded cluster's planner raises: planning goes on, and a daemon whose plans keep failing ends."""
+"""The embedded cluster's planner raises: planning continues, and a daemon whose plans keep failing ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def driver_with(plans: list[bool], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Driver, list[str]]]:
-    """A driver whose plans raise where `plans` says so, without pauses; what it reported."""
+    """Return a driver whose plans raise as `plans` determines, without pauses, and its reports."""
     works, ended = scheduler.plan, []
 
     def plan(*arguments: Any) -> scheduler.Plan:

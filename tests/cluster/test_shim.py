@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.cluster.local import shim
-from tests.patience import PATIENCE_S, until
+from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,7 @@ def a_shim(tmp_path: Path) -> Iterator[Shim]:
     yield made
     if made.process is not None:
         made.process.send_signal(signal.SIGUSR1)
-        made.process.wait(PATIENCE_S)
+        made.process.wait(TIMEOUT_S)
 
 
 def test_the_exit_code_and_the_output_are_written_down(a_shim: Shim) -> None:
@@ -91,15 +91,15 @@ def test_a_worker_id_never_runs_twice(a_shim: Shim) -> None:
     a_shim.start("sleep", "infinity")
     a_shim.worker()
     second = a_shim.spawn()
-    assert second.wait(PATIENCE_S) == shim.EXIT_LOCKED
+    assert second.wait(TIMEOUT_S) == shim.EXIT_LOCKED
 
 
 def test_a_worker_that_has_ended_is_not_run_again(a_shim: Shim) -> None:
     a_shim.start("sh", "-c", "echo once")
     a_shim.read("exit.json")
     assert a_shim.process is not None
-    a_shim.process.wait(PATIENCE_S)
-    assert a_shim.spawn().wait(PATIENCE_S) == shim.EXIT_LOCKED
+    a_shim.process.wait(TIMEOUT_S)
+    assert a_shim.spawn().wait(TIMEOUT_S) == shim.EXIT_LOCKED
     assert a_shim.log() == "once\n"
 
 
@@ -135,18 +135,18 @@ def test_the_worker_dies_with_its_shim(a_shim: Shim) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "said"),
+    ("command", "code", "output"),
     [
         (("no-such-program",), shim.EXIT_NOT_FOUND, "No such file"),
         (("/etc/passwd",), shim.EXIT_CANNOT_EXECUTE, "Permission denied"),
     ],
 )
 def test_a_command_that_cannot_be_run_says_so_as_in_a_shell(
-    a_shim: Shim, command: tuple[str, ...], code: int, said: str
+    a_shim: Shim, command: tuple[str, ...], code: int, output: str
 ) -> None:
     a_shim.start(*command)
     assert a_shim.read("exit.json")["code"] == code
-    assert said in a_shim.log()
+    assert output in a_shim.log()
 
 
 def test_a_missing_directory_is_named_in_the_log(a_shim: Shim) -> None:

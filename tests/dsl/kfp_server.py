@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def kfp_server(*, several_users: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(its URL, the runs it was given). With several users it lets in TOKEN and COOKIE, whose Profile is PROFILE."""
+    """(its URL, the runs that it received). With several users it accepts TOKEN and COOKIE, for the Profile PROFILE."""
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.runs, server.several_users = [], several_users
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))

@@ -89,7 +89,7 @@ def container(lines: int = 2) -> None:
 @gpuquota.pipeline(project="team-a")
 @dsl.pipeline(name="accelerators")
 def accelerators(gpus: int = 2) -> None:
-    """Steps that nobody decorated, routed because they ask for GPUs; one of them for as many as the run says."""
+    """Undecorated steps, routed because they request GPUs; the run determines the number for one of them."""
     plain_train(epochs=1).set_accelerator_type("nvidia.com/gpu").set_accelerator_limit(2).set_memory_limit("2G")
     plain_train(epochs=2).set_accelerator_type("nvidia.com/gpu").set_accelerator_limit(gpus)
     plain_train(epochs=3).set_accelerator_type("cloud-tpus.google.com/v3").set_accelerator_limit(8)

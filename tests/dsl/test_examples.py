@@ -1,4 +1,4 @@
-"""The examples, run as a newcomer runs them."""
+"""The examples, run as a new user runs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.wire import Event, EventKind
 from tests.cli.conftest import PROGRAM
 from tests.conftest import kill_processes_of, processes_of
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,16 +80,16 @@ def test_hugging_faces_libraries_fine_tune_while_the_size_changes(
         text=True,
     )
     assert process.stdout
-    said = []
+    output = []
     for line in process.stdout:
-        said.append(line)
+        output.append(line)
         if "gpuquota: step" in line and not embedded_cluster.client.list_jobs("team-b").jobs:
             embedded_cluster.submit("session", project="team-b", kind="build")
         if "gpuquota: shrunk from 2 to 1 GPUs" in line:
             embedded_cluster.client.delete_job("team-b", "session")
-    assert process.wait() == 0, "".join(said)
-    assert "steps lost: 0" in "".join(said), "".join(said)
-    assert float(said[-1].removeprefix("accuracy: ")) > 0.6
+    assert process.wait() == 0, "".join(output)
+    assert "steps lost: 0" in "".join(output), "".join(output)
+    assert float(output[-1].removeprefix("accuracy: ")) > 0.6
 
 
 @pytest.mark.slow
@@ -152,8 +152,8 @@ def test_a_notebooks_session_keeps_its_gpu_and_what_was_left_in_it_is_the_steps_
         env=embedded_cluster.environment,
         check=True,
     )
-    said, _ = process.communicate(timeout=60)
-    assert (process.returncode, said.splitlines()[-1]) == (0, "Output: ['notes.txt']")
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output.splitlines()[-1]) == (0, "Output: ['notes.txt']")
     assert [path.read_text() for path in (tmp_path / "root").rglob("notes.txt")] == ["1\n"]
 
 
@@ -209,6 +209,6 @@ def test_an_interrupted_quickstart_leaves_no_process_behind(tmp_path: Path) -> N
     assert process.stdout
     assert any("training with" in line for line in process.stdout)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate()
-    assert (process.returncode, "everything is stopped" in said) == (130, True)
+    output, _ = process.communicate()
+    assert (process.returncode, "everything is stopped" in output) == (130, True)
     _nothing_stays(tmp_path)

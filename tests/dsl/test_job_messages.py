@@ -1,4 +1,4 @@
-"""The step's log: one line a change, nothing said twice."""
+"""The step's log: one line per change, without repetition."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def test_a_preempted_job_says_why_it_waits_again() -> None:
 
 def test_progress_is_told_at_most_every_five_seconds() -> None:
     messages = JobMessages(progress_every_s=5.0)
-    told = []
+    received = []
     for second in range(12):
         progress = Progress(step=second * 10, total_steps=120, metrics={"loss": 1.0 / (second + 1)})
-        told += messages.lines(_job(Phase.RUNNING, gpus=1, progress=progress), float(second))
-    assert told == [
+        received += messages.lines(_job(Phase.RUNNING, gpus=1, progress=progress), float(second))
+    assert received == [
         "training with 1 GPU",
         "step 0/120, loss 1",
         "step 50/120, loss 0.1667",
@@ -161,8 +161,8 @@ def test_a_step_that_joins_at_last_is_not_warned() -> None:
 def test_a_worker_alone_is_warned_when_it_has_another_size_than_was_asked_for() -> None:
     spec = msgspec.structs.replace(SPEC, gpus=2)
     less = msgspec.structs.replace(_job(Phase.RUNNING, gpus=1, workers=_workers(None)), spec=spec)
-    (said,) = _warnings((0.0, less), (301.0, less))
-    assert "its worker has not called elastic_runtime.init(): until it does, it does the whole work" in said
+    (output,) = _warnings((0.0, less), (301.0, less))
+    assert "its worker has not called elastic_runtime.init(): until it does, it does the whole work" in output
 
 
 def test_a_step_that_is_not_elastic_need_not_join() -> None:
@@ -177,9 +177,9 @@ def test_a_step_that_is_not_elastic_need_not_join() -> None:
 def test_several_plain_workers_are_told_that_each_does_the_whole_work() -> None:
     gang = JobSpec(name="train", project="team-a", command=("true",), gpus=2, gpus_per_worker=1)
     done = _job(Phase.SUCCEEDED, workers=_workers(None, None, phase=WorkerPhase.GONE))
-    (said,) = _warnings((0.0, msgspec.structs.replace(done, spec=gang)))
-    assert said.startswith("warning: none of its 2 workers has called elastic_runtime.init()")
-    assert said.endswith("leave out gpus_per_worker")
+    (output,) = _warnings((0.0, msgspec.structs.replace(done, spec=gang)))
+    assert output.startswith("warning: none of its 2 workers has called elastic_runtime.init()")
+    assert output.endswith("leave out gpus_per_worker")
 
 
 def test_a_step_that_failed_before_it_could_join_is_not_warned() -> None:

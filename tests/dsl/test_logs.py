@@ -1,4 +1,4 @@
-"""Whose log becomes the step's, and how it is cut into lines."""
+"""Which worker's log becomes the step's, and how it is split into lines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_rank_0_is_followed_first_and_a_worker_without_a_rank_last() -> None:
 
 def test_where_another_turns_out_to_lead_its_log_comes_next_also_when_it_has_ended() -> None:
     beside = {"started_at": 1.0, "finished_at": 9.0}
-    assert _next(_job(_worker(0), _worker(1)), "w-0") == ["w-1"], "nobody knows yet: as they come"
+    assert _next(_job(_worker(0), _worker(1)), "w-0") == ["w-1"], "ranks are undetermined: in order of their start"
     assert _next(_job(_worker(0, rank=1), _worker(1, rank=0), _worker(2, rank=2)), "w-0") == ["w-1"]
     assert _next(_job(_worker(0, GONE, rank=1, **beside), _worker(1, GONE, rank=0, **beside)), "w-0") == ["w-1"]
 

@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfp_gpuquota.api import Kind
-from kfp_gpuquota.dsl.spec.options import Options, checked, from_environment, to_environment
+from kfp_gpuquota.dsl.spec.options import StepOptions, checked, from_environment, to_environment
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 
 @st.composite
-def _options(draw: st.DrawFn) -> Options:
+def _options(draw: st.DrawFn) -> StepOptions:
     gpus = draw(st.integers(1, 64))
     interactive = draw(st.booleans())
-    return Options(
+    return StepOptions(
         gpus=gpus,
         min_gpus=None if interactive else draw(st.none() | st.integers(1, gpus)),
         max_gpus=None if interactive else draw(st.none() | st.integers(gpus, 128)),
@@ -28,13 +28,13 @@ def _options(draw: st.DrawFn) -> Options:
 
 
 @given(_options())
-def test_options_reach_the_launcher_as_they_were_written(options: Options) -> None:
+def test_options_reach_the_launcher_as_they_were_written(options: StepOptions) -> None:
     assert from_environment(to_environment(options)) == options
 
 
 def test_only_what_differs_from_the_default_and_the_size_travel() -> None:
-    assert to_environment(Options()) == {"GPUQUOTA_GPUS": "1"}
-    assert to_environment(Options(gpus=2, interactive=True, preemptible=False)) == {
+    assert to_environment(StepOptions()) == {"GPUQUOTA_GPUS": "1"}
+    assert to_environment(StepOptions(gpus=2, interactive=True, preemptible=False)) == {
         "GPUQUOTA_GPUS": "2",
         "GPUQUOTA_INTERACTIVE": "true",
         "GPUQUOTA_PREEMPTIBLE": "false",
@@ -42,7 +42,7 @@ def test_only_what_differs_from_the_default_and_the_size_travel() -> None:
 
 
 def test_a_job_is_what_the_options_say() -> None:
-    spec = Options(gpus=2, interactive=True, priority=7).job_spec(name="n", project="p", command=("sh",))
+    spec = StepOptions(gpus=2, interactive=True, priority=7).job_spec(name="n", project="p", command=("sh",))
     assert (spec.gpus, spec.kind, spec.effective_priority, spec.may_be_preempted) == (2, Kind.BUILD, 7, False)
 
 
@@ -52,9 +52,10 @@ def test_a_share_of_a_gpu_and_its_type_reach_the_job() -> None:
     assert (spec.gpu_memory_mib, spec.gpu_memory_limit_mib, spec.gpu_devices, spec.gpus) == (4096, 7630, 2, 2)
     assert spec.node_selector == {"nvidia.com/gpu.product": "NVIDIA-L4"}
     assert (
-        checked("train", {"fraction": 0.25, "fraction_limit": 0.8})
+        checked("train", {"fraction": 0.25, "fraction_limit": 0.8, "compute": 0.5})
         .job_spec(name="n", project="p", command=("sh",))
-        .shared
+        .gpu_compute
+        == 0.5
     )
 
 
@@ -106,7 +107,7 @@ def test_a_time_limit_is_seconds_or_a_number_with_a_unit(text: object, seconds: 
         (
             {"checkpoint": "My Claim"},
             "checkpoint is 'My Claim', but a name is 1 to 63 lower-case letters, digits and '-', and starts and ends "
-            "with one of the first two; for example 'train-digits-2'",
+            "with one of the first two; for example 'my-claim'",
         ),
     ],
 )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import Phase
+from kfp_gpuquota.dsl.pipelines.source import load
 from tests import forked, programs
 from tests.cli.conftest import PROGRAM, Cli
 from tests.dsl.kfp_server import COOKIE, TOKEN, kfp_server
@@ -83,21 +84,21 @@ def test_routing_a_compiled_pipeline_prints_it_as_kfp_writes_it(tmp_path: Path) 
 
 def test_routing_into_a_file_says_what_was_routed(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "routed.yaml"
-    code, said, _ = _offline("route", file, "-p", "team-b", "-o", out, HOME=str(tmp_path))
-    assert (code, said) == (0, f"{out}: 1 step routed: double\n")
-    code, said, _ = _offline("check", out, HOME=str(tmp_path))
-    assert (code, said.splitlines()[1].split()) == (0, ["double", "team-b", "1", "1", "1", "train"])
+    code, output, _ = _offline("route", file, "-p", "team-b", "-o", out, HOME=str(tmp_path))
+    assert (code, output) == (0, f"{out}: 1 step routed: double\n")
+    code, output, _ = _offline("check", out, HOME=str(tmp_path))
+    assert (code, output.splitlines()[1].split()) == (0, ["double", "team-b", "1", "1", "1", "train"])
 
 
 def test_a_check_without_a_cluster_starts_none(file: Path, tmp_path: Path) -> None:
-    code, said, errors = _offline("check", file, "-p", "team-b", HOME=str(tmp_path))
+    code, output, errors = _offline("check", file, "-p", "team-b", HOME=str(tmp_path))
     assert (code, errors) == (0, "imported\n")
-    assert said.splitlines() == [
+    assert output.splitlines() == [
         "STEP     PROJECT   GPUS   MIN   MAX   KIND",
         "double   team-b       1     1     1   train",
         "1 step without GPUs, not routed: text",
         "quotas were not checked: no cluster runs here; start it with: gpuquota cluster start",
-        "no problems in pipeline two-steps, as far as can be said without quotas and projects",
+        "no problems in pipeline two-steps, as far as can be checked without quotas and projects",
     ]
     assert list(tmp_path.iterdir()) == [file]
 
@@ -105,8 +106,8 @@ def test_a_check_without_a_cluster_starts_none(file: Path, tmp_path: Path) -> No
 def test_a_check_says_which_cluster_did_not_answer(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
     there = {"GPUQUOTA_URL": "unix:///nowhere/socket", "GPUQUOTA_TOKEN_FILE": str(tmp_path / "token")}
-    code, said, _ = _offline("check", GOLDEN / "sizes.yaml", HOME=str(tmp_path), **there)
-    assert (code, said.splitlines()[-2]) == (
+    code, output, _ = _offline("check", GOLDEN / "sizes.yaml", HOME=str(tmp_path), **there)
+    assert (code, output.splitlines()[-2]) == (
         0,
         "quotas were not checked: the cluster at unix:///nowhere/socket does not answer",
     )
@@ -129,8 +130,8 @@ def test_a_check_shows_quotas_and_ends_with_2_when_something_is_wrong(cli: Cli) 
 
 
 def test_a_pipeline_runs_here_and_its_outputs_are_shown(cli: Cli, file: Path, tmp_path: Path) -> None:
-    said = cli("pipeline", "run", str(file), "-p", "team-a", "--arg", "x=21", "--root", str(tmp_path / "root"))
-    assert said.splitlines()[-1] == "Output: <42>"
+    output = cli("pipeline", "run", str(file), "-p", "team-a", "--arg", "x=21", "--root", str(tmp_path / "root"))
+    assert output.splitlines()[-1] == "Output: <42>"
     (job,) = cli.cluster.client.list_jobs("team-a").jobs
     assert job.status.phase is Phase.SUCCEEDED
     assert (tmp_path / "root").is_dir()
@@ -141,8 +142,8 @@ def test_a_pipeline_that_somebody_compiled_runs_here(cli: Cli, file: Path, tmp_p
     compiled = tmp_path / "compiled.yaml"
     cli("pipeline", "route", str(file), "-o", str(compiled))
     root = str(tmp_path / "root")
-    said = cli("pipeline", "run", str(compiled), "--local", "-p", "team-a", "-a", "x=3", "--root", root)
-    assert said.splitlines()[-1] == "Output: <6>"
+    output = cli("pipeline", "run", str(compiled), "--local", "-p", "team-a", "-a", "x=3", "--root", root)
+    assert output.splitlines()[-1] == "Output: <6>"
 
 
 def test_a_pipeline_that_fails_ends_with_1_and_a_sentence(cli: Cli, file: Path, tmp_path: Path) -> None:
@@ -182,8 +183,8 @@ def test_a_run_that_is_interrupted_cancels_its_job(cli: Cli, tmp_path: Path, num
 
 def test_a_run_is_submitted_to_a_kfp_server(cli: Cli, file: Path) -> None:
     with kfp_server() as (url, runs):
-        said = cli("pipeline", "run", str(file), "--host", url, "-n", "team-b", "-p", "team-b", "--arg", "x=3")
-    assert said.splitlines()[-1] == f"run run-1 submitted to {url}"
+        output = cli("pipeline", "run", str(file), "--host", url, "-n", "team-b", "-p", "team-b", "--arg", "x=3")
+    assert output.splitlines()[-1] == f"run run-1 submitted to {url}"
     (run,) = runs
     assert (run["display_name"], run["runtime_config"]["parameters"]) == ("two-steps", {"x": 3})
     container = run["pipeline_spec"]["deploymentSpec"]["executors"]["exec-double"]["container"]
@@ -214,7 +215,7 @@ def test_on_a_server_with_several_users_a_run_goes_to_its_projects_profile(cli: 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "output"),
     [
         ("", "redirects to a login page; authenticate with --token-file FILE, --existing-token TOKEN or --cookie"),
         ("--existing-token wrong", "requires authentication (401); authenticate with --token-file FILE"),
@@ -227,12 +228,12 @@ def test_on_a_server_with_several_users_a_run_goes_to_its_projects_profile(cli: 
         ),
     ],
 )
-def test_whom_a_server_with_several_users_does_not_let_in_gets_a_sentence(cli: Cli, options: str, said: str) -> None:
+def test_whom_a_server_with_several_users_does_not_let_in_gets_a_sentence(cli: Cli, options: str, output: str) -> None:
     pipeline = str(GOLDEN / "lightweight.yaml")
     with kfp_server(several_users=True) as (url, _):
         refused = cli.run("pipeline", "run", pipeline, "--host", url, "-a", "epochs=1", *options.split())
     assert refused.code == 2
-    assert said in refused.err
+    assert output in refused.err
     assert "Traceback" not in refused.err
 
 
@@ -327,6 +328,12 @@ def test_a_mistake_gets_one_sentence_the_code_2_and_nothing_runs(cli: Cli, tmp_p
     assert cli.cluster.client.list_jobs().jobs == ()
 
 
+def test_a_file_is_loaded_without_bytecode_beside_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert load(file).name == "two-steps"
+    assert not (file.parent / "__pycache__").exists()
+
+
 def test_a_pipeline_is_chosen_by_its_variable_or_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(DEFINED + ONE + OTHER)
     for name in ("first", "one"):
@@ -336,8 +343,8 @@ def test_a_pipeline_is_chosen_by_its_variable_or_its_own_name(tmp_path: Path) ->
 def test_a_variable_goes_before_another_pipelines_own_name(tmp_path: Path) -> None:
     named_alike = DEFINED + ONE + "one = gpuquota.pipeline(project='team-b')(first)\n"
     (tmp_path / "two.py").write_text(named_alike)
-    code, said, _ = _offline("check", tmp_path / "two.py", "--pipeline", "one", "-o", "json", HOME=str(tmp_path))
-    assert (code, json.loads(said)["routed"][0]["project"]) == (0, "team-b")
+    code, output, _ = _offline("check", tmp_path / "two.py", "--pipeline", "one", "-o", "json", HOME=str(tmp_path))
+    assert (code, json.loads(output)["routed"][0]["project"]) == (0, "team-b")
 
 
 def test_a_prompt_of_several_lines_may_be_a_default(tmp_path: Path) -> None:
@@ -353,7 +360,7 @@ def test_a_file_finds_what_lies_beside_it_and_may_have_the_name_of_a_library(tmp
 
 
 def test_without_kfp_the_error_says_how_to_install_it(tmp_path: Path) -> None:
-    """The interpreter is told that there is no kfp; everything else is as it is."""
+    """Hide kfp from the interpreter; everything else is unchanged."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['kfp'] = None\n")
     environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     command = [PROGRAM, "pipeline", "check", str(GOLDEN / "sizes.yaml")]

@@ -10,7 +10,7 @@ import pytest
 from kfp_gpuquota.api.environment import WORKER_VARIABLES
 from kfp_gpuquota.dsl.launcher.step import Step, step_from
 from kfp_gpuquota.dsl.pipelines.route import route_pipeline
-from kfp_gpuquota.dsl.spec.options import Options, from_environment, to_environment
+from kfp_gpuquota.dsl.spec.options import StepOptions, from_environment, to_environment
 from kfp_gpuquota.dsl.spec.pod_resources import VARIABLE, parsed, with_extended
 from kfp_gpuquota.dsl.worker import start
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
@@ -43,6 +43,7 @@ def step(container: Json, filled: dict[str, str] | None = None) -> Step:
     namespace = argparse.Namespace(
         gpus=None,
         pod_resources=given,
+        volumes=None,
         executor_input='{"outputs": {"outputFile": "/x"}}',
         task="r/t",
         argv=["a"],
@@ -102,7 +103,7 @@ def test_resources_that_are_not_kubernetes_are_refused(text: str) -> None:
 
 
 def test_extended_resources_are_requests_and_limits_of_each_worker() -> None:
-    options = Options(extended_resources={"rdma/hca": 1, "vpc.amazonaws.com/efa": 4})
+    options = StepOptions(extended_resources={"rdma/hca": 1, "vpc.amazonaws.com/efa": 4})
     assert from_environment(to_environment(options)) == options
     found = with_extended({"limits": {"memory": "8Gi"}}, options.extended_resources)
     amounts = {"rdma/hca": "1", "vpc.amazonaws.com/efa": "4"}
@@ -112,7 +113,7 @@ def test_extended_resources_are_requests_and_limits_of_each_worker() -> None:
 @pytest.mark.parametrize("given", [{"memory": 1}, {"nvidia.com/gpu": 1}, {"rdma/hca": 0}, {"rdma/hca": True}])
 def test_what_is_no_extended_resource_is_refused(given: dict[str, int]) -> None:
     with pytest.raises(InvalidFieldError, match="extended_resources"):
-        Options(extended_resources=given)
+        StepOptions(extended_resources=given)
 
 
 @pytest.mark.parametrize("name", [*WORKER_VARIABLES, "KFP_POD_NAME", "GPUQUOTA_COLOUR"])

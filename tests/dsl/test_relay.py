@@ -1,4 +1,4 @@
-"""Files on their way to workers in other pods and back: whole, in pieces, for nobody else."""
+"""Files to and from workers in other pods: complete, in parts, and not readable by others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kfp_gpuquota.dsl.spec.pod_template import BOOTSTRAP
 from kfp_gpuquota.dsl.worker import remote
 from kfp_gpuquota.dsl.worker import start as worker_module
 from kfp_gpuquota.dsl.worker.remote import RelayClient, RelayError
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -148,7 +148,7 @@ def test_outputs_are_sent_again_to_a_launcher_that_was_made_anew_in_the_meantime
     client, sent, complete = RelayClient(str(step.mount)), [], RelayClient.complete
 
     def counted(self: RelayClient, name: str, files: list[tuple[str, int]]) -> bool:
-        """The first launcher is gone before it could confirm, and its pod's files with it."""
+        """The first launcher exits before it could confirm, and its pod's files are lost."""
         sent.append(files)
         lost = [(f"{path}-of-another-pod", size) for path, size in files]
         return complete(self, name, lost if len(sent) == 1 else files)

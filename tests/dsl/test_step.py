@@ -22,6 +22,7 @@ def _step(environment: dict[str, str], **changed: Any) -> Step:
     given = {
         "image": "",
         "pod_resources": None,
+        "volumes": None,
         "task": "run-1/train",
         "gpus": None,
         "executor_input": EXECUTOR_INPUT,

@@ -1,4 +1,4 @@
-"""What a step's pod on a KFP backend says of its run and of its place in it."""
+"""The run and the step that are read from a step's pod on a KFP backend."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from typing import Any, Final
@@ -11,6 +12,7 @@ from kfp import kubernetes
 
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import NO_DEVICES
 from kfp_gpuquota.dsl.pipelines.platform_config import RESERVED_PATHS, check_config
+from kfp_gpuquota.dsl.spec import pod_volumes
 from kfp_gpuquota.dsl.spec.pod_template import worker_template
 from kfp_gpuquota.errors import DefinitionError
 from tests.dsl.kubernetes_settings import USES, config_of
@@ -35,7 +37,7 @@ def steps_pod() -> Json:
 
 
 def facts(pod: Json) -> set[Fact]:
-    """Everything that a pod says, one by one."""
+    """Return every setting of a pod separately."""
     spec = pod["spec"]
     main = next(one for one in spec["containers"] if one["name"] == "main")
     lists = {"env": main.get("env", []), "mount": main.get("volumeMounts", []), "volume": spec["volumes"]}
@@ -59,12 +61,22 @@ def test_every_setter_of_kfp_kubernetes_is_tried() -> None:
 def test_what_kfp_kubernetes_sets_reaches_the_workers(names: tuple[str, ...], steps_pod: Json) -> None:
     config = config_of(*(USES[name] for name in names))
     check_config("step", config)
-    pod = configured(steps_pod, config)
-    added = facts(pod) - facts(steps_pod)
+    added = facts(configured(steps_pod, config)) - facts(steps_pod)
     assert len({kind for kind, _ in added}) >= 1
-    workers = facts(worker_template(pod, "", "secret", ["true"]))
+    launcher, volumes = moved(steps_pod, config)
+    workers = facts(worker_template(launcher, "", "secret", ["true"], volumes=volumes))
     missing = added - workers
     assert {text for _, text in missing} == ({'["activeDeadlineSeconds", 60]'} if _LAUNCHERS & set(names) else set())
+    assert not [one for one in launcher["spec"]["volumes"] if {"persistentVolumeClaim", "ephemeral"} & one.keys()]
+
+
+def moved(pod: Json, config: Json) -> tuple[Json, Json]:
+    """The launcher's pod after routing, and the volumes that only workers mount."""
+    container: Json = {"args": []}
+    left = copy.deepcopy(config)
+    pod_volumes.move_to_workers(container, left, ())
+    (argument,) = container["args"]
+    return configured(pod, left), pod_volumes.parsed(argument.removeprefix(pod_volumes.ARGUMENT))
 
 
 @pytest.mark.parametrize(
@@ -101,17 +113,17 @@ def test_a_ca_bundle_that_kfp_names_at_run_time_is_named_for_workers_that_mount_
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "output"),
     [
         ("workflows.argoproj.io/workflow", "domain 'workflows.argoproj.io'"),
         ("gpuquota.dev/job", "domain 'gpuquota.dev'"),
         ("gpu-fraction", r"@gpuquota\.component\(fraction=\.\.\.\)"),
     ],
 )
-def test_labels_and_annotations_that_would_be_taken_off_are_refused(name: str, said: str) -> None:
-    with pytest.raises(DefinitionError, match=said):
+def test_labels_and_annotations_that_would_be_taken_off_are_refused(name: str, output: str) -> None:
+    with pytest.raises(DefinitionError, match=output):
         check_config("train", config_of(lambda task: kubernetes.add_pod_label(task, name, "x")))
-    with pytest.raises(DefinitionError, match=said):
+    with pytest.raises(DefinitionError, match=output):
         check_config("train", config_of(lambda task: kubernetes.add_pod_annotation(task, name, "x")))
 
 

@@ -39,7 +39,7 @@ class Counter:
 
 
 class Journal(GeneralTracker):  # type: ignore[misc]  # Accelerate has no types
-    """A tracker that appends what it hears to a file of this worker's, which it makes when it is opened."""
+    """A tracker that appends the logged values to a file of this worker, created when it is opened."""
 
     name = "journal"
     requires_logging_directory = False
@@ -63,7 +63,7 @@ class Journal(GeneralTracker):  # type: ignore[misc]  # Accelerate has no types
 
 
 def check_place(accelerator: ElasticAccelerator, job: Job) -> None:
-    """Accelerate and torch say what the job says."""
+    """Check that Accelerate, torch and the job agree."""
     assert accelerator.num_processes == PartialState().num_processes == job.world_size
     assert accelerator.process_index == PartialState().process_index == job.rank
     assert accelerator.is_main_process == accelerator.is_local_main_process == job.is_leader

@@ -1,6 +1,6 @@
 """Random delays at the places where the runtime's threads meet: what a busy machine does, more often.
 
-They found a joiner's rehearsal that ran into the state it was receiving, and a joiner that nobody let go at the end.
+They found a joiner's rehearsal that overlapped with the received state, and a joiner that was never released.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from tests.elastic_runtime.leftovers import processes_at, threads_and_sockets
 from tests.elastic_runtime.relay import Relay
 from tests.elastic_runtime.training import IN_EVALUATION, Gate, Plan, worker_main
 from tests.forked import context, preload
-from tests.patience import PATIENCE_S, until
+from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     import multiprocessing
@@ -66,7 +66,7 @@ def _doing(pid: int | None) -> str:
 
 
 class Cluster:
-    """Starts workers, tells the service of their ends, carries out its kills; checks at the end that none is left."""
+    """Starts workers, reports exits to the service, carries out its kills; checks at the end that none is left."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Cluster:
         (directory / "token").write_text("secret")
         self._target: list[str] = []
         self._lock = threading.Lock()
-        self._serving = threading.Lock()  # held while there is no coordinator to be told of an end
+        self._serving = threading.Lock()  # held while no coordinator can receive an exit
         self._serve(1)
         self.relay = Relay(lambda: self.coordinator.port) if relayed else None
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -137,7 +137,7 @@ class Cluster:
                 os.kill(process.pid, number)
 
     def hold_at(self, step: int) -> None:
-        """Nobody goes beyond this step until `let_go`."""
+        """Stop all workers at this step until `let_go`."""
         self.gate.limit.value = step
 
     def let_go(self) -> None:
@@ -177,7 +177,7 @@ class Cluster:
         """These workers end well."""
         for index in indices:
             process = self.processes[f"w{index}"]
-            process.join(PATIENCE_S)
+            process.join(TIMEOUT_S)
             assert process.exitcode == 0, f"w{index} ended with {process.exitcode}:\n{self.logs()}"
 
     def start(self, *indices: int, step: int = 5) -> None:
@@ -204,12 +204,12 @@ class Cluster:
         return others
 
     def kill_in_evaluation(self, victim: int) -> None:
-        """Once it says that it is in one."""
+        """Wait until the worker reports that it is in an evaluation."""
         until(lambda: self.gate.at[victim] == IN_EVALUATION, lambda: f"the evaluation\n{self.logs()}")
         self.kill(f"w{victim}")
 
     def restart_coordinator(self, *, away_s: float = 0.0) -> None:
-        """A new service that knows only the highest number, at another address."""
+        """Start a new service at another address, with only the highest number."""
         with self.without_coordinator():
             time.sleep(away_s)
 
@@ -231,7 +231,7 @@ class Cluster:
     def consumed(self) -> dict[int, list[int]]:
         """The samples of each applied step: those computed in the newest generation that applied it.
 
-        Who computed a share may have died, or lost its peers, before it applied the step that the others applied.
+        A worker that computed a share may have died, or lost its peers, before it applied the step that others applied.
         """
         rows = [row for path in self.directory.glob("consumed-*") for row in _newest_rows(path)]
         newest: dict[int, int] = defaultdict(int)
@@ -309,15 +309,15 @@ class Cluster:
 
     def _watch(self) -> None:
         """What a cluster does: notice each end, at once."""
-        told: set[str] = set()
+        received: set[str] = set()
         while not self._stopping:
             with self._lock:
-                sentinels = {p.sentinel: w for w, p in self.processes.items() if w not in told}
+                sentinels = {p.sentinel: w for w, p in self.processes.items() if w not in received}
             for sentinel in wait_for_any(list(sentinels), timeout=0.02):
                 worker = sentinels[sentinel]  # type: ignore[index]
                 with self._serving:
                     self.coordinator.call(partial(_tell_gone, worker))
-                told.add(worker)
+                received.add(worker)
 
     def __enter__(self) -> Self:
         if self.relay:
@@ -341,7 +341,7 @@ class Cluster:
             self._check_nothing_is_left()
 
     def _check_nothing_is_left(self) -> None:
-        """No process of a worker's (a loader's notices within seconds that its worker is gone), thread or socket."""
+        """Check that no process of a worker (a loader exits seconds after its worker), thread or socket is left."""
         until(lambda: not processes_at(self.directory), lambda: f"the end of {processes_at(self.directory)}")
         until(
             lambda: threads_and_sockets(self._ports) <= self._before,

@@ -11,7 +11,7 @@ from elastic_runtime.sharded import files
 from kfp_gpuquota.membership.tables import WorkerState
 from tests.elastic_runtime.harness import JOB
 from tests.elastic_runtime.histories import MOST_AT_ONCE
-from tests.patience import PATIENCE_S, until
+from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,7 +26,7 @@ LAST_HELD_STEP = 42
 
 
 class Play:
-    """A history in a real cluster. Workers are named by their place among those wanted, or (who is lost) in the
+    """A history in a real cluster. Workers are named by their index among the wanted ones, or (lost ones) in the
     generation in force; numbers beyond begin anew at 0.
 
     One healthy worker that holds the state stays: what is trained must not be lost, or nothing would be tested.
@@ -37,7 +37,7 @@ class Play:
         self.wanted: list[int] = []
         self.killed: set[str] = set()
         self.risky: set[str] = set()
-        """They may be taken for lost: nothing is heard of them, or their connections broke just when a peer died."""
+        """These workers may be treated as lost: they are silent, or their connections broke when a peer died."""
         self._fresh = 0
         self._step = 3
 
@@ -57,11 +57,11 @@ class Play:
     def end(self) -> None:
         """Nothing more happens; all end in their own time, and as they should.
 
-        The network is whole again, if slow: who ends says so for a few seconds only.
+        The network is complete again, if slow: an exiting worker reports it for a few seconds only.
         """
         self._relay.heal()
         self.cluster.let_go()
-        until(self._all_have_ended, self.cluster.logs, patience_s=2 * PATIENCE_S)
+        until(self._all_have_ended, self.cluster.logs, timeout_s=2 * TIMEOUT_S)
         for worker, process in self.cluster.processes.items():
             ended = process.exitcode
             expected = ended == -signal.SIGKILL if worker in self.killed else ended == 0
@@ -84,7 +84,7 @@ class Play:
     # What the cluster wants
 
     def grow(self, count: int) -> None:
-        """New workers."""
+        """Add new workers to the target."""
         for _ in range(min(count, MOST_AT_ONCE - len(self.wanted))):
             self._hire()
         self._tell()
@@ -107,7 +107,7 @@ class Play:
         self._tell()
         self._hold_after(3)
         try:
-            until(lambda: not self._running(), patience_s=5)
+            until(lambda: not self._running(), timeout_s=5)
         except TimeoutError:
             self.wanted = before
         self.grow(2)
@@ -148,14 +148,14 @@ class Play:
         self._tell()
         self._hold_after(1)
         with contextlib.suppress(TimeoutError):  # it may not come so far: then it dies where it is
-            until(lambda: self._stage(newest) >= stage, newest, patience_s=3)
+            until(lambda: self._stage(newest) >= stage, newest, timeout_s=3)
         self.cluster.kill(newest)
         self._bury([newest])
 
     # The network between workers and coordinator
 
     def cut(self, *places: int) -> None:
-        """Resets."""
+        """Reset all connections of these workers."""
         self._relay.cut({self._risk(place) for place in places})
 
     def tear(self, *places: int) -> None:
@@ -207,7 +207,7 @@ class Play:
         return not self._running()
 
     def _drop_the_ended(self) -> None:
-        """As a cluster does: who has ended is not wanted, and in place of the last one another is."""
+        """Set the target as a cluster does: without ended workers, and with a replacement of the last one."""
         running = self._running()
         alive = [index for index in self.wanted if f"w{index}" in running]
         if alive != self.wanted:
@@ -223,7 +223,7 @@ class Play:
         return worker
 
     def _victims(self, places: Iterable[int]) -> list[str]:
-        """Who is at these places of the generation in force; less, where no healthy worker would stay."""
+        """Return the workers at these ranks of the generation in force; fewer if no healthy worker would stay."""
         members = self.cluster.commits[-1].members
         running = self._running()
         safe = [w for w in members if w in running and int(w[1:]) in self.wanted and w not in self.risky | self.killed]

@@ -90,7 +90,7 @@ class Lane:
 
 
 class Relay:
-    """`with Relay(port) as relay:` where `port()` says where the coordinator listens now. One lane for each worker."""
+    """`with Relay(port) as relay:` where `port()` returns the coordinator's current port. One lane per worker."""
 
     def __init__(self, coordinator_port: Callable[[], int]) -> None:
         self._coordinator_port = coordinator_port
@@ -104,7 +104,7 @@ class Relay:
         return self._run(self._open(worker))
 
     def slow(self, workers: Iterable[str], delay_s: float) -> None:
-        """From now on every piece of what they and the coordinator say takes so long, one after another."""
+        """Delay every message between these workers and the coordinator from now on, one after another."""
 
         def delay(lane: Lane) -> None:
             lane.delay_s = delay_s
@@ -120,7 +120,7 @@ class Relay:
         self._do(workers, Lane.cut)
 
     def tear(self, workers: Iterable[str]) -> None:
-        """What each of them or the coordinator says next comes half, and then an orderly end."""
+        """Cut the next message of each of them or of the coordinator in half, then close in an orderly way."""
 
         def tear(lane: Lane) -> None:
             lane.torn = True
@@ -128,7 +128,7 @@ class Relay:
         self._do(workers, tear)
 
     def heal(self) -> None:
-        """Nobody is held any more."""
+        """Release all held connections."""
         self._do(self._lanes, Lane.heal)
 
     def _do(self, workers: Iterable[str], action: Callable[[Lane], None]) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 WIDTH = 50  # divided by no number of workers here
-AT_CLIPPING = IN_THE_MIDDLE = 1 << 20  # where a worker says that it is, in place of a step
+AT_CLIPPING = IN_THE_MIDDLE = 1 << 20  # reported by a worker instead of a step
 
 
 class Model(nn.Module):
@@ -84,18 +84,18 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
 
 @dataclass(frozen=True)
 class Clip:
-    """How the loop clips. `stops`: at this step, worker `who` stands still where the others have begun to."""
+    """How the loop clips. `stops`: at this step, worker `victim` stops after the others have begun to."""
 
     max_norm: float = 0.5
     norm_type: float = 2.0
     compared: bool = False
     stops: int = -1
-    who: int = 1
+    victim: int = 1
 
     def __call__(self, job: Any, index: int, model: nn.Module, gate: Gate | None) -> None:
         if gate and job.applied and job.step == self.stops:
             gate.at[index] = AT_CLIPPING
-            if index == self.who:
+            if index == self.victim:
                 stand_still(gate, index)
         if not self.compared:
             job.clip_grad_norm_(model.parameters(), self.max_norm, self.norm_type)

@@ -406,7 +406,7 @@ def test_a_state_that_is_saved_at_an_epochs_end_goes_on_with_the_next_one(tmp_pa
 
 
 def test_states_are_numbered_on_from_those_that_are_there(tmp_path: Path) -> None:
-    """Whoever joined, or goes on from the job's checkpoint, has saved none of them itself."""
+    """A worker that joined, or resumed from the job's checkpoint, has saved none of them itself."""
     for _run in range(2):
         forget_accelerate()
         project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=3)
@@ -475,26 +475,26 @@ def test_a_scheduler_that_is_only_registered_is_the_jobs_too() -> None:
 
 
 class Kept(GeneralTracker):  # type: ignore[misc]  # Accelerate has no types
-    """A tracker that keeps what it hears."""
+    """A tracker that stores the logged values."""
 
     name = "kept"
     requires_logging_directory = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[Any] = []
+        self.logged: list[Any] = []
 
     @property
     def tracker(self) -> list[Any]:
-        return self.heard
+        return self.logged
 
     @on_main_process  # type: ignore[untyped-decorator]
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.heard.append(values)
+        self.logged.append(values)
 
     @on_main_process  # type: ignore[untyped-decorator]
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.heard.append((step, values))
+        self.logged.append((step, values))
 
 
 def test_what_is_logged_reaches_trackers_and_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +511,7 @@ def test_what_is_logged_reaches_trackers_and_the_report(tmp_path: Path, monkeypa
             optimizer.zero_grad()
             accelerator.log({"loss": 0.5, "note": "none"}, step=3)
     accelerator.end_training()
-    assert tracker.heard == [{"lr": 0.1}, (3, {"loss": 0.5, "note": "none"})]
+    assert tracker.logged == [{"lr": 0.1}, (3, {"loss": 0.5, "note": "none"})]
     rows = [json.loads(line) for line in (tmp_path / "report").read_text().splitlines()]
     assert [row["loss"] for row in rows if row["event"] == "metrics"] == [0.5]
 

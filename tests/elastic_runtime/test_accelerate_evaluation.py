@@ -134,7 +134,7 @@ def check_evaluations(directory: Path, alone: list[dict[str, Any]], *indices: in
 def test_nothing_is_lost_with_a_worker(
     tmp_path: Path, alone: tuple[dict[str, Any], list[dict[str, Any]]], victim: int, place: str, step: int
 ) -> None:
-    """Killed in an evaluation that all share, in one of its own, or beside a step, where rank 0 goes first."""
+    """The worker is killed in a shared evaluation, in its own, or between steps, where rank 0 proceeds first."""
     plan = replace(Plan(), body=evaluating, options={"victim": victim, "place": place, "step": step})
     with Cluster(tmp_path, plan) as cluster:
         others = cluster.lose_in_evaluation(victim)

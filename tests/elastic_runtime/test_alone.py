@@ -182,8 +182,8 @@ def test_backward_is_called_exactly_once_in_an_iteration() -> None:
 
 def test_rank_0_is_told_once_the_loop_begins_and_a_mean_over_workers_is_a_number() -> None:
     job, model, optimizer, loader = prepared()
-    told: list[int] = []
-    job.on_leader(lambda: told.append(job.rank))
+    received: list[int] = []
+    job.on_leader(lambda: received.append(job.rank))
     assert job.is_leader
     for _epoch in job.epochs(2):
         for x, _y, _i in loader:
@@ -191,7 +191,7 @@ def test_rank_0_is_told_once_the_loop_begins_and_a_mean_over_workers_is_a_number
             optimizer.step()
             optimizer.zero_grad()
         assert job.mean(torch.tensor(3.0), weight=2.0) == 3.0
-    assert told == [0]
+    assert received == [0]
 
 
 def test_keywords_of_backward_are_torchs_own() -> None:

@@ -114,9 +114,9 @@ def test_whole_weights_are_added_up_exactly(weights: list[int]) -> None:
 class Hungry(nn.Linear):
     """Has memory for so many samples, in its forward or its backward pass."""
 
-    def __init__(self, room: int, where: str) -> None:
+    def __init__(self, capacity: int, where: str) -> None:
         super().__init__(12, 3)
-        self.room, self.where, self.failures = room, where, 0
+        self.capacity, self.where, self.failures = capacity, where, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = super().forward(x)
@@ -127,15 +127,15 @@ class Hungry(nn.Linear):
         return y
 
     def check(self, size: int) -> None:
-        if size > self.room:
+        if size > self.capacity:
             self.failures += 1
             raise torch.OutOfMemoryError(f"{size} samples")
 
 
-def train_hungry(room: int, where: str) -> tuple[dict[str, torch.Tensor], list[int], Hungry]:
+def train_hungry(capacity: int, where: str) -> tuple[dict[str, torch.Tensor], list[int], Hungry]:
     torch.manual_seed(0)
     job = elastic_runtime.init(global_batch_size=16, max_batch_per_gpu="auto")
-    model, sizes = Hungry(room, where), []
+    model, sizes = Hungry(capacity, where), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, loader = job.prepare(model, optimizer, DataLoader(DATA, batch_size=16))
     for _epoch in job.epochs(2):
@@ -165,7 +165,7 @@ def test_one_sample_that_does_not_fit_ends_the_training() -> None:
 
 
 def test_a_worker_without_memory_makes_the_others_wait_not_end(tmp_path: Path) -> None:
-    plan = Plan(epochs=1, max_batch=None, rooms=(100, 3, 100))
+    plan = Plan(epochs=1, max_batch=None, capacities=(100, 3, 100))
     with Cluster(tmp_path, plan) as cluster:
         cluster.target(0, 1, 2)
         cluster.wait_for_end(0, 1, 2)
@@ -173,7 +173,7 @@ def test_a_worker_without_memory_makes_the_others_wait_not_end(tmp_path: Path) -
         assert {(row["samples"], row["max_batch"]) for row in rows if row["event"] == "out_of_memory"} == {(5, 2)}
         alone = tmp_path / "alone"
         alone.mkdir()
-        train(replace(plan, rooms=()), 0, alone, None)
+        train(replace(plan, capacities=()), 0, alone, None)
         cluster.check_result(torch.load(alone / "final-0.pt"))
 
 
@@ -198,11 +198,11 @@ def test_a_job_whose_batch_follows_its_size_trains_each_sample_once(tmp_path: Pa
         cluster.hold_at(5)
         cluster.target(0)
         cluster.wait_until_at(5, 0)
-        for newcomer, step in ((1, 7), (2, 9)):
-            cluster.target(*range(newcomer + 1))
-            cluster.wait_until_prepared(*range(newcomer + 1))
+        for joiner, step in ((1, 7), (2, 9)):
+            cluster.target(*range(joiner + 1))
+            cluster.wait_until_prepared(*range(joiner + 1))
             cluster.hold_at(step)
-            cluster.wait_until_at(step, *range(newcomer + 1))
+            cluster.wait_until_at(step, *range(joiner + 1))
         cluster.kill("w0")
         cluster.let_go()
         cluster.wait_for_end(1, 2)

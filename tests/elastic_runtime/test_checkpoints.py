@@ -24,7 +24,7 @@ from elastic_runtime.sharded import files
 from elastic_runtime.state import checkpoint
 from elastic_runtime.state.checkpoint_schedule import Keeper
 from tests.elastic_runtime.training import Plan, train
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
@@ -73,11 +73,11 @@ def test_a_writer_killed_at_any_instant_leaves_a_whole_newest_one(tmp_path: Path
     )
     writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
-    said = [int(writer.stdout.readline()) for _ in range(5)][-1]
+    output = [int(writer.stdout.readline()) for _ in range(5)][-1]
     writer.kill()
     writer.wait()
     step, state = files.load_newest(str(tmp_path)) or (0, {})
-    assert step >= said
+    assert step >= output
     assert state["w"].unique().tolist() == [float(step)]
 
 
@@ -107,7 +107,7 @@ def test_intervals_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
 
 def test_what_a_killed_writer_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-000000000003.partial-4711").write_bytes(b"half")
-    (tmp_path / "checkpoint-000000000009.partial-4712").write_bytes(b"somebody is at it")
+    (tmp_path / "checkpoint-000000000009.partial-4712").write_bytes(b"being written")
     path = checkpoint.save(str(tmp_path), 5, {"step": 5})
     assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, "checkpoint-000000000009.partial-4712"]
 

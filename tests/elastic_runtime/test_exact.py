@@ -58,11 +58,11 @@ def test_a_job_of_any_size_gets_the_bits_of_one_worker(tmp_path: Path, undisturb
 def test_growing_shrinking_and_losing_workers_change_no_bit(tmp_path: Path, undisturbed: str) -> None:
     with Cluster(tmp_path, PLAN) as cluster:
         cluster.start(0, 1)
-        for newcomer, step in ((2, 8), (3, 11), (4, 14)):
-            cluster.target(*range(newcomer + 1))
-            cluster.wait_until_prepared(*range(newcomer + 1))
+        for joiner, step in ((2, 8), (3, 11), (4, 14)):
+            cluster.target(*range(joiner + 1))
+            cluster.wait_until_prepared(*range(joiner + 1))
             cluster.hold_at(step)
-            cluster.wait_until_at(step, *range(newcomer + 1))
+            cluster.wait_until_at(step, *range(joiner + 1))
         cluster.kill("w0")
         cluster.kill("w3")
         cluster.hold_at(18)

@@ -1,4 +1,4 @@
-"""Bad input and faults around a training: each ends with a sentence that says what to do, or changes nothing."""
+"""Bad input and faults around a training: each ends with a message that names the remedy, or changes nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.elastic_runtime.harness import JOB, Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, build, train, trained_alone, worker_main
 from tests.forked import context
 from tests.membership.test_service import Recorder
-from tests.patience import PATIENCE_S, until
+from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,11 +105,11 @@ def test_a_joiner_whose_state_cannot_be_pickled_ends_and_names_it_and_the_others
         cluster.start(0, 1)
         cluster.plan = Plan(body=train_with_a_lock)
         cluster.target(0, 1, 2)
-        cluster.processes["w2"].join(PATIENCE_S)
+        cluster.processes["w2"].join(TIMEOUT_S)
         assert cluster.processes["w2"].exitcode == 2
-        said = (tmp_path / "log-2").read_text()
-        assert "StateError: the training state cannot be saved: ['parts']['track:counter']['lock']: cannot" in said
-        assert "keep open files, locks and lambdas out of state_dict()" in said
+        output = (tmp_path / "log-2").read_text()
+        assert "StateError: the training state cannot be saved: ['parts']['track:counter']['lock']: cannot" in output
+        assert "keep open files, locks and lambdas out of state_dict()" in output
         cluster.plan = plan
         cluster.let_go()
         cluster.wait_for_end(0, 1)
@@ -121,7 +121,7 @@ def test_a_joiner_whose_state_cannot_be_pickled_ends_and_names_it_and_the_others
 
 @contextlib.contextmanager
 def read_only(directory: Path) -> Iterator[Path]:
-    """The directory as nobody may write to it; for root, whom permissions do not bind, by a mount, or by /proc."""
+    """The directory, not writable; for root, to whom permissions do not apply, by a mount, or by /proc."""
     if os.geteuid():
         directory.chmod(0o555)
         yield directory
@@ -221,9 +221,9 @@ def test_a_wall_clock_that_jumps_by_hours_disturbs_neither_training_nor_checkpoi
         try:
             jump_at_each_pause(tmp_path)
             for worker in workers:
-                said = worker.communicate(timeout=PATIENCE_S)[0]
-                assert worker.returncode == 0, said
-                assert "recovering" not in said
+                output = worker.communicate(timeout=TIMEOUT_S)[0]
+                assert worker.returncode == 0, output
+                assert "recovering" not in output
         finally:
             for worker in workers:
                 worker.kill()
@@ -310,8 +310,8 @@ class Doorman:
         """Seconds from each connection, answered or not, to the one after it."""
         return [
             later - at
-            for (at, said), (later, _) in zip(self.came, self.came[1:], strict=False)
-            if said is after_an_answer
+            for (at, output), (later, _) in zip(self.came, self.came[1:], strict=False)
+            if output is after_an_answer
         ]
 
     def __enter__(self) -> Self:
@@ -321,7 +321,7 @@ class Doorman:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
 
 
 def test_a_failed_send_on_an_old_connection_leaves_the_new_one_open() -> None:
@@ -389,11 +389,11 @@ def test_a_second_process_with_the_same_worker_id_is_refused_and_the_first_goes_
         }
         double = context.Process(target=worker_main, args=(plan, 9, str(tmp_path), environment, cluster.gate))
         double.start()
-        double.join(PATIENCE_S)
+        double.join(TIMEOUT_S)
         assert double.exitcode == 1, cluster.logs()
-        said = (tmp_path / "log-9").read_text()
-        assert "CoordinatorError: worker 'w0': the coordinator answered 409: another process runs as worker" in said
-        assert "a worker's id is used once" in said
+        output = (tmp_path / "log-9").read_text()
+        assert "CoordinatorError: worker 'w0': the coordinator answered 409: another process runs as worker" in output
+        assert "a worker's id is used once" in output
         cluster.let_go()
         cluster.wait_for_end(0, 1)
         assert len(cluster.commits[-1].members) == 2
@@ -471,8 +471,8 @@ def test_training_goes_on_while_the_coordinator_answers_seconds_late_and_the_res
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The environment of a worker whose coordinator is away."""
+def worker_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of a worker whose coordinator is unavailable."""
     (tmp_path / "token").write_text("secret")
     monkeypatch.setenv("ELASTIC_COORDINATOR", "http://127.0.0.1:9/v1/membership/job")
     monkeypatch.setenv("ELASTIC_TOKEN_FILE", str(tmp_path / "token"))
@@ -492,18 +492,18 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         "http://h:99999",
     ],
 )
-def test_an_address_that_is_none_is_refused_at_once(told: pytest.MonkeyPatch, address: str) -> None:
-    told.setenv("ELASTIC_COORDINATOR", address)
+def test_an_address_that_is_none_is_refused_at_once(worker_env: pytest.MonkeyPatch, address: str) -> None:
+    worker_env.setenv("ELASTIC_COORDINATOR", address)
     with pytest.raises(SettingsError) as refusal:
         elastic_runtime.init()
     assert f"ELASTIC_COORDINATOR is {address!r}, but it must be http(s)://HOST:PORT/PATH" in str(refusal.value)
 
 
-def test_a_token_file_that_is_not_there_is_refused_at_once(told: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_token_file_that_is_not_there_is_refused_at_once(worker_env: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "token").unlink()
     (tmp_path / "address").write_text("http://127.0.0.1:9/v1/membership/job")
     for address in ("http://127.0.0.1:9/v1/membership/job", f"@{tmp_path}/address"):
-        told.setenv("ELASTIC_COORDINATOR", address)
+        worker_env.setenv("ELASTIC_COORDINATOR", address)
         with pytest.raises(
             SettingsError, match=f"ELASTIC_TOKEN_FILE names the file '{tmp_path}/token', which cannot be"
         ):
@@ -511,44 +511,48 @@ def test_a_token_file_that_is_not_there_is_refused_at_once(told: pytest.MonkeyPa
 
 
 def test_a_worker_may_start_before_its_coordinators_address_and_token_are_there(
-    told: pytest.MonkeyPatch, tmp_path: Path
+    worker_env: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told.setenv("ELASTIC_COORDINATOR", f"@{tmp_path}/address")
+    worker_env.setenv("ELASTIC_COORDINATOR", f"@{tmp_path}/address")
     (tmp_path / "token").unlink()
     environment = Environment.read()
-    heard = threading.Event()
-    worker = Coordinator(environment, lambda _: heard.set(), lambda: [{"event": "WorkerJoined", "worker": "w0"}], print)
+    ordered = threading.Event()
+    worker = Coordinator(
+        environment, lambda _: ordered.set(), lambda: [{"event": "WorkerJoined", "worker": "w0"}], print
+    )
     worker.start()
     with StandaloneCoordinator(Recorder()) as coordinator:
         coordinator.call(lambda service: service.open(JOB, "secret"))
         coordinator.call(lambda service: service.set_target(JOB, ["w0"]))
         (tmp_path / "token").write_text("secret")
         (tmp_path / "address").write_text(coordinator.url(JOB))
-        until(heard.is_set, "an order")
+        until(ordered.is_set, "an order")
         worker.close()
 
 
-def test_a_worker_that_was_accepted_outlives_a_change_of_its_token(told: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_that_was_accepted_outlives_a_change_of_its_token(
+    worker_env: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with StandaloneCoordinator(Recorder()) as coordinator:
         coordinator.call(lambda service: service.open(JOB, "secret"))
         (tmp_path / "token").write_text("secret")
-        told.setenv("ELASTIC_COORDINATOR", coordinator.url(JOB))
-        heard, refused = threading.Event(), threading.Event()
+        worker_env.setenv("ELASTIC_COORDINATOR", coordinator.url(JOB))
+        ordered, refused = threading.Event(), threading.Event()
         joined = [{"event": "WorkerJoined", "worker": "w0"}]
-        worker = Coordinator(Environment.read(), lambda _: heard.set(), lambda: joined, lambda _: refused.set())
+        worker = Coordinator(Environment.read(), lambda _: ordered.set(), lambda: joined, lambda _: refused.set())
         worker.start()
-        until(heard.is_set, "an order")
+        until(ordered.is_set, "an order")
         coordinator.call(lambda service: service.open(JOB, "another"))  # as after the loss of the key
         until(lambda: "401" in worker._away.why, "a refusal")
-        heard.clear()
+        ordered.clear()
         (tmp_path / "token").write_text("another")  # a kubelet follows the Secret
-        until(heard.is_set, "an order")
+        until(ordered.is_set, "an order")
         assert not refused.is_set()
         worker.close()
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "output"),
     [
         ({}, "ELASTIC_COORDINATOR names the file '{}/address', which cannot be read: No such file"),
         ({"address": "soon"}, "ELASTIC_COORDINATOR is '@{}/address', a file that holds 'soon', but it must be http"),
@@ -556,17 +560,17 @@ def test_a_worker_that_was_accepted_outlives_a_change_of_its_token(told: pytest.
     ids=["no file", "no address in it"],
 )
 def test_what_keeps_a_worker_waiting_is_said_with_the_variables_name(
-    told: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, files: dict[str, str], said: str
+    worker_env: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, files: dict[str, str], output: str
 ) -> None:
-    told.setattr(coordinator_module, "WARN_AFTER_S", 0.1)
-    told.setenv("ELASTIC_COORDINATOR", f"@{tmp_path}/address")
+    worker_env.setattr(coordinator_module, "WARN_AFTER_S", 0.1)
+    worker_env.setenv("ELASTIC_COORDINATOR", f"@{tmp_path}/address")
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     worker = Coordinator(Environment.read(), lambda _: None, list, print)
     worker.start()
     try:
         until(lambda: caplog.records, "a warning")
-        assert said.format(tmp_path) in caplog.records[0].getMessage()
+        assert output.format(tmp_path) in caplog.records[0].getMessage()
     finally:
         worker.close(timeout_s=0.1)
     until(lambda: not worker._reader.is_alive() and not worker._writer.is_alive(), "the end of its threads")

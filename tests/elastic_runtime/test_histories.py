@@ -4,7 +4,7 @@ Hypothesis draws them, the same one for a seed each time. A failing test prints 
 
     ELASTIC_HISTORY='exact | grow:1 kill:0 run:4' pytest tests/elastic_runtime/test_histories.py
 
-plays that one (play.py says what the words mean). `ELASTIC_SEEDS=17`, a list or a range (`0:200`, as `make soak`
+plays that one (play.py defines the words). `ELASTIC_SEEDS=17`, a list or a range (`0:200`, as `make soak`
 does) draws and plays those of other seeds, and every third of them also for a sharded training. Looking for a simpler
 history that fails as well takes minutes, because each takes seconds: it is done with `ELASTIC_SHRINK=1`.
 """
@@ -105,7 +105,7 @@ def test_any_history_ends_with_the_undisturbed_model(
     @settings(max_examples=1, phases=PHASES, database=None, suppress_health_check=list(HealthCheck))
     @given(drawn)
     def check(history: History) -> None:
-        """Once: hypothesis tries a failure again, and if that was a matter of timing would take it for its own."""
+        """Run a history once: hypothesis would repeat a failure, and report a timing-dependent one as its own error."""
         if history not in outcomes:
             outcomes[history] = outcome(history)
         if error := outcomes[history]:

@@ -88,12 +88,12 @@ def test_an_error_of_the_script_while_it_leaves_is_told() -> None:
 def test_a_loader_process_ends_with_its_killed_worker(tmp_path: Path, what: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(what)
-    reader, writer = os.pipe()  # at its end when the last process has gone that could write to it
+    reader, writer = os.pipe()  # at its end when the last process that could write to it has exited
     worker = subprocess.Popen([sys.executable, str(script)], stdout=writer)
     os.close(writer)
     assert worker.wait(60) == -signal.SIGKILL
-    with os.fdopen(reader) as said:
-        assert said.read() == ""
+    with os.fdopen(reader) as output:
+        assert output.read() == ""
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:

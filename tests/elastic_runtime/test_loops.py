@@ -114,13 +114,13 @@ def test_steps_go_on_over_epochs_and_stop_in_the_middle_of_one() -> None:
 def test_callbacks_hear_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(tmp_path))
     job, model = small(global_batch_size=25, checkpoint_every_s=1e-9)
-    heard: list[dict[str, Any]] = []
-    job.on_checkpoint(heard.append)
+    events: list[dict[str, Any]] = []
+    job.on_checkpoint(events.append)
     job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, batch_size=25))
     for x, _y, _i in job.steps(2):
         job.backward(model(x).mean())
-    assert heard
-    assert heard[0]["step"] == 1
+    assert events
+    assert events[0]["step"] == 1
 
 
 def test_what_is_tracked_is_said_before_the_loop() -> None:
@@ -142,7 +142,7 @@ def test_every_optimizer_is_rehearsed() -> None:
 
 
 class Notes:
-    """What the cluster hears."""
+    """The reports to the cluster."""
 
     def __init__(self) -> None:
         self.finished: list[int] = []
@@ -214,11 +214,11 @@ def test_a_memory_limit_is_followed_between_two_steps_with_the_same_global_batch
     monkeypatch.setenv("ELASTIC_SIMULATED_DEVICES", str(device))
     monkeypatch.setenv("ELASTIC_MEMORY_DIR", str(mailbox))
 
-    def tell(mib: int) -> None:
+    def set_limit(mib: int) -> None:
         (mailbox / "new").write_text(json.dumps({"limit_mib": mib}))
         (mailbox / "new").rename(mailbox / "limit.json")
 
-    tell(800)
+    set_limit(800)
     job, model = small(global_batch_size=10, max_batch_per_gpu=8)
     job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, batch_size=10))
     sizes: dict[int, list[int]] = {}
@@ -227,9 +227,9 @@ def test_a_memory_limit_is_followed_between_two_steps_with_the_same_global_batch
         sizes.setdefault(job.step, []).append(len(x))
         held[job.step] = sum(int(p.read_text()) for p in (device / "processes").glob("*-*"))
         if job.step == 3:
-            tell(250)
+            set_limit(250)
         if job.step == 7:
-            tell(800)
+            set_limit(800)
         job.backward(model(x).mean())
         model.zero_grad()
     assert [sizes[k] for k in (3, 4, 7, 8)] == [[5, 5], [1] * 10, [1] * 10, [5, 5]]

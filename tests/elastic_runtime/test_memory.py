@@ -44,12 +44,12 @@ class Allocator:
         self.peak_mib = max(self.used_mib, mib)
 
 
-def tell(directory: Path, mib: int) -> None:
+def set_limit(directory: Path, mib: int) -> None:
     (directory / "new").write_text(json.dumps({"limit_mib": mib}))
     (directory / "new").rename(directory / "limit.json")
 
 
-def said(directory: Path) -> dict[str, int | None]:
+def output(directory: Path) -> dict[str, int | None]:
     found: dict[str, int | None] = json.loads((directory / "usage.json").read_text())
     return found
 
@@ -61,51 +61,51 @@ def steps(follower: MemoryFollower, device: Allocator, mib: int, count: int = LO
 
 
 def test_what_steps_do_not_need_is_left_to_others_once_they_have_shown_it(tmp_path: Path) -> None:
-    tell(tmp_path, 1000)
+    set_limit(tmp_path, 1000)
     device = Allocator()
     follower = MemoryFollower(str(tmp_path), MicroBatchLimit(8), device)
     follower.follow()
     steps(follower, device, 400, LOOK_EVERY_STEPS - 1)
-    assert said(tmp_path) == {"follows_mib": 1000, "wanted_mib": None}, "too early to know"
+    assert output(tmp_path) == {"follows_mib": 1000, "wanted_mib": None}, "too early for a measurement"
     steps(follower, device, 400, 1)
-    assert said(tmp_path) == {"follows_mib": 1000, "wanted_mib": 450}
-    tell(tmp_path, 450)
+    assert output(tmp_path) == {"follows_mib": 1000, "wanted_mib": 450}
+    set_limit(tmp_path, 450)
     steps(follower, device, 400, 3 * LOOK_EVERY_STEPS)
-    assert said(tmp_path) == {"follows_mib": 450, "wanted_mib": 450}, "it stays so"
+    assert output(tmp_path) == {"follows_mib": 450, "wanted_mib": 450}, "it stays so"
 
 
 def test_one_that_needs_nearly_all_wants_all(tmp_path: Path) -> None:
-    tell(tmp_path, 1000)
+    set_limit(tmp_path, 1000)
     device = Allocator()
     follower = MemoryFollower(str(tmp_path), MicroBatchLimit(8), device)
     follower.follow()
     steps(follower, device, 850, 2 * LOOK_EVERY_STEPS)
-    assert said(tmp_path)["wanted_mib"] is None
+    assert output(tmp_path)["wanted_mib"] is None
 
 
 def test_it_wants_more_before_it_is_at_the_end_of_what_it_has(tmp_path: Path) -> None:
-    tell(tmp_path, 1000)
+    set_limit(tmp_path, 1000)
     device = Allocator()
     follower = MemoryFollower(str(tmp_path), MicroBatchLimit(8), device)
     follower.follow()
     steps(follower, device, 400)
-    tell(tmp_path, 450)
+    set_limit(tmp_path, 450)
     steps(follower, device, 444, 2 * LOOK_EVERY_STEPS)
-    assert said(tmp_path) == {"follows_mib": 450, "wanted_mib": 499}
+    assert output(tmp_path) == {"follows_mib": 450, "wanted_mib": 499}
 
 
 def test_while_it_is_made_smaller_by_others_it_wants_all_that_it_may(tmp_path: Path) -> None:
-    tell(tmp_path, 1000)
+    set_limit(tmp_path, 1000)
     device, limit = Allocator(), MicroBatchLimit(8)
     follower = MemoryFollower(str(tmp_path), limit, device)
     follower.follow()
     steps(follower, device, 400)
     limit.note(8)
-    tell(tmp_path, 200)
+    set_limit(tmp_path, 200)
     follower.follow()
     steps(follower, device, 150, 2 * LOOK_EVERY_STEPS)
     assert not limit.whole
-    assert said(tmp_path) == {"follows_mib": 200, "wanted_mib": None}
+    assert output(tmp_path) == {"follows_mib": 200, "wanted_mib": None}
 
 
 def test_an_iteration_that_does_not_fit_into_what_it_left_itself_is_repeated_whole_when_the_rest_is_back(
@@ -114,14 +114,14 @@ def test_an_iteration_that_does_not_fit_into_what_it_left_itself_is_repeated_who
     device = Allocator()
     monkeypatch.setenv("ELASTIC_MEMORY_DIR", str(tmp_path))
     monkeypatch.setattr(device_memory, "device_of", lambda _variables: device)
-    tell(tmp_path, 1000)
+    set_limit(tmp_path, 1000)
     ended = threading.Event()
 
     def agent() -> None:
-        """It gives what is wanted, all that it may where nothing is said."""
+        """Grant the demand, or the whole limit if there is none."""
         while not ended.wait(0.01):
-            wanted = said(tmp_path)["wanted_mib"] if (tmp_path / "usage.json").exists() else None
-            tell(tmp_path, 1000 if wanted is None else wanted)
+            wanted = output(tmp_path)["wanted_mib"] if (tmp_path / "usage.json").exists() else None
+            set_limit(tmp_path, 1000 if wanted is None else wanted)
 
     thread = threading.Thread(target=agent)
     thread.start()

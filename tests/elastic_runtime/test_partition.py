@@ -14,7 +14,7 @@ import pytest
 
 from tests.elastic_runtime.harness import JOB, LIMITS, Cluster
 from tests.elastic_runtime.training import Gate, Plan, train, trained_alone
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from kfp_gpuquota.membership import Member, Membership

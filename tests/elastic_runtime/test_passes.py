@@ -102,7 +102,7 @@ def more_passes(job: Any, loss: torch.Tensor) -> None:
     job.backward(loss, more=True)
 
 
-def refused(error: type[Exception], says: str, compute: Callable[[Any, torch.Tensor], None], **options: Any) -> None:
+def refused(error: type[Exception], message: str, compute: Callable[[Any, torch.Tensor], None], **options: Any) -> None:
     def train() -> None:
         job, model, _optimizer, loader = prepared(**options)
         for _epoch in job.epochs(1):
@@ -110,7 +110,7 @@ def refused(error: type[Exception], says: str, compute: Callable[[Any, torch.Ten
                 compute(job, model(x).mean())
                 model.zero_grad()
 
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         train()
 
 

@@ -34,7 +34,7 @@ SAMPLED = EACH if os.environ.get("ELASTIC_REHEARSALS") == "all" else EACH[::3]
 
 
 def judge(name: str, mode: str, directory: Path) -> None:
-    """AssertionError where the rehearsal does not say of a script what the zoo says of it."""
+    """AssertionError if the rehearsal's result for a script differs from the one in the zoo."""
     script = SCRIPTS[name]
     done = rehearse(name, mode, directory)
     report = " ".join(done.stdout.split())

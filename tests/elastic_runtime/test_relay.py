@@ -1,4 +1,4 @@
-"""The network of the histories does what it is told."""
+"""The simulated network of the histories behaves as configured."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.elastic_runtime.relay import Relay
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LINE = b"what a worker says\n"
+LINE = b"a worker's message\n"
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Who listens there says everything back, to one after another."""
+    """A server that echoes everything, one connection after another."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def echo() -> None:

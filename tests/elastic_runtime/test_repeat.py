@@ -27,7 +27,7 @@ from tests.elastic_runtime.training import (
     stay_until_killed,
     trained_alone,
 )
-from tests.patience import PATIENCE_S
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,13 +122,13 @@ def test_a_collective_of_the_scripts_own_that_a_loss_breaks_off_is_told_what_to_
         cluster.start(0, 1)
         cluster.let_go()
         cluster.kill_in_evaluation(1)
-        cluster.processes["w0"].join(PATIENCE_S)
+        cluster.processes["w0"].join(TIMEOUT_S)
         assert cluster.processes["w0"].exitcode == 1
         assert "only job.all_reduce and job.all_gather are done" in (tmp_path / "log-0").read_text()
 
 
 def failing_alike(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
-    """Two workers whose shared work fails each time, though neither is lost."""
+    """Two workers with shared work that fails each time, although neither is lost."""
     torch.set_num_threads(1)
     job = elastic_runtime.init(global_batch_size=16)
     model = nn.Linear(12, 3)
@@ -155,7 +155,7 @@ def test_work_that_fails_again_and_again_though_no_worker_is_lost_ends_the_train
         cluster.start(0, 1)
         cluster.let_go()
         for worker in ("w0", "w1"):
-            cluster.processes[worker].join(PATIENCE_S)
+            cluster.processes[worker].join(TIMEOUT_S)
             assert cluster.processes[worker].exitcode == 1
         assert "step 8 5 times in a row, and none of them was lost; the last failure" in cluster.logs()
 

@@ -1,4 +1,4 @@
-"""What rank 0 tells the coordinator of its training."""
+"""Rank 0's progress reports to the coordinator."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 
 
 def test_progress_carries_the_throughput_of_the_size_the_job_has_now() -> None:
-    told: list[dict[str, Any]] = []
-    reporter = Reporter("", "worker", lambda _, **said: told.append(said), Progress(io.StringIO()))
+    received: list[dict[str, Any]] = []
+    reporter = Reporter("", "worker", lambda _, **output: received.append(output), Progress(io.StringIO()))
     reporter.progress(0, 0, None, force=True)
     for workers in (1, 1, 1, 2):
         reporter.note_step(64, workers)
         reporter.progress(1, 0, None, force=True)
-    assert [(said["workers"], said["throughput"] is not None) for said in told] == [
+    assert [(output["workers"], output["throughput"] is not None) for output in received] == [
         (None, False),
         (1, False),
         (1, True),
         (1, True),
         (2, False),
     ]
-    assert told[3]["throughput"] > 0
+    assert received[3]["throughput"] > 0
 
 
 def test_progress_says_when_the_last_checkpoint_was_captured(tmp_path: Path) -> None:
-    told: list[dict[str, Any]] = []
-    reporter = Reporter("", "worker", lambda _, **said: told.append(said), Progress(io.StringIO()))
+    received: list[dict[str, Any]] = []
+    reporter = Reporter("", "worker", lambda _, **output: received.append(output), Progress(io.StringIO()))
     reporter.progress(0, 0, None, force=True)
     Keeper(str(tmp_path), reporter, every_s=1e9, keep=1).save_now(7, dict)
     reporter.progress(7, 0, None, force=True)
     (path,) = tmp_path.glob("*.elastic")
-    assert told[0]["checkpoint_at"] is None
-    assert abs(told[1]["checkpoint_at"] - path.stat().st_mtime) < 60
+    assert received[0]["checkpoint_at"] is None
+    assert abs(received[1]["checkpoint_at"] - path.stat().st_mtime) < 60
 
 
 def test_a_worker_that_the_others_wait_for_knows_it() -> None:
@@ -79,7 +79,7 @@ def test_a_full_disk_does_not_end_the_training(caplog: pytest.LogCaptureFixture)
     reporter.metrics(1, {"loss": 0.5})
     reporter.metrics(2, {"loss": 0.5})
     assert [record.message for record in caplog.records] == [
-        "ELASTIC_REPORT_FILE cannot be written to any more ([Errno 28] No space left on device); training goes on "
+        "ELASTIC_REPORT_FILE cannot be written to any more ([Errno 28] No space left on device); training continues "
         "without it"
     ]
 

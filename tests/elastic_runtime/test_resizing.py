@@ -10,7 +10,7 @@ import torch
 
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan, train, trained_alone
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from pathlib import Path

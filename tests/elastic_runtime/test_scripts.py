@@ -28,7 +28,7 @@ import elastic_runtime
 from elastic_runtime.data.sources import Source
 from elastic_runtime.errors import LoopError, StateError, UsageError
 from tests.elastic_runtime.training import Points
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,7 +175,7 @@ def test_an_optimizer_that_was_not_prepared_is_named_when_it_steps() -> None:
 
 def test_an_optimizer_may_be_made_of_others() -> None:
     class Slow(torch.optim.Optimizer):
-        """Steps another one, which nobody else needs to know."""
+        """Step another scheduler, without effect on others."""
 
         def __init__(self, fast: torch.optim.Optimizer) -> None:
             super().__init__(fast.param_groups, {})
@@ -372,7 +372,7 @@ def test_a_notebooks_cell_that_was_interrupted_may_be_run_anew(max_batch: int | 
     assert not torch.equal(model.weight, before)
 
 
-# What is said at once
+# Errors that are raised immediately
 
 
 def test_a_state_that_cannot_be_saved_is_named_before_the_first_step(
@@ -509,7 +509,7 @@ def give_offset(_worker: int) -> None:
 def test_what_loader_processes_draw_depends_on_the_step_and_not_on_what_they_did_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that goes on at a checkpoint sees the augmentations that one without a break sees."""
+    """A run that resumes at a checkpoint has the same augmentations as an uninterrupted one."""
 
     def train(directory: Path, steps: int) -> dict[int, torch.Tensor]:
         monkeypatch.setenv("ELASTIC_CHECKPOINT_DIR", str(directory))

@@ -19,7 +19,7 @@ from elastic_runtime.membership.coordinator_client import WARN_AFTER_S, Away
 from elastic_runtime.state.join_exchange import relay
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, Record, train, trained_alone
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,7 @@ def loader_for(plan: Plan, index: int) -> DataLoader[Any]:
 
 
 class Remembered:
-    """What a script counts: the steps since the best loss so far, say."""
+    """A counter of a script, such as the steps since the best loss."""
 
     best, steps = 1e9, 0
 
@@ -49,7 +49,7 @@ class Remembered:
 
 
 def scripted(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
-    """`plan.options` says what this script does otherwise than the manual's."""
+    """Train. `plan.options` has the differences of this script from the documented one."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     asked = plan.options
@@ -96,7 +96,7 @@ def scripted(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None
 @pytest.mark.parametrize("asked", ["unfreezes", "own_generator", "warms_up"])
 def test_a_joiner_goes_on_where_the_script_has_changed_what_it_trains(tmp_path: Path, asked: str) -> None:
     """It has not seen the epoch in which layers were unfrozen; its sampler's generator is elsewhere; it has computed a
-    step before, which changes nothing. It knows what the script has counted.
+    step before, which changes nothing. It has the script's counter.
     """
     plan = Plan(body=scripted, options={asked: 5}, epochs=4)
     reference = trained_alone(scripted, plan, tmp_path / "alone")
@@ -129,10 +129,10 @@ def test_a_slow_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with Cluster(tmp_path, plan) as cluster:
         cluster.start(0, 1, 2, step=1)
         cluster.let_go()
-        told = until(lambda: next((p for p in cluster.progress if p.stragglers), None), "a straggler")
-        assert list(told.stragglers) == ["w1"]
-        assert told.stragglers["w1"] > 1.2
-        assert (told.step_ms or 0) > 20
+        received = until(lambda: next((p for p in cluster.progress if p.stragglers), None), "a straggler")
+        assert list(received.stragglers) == ["w1"]
+        assert received.stragglers["w1"] > 1.2
+        assert (received.step_ms or 0) > 20
         cluster.wait_for_end(0, 1, 2)
         rows = [json.loads(row) for row in (tmp_path / "report-0.jsonl").read_text().splitlines()]
         waited = [row["wait_ms"] for row in rows if row["event"] == "steps"]
@@ -150,7 +150,7 @@ def test_workers_at_different_steps_are_told_so(tmp_path: Path) -> None:
 
 
 def test_three_others_begin_with_the_state_of_the_first(tmp_path: Path) -> None:
-    """It goes to the second, and from both to the others."""
+    """The state is sent to the second worker, and from both to the others."""
     reference = trained_alone(train, Plan(), tmp_path / "alone")
     with Cluster(tmp_path) as cluster:
         cluster.start(0, 1, 2, 3)

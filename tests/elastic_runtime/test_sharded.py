@@ -23,7 +23,7 @@ from tests.elastic_runtime.sharded_training import (
 )
 from tests.elastic_runtime.training import Gate, Plan, trained_alone, worker_main
 from tests.forked import context
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,7 +126,7 @@ def test_an_evicted_sharded_job_saves_and_goes_on_at_another_size_and_unsharded(
 
 
 def end_in_the_middle_of_a_step(cluster: Cluster, *indices: int) -> None:
-    """All workers are told to go in a step that never ends, and killed when there is a checkpoint."""
+    """All workers must leave during a step that never ends, and are killed when there is a checkpoint."""
     cluster.target(*indices)
     cluster.wait_until_at(IN_THE_MIDDLE, *indices)
     for index in indices:

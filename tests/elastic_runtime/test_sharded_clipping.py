@@ -21,7 +21,7 @@ from tests.elastic_runtime.sharded_training import AT_CLIPPING, Clip, train
 from tests.elastic_runtime.test_sharded import undisturbed
 from tests.elastic_runtime.test_transfer import both
 from tests.elastic_runtime.training import Plan, Points
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,11 +62,11 @@ def test_a_peer_that_dies_in_the_middle_of_it_takes_all_back_to_the_checkpoint_a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_one_that_dies_in_the_middle_of_it_when_a_joiner_was_agreed_on_in_that_step_costs_what_a_loss_costs(
-    tmp_path: Path, who: int
+    tmp_path: Path, victim: int
 ) -> None:
-    body = partial(train, clip=Clip(stops=7, who=who))
+    body = partial(train, clip=Clip(stops=7, victim=victim))
     plan = Plan(body=body, epochs=2, options={"checkpoint_every_s": 1e-9})
     with Cluster(tmp_path, plan, checkpoints=True) as cluster:
         cluster.start(0, 1, step=7)
@@ -75,9 +75,9 @@ def test_one_that_dies_in_the_middle_of_it_when_a_joiner_was_agreed_on_in_that_s
         until(lambda: files.whole_ones(f"{tmp_path}/checkpoints"), "a whole checkpoint")
         cluster.let_go()
         cluster.wait_until_at(AT_CLIPPING, 0, 1)
-        cluster.kill(f"w{who}")
-        cluster.wait_for_end(1 - who, 2)
-        assert cluster.commits[-1].members == (f"w{1 - who}", "w2")
+        cluster.kill(f"w{victim}")
+        cluster.wait_for_end(1 - victim, 2)
+        assert cluster.commits[-1].members == (f"w{1 - victim}", "w2")
         (tmp_path / "alone").mkdir()
         cluster.check_result(undisturbed(plan, tmp_path / "alone"))
 

@@ -11,7 +11,7 @@ from elastic_runtime.sharded import files
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.sharded_zoo import train_zoo
 from tests.elastic_runtime.training import Plan, trained_alone
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from pathlib import Path

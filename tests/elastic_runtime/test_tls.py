@@ -14,7 +14,7 @@ from aiohttp import web
 from elastic_runtime.membership.coordinator_client import Coordinator
 from elastic_runtime.membership.environment import Environment
 from elastic_runtime.membership.rendezvous_store import CoordinatorStore
-from kfp_gpuquota.cluster.kubernetes.admission.certificates import issue, new_authority
+from kfp_gpuquota.cluster.certificates import issue, new_authority
 from kfp_gpuquota.server.membership import MembershipService
 from tests.membership.test_service import Recorder
 

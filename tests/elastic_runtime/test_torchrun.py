@@ -1,4 +1,4 @@
-"""Under torchrun as it is: fixed ranks, and after its restart the training goes on where it was."""
+"""Under unmodified torchrun: fixed ranks, and after its restart the training continues at the same step."""
 
 from __future__ import annotations
 

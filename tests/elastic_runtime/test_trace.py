@@ -25,8 +25,8 @@ def test_a_timeline_shows_who_trained_when_and_what_each_change_cost(
         {"event": "steps", "at": 107, "steps": 30, "step_ms": 24.0, "wait_ms": 12.0, "slowness": 0.6},
         {"event": "finished", "at": 110, "step": 90},
     ]
-    told = {"pause_ms": 4.25, "phases_ms": {"meet": 4.1, "state": 0.1}}
-    second = [{"event": "resize", "at": 105, **told, **both}, {"event": "left", "at": 107, "step": 60}]
+    received = {"pause_ms": 4.25, "phases_ms": {"meet": 4.1, "state": 0.1}}
+    second = [{"event": "resize", "at": 105, **received, **both}, {"event": "left", "at": 107, "step": 60}]
     for worker, rows in (("w0", first), ("w1", second)):
         lines = [json.dumps({"worker": worker, **row}) for row in rows]
         (tmp_path / worker).write_text("\n".join([*lines, '{"cut off']))

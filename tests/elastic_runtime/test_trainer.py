@@ -33,7 +33,7 @@ DATA = [{"x": x, "labels": y} for x, y in zip(POINTS.x, POINTS.y, strict=True)]
 
 
 class Small(nn.Module):
-    """Says its loss, as transformers' models do, and in what precision it computed."""
+    """Returns its loss, as transformers' models do, and records the precision of its computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Small(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.float(), labels), "logits": logits}
 
 
-class Heard(TrainerCallback):
+class RecordedEvents(TrainerCallback):
     """Which events there were, and at which step."""
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class Heard(TrainerCallback):
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("on_") and name != "on_init_end":
-            return partial(self.hear, name)
+            return partial(self.record, name)
         return super().__getattribute__(name)
 
-    def hear(self, event: str, _args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def record(self, event: str, _args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self.events.append(f"{event} {state.global_step}")
 
 
@@ -88,8 +88,8 @@ def trained(directory: Path, *callbacks: TrainerCallback, **more: Any) -> Elasti
 
 
 def test_callbacks_hear_what_trainers_own_loop_tells_them(tmp_path: Path) -> None:
-    """A step of 20 samples in two iterations; Trainer's own loop with as many steps says the same in the same order."""
-    ours, plain = Heard(), Heard()
+    """A step of 20 samples in two iterations; Trainer's own loop with as many steps emits the same events in order."""
+    ours, plain = RecordedEvents(), RecordedEvents()
     asked = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "epoch", "eval_on_start": True}
     trained(tmp_path, ours, **asked)
     given = arguments(tmp_path, gradient_accumulation_steps=2, **asked)
@@ -223,7 +223,7 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, asked: dict[str, Any], re
 
 def test_a_checkpoint_of_trainers_is_not_gone_on_with(tmp_path: Path) -> None:
     trainer = ElasticTrainer(model=Small(), args=arguments(tmp_path), train_dataset=DATA)
-    with pytest.raises(SettingsError, match="goes on at the newest checkpoint"):
+    with pytest.raises(SettingsError, match="resumes at the newest checkpoint"):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -293,7 +293,7 @@ def test_a_trainer_of_others_is_made_elastic_by_inheriting_from_both(
 
 
 def test_a_mean_over_tokens_is_logged_as_such(tmp_path: Path) -> None:
-    """Each of a step's iterations counts for its tokens: Trainer, which sees the whole step, says the same."""
+    """Each iteration of a step is weighted by its tokens: Trainer has the same result for the whole step."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = LlamaConfig(vocab_size=20, num_key_value_heads=1, **sizes)

@@ -149,5 +149,5 @@ class Streamed(IterableDataset[dict[str, Any]]):
 def test_what_nobody_knows_the_length_of_is_computed_by_each_worker(tmp_path: Path) -> None:
     trainer = ElasticTrainer(model=Small(), args=arguments(tmp_path), train_dataset=DATA, eval_dataset=Streamed())
     loader = trainer.get_eval_dataloader()
-    with shared_out(trainer, loader) as dealt:
-        assert dealt is loader
+    with shared_out(trainer, loader) as shared:
+        assert shared is loader

@@ -1,4 +1,4 @@
-"""A training by Trainer changes its size: whoever comes, or leads then, knows what Trainer and its callbacks knew."""
+"""A training by Trainer changes its size: a joined worker, or a new rank 0, has the state of Trainer and callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.elastic_runtime.training import Plan
 
 test_trainer_resizing.train(Plan(), int(os.environ["RANK"]), pathlib.Path(sys.argv[1]), None)
 """
-PATIENCE = 5  # evaluations: the training stops early at step 5 * (1 + 5)
+EVALUATIONS = 5  # evaluations: the training stops early at step 5 * (1 + 5)
 
 
 class Passing(TrainerCallback):
@@ -49,7 +49,7 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     asked: dict[str, Any] = {"lr_scheduler_type": "linear", "num_train_epochs": 50, "logging_steps": 5}
     asked |= {"eval_strategy": "steps", "eval_steps": 5, "metric_for_best_model": "loss", "greater_is_better": False}
     asked |= {"save_strategy": "steps", "save_steps": 10, "disable_tqdm": False}
-    stopping = EarlyStoppingCallback(early_stopping_patience=PATIENCE, early_stopping_threshold=10.0)
+    stopping = EarlyStoppingCallback(early_stopping_patience=EVALUATIONS, early_stopping_threshold=10.0)
     trainer = ElasticTrainer(
         model=Small(),
         args=arguments(directory / "saved", **asked),
@@ -62,7 +62,7 @@ def train(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     trainer.save_model(str(directory / f"model-{index}"))
     history = [row for row in trainer.state.log_history if "eval_loss" in row]
     found = {"step": trainer.job.position.step, "rank": trainer.job.rank, "leads": trainer.is_world_process_zero()}
-    (directory / f"told-{index}.json").write_text(
+    (directory / f"report-{index}.json").write_text(
         json.dumps(
             {**found, "evaluated": [row["step"] for row in history], "losses": [r["eval_loss"] for r in history]}
         )
@@ -86,12 +86,12 @@ def test_it_stops_early_at_the_same_step_on_all_whoever_came_and_was_lost(
         cluster.kill("w0")
         cluster.let_go()
         cluster.wait_for_end(1, 2)
-    told = {index: json.loads((tmp_path / f"told-{index}.json").read_text()) for index in (1, 2)}
-    for found in told.values():
-        assert found["step"] == alone["step"] == 5 * (1 + PATIENCE)
+    received = {index: json.loads((tmp_path / f"report-{index}.json").read_text()) for index in (1, 2)}
+    for found in received.values():
+        assert found["step"] == alone["step"] == 5 * (1 + EVALUATIONS)
         assert found["evaluated"] == [5, 10, 15, 20, 25, 30]
         assert found["leads"] == (found["rank"] == 0)
-    assert told[1]["losses"] == told[2]["losses"]
+    assert received[1]["losses"] == received[2]["losses"]
     assert (tmp_path / "model-1").exists()
     assert not (tmp_path / "model-2").exists()
     assert sorted(folder.name for folder in (tmp_path / "saved").iterdir()) == [
@@ -114,9 +114,9 @@ def test_patience_goes_on_from_the_jobs_checkpoint(tmp_path: Path, alone: dict[s
         cluster.wait_for_end(0, 1)
         cluster.target(2)
         cluster.wait_for_end(2)
-    told = json.loads((tmp_path / "told-2.json").read_text())
-    assert told["step"] == alone["step"]
-    assert told["evaluated"] == [5, 10, 15, 20, 25, 30]
+    received = json.loads((tmp_path / "report-2.json").read_text())
+    assert received["step"] == alone["step"]
+    assert received["evaluated"] == [5, 10, 15, 20, 25, 30]
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_under_torchrun_the_ranks_are_the_jobs(tmp_path: Path, alone: dict[str, 
         timeout=170,
     )
     assert ended.returncode == 0, ended.stderr
-    told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in range(2)]
-    assert [found["step"] for found in told] == [alone["step"]] * 2
-    assert told[0]["losses"] == told[1]["losses"]
+    received = [json.loads((tmp_path / f"report-{rank}.json").read_text()) for rank in range(2)]
+    assert [found["step"] for found in received] == [alone["step"]] * 2
+    assert received[0]["losses"] == received[1]["losses"]
     assert [(tmp_path / f"model-{rank}").exists() for rank in range(2)] == [True, False]

@@ -1,4 +1,4 @@
-"""The tree of the exact reduction: the same sum whoever adds it up."""
+"""The tree of the exact reduction: the same sum on every distribution of the work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def recursive(values: list[float], leaves: int) -> float:
 
 
 def summed_by(values: list[float], workers: int) -> float:
-    """As the workers do it: each its own leaves, then somebody the rest."""
+    """Sum as workers do: each its own leaves, then one of them the rest."""
     leaves = len(values)
     plans = [range_plan(*part, leaves) for part in split(leaves, workers)]
     partial: list[float] = []

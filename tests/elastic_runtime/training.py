@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SAMPLES, FEATURES = 203, 12
 HELD_OUT = 37  # samples of an evaluation: divided by no number of workers in the tests
-IN_EVALUATION = 1 << 20  # where a worker says that it is, in place of a step
+IN_EVALUATION = 1 << 20  # reported by a worker instead of a step
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
@@ -51,7 +51,7 @@ class Points(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor, int]]):
-    """The same points, once an epoch, in an order drawn through a small buffer; knows where it is."""
+    """The same points, once an epoch, in an order drawn through a small buffer; it stores its position."""
 
     def __init__(self, points: Points) -> None:
         self.points = points
@@ -92,7 +92,7 @@ class Plan:
     delays: int | None = None  # seed of delays.delay_meetings; None: none
     threads: int = 1
     weighting: str = "mean"  # of the loss: mean, sum, tokens
-    rooms: tuple[int, ...] = ()  # by worker: for how many samples its backward pass has memory
+    capacities: tuple[int, ...] = ()  # by worker: for how many samples its backward pass has memory
     loader_batch: int = 4
     streamed: bool = False  # an iterable dataset
     compiled: str = ""  # by which of torch.compile's backends
@@ -122,13 +122,13 @@ def tokens_of(indices: torch.Tensor) -> torch.Tensor:
     return (indices % 7 + 1).float()
 
 
-def check_room(room: int, samples: int, _gradient: torch.Tensor) -> None:
-    if samples > room:
+def check_capacity(capacity: int, samples: int, _gradient: torch.Tensor) -> None:
+    if samples > capacity:
         raise torch.OutOfMemoryError(f"{samples} samples")
 
 
 class Gate:
-    """Shared memory: the step beyond which nobody goes, and the step at which each worker is."""
+    """Shared memory: the step at which all workers stop, and the current step of each worker."""
 
     def __init__(self, context: Any, workers: int = 12) -> None:
         self.limit = context.RawValue(ctypes.c_long, 1 << 40)
@@ -141,7 +141,7 @@ class Gate:
 
 
 def stay_until_killed(gate: Gate, index: int) -> None:
-    """A victim says that it is in an evaluation."""
+    """Report that a victim is in an evaluation."""
     gate.at[index] = IN_EVALUATION
     time.sleep(600)
 
@@ -159,8 +159,8 @@ def backpropagate(
         x.add_(torch.randn_like(x), alpha=0.1)
     with torch.autocast("cpu", torch.bfloat16, enabled=plan.mixed):
         output = model(x).float()
-        if plan.rooms:
-            output.register_hook(partial(check_room, plan.rooms[index], len(x)))
+        if plan.capacities:
+            output.register_hook(partial(check_capacity, plan.capacities[index], len(x)))
         losses = nn.functional.cross_entropy(output, y, reduction="none")
     if plan.weighting == "tokens":
         tokens = tokens_of(indices)
@@ -270,7 +270,7 @@ def trained_alone(body: Callable[..., None], plan: Plan, directory: Path) -> dic
 def worker_main(
     plan: Plan, index: int, directory: str, environment: dict[str, str], gate: Gate, module: str = ""
 ) -> None:
-    """The body of a worker process: its output goes to a file, its end is that of the script.
+    """The body of a worker process: its output is written to a file, its exit is that of the script.
 
     That runs what is registered with `atexit`, which processes of a fork server leave out.
     """

@@ -44,7 +44,7 @@ def obey(device: SimulatedDevice, command: str, argument: str) -> None:
 
 
 def listen(device: SimulatedDevice, directory: Path) -> None:
-    """As a trainer does at each step: follow the limit, use all of it, say so."""
+    """Follow the limit, use all of it and report it, as a trainer does at each step."""
     follows: int | None = None
     while True:
         temporary = directory / "usage.json.new"

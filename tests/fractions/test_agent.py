@@ -20,7 +20,7 @@ from kfp_gpuquota.fractions import Claim, Policy, Process, Round
 from kfp_gpuquota.fractions.agent import Agent, Share, what_it_can_do
 from kfp_gpuquota.fractions.devices import SimulatedMemory
 from kfp_gpuquota.fractions.processes import Processes, worker_of
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ HOG = Path(__file__).with_name("hog.py")
 
 @dataclass
 class Hog:
-    """A real process that does as it is told."""
+    """A real process that follows its limit."""
 
     name: str
     process: subprocess.Popen[str]
@@ -183,22 +183,22 @@ def test_a_stale_entry_of_a_reused_process_number_counts_nothing_and_ends_nobody
 
 
 def test_what_the_kernel_refuses_is_told_as_refused(node: Node) -> None:
-    may_end = os.geteuid() != 0  # somebody who is not root cannot be anybody else, and ends a process of their own
+    may_end = os.geteuid() != 0  # without root no other user is available, and the process may be ended
     deaf = node.start("deaf", 0.25, 0.5)
     deaf.do("take 8500")
     folder = Path(tempfile.mkdtemp())
     try:
         shutil.copytree(node.directory / "0", folder / "0")
         folder.chmod(0o755)
-        said = as_nobody(lambda: [kill.refused for kill in round_of(folder, node.claims["deaf"]).kills])
+        output = as_nobody(lambda: [kill.refused for kill in round_of(folder, node.claims["deaf"]).kills])
     finally:
         shutil.rmtree(folder)
-    assert said == repr([not may_end])
+    assert output == repr([not may_end])
     assert may_end or not deaf.ended
 
 
 def round_of(folder: Path, claim: Claim) -> Round:
-    """One round of an agent that knows whose every process is."""
+    """Run one round of an agent with a given map from processes to workloads."""
     agent = Agent(SimulatedMemory({"0": folder / "0"}), lambda _: claim.workload, Policy(killer=True))
     return agent.round([Share((claim,), folder)], time.monotonic())
 

@@ -1,4 +1,4 @@
-"""Who may use how much of a device, who yields, who is ended."""
+"""Which workload may use how much of a device, which releases memory, which process is killed."""
 
 from random import Random
 
@@ -7,7 +7,7 @@ import pytest
 from kfp_gpuquota.fractions import Policy, Sample
 from tests.fractions.world import DEVICE, ROUND_S, TOTAL, World
 
-PATIENCE = 40  # rounds: yield_s and term_s at 0.2 s a round, with room to spare
+TIMEOUT_ROUNDS = 40  # yield_s and term_s at 0.2 s per round, with a margin
 
 
 def settled(world: World, name: str) -> World:
@@ -110,7 +110,7 @@ def test_no_more_are_ended_than_needed() -> None:
         settled(world, f"w{number}")
         world.allocate(f"w{number}", TOTAL // 4)
     world.add("owner", 0.4, 0.4)
-    world.rounds(PATIENCE)
+    world.rounds(TIMEOUT_ROUNDS)
     assert len(world.killed) == 2
     assert world.workloads["owner"].running
 
@@ -192,7 +192,7 @@ def test_memory_of_processes_that_nobody_knows_is_not_lent() -> None:
 
 
 def test_an_enforcer_that_starts_again_remembers_by_what_is_followed() -> None:
-    """The borrower still follows a high limit that only the earlier enforcer knew: the newcomer has to wait for it."""
+    """The borrower still follows a high limit of the earlier enforcer: the new workload must wait for it."""
     world = World()
     trainer = world.add("trainer", 0.25, 0.8, listens=True, delay=3)
     settled(world, "trainer")
@@ -207,7 +207,7 @@ def test_an_enforcer_that_starts_again_remembers_by_what_is_followed() -> None:
 
 @pytest.mark.parametrize("block", range(10))
 def test_the_guarantee_holds_in_random_histories(block: int) -> None:
-    """1,000 histories: newcomers start in bounded time, within the request nobody is ended (World.round checks)."""
+    """1,000 histories: workloads start in bounded time, and no process within its request is killed (World.round)."""
     for seed in range(block * 100, block * 100 + 100):
         random = Random(seed)
         world = World(Policy(killer=True))

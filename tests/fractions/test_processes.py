@@ -1,4 +1,4 @@
-"""Whose a process is, by its cgroup: as kubelets and container runtimes of all kinds write them."""
+"""The pod of a process, by its cgroup: as kubelets and all container runtimes write them."""
 
 from __future__ import annotations
 

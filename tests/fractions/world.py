@@ -35,7 +35,7 @@ class Workload:
     used: int = 0
     follows: int | None = None
     wanted: int | None = None
-    told: int | None = None
+    received: int | None = None
     rounds: int = 0
     waiting_since: float | None = None
     failed_allocations: int = 0
@@ -52,14 +52,14 @@ class Workload:
             since=self.since,
             running=self.running,
             listens=self.listens,
-            assigned_mib=self.told,
+            assigned_mib=self.received,
             follows_mib=self.follows,
             wanted_mib=self.wanted,
         )
 
 
 class World:
-    """One device of `TOTAL` MiB, an enforcer, and time that goes on in rounds."""
+    """One device of `TOTAL` MiB, an enforcer, and a clock that advances in rounds."""
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.enforcer = Enforcer(policy or Policy(killer=True))
@@ -82,7 +82,7 @@ class World:
         return TOTAL - sum(w.used for w in self.workloads.values())
 
     def allocate(self, name: str, upto: int) -> bool:
-        """Grow to `upto` if the device has room, as a real allocation does; a listener stays within what it follows."""
+        """Grow to `upto` if the device has free memory, as an allocation does; a listener stays within its limit."""
         workload = self.workloads[name]
         bound = upto if not workload.listens else min(upto, workload.follows or 0)
         if bound - workload.used > self.free:
@@ -95,7 +95,7 @@ class World:
         return [Sample(w.process, w.name, DEVICE, w.used) for w in self.workloads.values() if w.running]
 
     def round(self) -> Round:
-        """Sample, decide, carry out; listeners follow, those that were told to end do so."""
+        """Sample, decide, carry out; listeners follow their limits, terminated processes exit."""
         self.now += ROUND_S
         before = {w.name: w.used for w in self.workloads.values()}
         self.last = self.enforcer.observe(
@@ -116,10 +116,10 @@ class World:
     def _follow(self, workload: Workload) -> None:
         if not workload.listens or not workload.running:
             return
-        workload.told = self.last.limits.get((workload.name, DEVICE), workload.told)
+        workload.received = self.last.limits.get((workload.name, DEVICE), workload.received)
         workload.rounds += 1
         if workload.rounds % (workload.delay + 1) == 0:
-            workload.follows = workload.told or 0
+            workload.follows = workload.received or 0
             workload.used = min(workload.used, workload.follows)
 
     def rounds(self, count: int) -> None:

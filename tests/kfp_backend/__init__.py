@@ -7,7 +7,7 @@ of that backend where GPUQUOTA_KFP_RECORDINGS names them, so that the double can
 
 Not played: driver pods (a step starts at once), caching, MLMD and the object store. In the executor's pod the program
 `stand_in` takes the place of Argo's emissary and KFP's launcher: it brings the inputs, fills in the executor input and
-nothing else, passes SIGTERM on and is gone half a second later, and ends with 1 for every failure, as recorded. The
+nothing else, passes SIGTERM on and exits half a second later, and exits with 1 for every failure, as recorded. The
 init containers and Argo's `wait` are left out when a pod is run; `shapes` has them. What KFP's Retry of a run does to a
 Workflow is made from KFP's documentation, not from a recording.
 """

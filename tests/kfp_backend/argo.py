@@ -56,7 +56,7 @@ class Nodes:
 
     @property
     def root(self) -> Node:
-        """The run's own."""
+        """Return the node of the run itself."""
         return self.by_name[self.workflow]
 
     def template(self, node: str) -> str:
@@ -121,7 +121,7 @@ class Nodes:
         return [node.name for node in lost if node.type == "Pod"]
 
     def status(self) -> Json:
-        """status.nodes."""
+        """Return the nodes for the Workflow's status."""
         return {shapes.node_id(self.workflow, node.name): self._shown(node) for node in self.by_name.values()}
 
     def _level(
@@ -257,5 +257,5 @@ def assessed(pod: Json) -> tuple[str, str, int | None]:
         return "Failed", str(status["message"]), code
     if main is None or code == 0:
         return "Failed", "pod failed: main container did not complete successfully", code
-    said = f": {main['message']}" if main.get("message") else ""
-    return "Failed", f"main: {main.get('reason', 'Error')} (exit code {code}){said}", code
+    output = f": {main['message']}" if main.get("message") else ""
+    return "Failed", f"main: {main.get('reason', 'Error')} (exit code {code}){output}", code

@@ -32,12 +32,12 @@ _GRACE_S: Final = 5
 
 @dataclass
 class Run:
-    """A run of a pipeline. `gone` where its Workflow was deleted."""
+    """A run of a pipeline. `deleted`: its Workflow was deleted."""
 
     name: str
     run_id: str
     nodes: Nodes
-    gone: bool = False
+    deleted: bool = False
 
 
 class Backend:
@@ -144,7 +144,7 @@ class Backend:
     def _loop(self) -> None:
         while not self._stopped.wait(self.requeue_s):
             with self._lock:
-                for run in [run for run in self._runs if not run.gone]:
+                for run in [run for run in self._runs if not run.deleted]:
                     with contextlib.suppress(ApiError, OSError):  # it looks again
                         self._operate(run)
 
@@ -152,7 +152,7 @@ class Backend:
         try:
             workflow = self.api.get(self.path(run))
         except ApiError as error:
-            run.gone = error.status == 404
+            run.deleted = error.status == 404
             raise
         if _phase(workflow) in FINAL:
             return

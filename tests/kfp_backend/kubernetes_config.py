@@ -61,7 +61,8 @@ def _volumes(spec: Json, main: Json, config: Json) -> None:
     for one in config.get("genericEphemeralVolume", []):
         claim = {"accessModes": one["accessModes"], "resources": {"requests": {"storage": one["size"]}}}
         claim |= {"storageClassName": one["storageClassName"]} if one.get("storageClassName") else {}
-        add(one["volumeName"], {"ephemeral": {"volumeClaimTemplate": {"spec": claim}}}, one["mountPath"])
+        template = {"metadata": one.get("metadata", {}), "spec": claim}
+        add(one["volumeName"], {"ephemeral": {"volumeClaimTemplate": template}}, one["mountPath"])
 
 
 def _environment(config: Json) -> list[Json]:

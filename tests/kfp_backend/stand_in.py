@@ -1,10 +1,10 @@
 """Runs in an executor's pod in place of Argo's emissary and KFP's launcher: `python3 -I -c SOURCE OPTIONS -- ARGV`.
 
 The standard library only: it is handed to whatever Python the step's image has. It does what a step can see of KFP's
-launcher. The inputs lie where the executor input says (their content comes in GPUQUOTA_TEST_INPUTS, as JSON by path),
-`{{$}}` is filled in, and no placeholder of the run or the task is. A failure ends it with 1 whatever the step's code.
-On SIGTERM it passes the signal on and is gone half a second later (0.4 to 1.7 s were recorded, whatever the grace
-period). What a real one uploads it prints, each output under its path.
+launcher. The inputs have the paths of the executor input (content: GPUQUOTA_TEST_INPUTS, JSON by path). `{{$}}` and the
+placeholders of the inputs are filled in, and none of the run or the task is. A failure ends it with 1 whatever the
+step's code. On SIGTERM it passes the signal on and exits half a second later (0.4 to 1.7 s were recorded, whatever the
+grace period). It prints what a real one uploads, each output under its path.
 """
 
 import json
@@ -29,7 +29,12 @@ def main(arguments: list[str]) -> int:
     outputs = places(json.loads(executor_input))
     for path in outputs:
         path.parent.mkdir(parents=True, exist_ok=True)
-    child = subprocess.Popen([element.replace("{{$}}", executor_input) for element in argv])
+    filled = {"{{$}}": executor_input}
+    for name, value in json.loads(executor_input).get("inputs", {}).get("parameterValues", {}).items():
+        filled[f"{{{{$.inputs.parameters['{name}']}}}}"] = str(value)
+    for placeholder, text in filled.items():
+        argv = [element.replace(placeholder, text) for element in argv]
+    child = subprocess.Popen(argv)
 
     def stop(number: int, _frame: object) -> None:
         child.send_signal(number)
@@ -60,7 +65,7 @@ def places(executor_input: dict[str, Any]) -> list[Path]:
 
 
 def write(path: str, content: str) -> None:
-    """An input."""
+    """Return the content of one input."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(content)
 

@@ -147,7 +147,7 @@ def test_a_steps_nodes_are_as_recorded(
 
 
 def played(step: shapes.Step, ends: list[Json | None], *, name: str = "r-x", defaults: bool = True) -> Nodes:
-    """The nodes of a run of one step whose attempts' pods end so."""
+    """Return the nodes of a run with one step whose attempts' pods end like this."""
     nodes, attempts = Nodes(name, [step], defaults=defaults), iter(ends)
     pods: dict[str, Json] = {}
     for now in range(10):

@@ -77,7 +77,7 @@ def kubelet_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevClu
 
 @pytest.fixture
 def namespace(cluster: DevCluster) -> Iterator[str]:
-    """A namespace that goes, with all that is in it, when the test ends (nobody waits for that)."""
+    """A namespace that is deleted, with its content, after the test (without waiting for it)."""
     name = cluster.make_namespace(f"test-{uuid.uuid4().hex[:8]}")
     yield name
     cluster.api.delete(f"/api/v1/namespaces/{name}")

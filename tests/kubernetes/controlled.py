@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests import forked, programs
 from tests.kubernetes.installation import QUOTAS, jobs_of
-from tests.patience import PATIENCE_S, until
+from tests.polling import TIMEOUT_S, until
 from tools.devcluster import DevCluster, fake_nodes, image
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Controlled:
             process.wait(30)
 
     def log(self) -> str:
-        """What the controllers said."""
+        """Return the log of the controllers."""
         return "\n".join(log.read_text() for log in sorted(self.folder.glob("controller-*.log")))
 
     # What a test makes
@@ -139,11 +139,11 @@ class Controlled:
         """Names of its pods that are gated."""
         return {name for name, pod in self.pods(team).items() if pod["spec"].get("schedulingGates")}
 
-    def wait(self, condition: Callable[[], object], what: object = "", seconds: float = PATIENCE_S) -> None:
+    def wait(self, condition: Callable[[], object], what: object = "", seconds: float = TIMEOUT_S) -> None:
         """Return when it holds."""
         until(condition, what, seconds)
 
-    def until(self, path: str, condition: Callable[[Object], object], seconds: float = PATIENCE_S) -> Object:
+    def until(self, path: str, condition: Callable[[Object], object], seconds: float = TIMEOUT_S) -> Object:
         """The object, as soon as it is so."""
         try:
             return self.cluster.api.until(path, condition, seconds)
@@ -154,7 +154,7 @@ class Controlled:
         """The pod, once it has a node."""
         return self.until(path, holds)
 
-    def until_phase(self, path: str, phase: str, seconds: float = PATIENCE_S) -> Object:
+    def until_phase(self, path: str, phase: str, seconds: float = TIMEOUT_S) -> Object:
         """The ElasticJob, once it is there."""
         return self.until(path, lambda job: job.get("status", {}).get("phase") == phase, seconds)
 
@@ -244,7 +244,7 @@ def is_leaving(pod: Object) -> bool:
 
 
 def is_over(pod: Object) -> bool:
-    """It has ended."""
+    """Return whether the pod has ended."""
     return pod["status"].get("phase") in {"Succeeded", "Failed"}
 
 

@@ -42,7 +42,7 @@ class Unanswered(Connection):
     """Records every request; no server answers it."""
 
     def __init__(self) -> None:
-        super().__init__(Credentials(server="https://nowhere.invalid"), patience_s=0.0)
+        super().__init__(Credentials(server="https://nowhere.invalid"), retry_for_s=0.0)
         self.asked: list[tuple[str, str, Any]] = []
 
     async def call(
@@ -53,7 +53,7 @@ class Unanswered(Connection):
         *,
         content_type: str = "",
         params: Mapping[str, str] | None = None,
-        patience_s: float | None = None,
+        retry_for_s: float | None = None,
         fence: Fence = NO_FENCE,
     ) -> bytes:
         """Record it, and fail as an API server does that is away."""

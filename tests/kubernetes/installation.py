@@ -15,6 +15,7 @@ from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
 from tools.devcluster.client import JSON_PATCH, ApiError
 from tools.devcluster.layout import free_ports
@@ -110,7 +111,7 @@ def install(cluster: DevCluster, overlay: str) -> None:
 
 
 def _await_policies(cluster: DevCluster) -> None:
-    """The API server reads its policies about once a second: return when it goes by ours."""
+    """Return when the API server applies our policies, which it reads about once a second."""
     worker = {
         "metadata": {"name": "worker", "labels": {"gpuquota.dev/job": "none"}},
         "spec": {"containers": [{"name": "main", "image": "none"}]},
@@ -151,7 +152,7 @@ def live_webhook(cluster: DevCluster) -> Iterator[None]:
             book = PolicyBook()
             known = Reflector(connection, PATH, PolicyObject, changed=book.put, deleted=book.drop)
             serving = [
-                asyncio.create_task(server.serve(certificates, CONTROLLER, port, policies=lambda: book.all)),
+                asyncio.create_task(server.serve(certificates, CONTROLLER, port, book, RulesBook())),
                 asyncio.create_task(known.run()),
             ]
             await known.synced.wait()
@@ -193,7 +194,7 @@ def await_gate(cluster: DevCluster) -> None:
 
 
 def point_to(cluster: DevCluster, url: str) -> None:
-    """Have the API server call `url` instead of the Service, which nobody routes here; the authority is kept."""
+    """Make the API server call `url` instead of the Service, which is not routed here; the authority is kept."""
     operations = []
     for index, one in enumerate(cluster.api.get(CONFIGURATION)["webhooks"]):
         known = {name: value for name, value in one["clientConfig"].items() if name == "caBundle"}

@@ -27,7 +27,7 @@ Object = dict[str, Any]
 
 
 class Worker:
-    """One worker's end: it does as it is told, and computes nothing."""
+    """One worker's end: it follows its orders, and computes nothing."""
 
     def __init__(self, pod: Object, folder: Path) -> None:
         values = {one["name"]: one.get("value", "") for one in pod["spec"]["containers"][0]["env"]}
@@ -164,7 +164,7 @@ class RunningWorkers:
         return all(worker.generation for worker in self.workers.values())
 
     def refused(self) -> list[str]:
-        """What was said to workers that gave up."""
+        """Return the messages to workers that gave up."""
         return [f"{worker.id}: {worker.refused}" for worker in self.workers.values() if worker.refused]
 
     def heard_since(self, before: dict[str, int]) -> bool:
@@ -176,7 +176,7 @@ class RunningWorkers:
         return {worker.id: worker.orders for worker in self.workers.values()}
 
     def stop(self) -> None:
-        """End all."""
+        """End all workers."""
         self._stop.set()
         for worker in self.workers.values():
             worker.close()

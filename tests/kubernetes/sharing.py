@@ -49,7 +49,7 @@ def reservations(controlled: Controlled) -> dict[str, dict[str, Any]]:
 
 
 def config_of(controlled: Controlled, path: str) -> dict[str, str]:
-    """What the pod's ConfigMap says."""
+    """Return the content of the pod's ConfigMap."""
     pod = controlled.cluster.api.get(path)
     name = pod["metadata"]["annotations"][labels.GPU_CONFIG]
     found = controlled.cluster.api.get(f"/api/v1/namespaces/{pod['metadata']['namespace']}/configmaps/{name}")

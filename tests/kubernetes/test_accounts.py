@@ -13,7 +13,7 @@ from tests.kubernetes.installation import CONTROLLER, MANIFESTS, NAMESPACE, QUOT
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.test_rbac import denied, may
 from tests.kubernetes.test_webhook import pod
-from tests.patience import until
+from tests.polling import until
 from tools.devcluster import ApiError
 from tools.devcluster.client import APPLY
 

@@ -1,4 +1,4 @@
-"""Reviews of pods, without an API server: who is let be, who waits, who is refused, and in which words."""
+"""Reviews of pods, without an API server: which are ignored, gated or refused, and with which message."""
 
 from __future__ import annotations
 
@@ -168,7 +168,10 @@ def test_nobody_pretends_to_be_a_worker(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (pod("1", spec={"nodeName": "n"}), "spec.nodeName is 'n', but a pod that asks for GPUs goes where"),
+        (
+            pod("1", spec={"nodeName": "n"}),
+            "spec.nodeName is 'n', but a pod that requests GPUs is assigned to its node",
+        ),
         (pod("1k"), "nvidia.com/gpu is '1k', but it must be a whole number of devices, in digits"),
         (pod("-1"), "nvidia.com/gpu is '-1', but it must be a whole number of devices"),
         (pod("some"), "nvidia.com/gpu is 'some', but it must be a number"),
@@ -179,7 +182,7 @@ def test_nobody_pretends_to_be_a_worker(body: dict[str, Any]) -> None:
         (pod("1", labels={labels.PREEMPTIBLE: "no"}), "gpuquota.dev/preemptible is 'no', but it must be one of true"),
         (
             pod("1", annotations={labels.POD_GROUP_SIZE: "4"}),
-            "gpuquota.dev/group-size is 4, but no label says which group the pod is of; add gpuquota.dev/group",
+            "gpuquota.dev/group-size is 4, but no label has the name of the pod's group; add gpuquota.dev/group",
         ),
         (
             pod("1", labels={labels.POD_GROUP: "g"}, annotations={labels.POD_GROUP_SIZE: "0"}),
@@ -188,8 +191,8 @@ def test_nobody_pretends_to_be_a_worker(body: dict[str, Any]) -> None:
         (pod(annotations={"gpu-fraction": "1.5"}), "gpu-fraction is '1.5', but it must be more than 0"),
         (pod(annotations={"gpu-fraction": "1"}), "gpu_fraction is 1.0, but it must be more than 0 and less than 1"),
         (pod(annotations={"gpu-fraction-limit": "0.5"}), "there is no gpu_fraction of which it is the limit"),
-        (pod("1", annotations={"gpu-fraction": "0.5"}), "nvidia.com/gpu is 1, but an annotation asks for a share"),
-        (pod("1", annotations={"gpu-memory": "4096"}), "nvidia.com/gpu is 1, but an annotation asks for a share"),
+        (pod("1", annotations={"gpu-fraction": "0.5"}), "nvidia.com/gpu is 1, but an annotation requests a share"),
+        (pod("1", annotations={"gpu-memory": "4096"}), "nvidia.com/gpu is 1, but an annotation requests a share"),
         (pod(annotations={"gpu-memory": "4Gi"}), "gpu-memory is '4Gi', but it must be a whole number of MiB"),
         (pod(7), "the pod cannot be read"),
         ({"spec": {"containers": "none"}}, "the pod cannot be read"),
@@ -345,7 +348,7 @@ def environment(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_pod_with_a_share_reads_its_gpus_from_a_config_map() -> None:
-    made = given_share(pod(annotations={"gpu-fraction": "0.25", "gpu-fraction-limit": "0.8"}))
+    made = given_share(pod(annotations={"gpu-fraction": "0.25", "gpu-fraction-limit": "0.8", "gpu-compute": "0.5"}))
     name = made["metadata"]["annotations"][labels.GPU_CONFIG]
     assert name == "gpuquota-gpu-0a1b2c3d00004000"
     variables = environment(made)
@@ -353,6 +356,7 @@ def test_a_pod_with_a_share_reads_its_gpus_from_a_config_map() -> None:
     assert variables["CUDA_VISIBLE_DEVICES"]["configMapKeyRef"]["name"] == name
     assert variables["ELASTIC_SIMULATED_DEVICES"]["configMapKeyRef"]["optional"]
     assert variables["RUNAI_GPU_MEMORY_LIMIT"] == "0.8"
+    assert variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50.0"
     (volume,), (mount,) = made["spec"]["volumes"], made["spec"]["containers"][0]["volumeMounts"]
     assert (volume["name"], mount["mountPath"]) == (mount["name"], variables["ELASTIC_MEMORY_DIR"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import socket
 import ssl
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.admission import certificates
-from kfp_gpuquota.cluster.kubernetes.admission import server as webhook
-from kfp_gpuquota.cluster.kubernetes.admission.certificates import (
+from kfp_gpuquota.cluster import certificates
+from kfp_gpuquota.cluster.certificates import (
     AUTHORITY_VALID_S,
     DAY_S,
     RENEW_BEFORE_S,
@@ -21,10 +21,19 @@ from kfp_gpuquota.cluster.kubernetes.admission.certificates import (
     Material,
     maintained,
 )
+from kfp_gpuquota.cluster.kubernetes.admission import server as webhook
+from kfp_gpuquota.cluster.kubernetes.admission.mounted_certificate import MountedCertificate
 from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
+from kfp_gpuquota.errors import RunError
+from kfp_gpuquota.server.tls import load_pair
+from tests import forked, programs
+from tests.kubernetes.controlled import free_port
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.kubernetes.controlled import Controlled
     from tools.devcluster import DevCluster
 
 NAMES = ("gpuquota-webhook.gpuquota-system.svc", "127.0.0.1")
@@ -34,7 +43,7 @@ NOW = 1_800_000_000.0
 def shakes_hands(trusted: bytes, serving: certificates.KeyPair, name: str) -> bool:
     """Whether a client that trusts `trusted` accepts the certificate under that name (in memory, both ends real)."""
     server_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    webhook.load(server_context, serving)
+    load_pair(server_context, serving.certificate, serving.key)
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     client_context = ssl.create_default_context(cadata=trusted.decode())
     client = client_context.wrap_bio(to_client, to_server, server_hostname=name)
@@ -113,6 +122,28 @@ def test_keys_and_certificates_that_do_not_belong_together_are_noticed() -> None
             certificates.check(broken)
 
 
+def put_pair(folder: Path, pair: certificates.KeyPair) -> None:
+    (folder / "tls.crt").write_bytes(pair.certificate)
+    (folder / "tls.key").write_bytes(pair.key)
+
+
+def test_a_mounted_certificate_is_loaded_again_when_it_was_renewed(tmp_path: Path) -> None:
+    now = time.time()
+    first = maintained(None, NAMES, now)
+    put_pair(tmp_path, first.serving)
+    mounted = MountedCertificate(tmp_path)
+    mounted.refresh()
+    assert mounted.expires_at == certificates.expires_at(first.serving.certificate)
+    renewed = certificates.issue(first.authority, NAMES, now + 3600)
+    put_pair(tmp_path, renewed)
+    mounted.refresh()
+    assert mounted.expires_at == certificates.expires_at(renewed.certificate)
+    (tmp_path / "tls.key").write_bytes(first.serving.key)
+    with pytest.raises(RunError, match=r"--cert-dir .* has no usable tls.crt and tls.key"):
+        mounted.refresh()
+    assert mounted.expires_at == certificates.expires_at(renewed.certificate), "the last good one stays"
+
+
 # In a real API server
 
 
@@ -152,3 +183,27 @@ def test_a_damaged_secret_is_made_anew(cluster: DevCluster, namespace: str, dama
     assert after != before
     certificates.check(after)
     assert base64.b64decode(secret(cluster, namespace)["data"]["tls.crt"]) == after.serving.certificate
+
+
+def test_the_webhook_serves_a_mounted_certificate_and_writes_no_secret(
+    controlled: Controlled, namespace: str, tmp_path: Path
+) -> None:
+    material = maintained(None, ["127.0.0.1"], time.time())
+    put_pair(tmp_path, material.serving)
+    port = free_port()
+    keys = f"--keys-namespace={namespace}"
+    controlled.start("--reviews-only", keys, f"--cert-dir={tmp_path}", f"--webhook-port={port}")
+    context = ssl.create_default_context(cadata=material.authority.certificate.decode())
+    with (
+        socket.create_connection(("127.0.0.1", port), 10) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as shaken,
+    ):
+        shown = shaken.getpeercert(binary_form=True)
+    assert shown == ssl.PEM_cert_to_DER_cert(material.serving.certificate.decode())
+    assert not controlled.cluster.api.items(f"/api/v1/namespaces/{namespace}/secrets")
+
+
+def test_a_controller_that_plans_takes_no_mounted_certificate(cluster: DevCluster, tmp_path: Path) -> None:
+    ended = forked.run(programs.controller, f"--kubeconfig={cluster.kubeconfig}", f"--cert-dir={tmp_path}")
+    assert ended.returncode == 2
+    assert "add --reviews-only" in ended.stdout + ended.stderr

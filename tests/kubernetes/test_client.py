@@ -134,10 +134,10 @@ def test_a_job_is_suspended_resumed_cancelled_and_deleted(
 def test_only_its_holder_renews_a_lease_until_another_takes_it_over(client: KubernetesClient, quota: str) -> None:
     client.submit(spec(quota), lease=Lease(holder="first", duration_s=30))
     client.renew_lease(quota, "train", Lease(holder="first", duration_s=30))
-    with pytest.raises(ConflictError, match="somebody else than 'second'"):
+    with pytest.raises(ConflictError, match="not held by 'second'"):
         client.renew_lease(quota, "train", Lease(holder="second", duration_s=30))
     client.renew_lease(quota, "train", Lease(holder="second", duration_s=30, take_over=True))
-    with pytest.raises(ConflictError, match="somebody else than 'first'"):
+    with pytest.raises(ConflictError, match="not held by 'first'"):
         client.renew_lease(quota, "train", Lease(holder="first", duration_s=30))
     with pytest.raises(NotFoundError):
         client.renew_lease(quota, "nobody", Lease(holder="first", duration_s=30))
@@ -309,10 +309,12 @@ def test_an_admin_is_told_what_a_new_quota_does_not_reach(client: KubernetesClie
     assert f"kubectl label namespace {team} gpuquota.dev/managed=true" in client.quota_gap(team)
     crds_cluster.api.patch(f"/api/v1/namespaces/{team}", {"metadata": {"labels": {labels.MANAGED: "true"}}})
     assert client.quota_gap(team) == ""
-    assert client.quota_gap("research") == "there is no namespace 'research', which a team has and a department has not"
+    assert (
+        client.quota_gap("research") == "namespace 'research' does not exist; a team needs one, a department does not"
+    )
 
 
-def test_exec_is_kubectls(crds_cluster: DevCluster, quota: str) -> None:
+def test_exec_and_port_forward_are_kubectls(crds_cluster: DevCluster, quota: str) -> None:
     api, pods = crds_cluster.api, f"/api/v1/namespaces/{quota}/pods"
     api.create(jobs_of(quota), {
         "apiVersion": "gpuquota.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "train"},
@@ -327,6 +329,10 @@ def test_exec_is_kubectls(crds_cluster: DevCluster, quota: str) -> None:
     without = run(crds_cluster, quota, "exec", "train", "--", "nvidia-smi", PATH="/nowhere")
     assert without.returncode == 2
     assert f"kubectl exec --namespace={quota} -i train-0 -- nvidia-smi" in without.stderr
+    forwarded = run(crds_cluster, quota, "port-forward", "train", "9000:8888", PATH=tools)
+    assert "pod train-0 does not have a host assigned" in forwarded.stderr
+    without = run(crds_cluster, quota, "port-forward", "train", "9000:8888", PATH="/nowhere")
+    assert f"kubectl port-forward --namespace={quota} train-0 9000:8888" in without.stderr
 
 
 def test_the_kubectl_plugin_uses_the_current_context(crds_cluster: DevCluster, quota: str) -> None:

@@ -216,9 +216,9 @@ def test_a_malformed_quota_says_so_and_leaves_the_last_good_one_in_force(control
     controlled.start()
     path = f"{QUOTAS}/{team}"
     controlled.until(path, lambda q: _accepted(q) == "True")
-    controlled.cluster.api.patch(path, {"spec": {"parent": parent}})  # each other's parent: no schema can tell
-    told = controlled.until(path, lambda q: _accepted(q) == "False")
-    assert "itself below" in told["status"]["conditions"][0]["message"]
+    controlled.cluster.api.patch(path, {"spec": {"parent": parent}})  # each other's parent: no schema can detect this
+    reported = controlled.until(path, lambda q: _accepted(q) == "False")
+    assert "itself below" in reported["status"]["conditions"][0]["message"]
     for i in range(2):
         controlled.pod(team, f"p{i}")
     controlled.wait(lambda: len(controlled.bound(team)) == 1)

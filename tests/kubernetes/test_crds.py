@@ -71,6 +71,15 @@ def test_the_file_is_what_the_program_makes() -> None:
     )
 
 
+def test_kubectl_takes_a_kind_by_its_singular_and_all_kinds_by_their_category(
+    crds_cluster: DevCluster, made_quotas: str
+) -> None:
+    name = made_quotas
+    crds_cluster.api.create(QUOTAS, quota(name, guaranteed=1))
+    assert name in crds_cluster.kubectl("get", "gpuquota", name), "a category of that name would hide the kind"
+    assert f"gpuquota.gpuquota.dev/{name}" in crds_cluster.kubectl("get", "kfp-gpuquota", "-A")
+
+
 @pytest.mark.parametrize(
     ("kind", "spec", "status"),
     [
@@ -109,7 +118,7 @@ def test_the_quota_of_a_department_gets_its_defaults(crds_cluster: DevCluster, m
         {"gpus": 4, "minGpus": 2, "maxGpus": 8, "gpusPerWorker": 2},
         {"gpus": 4, "minGpus": 1},
         {"kind": "build", "gpus": 2, "preemptible": True, "priority": 0},
-        {"gpuFraction": 0.25, "gpuFractionLimit": 1},
+        {"gpuFraction": 0.25, "gpuFractionLimit": 1, "gpuCompute": 0.5},
         {"gpuMemory": "4Gi", "gpuMemoryLimit": "4G", "gpuDevices": 2} | {"gpuMemoryLimit": "5G"},
         {"maxRuntimeSeconds": 3600, "ttlSecondsAfterFinished": 0, "checkpoint": {"claimName": "team-a-checkpoints"}},
         {"lease": {"holder": "a", "durationSeconds": 60, "renewTime": "2026-11-21T14:00:00.5Z"}},
@@ -149,7 +158,9 @@ BAD_JOBS = [
     ({"gpuMemory": "4 Gi"}, "it is '4 Gi', but it must be more than 0"),
     ({"gpuMemory": "0"}, "it is '0', but it must be more than 0"),
     ({"gpuMemory": 4}, "must be of type string"),
-    ({"gpuDevices": 2}, "gpuDevices is 2, but it says of how many GPUs a job holds a share, and there is none"),
+    ({"gpuCompute": 0.5}, "gpuCompute is 0.5, but it limits a job's share of a GPU, and there is none"),
+    ({"gpuFraction": 0.5, "gpuCompute": 1}, "gpuCompute is 1, but it must be more than 0 and less than 1"),
+    ({"gpuDevices": 2}, "gpuDevices is 2, but it counts the GPUs of which a job holds a share, and there is none"),
     ({"gpuFraction": 0.5, "gpus": 2}, "gpus is 2, but it counts whole GPUs"),
     ({"gpuFraction": 0.5, "gpusPerWorker": 1}, "gpusPerWorker is 1, but it counts whole GPUs"),
     ({"kind": "serve"}, 'supported values: "build", "train"'),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.kubernetes.conftest import REQUIRED, start_or_skip
-from tests.patience import until
+from tests.polling import until
 from tools.devcluster import Api, ApiError, DevCluster, Options, binaries, fake_nodes, image, processes
 from tools.devcluster.__main__ import main
 from tools.devcluster.layout import SUPERVISOR, Layout, free_ports
@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 from tools.devcluster import DevCluster, Options
-from tests.patience import until
+from tests.polling import until
 DevCluster.start(Path(sys.argv[1]), Options(kwok_nodes=0))
 print("started", flush=True)
 sys.stdin.read()
@@ -166,8 +166,8 @@ def test_a_container_runs_on_the_real_node_and_its_log_is_read(kubelet_cluster: 
     kubelet_cluster.api.create(pods, pod("a"))
     found = kubelet_cluster.api.until(f"{pods}/a", running)
     assert found["spec"]["nodeName"] == "real-0"
-    said = until(lambda: kubelet_cluster.container_log(namespace, "a", "main"))  # it runs before it speaks
-    assert said == "it runs\n"
+    output = until(lambda: kubelet_cluster.container_log(namespace, "a", "main"))  # it runs before it writes
+    assert output == "it runs\n"
     kubelet_cluster.api.delete(f"{pods}/a")
     kubelet_cluster.api.until_gone(f"{pods}/a")
 
@@ -181,7 +181,7 @@ def test_no_container_is_left_when_a_cluster_with_a_node_ends(tmp_path: Path) ->
         cluster.api.create("/api/v1/namespaces/default/pods", pod("a"))
         cluster.api.until("/api/v1/namespaces/default/pods/a", running)
         bridge = (cluster.layout.root / "bridge").read_text()
-        # killed, so that nobody deletes the pod: its container is swept away
+        # killed, so that the pod is not deleted: its container is removed
         cluster.kill(SUPERVISOR, signal.SIGKILL)
     finally:
         cluster.stop()

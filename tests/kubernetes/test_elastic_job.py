@@ -67,8 +67,8 @@ def test_the_cpu_of_its_template_is_planned_with(controlled: Controlled) -> None
     controlled.wait(lambda: len(controlled.bound(team)) == 2)
     assert {p["spec"]["nodeName"] for p in controlled.pods(team).values()} == set(nodes)
     whole = controlled.job(team, "whole", {"spec": {"containers": [{**main, "resources": {"limits": {"cpu": 65}}}]}})
-    told = controlled.until(whole, lambda j: "65 CPUs" in j.get("status", {}).get("message", ""))
-    assert told["status"]["phase"] == "Pending"
+    reported = controlled.until(whole, lambda j: "65 CPUs" in j.get("status", {}).get("message", ""))
+    assert reported["status"]["phase"] == "Pending"
 
 
 def test_a_worker_is_told_who_it_is_and_restarts_nowhere(controlled: Controlled) -> None:
@@ -220,8 +220,8 @@ def test_pods_that_are_refused_end_in_a_condition_and_are_tried_again(controlled
     controlled.until(f"{quotas}/none", lambda q: "hard" in q.get("status", {}))
     controlled.start()
     job = controlled.job(team, "refused")
-    told = controlled.until(job, lambda j: _condition(j, "WorkersReady").get("reason") == "PodRefused")
-    assert "exceeded quota" in _condition(told, "WorkersReady")["message"]
+    reported = controlled.until(job, lambda j: _condition(j, "WorkersReady").get("reason") == "PodRefused")
+    assert "exceeded quota" in _condition(reported, "WorkersReady")["message"]
     controlled.cluster.api.delete(f"{quotas}/none")
     controlled.until_phase(job, "Running")
 
@@ -236,8 +236,8 @@ def test_an_image_that_cannot_be_pulled_ends_in_a_condition(controlled: Controll
     pod = path_of(team, "typo-0")
     statuses = [{**s, "state": waiting} for s in controlled.cluster.api.get(pod)["status"]["containerStatuses"]]
     controlled.cluster.api.patch(f"{pod}/status", {"status": {"containerStatuses": statuses}})
-    told = controlled.until(job, lambda j: _condition(j, "WorkersReady").get("reason") == "ImagePullBackOff")
-    assert "no such image" in _condition(told, "WorkersReady")["message"]
+    reported = controlled.until(job, lambda j: _condition(j, "WorkersReady").get("reason") == "ImagePullBackOff")
+    assert "no such image" in _condition(reported, "WorkersReady")["message"]
 
 
 def test_a_deleted_job_takes_its_pods_along(controlled: Controlled) -> None:
@@ -344,7 +344,7 @@ def _shrink_and_grow(controlled: Controlled) -> None:
     path = controlled.pod(other, "urgent", containers=[{"name": "main", **sleeper, "resources": limits}])
     controlled.until(path, lambda p: p["status"].get("phase") == "Running")
     shrunk = controlled.until(job, lambda j: j["status"]["gpus"] == 1 and _sizes(j)[-1:] == [(2, 1)])
-    controlled.kill()  # the training goes on without it, and the next one learns its size from the workers
+    controlled.kill()  # training continues without it, and the next one receives its size from the workers
     controlled.cluster.api.delete(path)
     controlled.start()
     grown = controlled.until(job, lambda j: _sizes(j)[-1:] == [(1, 2)] and _steps(j) > _steps(shrunk), seconds=120)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
 from kfp_gpuquota.api.job import Resize
 from kfp_gpuquota.api.wire import ShareView
-from kfp_gpuquota.cluster.kubernetes.controller.status_writer import QUIET_S, Built, StatusWriter
+from kfp_gpuquota.cluster.kubernetes.client.status_writer import QUIET_S, Built, StatusWriter
 from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Deadline, Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status import record_of, status_of, with_condition, without_pods
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -22,7 +22,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metada
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobSpec, ElasticJobStatus, JobLease
 from kfp_gpuquota.cluster.kubernetes.user_client.views import job_of, node_view
 from kfp_gpuquota.cluster.records import Intent, with_status
-from tests.patience import PATIENCE_S
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,7 +167,7 @@ def test_a_conditions_time_is_that_of_its_last_change() -> None:
 
 
 class Answered:
-    """A writer whose every write is answered at once."""
+    """A writer that answers every write immediately."""
 
     def __init__(self) -> None:
         self.bodies: list[Any] = []
@@ -178,12 +178,12 @@ class Answered:
 
 
 def test_what_is_urgent_is_not_held_up_by_what_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kfp_gpuquota.cluster.kubernetes.controller.status_writer.SELDOM_S", 3600.0)
+    monkeypatch.setattr("kfp_gpuquota.cluster.kubernetes.client.status_writer.SELDOM_S", 3600.0)
 
     async def write() -> list[Any]:
         loop, writer, status = asyncio.get_running_loop(), Answered(), Built("/path", "a", 0, urgent="runs")
         statuses = StatusWriter(cast("Writer", writer), lambda _: status)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             statuses.changed("a")
             while not writer.bodies:
                 await asyncio.sleep(0)

@@ -23,7 +23,7 @@ from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import NAMESPACE
 from tests.kubernetes.running_workers import Observer, RunningWorkers
 from tests.kubernetes.test_leader import LEASE
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,7 +158,7 @@ class World:
     # What must hold
 
     def settle(self) -> None:
-        """Somebody leads: a pod is admitted, ends and makes room. Workers are all there, and nothing was wrong."""
+        """Check that a leader works: a pod is admitted and ends. All workers are present, without errors."""
         name = f"after-{next(self.numbers)}"
         path = self.controlled.pod(self.plain, name)
         self.controlled.until(path, lambda pod: pod["spec"].get("nodeName"), SLOW_S)
@@ -208,7 +208,7 @@ def leader_paused(world: World) -> None:
         world.controlled.wait(lambda: len(world.controlled.bound(world.plain)) == 2, world._said, SLOW_S)
         proxy.writes.clear()
     finally:
-        leader.send_signal(signal.SIGCONT)  # it reads what happened, and what it would say about it
+        leader.send_signal(signal.SIGCONT)  # it reads the changes, and must not write about them
     assert leader.wait(30) == 3
     assert not proxy.writes
     for path in kept:
@@ -258,7 +258,7 @@ def secrets_deleted(world: World) -> None:
 def installed_again(world: World) -> None:
     before = world.workers.orders()
     world.stop_all()
-    world.cluster.api.delete(LEASE)  # it goes with the namespace; the keys are in another one
+    world.cluster.api.delete(LEASE)  # it is deleted with the namespace; the keys are in another one
     world.check()
     world.start_all()
     world.controlled.wait(lambda: world.workers.heard_since(before), world._said, SLOW_S)

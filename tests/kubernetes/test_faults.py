@@ -1,4 +1,4 @@
-"""Whatever goes wrong around the controller, or with it: no quota is violated, nothing doubled, nothing stuck.
+"""Faults of the controller and around it: no quota is violated, nothing is doubled, nothing is stuck.
 
 At full size: pytest tests/kubernetes/test_faults.py --plans 200 --away 120 --timeout 1800
 """

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from tests.kubernetes.installation import CONTROLLER, NAMESPACE
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from tools.devcluster import DevCluster

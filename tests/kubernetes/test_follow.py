@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tests import forked, programs
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled
-from tests.patience import PATIENCE_S
+from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ def test_a_jobs_log_and_exit_status_are_the_commands(kubelet_system: DevCluster,
             *(programs.gpuquota, "submit", "x", "-f", "-p", team),
             *("-i", "localhost/base:1", "--", "sh", "-c", "echo one; exit 3"),
             environment={**os.environ, "KUBECONFIG": str(kubelet_system.kubeconfig), "GPUQUOTA_CONTEXT": "."},
-            timeout=2 * PATIENCE_S,
+            timeout=2 * TIMEOUT_S,
         )
         assert (done.returncode, done.stdout) == (3, "one\n"), done.stderr
         assert done.stderr.splitlines()[-1].startswith("job x failed with exit code 3: worker 0 ended"), done.stderr

@@ -21,7 +21,7 @@ META = Metadata(name="job", namespace="team", uid="uid")
 
 
 class Leader:
-    """One leader's membership of one job, whose status the test stores."""
+    """One leader's membership of one job; the test stores the status."""
 
     def __init__(self, stored: int, epoch: int) -> None:
         spec = ElasticJobSpec(template=b'{"spec": {"containers": [{"name": "main"}]}}', gpus=2)  # type: ignore[arg-type]
@@ -29,12 +29,17 @@ class Leader:
         book = Book(lambda _: None, DeviceAllocator(), {})
         self.state = book.runtime_states["uid"] = RuntimeState(job, 0.0)
         book.commit(Change(jobs={"uid": record_of(job)}))
-        self.changed: list[str] = []
+        self.requested: list[str] = []
         settings = PodSettings(coordinator="", key=b"key")
-        changed = self.changed.append
-        self.membership = JobMembership(book, settings, kill=lambda _: None, changed=changed, epoch=epoch)
+        self.membership = JobMembership(book, settings, self, self, epoch=epoch)
         self.membership.begin_epoch()
         self.membership.open(book.jobs["uid"])
+
+    def changed(self, key: str) -> None:
+        """A write of the status is requested."""
+        self.requested.append(key)
+
+    decided = kill = changed
 
     def store(self) -> int:
         """The API server takes the status."""
@@ -50,7 +55,7 @@ class Leader:
 
 def test_a_number_is_not_sent_before_the_api_server_has_stored_its_block() -> None:
     leader = Leader(stored=0, epoch=0)
-    assert leader.changed == ["uid"]  # the status is to be written at once
+    assert leader.requested == ["uid"]  # the status is to be written at once
     with pytest.raises(NotStoredYetError):
         leader.membership.generation_reserved("uid", leader.next)
     leader.store()
@@ -62,9 +67,9 @@ def test_a_number_is_not_sent_before_the_api_server_has_stored_its_block() -> No
 def test_the_next_block_is_stored_before_it_is_needed() -> None:
     leader = Leader(stored=0, epoch=0)
     stored = leader.store()
-    leader.changed.clear()
+    leader.requested.clear()
     leader.membership.generation_reserved("uid", RESERVED_AT_ONCE // 2 + 1)
-    assert leader.changed == ["uid"]
+    assert leader.requested == ["uid"]
     assert leader.store() > stored
 
 

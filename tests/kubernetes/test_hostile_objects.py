@@ -291,10 +291,10 @@ def test_no_object_keeps_a_valid_pod_from_being_planned(examples: int) -> None:
     drawn = settings(
         deadline=None, max_examples=examples, derandomize=EXAMPLES == 100, suppress_health_check=list(HealthCheck)
     )
-    drawn(plans_beside)()
+    several = st.lists(objects(), max_size=8)
+    drawn(given(several, several, st.sampled_from(["MODIFIED", "DELETED"]))(plans_beside))()
 
 
-@given(st.lists(objects(), max_size=8), st.lists(objects(), max_size=8), st.sampled_from(["MODIFIED", "DELETED"]))
 def plans_beside(before: list[tuple[str, dict[str, Any]]], after: list[tuple[str, dict[str, Any]]], event: str) -> None:
     """Have a valid pod planned beside these objects."""
 
@@ -316,7 +316,7 @@ def plans_beside(before: list[tuple[str, dict[str, Any]]], after: list[tuple[str
 
 
 def is_worker(test: Detached, uid: str) -> bool:
-    """A worker's seat stands under the worker's name."""
+    """A worker's devices are stored under the worker's name."""
     return bool(test.controller.snapshot.pods[uid].job_uid)
 
 

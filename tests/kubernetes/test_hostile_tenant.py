@@ -18,7 +18,7 @@ from tests.kubernetes.installation import ACCOUNT, CONTROLLER, KEYS, NAMESPACE, 
 from tests.kubernetes.test_crds import job
 from tests.kubernetes.test_rbac import denied, profile, user
 from tests.kubernetes.test_webhook import MANAGED, pod
-from tests.patience import until
+from tests.polling import until
 from tools.devcluster import ApiError
 from tools.devcluster.client import JSON_PATCH
 
@@ -56,7 +56,7 @@ def tenant(hostile_cluster: DevCluster, namespace: str) -> Api:
 
 
 def refused_in_the_end(tenant: Api, path: str, body: dict[str, Any]) -> str:
-    """The words in which it is refused, once the API server goes by its policies."""
+    """Return the message of the refusal, once the API server applies its policies."""
 
     def words() -> str:
         try:
@@ -225,7 +225,7 @@ def test_reservations_push_nobody_away(hostile_cluster: DevCluster) -> None:
     assert hostile_cluster.api.get(path)["preemptionPolicy"] == "Never"
 
 
-# Namespaces that nobody manages
+# Unmanaged namespaces
 
 
 @contextmanager

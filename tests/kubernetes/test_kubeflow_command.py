@@ -46,7 +46,7 @@ def serving_pod(namespace: str) -> dict[str, Any]:
 
 @pytest.fixture
 def kubeflow(kubelet_cluster: DevCluster, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The namespace of a KFP server with several users, whose API only its Service leads to."""
+    """The namespace of a multi-user KFP server; its API is reachable by its Service only."""
     api = kubelet_cluster.api
     namespace = kubelet_cluster.make_namespace(f"kubeflow-{uuid.uuid4().hex[:8]}")
     api.create(f"/api/v1/namespaces/{namespace}/pods", serving_pod(namespace))

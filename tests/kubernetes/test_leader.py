@@ -1,4 +1,4 @@
-"""One of several controllers leads; when it is gone another one does, within 15 seconds."""
+"""One of several controllers leads; after its exit another one leads within 15 seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The election on a real API server, with candidates whose clocks the test moves: the cases of client-go's tests."""
+"""The election on a real API server, with clocks that the test advances: the cases of client-go's tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DURATION_S, DEADLINE_S, RETRY_S = 12.0, 8.0, 2.0
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that advances when the test advances it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -312,7 +312,7 @@ def test_a_writer_sends_nothing_on_a_stale_lease_not_even_again(elect: Any) -> N
 
 
 class SlowCalls:
-    """A connection whose every call takes some of the clock's seconds."""
+    """A connection on which every call takes some of the clock's seconds."""
 
     def __init__(self, connection: Connection, clock: Clock, seconds: float) -> None:
         self._connection, self._clock, self._seconds = connection, clock, seconds

@@ -1,4 +1,4 @@
-"""What containers request that say nothing: as the API server writes it into pods, and as ElasticJobs are planned."""
+"""Default requests of containers: as the API server writes them into pods, and as ElasticJobs are planned."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges, completed
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import resource_requests_of
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import LimitRange, Pod, PodSpec
+from tests.polling import until
 
 if TYPE_CHECKING:
     from tests.kubernetes.controlled import Controlled
@@ -49,15 +50,30 @@ SPECS: list[Object] = [
 ]
 
 
+def until_applied(cluster: DevCluster, pods: str, given: list[Object]) -> None:
+    """Wait for the API server's own cache of LimitRanges, from which its admission reads."""
+    items = [item for body in given for item in body["spec"]["limits"] if item["type"] == "Container"]
+    wanted = {name for item in items for field in ("default", "defaultRequest", "max") for name in item.get(field, {})}
+
+    def applied() -> bool:
+        probe = {"metadata": {"name": "probe"}, "spec": {"containers": [container("main")]}}
+        created = cluster.api.create(pods, probe, dryRun="All")
+        return wanted <= set(created["spec"]["containers"][0]["resources"].get("requests", {}))
+
+    until(applied, f"defaults for {sorted(wanted)}")
+
+
 @pytest.mark.parametrize("given", DEFAULTS.values(), ids=DEFAULTS)
 def test_a_pod_needs_what_the_api_server_makes_of_it(cluster: DevCluster, namespace: str, given: list[Object]) -> None:
     ranges = LimitRanges(lambda _: None)
     for body in given:
         made = cluster.api.create(f"/api/v1/namespaces/{namespace}/limitranges", body)
         ranges.put(msgspec.convert(made, LimitRange))
+    pods = f"/api/v1/namespaces/{namespace}/pods"
+    until_applied(cluster, pods, given)
     for number, spec in enumerate(SPECS):
         body = {"metadata": {"name": f"p{number}"}, "spec": {**spec, "schedulingGates": [{"name": "example.com/stay"}]}}
-        created = cluster.api.create(f"/api/v1/namespaces/{namespace}/pods", body)
+        created = cluster.api.create(pods, body)
         expected = resource_requests_of(msgspec.convert(created, Pod).spec)
         assert (
             resource_requests_of(completed(msgspec.convert(spec, PodSpec), ranges.requests_in(namespace))) == expected
@@ -65,15 +81,15 @@ def test_a_pod_needs_what_the_api_server_makes_of_it(cluster: DevCluster, namesp
 
 
 def test_a_range_that_is_gone_adds_nothing_and_says_where() -> None:
-    told: list[str] = []
-    ranges = LimitRanges(told.append)
+    reported: list[str] = []
+    ranges = LimitRanges(reported.append)
     body = limit_range("a", {"type": "Container", "defaultRequest": {"cpu": "2"}})
     body["metadata"] |= {"namespace": "team", "uid": "u"}
     ranges.put(msgspec.convert(body, LimitRange))
     assert (ranges.requests_in("team"), ranges.requests_in("other")) == ({"cpu": "2"}, {})
     ranges.drop("u")
     assert ranges.requests_in("team") == {}
-    assert told == ["team", "team"]
+    assert reported == ["team", "team"]
 
 
 def test_an_elastic_job_is_planned_with_the_requests_that_its_pods_will_be_given(controlled: Controlled) -> None:

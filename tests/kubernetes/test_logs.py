@@ -1,4 +1,4 @@
-"""The controller's log: a line is an object, and says which plan it follows from."""
+"""The controller's log: each line is an object with the id of its plan."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def controlled(system_cluster: DevCluster, tmp_path: Path) -> Iterator[Controlle
     running.close()
 
 
-def told(controlled: Controlled) -> list[dict[str, Any]]:
+def reported(controlled: Controlled) -> list[dict[str, Any]]:
     """The log, line by line, as far as it is written."""
     return [json.loads(line) for line in controlled.log().rpartition("\n")[0].splitlines()]
 
@@ -92,10 +92,12 @@ def test_an_eviction_can_be_followed_from_its_plan_to_its_writes_and_events(cont
     controlled.start()
     controlled.until_bound(controlled.pod(borrower, "lent"))
     controlled.until_bound(controlled.pod(owner, "mine"))
-    # a call is told of when it is answered, and the pod may have its node before that
-    controlled.wait(lambda: any(line.get("object") == f"{owner}/mine" for line in told(controlled)), controlled.log)
-    controlled.wait(lambda: any(line.get("path", "").endswith("/events") for line in told(controlled)), controlled.log)
-    lines = told(controlled)
+    # a call is logged when it is answered, and the pod may have its node before that
+    controlled.wait(lambda: any(line.get("object") == f"{owner}/mine" for line in reported(controlled)), controlled.log)
+    controlled.wait(
+        lambda: any(line.get("path", "").endswith("/events") for line in reported(controlled)), controlled.log
+    )
+    lines = reported(controlled)
     (plan,) = (line for line in lines if line.get("plan", {}).get("evict"))
     follows = [line for line in lines if line.get("cause") == plan["cause"]]
     assert [line["decision"] for line in follows if "decision" in line] == ["evict"]

@@ -106,10 +106,28 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
         for one in panel["targets"]
         for name in re.findall(r"gpuquota_\w+", one["expr"])
     }
-    given = {metric.name for metric in Metrics().registry.collect()}
-    known = {f"{name}{suffix}" for name in given for suffix in ("", "_total", "_bucket")}
-    assert asked <= known
+    assert asked <= known_series()
     assert len(asked) > 5
+
+
+def known_series() -> set[str]:
+    given = {metric.name for metric in Metrics().registry.collect()}
+    return {f"{name}{suffix}" for name in given for suffix in ("", "_total", "_bucket")}
+
+
+def test_each_alert_asks_for_metrics_that_exist_and_has_a_runbook() -> None:
+    rules = yaml.safe_load((MANIFESTS / "components" / "monitoring" / "rules.yaml").read_text())
+    alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
+    runbooks = (MANIFESTS.parent / "docs" / "runbooks.md").read_text()
+    assert len(alerts) > 8
+    for rule in alerts:
+        expression = rule["expr"]
+        assert set(re.findall(r"gpuquota_\w+", expression)) <= known_series(), rule["alert"]
+        assert all(expression.count(one) == expression.count(other) for one, other in ("()", "[]", "{}"))
+        assert f"\n## {rule['alert']}\n" in runbooks
+        assert rule["annotations"]["runbook_url"].endswith(f"runbooks.md#{rule['alert'].lower()}")
+        assert rule["labels"]["severity"] in {"critical", "warning"}
+    assert runbooks.count("\n## Gpuquota") == len(alerts), "and each runbook an alert"
 
 
 def with_component(folder: Path, component: str) -> Path:
@@ -125,7 +143,7 @@ def with_component(folder: Path, component: str) -> Path:
 
 
 def test_closed_or_open_as_configured(standalone: DevCluster, tmp_path: Path) -> None:
-    # nobody serves the webhook here
+    # the webhook has no server here
     namespace = standalone.make_namespace("open-or-closed", {labels.MANAGED: "true"})
     path = f"/api/v1/namespaces/{namespace}/pods"
     with pytest.raises(ApiError, match="failed calling webhook"):

@@ -77,7 +77,7 @@ def is_running(pod: dict[str, Any]) -> bool:
 
 
 def logs(cluster: DevCluster) -> str:
-    """What the processes said, for a test that fails."""
+    """Return the logs of the processes, for a failing test."""
     found = []
     for _, process in PROCESSES:
         selector = f"app.kubernetes.io/name=gpuquota-{process}"

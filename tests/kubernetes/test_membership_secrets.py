@@ -1,4 +1,4 @@
-"""What workers trust: the Secret of their job, the authority, and the key, whoever deletes or renews them."""
+"""The trust of workers: their job's Secret, the authority and the key, through deletion and renewal."""
 
 from __future__ import annotations
 

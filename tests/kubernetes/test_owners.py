@@ -1,4 +1,4 @@
-"""How many pods start together, as their owner says it; through the real API server and controller where it decides."""
+"""The number of pods that start together, by their owner; through the real API server and controller."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_training_operators_pods_differ_and_start_together(controlled: Control
     controlled.pod(team, "worker-0", gpus=2, owner=owner)
     controlled.until_bound(controlled.pod(team, "small"))
     controlled.cluster.api.delete(f"/api/v1/namespaces/{team}/pods/small", 0)
-    assert controlled.waiting(team) == {"master", "worker-0"}  # there is room for both, but not all of the job is there
+    assert controlled.waiting(team) == {"master", "worker-0"}  # both would fit, but not all pods of the job exist
     controlled.pod(team, "worker-1", gpus=2, owner=owner)
     controlled.until_bound(controlled.pod(team, "proof"))
     assert controlled.waiting(team) == {"master", "worker-0", "worker-1"}
@@ -227,16 +227,16 @@ def test_why_a_pod_waits_is_told_on_it_once(controlled: Controlled) -> None:
     controlled.pod(team, "waits")
     controlled.pod(team, "lonely", labels_={labels.POD_GROUP: "g"}, annotations={labels.POD_GROUP_SIZE: "2"})
 
-    def told() -> dict[str, list[str]]:
+    def reported() -> dict[str, list[str]]:
         events = controlled.cluster.api.items(f"/api/v1/namespaces/{team}/events")
         why = [(e["involvedObject"]["name"], e["message"]) for e in events if e["reason"] == "Waiting"]
         return {name: [message for who, message in why if who == name] for name, _ in why}
 
-    controlled.wait(lambda: set(told()) == {"waits", "lonely"}, lambda: controlled.log()[-3000:])
-    found = told()
+    controlled.wait(lambda: set(reported()) == {"waits", "lonely"}, lambda: controlled.log()[-3000:])
+    found = reported()
     assert "limit of 1" in found["waits"][0]
-    assert found["lonely"] == ["1 of the 2 pods of group g are there; they start together"]
-    for i in range(3):  # each of them is another plan, which says the same
+    assert found["lonely"] == ["1 of the 2 pods of group g exist; they start together"]
+    for i in range(3):  # each of them is another plan, with the same result
         controlled.pod(team, f"more-{i}")
-    controlled.wait(lambda: len(told()) == 5)
-    assert len(told()["waits"]) == 1
+    controlled.wait(lambda: len(reported()) == 5)
+    assert len(reported()["waits"]) == 1

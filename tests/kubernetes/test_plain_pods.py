@@ -194,7 +194,7 @@ def test_a_group_may_form_anew_while_another_one_of_its_first_pod_is_on_its_way_
         plain.assume_sent(uid, "n", (device,))
     leaving = msgspec.structs.replace(waiting("b", "g", 2), stage=Stage.TERMINATING, node="n", devices=(1,), gate=None)
     plain.put(leaving)
-    plain.take_back("a")  # its write has failed, and its group takes nobody any more
+    plain.take_back("a")  # its write has failed, and its group accepts no more pods
     plain.put(waiting("c", "g", 2))
     assert len(plain.jobs) == len(state.jobs) == 2
     plain.drop("b")

@@ -1,4 +1,4 @@
-"""A plan that raises: planning goes on, and a process whose plans keep failing ends instead of standing still."""
+"""A plan that raises: planning continues, and a process with repeated failures exits instead of stalling."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.kubernetes.installation import jobs_of
 from tests.kubernetes.test_admission import environment, patched, pod
 from tests.kubernetes.test_client import run
 from tests.kubernetes.test_rbac import denied, user
-from tests.patience import until
+from tests.polling import until
 from tools.devcluster import ApiError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def test_a_policy_that_cannot_be_leaves_the_one_before_in_force() -> None:
     broken = msgspec.structs.replace(stored(TIGHT), spec=msgspec.structs.replace(stored(TIGHT).spec, kind="other"))
     book.put(broken)
     assert book.all == (TIGHT,)
-    book.put(stored(TIGHT, uid="2"))  # deleted and made anew: the news of the end may come last
+    book.put(stored(TIGHT, uid="2"))  # deleted and created again: the deletion event may arrive last
     book.drop("1")
     assert book.all == (TIGHT,)
     book.drop("2")

@@ -1,4 +1,4 @@
-"""Nobody goes around the quota: users of every role, impersonated, against the policies and roles of manifests/."""
+"""No user bypasses the quota: every role, impersonated, against the policies and roles of manifests/."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.kubernetes.installation import (
 )
 from tests.kubernetes.test_crds import TEMPLATE, job, quota
 from tests.kubernetes.test_webhook import GATE, MANAGED, pod
-from tests.patience import until
+from tests.polling import until
 from tools.devcluster import Api, ApiError
 from tools.devcluster.client import JSON_PATCH
 
@@ -38,7 +38,7 @@ KFAM = "system:serviceaccount:kubeflow:profiles-controller-service-account"
 
 
 def user(cluster: DevCluster, role: str, namespace: str = "") -> Api:
-    """Somebody with one ClusterRole, in one namespace or (without) everywhere."""
+    """A user with one ClusterRole, in one namespace or (without one) in all."""
     name = f"{role}-{uuid.uuid4().hex[:6]}"
     where = f"{ROLES}/namespaces/{namespace}/rolebindings" if namespace else f"{ROLES}/clusterrolebindings"
     subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": name}
@@ -78,7 +78,7 @@ def pods(namespace: str) -> str:
 
 @pytest.fixture
 def owner(kubeflow_cluster: DevCluster, namespace: str) -> Api:
-    """Who may do most in the namespace: an administrator of it, in Kubernetes' own words."""
+    """The user with the most permissions in a namespace: its administrator by Kubernetes' own role."""
     return user(kubeflow_cluster, "admin", namespace)
 
 
@@ -383,7 +383,7 @@ def test_these_rights_are_enough(kubeflow_cluster: DevCluster, tmp_path: Path) -
         somebody.create(jobs_of(team), job("train", gpus=2, minGpus=1, maxGpus=4, ttlSecondsAfterFinished=0))
         world.until_bound(f"/api/v1/namespaces/{team}/pods/a")
         world.until_phase(f"{jobs_of(team)}/train", "Running")
-        # somebody else's guaranteed GPUs: one worker goes
+        # another team's guaranteed GPUs: one worker leaves
         lender = world.team(guaranteed=1)
         kubeflow_cluster.api.create(f"/api/v1/namespaces/{lender}/pods", pod(labels=MANAGED))
         world.until_bound(f"/api/v1/namespaces/{lender}/pods/a")
@@ -395,7 +395,7 @@ def test_these_rights_are_enough(kubeflow_cluster: DevCluster, tmp_path: Path) -
         world.until(f"{jobs_of(team)}/silent", lambda j: "requeueState" in j.get("status", {}))
         log = world.log()
         refused = [line for line in log.splitlines() if "forbidden" in line.lower()]
-        # Other tests of this control plane delete their namespaces, where nobody may create an event any more.
+        # Other tests of this control plane delete their namespaces, in which no event can be created any more.
         terminating = [line for line in refused if "because it is being terminated" in line]
         assert refused == terminating, log
         assert refused_calls(log) <= len(terminating), log

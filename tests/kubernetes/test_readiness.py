@@ -18,7 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import (
     Retry,
     StartingWorker,
     given_up,
-    has_come_up,
+    has_started,
     next_look,
     pause_s,
     requeued,
@@ -48,7 +48,7 @@ def late(index: int, start_failure: str = PULL, since: float = 0.0) -> StartingW
         ([UP, late(1)], 2, True, False),  # one that trains is made whole by another worker
         ([UP, late(1)], 1, False, False),
         ([UP, late(1)], 1, True, False),
-        ([late(0), late(1)], 1, True, True),  # nobody trains any more
+        ([late(0), late(1)], 1, True, True),  # no worker trains any more
         ([late(3)], 0, True, False),  # the training is over
         ([PULLS, late(0)], 1, False, True),
     ],
@@ -81,7 +81,7 @@ def test_a_name_that_can_be_no_images_is_not_waited_for() -> None:
     assert lost is not None
     failed = requeued(lost, 1, None, RULES, attempt=1, now=5.0)
     assert failed.until is None
-    assert failed.message.startswith("its workers can never come up: worker 0 on node n1: InvalidImageName")
+    assert failed.message.startswith("its workers cannot start: worker 0 on node n1: InvalidImageName")
 
 
 def tried(before: Retry | None, attempt: int, rules: ReadyRules = RULES, workers: int = 1) -> Retry:
@@ -97,20 +97,20 @@ def test_the_pauses_grow_and_at_last_the_job_fails_with_the_kubelets_sentence() 
         pauses.append(None if retry.until is None else retry.until - AT_NOON)
     assert pauses == [60.0, 120.0, 240.0, 480.0, None]
     assert retry is not None
-    assert retry.message == f"its worker did not come up in 600 s, 5 times in a row: worker 0 on node n1: {PULL}"
+    assert retry.message == f"its worker did not start in 600 s, 5 times in a row: worker 0 on node n1: {PULL}"
 
 
 def test_it_says_when_it_is_tried_again_and_how_often_it_will_be() -> None:
     assert tried(None, 1, workers=2).message == (
-        f"none of its 2 workers came up in 600 s: worker 0 on node n1: {PULL}; it gave its GPUs back, and is tried "
-        "again at 12:01:00 UTC (try 2 of 5)"
+        f"none of its 2 workers started in 600 s: worker 0 on node n1: {PULL}; it released its GPUs, and is retried "
+        "at 12:01:00 UTC (attempt 2 of 5)"
     )
 
 
 def test_without_a_limit_it_is_tried_for_ever_once_an_hour() -> None:
     retry = tried(Retry(99, 0.0, 1.0, ""), 100, ReadyRules(tries=0))
     assert retry.until == AT_NOON + LONGEST_PAUSE_S
-    assert retry.message.endswith("(try 101)")
+    assert retry.message.endswith("(attempt 101)")
 
 
 def test_a_sentence_of_one_worker_is_told_rather_than_the_silence_of_another() -> None:
@@ -119,7 +119,7 @@ def test_a_sentence_of_one_worker_is_told_rather_than_the_silence_of_another() -
     assert f"worker 1 on node n1: {PULL}" in requeued(lost, 2, None, RULES, 1, 600.0).message
     silent = given_up([late(0, start_failure="")], needed=1, trains=False, timeout_s=600, now=600.0)
     assert silent is not None
-    assert "its volumes or its network are not there" in requeued(silent, 1, None, RULES, 1, 600.0).message
+    assert "its volumes or its network are not ready" in requeued(silent, 1, None, RULES, 1, 600.0).message
 
 
 def test_a_job_that_trains_goes_on_without_the_worker_and_never_fails_for_it() -> None:
@@ -129,14 +129,14 @@ def test_a_job_that_trains_goes_on_without_the_worker_and_never_fails_for_it() -
     assert (many.count, many.workers, many.until) == (100, (3,), AT_NOON + LONGEST_PAUSE_S)
     first = shrunk(lost, None, RULES, AT_NOON).message
     assert first == (
-        f"one more worker did not come up in 600 s: worker 3 on node n1: {PULL}; it goes on without, and does not grow "
-        "before 12:01:00 UTC"
+        f"one more worker did not start in 600 s: worker 3 on node n1: {PULL}; the job continues without, and does "
+        "not grow before 12:01:00 UTC"
     )
 
 
-def test_it_has_come_up_with_as_many_as_it_needs_to_start() -> None:
-    assert not has_come_up([UP, PULLS], 2)
-    assert has_come_up([UP, late(1)], 1)
+def test_it_has_started_with_as_many_as_it_needs_to_start() -> None:
+    assert not has_started([UP, PULLS], 2)
+    assert has_started([UP, late(1)], 1)
 
 
 @given(st.integers(1, 10_000), st.floats(1.0, 600.0))

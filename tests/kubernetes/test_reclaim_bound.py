@@ -80,7 +80,7 @@ def test_a_controller_that_is_started_anew_goes_on_counting(tight: Controlled) -
     tight.kill()
     tight.start()
     tight.until_bound(mine)
-    (counted,) = re.findall(r"its borrowed GPUs are reclaimed since (\d+) s", tight.log())
+    (counted,) = re.findall(r"the reclaim of its borrowed GPUs began (\d+) s ago", tight.log())
     assert int(counted) >= BOUND_S - 7, "from the first controller's decision on"
 
 

@@ -58,7 +58,7 @@ def test_these_owners_create_another_pod(api_version: str, kind: str) -> None:
     [
         ("argoproj.io/v1alpha1", "Workflow", {}),
         ("tekton.dev/v1", "TaskRun", {}),
-        ("batch.example.com/v1", "Job", {}),  # the kind alone says nothing
+        ("batch.example.com/v1", "Job", {}),  # the kind alone is not sufficient
         ("ray.io/v1", "RayCluster", {"ray.io/node-type": "head"}),
     ],
 )

@@ -52,7 +52,7 @@ class World:
     # The controller
 
     def restart(self) -> None:
-        """It is killed: what it had sent is done, or is not; what it knew is gone."""
+        """Kill the controller: sent writes are applied or not, and its memory is lost."""
         for write, _, _ in self.writes:
             if self.chance.random() < 0.5:
                 with contextlib.suppress(ApiError):
@@ -68,9 +68,8 @@ class World:
             {},
             writer,
             SETTINGS,
-            noted=self._note,
-            recall=self._recall,
-            displaced=lambda holder, _: self.news.append(("displaced", holder)),
+            written_pods=self,
+            sharers=self,
             later=later,
         )
         for body in self.stored.values():
@@ -88,12 +87,15 @@ class World:
     def submit(self, write: Write, done: Callable[[bytes], None], failed: Callable[[Exception], None]) -> None:
         self.writes.append((write, done, failed))
 
-    def _note(self, pod: Pod) -> None:
+    def note(self, pod: Pod) -> None:
         self.reservations.see(pod)
 
-    def _recall(self, holder: str) -> share_annotations.ShareNote:
+    def share_of(self, holder: str) -> share_annotations.ShareNote:
         """As it is with a pod that exists: a ticket of its own, no GPUs."""
         return msgspec.structs.replace(self.admitted[holder].note, ticket=f"{holder}@0", uid="", gpus=())
+
+    def gpu_changed(self, holder: str, _why: str) -> None:
+        self.news.append(("displaced", holder))
 
     def _seat(self, holder: str) -> None:
         node, devices = self.wishes[holder]
@@ -109,7 +111,7 @@ class World:
         self.reservations.prepare(Sharer(note, partial(self._start, holder), partial(self._not_reserved, holder)))
 
     def _start(self, holder: str, assignment: DeviceAssignment) -> None:
-        """The promise: it is noted on every reservation, which stands and says its GPU, and its agent has agreed."""
+        """Check the start condition: every reservation exists, names its GPU and the pod, and its agent has agreed."""
         node, devices = self.wishes[holder]
         for device, gpu in zip(devices, assignment.note.gpus, strict=True):
             body = self.stored.get(reservation_pods.name_of(node, device))
@@ -199,10 +201,10 @@ class World:
         else:
             self.reservations.drop(what)
 
-    # Everybody else
+    # Other components
 
     def kubelet(self) -> None:
-        """A pod runs, and has said its GPU; or it is gone at last."""
+        """A pod runs and has reported its GPU, or has finally been removed."""
         name = self.chance.choice(sorted(self.stored))
         body = self.stored[name]
         if "deletionTimestamp" in body["metadata"]:
@@ -215,7 +217,7 @@ class World:
             self.news.append(("changed", self.stored[name]))
 
     def agent(self) -> None:
-        """It lets everybody in, sooner or later."""
+        """The agent lets every pod start at some time."""
         name = self.chance.choice(sorted(self.stored))
         notes = share_annotations.read(self.stored[name]["metadata"]["annotations"].get(labels.SHARERS, ""))
         ready = ",".join(note.ticket for note in notes if not note.uid)
@@ -223,7 +225,7 @@ class World:
             self.news.append(("changed", self._annotated(name, labels.READY, ready)))
 
     def meddler(self) -> None:
-        """Somebody deletes a reservation, or it fails."""
+        """A reservation is deleted by a user, or fails."""
         name = self.chance.choice(sorted(self.stored))
         if self.chance.random() < 0.5:
             self.news.append(("changed", self._changed(name, deletionTimestamp="2026-11-21T10:00:00Z")))
@@ -248,7 +250,7 @@ class World:
         self.admitted.pop(holder, None)
 
     def fire(self) -> None:
-        """Sooner ones mostly: somebody's patience ends now and then."""
+        """Choose an early deadline mostly: some waits end in a timeout."""
         self.timers.sort(key=lambda timer: timer[0])
         self.timers.pop(0 if self.chance.random() < 0.95 else -1)[1]()
 
@@ -266,7 +268,7 @@ class World:
     # What holds
 
     def at_rest(self) -> bool:
-        """Everybody has started, and there is one reservation for each shared GPU and none else."""
+        """Check that every pod has started, and that exactly one reservation exists for each shared GPU."""
         wanted = {
             reservation_pods.name_of(node, device) for node, devices in self.wishes.values() for device in devices
         }

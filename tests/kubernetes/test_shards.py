@@ -13,10 +13,11 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards import server
-from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
-from kfp_gpuquota.cluster.kubernetes.shards.messages import CONTROL_PATH, control_token, shard_of
+from kfp_gpuquota.cluster.kubernetes.shards.leader_end import FIRST_PAUSE_S, ShardedMembership
+from kfp_gpuquota.cluster.kubernetes.shards.messages import CONTROL_PATH, Outbox, control_token, shard_of
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
 from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
+from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.membership import Limits
 from kfp_gpuquota.server import connections
 from kfp_gpuquota.server.membership import NotStoredYetError
@@ -34,7 +35,7 @@ LIMITS = Limits(silence_s=3.0)
 
 @dataclass
 class Leader:
-    """A leader's end, and what it was told, as rows. `stored` is the highest number that the API server has."""
+    """A leader's end, and the reports that it received, as rows. `stored`: the highest number in the API server."""
 
     url: str
     epoch: int = 1
@@ -44,15 +45,7 @@ class Leader:
     attempt: int = 1
 
     def __post_init__(self) -> None:
-        self.membership = ShardedMembership(
-            self,
-            [self.url],
-            KEY,
-            self.epoch,
-            shard_of=lambda _: 0,
-            reopen=self._reopen,
-            authority=lambda: b"",
-        )
+        self.membership = ShardedMembership(self, [self.url], KEY, self.epoch)
 
     def open(self, *workers: str, first: int = 1) -> None:
         self.membership.open(
@@ -69,7 +62,14 @@ class Leader:
         )
         self.membership.set_target(JOB, workers)
 
-    def _reopen(self, uid: str) -> None:
+    @property
+    def authority(self) -> bytes:
+        return b""
+
+    def shard_of(self, _uid: str) -> int:
+        return 0
+
+    def reopen(self, uid: str) -> None:
         self.reopened.append(uid)
         self.stored += 64
         self.open("a", first=self.stored - 32 + 1)
@@ -131,9 +131,9 @@ class Worker:
             while True:
                 line = await self.response.content.readline()
                 assert line, "the stream ended"
-                heard: dict[str, Any] = json.loads(line.strip() or b'{"order": ""}')
-                if heard["order"] == order:
-                    return heard
+                message: dict[str, Any] = json.loads(line.strip() or b'{"order": ""}')
+                if message["order"] == order:
+                    return message
 
 
 @dataclass
@@ -234,7 +234,7 @@ def test_training_goes_on_without_a_leader_and_the_next_one_is_told_what_stands(
                 for worker in (first, second):
                     worker.say("GenerationAdopted", generation=(await worker.hear("Recover"))["generation"], step=0)
                 await leader.until("committed", 1, ("a", "b"), "by all")
-            # the leader is gone, and b fails: a goes on in a generation whose number was stored before
+            # the leader has exited, and b fails: a continues in a generation with a number that was stored before
             first.say("CollectiveFailed", generation=1, step=3)
             second.response.close()
             order = await first.hear("Recover")
@@ -373,5 +373,25 @@ def test_whoever_sends_half_a_request_is_cut_off(monkeypatch: pytest.MonkeyPatch
                 assert await reader.read() == b""
             writer.close()
 
-    monkeypatch.setattr(server, "LIMITS", connections.Limits(head_s=0.05))
+    monkeypatch.setattr(server, "WORKER_LIMITS", connections.Limits(head_s=0.05))
     asyncio.run(scenario())
+
+
+def test_the_leader_connects_again_soon_to_a_shard_that_was_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    (link,) = Leader("http://nowhere.invalid").membership._links
+    pauses: list[float] = []
+
+    async def converse() -> None:
+        link._outbox = Outbox() if len(pauses) >= 3 else None
+        raise RunError("it closed the connection")
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 6:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(link, "_converse", converse)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(link.run())
+    assert pauses == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S, *[FIRST_PAUSE_S] * 3]

@@ -1,4 +1,4 @@
-"""GPUs that several pods share, through the real API server and controller: reservations, and who may start."""
+"""GPUs that several pods share, through the real API server and controller: reservations and starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_sharer_learns_which_gpu_is_reserved_and_what_is_noted_of_it_stands_th
     controlled.start()
     pod = controlled.until_bound(share(controlled, team, "a", 0.25, notes={"gpu-fraction-limit": "0.8"}))
     (reservation,) = reservations(controlled).values()
-    gpu = f"GPU-{reservation['metadata']['uid']}"  # as a fake node's kubelet has the first container say
+    gpu = f"GPU-{reservation['metadata']['uid']}"  # as reported by a fake node's kubelet for the first container
     path = f"/api/v1/namespaces/{team}/pods/a"
     assert config_of(controlled, path) == {"NVIDIA_VISIBLE_DEVICES": gpu, "CUDA_VISIBLE_DEVICES": gpu}
     assert pod["metadata"]["annotations"][labels.GPUS] == gpu
@@ -120,19 +120,19 @@ def test_who_runs_on_the_gpu_of_a_reservation_that_somebody_deletes_is_made_anew
     team = controlled.team(guaranteed=1)
     controlled.start()
     controlled.until_phase(controlled.job(team, "worker", gpuFraction=0.5, gracePeriodSeconds=1), "Running")
-    alone = controlled.until_bound(share(controlled, team, "alone"))  # nobody would make it anew
+    alone = controlled.until_bound(share(controlled, team, "alone"))  # no owner would create it again
     ((name, before),) = reservations(controlled).items()
     controlled.kill()
     controlled.cluster.api.delete(f"{RESERVATIONS}/{name}")
     controlled.start()
     controlled.wait(lambda: "worker-1" in controlled.bound(team), lambda: controlled.log()[-3000:])
     (after,) = reservations(controlled).values()
-    gpu = f"GPU-{after['metadata']['uid']}"  # a fake node's kubelet says another one for each reservation
+    gpu = f"GPU-{after['metadata']['uid']}"  # a fake node's kubelet reports another one for each reservation
     assert after["metadata"]["uid"] != before["metadata"]["uid"]
     assert environment(controlled.pods(team)["worker-1"])["NVIDIA_VISIBLE_DEVICES"] == gpu
     assert controlled.pods(team)["alone"]["metadata"]["uid"] == alone["metadata"]["uid"]
-    told = f"it runs on GPU-{before['metadata']['uid']}; the reservation was made anew and has {gpu}"
-    controlled.wait(lambda: f"Pod {team}/alone: GpuChanged: {told}" in controlled.log())
+    reported = f"it runs on GPU-{before['metadata']['uid']}; the recreated reservation has {gpu}"
+    controlled.wait(lambda: f"Pod {team}/alone: GpuChanged: {reported}" in controlled.log())
 
     def noted() -> dict[str, str]:
         (found,) = reservations(controlled).values()

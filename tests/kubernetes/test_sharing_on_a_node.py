@@ -53,7 +53,7 @@ class Node:
         return self.controlled.cluster.api
 
     def run(self, name: str, share: dict[str, str], *command: str, **spec: Any) -> str:
-        """Create a sharing pod that runs this machine's Python; its path. A simulated device knows it by its number."""
+        """Create a sharing pod that runs this machine's Python; return its path. Simulated devices use its pid."""
         volumes, mounts = host_python()
         volumes.append({"name": "devices", "hostPath": {"path": str(self.folder)}})
         container = {
@@ -87,11 +87,11 @@ class Node:
         return sorted(mib for _, mib in entries(self.folder / gpu) if mib)
 
     def until(self, condition: Any) -> None:
-        said = lambda: f"{self.used()}; {self.controlled.log()[-3000:]}; {self.agent_log()}"  # noqa: E731
-        self.controlled.wait(condition, said, seconds=120.0)
+        text = lambda: f"{self.used()}; {self.controlled.log()[-3000:]}; {self.agent_log()}"  # noqa: E731
+        self.controlled.wait(condition, text, seconds=120.0)
 
     def start_agent(self, *options: str) -> forked.Program:
-        """An agent beside the kubelet, and its pod: what tells the controller that the node has one."""
+        """Start an agent beside the kubelet, and its pod, by which the controller detects it."""
         log = self.folder.parent / f"agent-{len(self.agents)}.log"
         with log.open("wb") as output:
             process = forked.Program(
@@ -169,7 +169,7 @@ def test_two_sharers_see_one_gpu_and_a_third_pod_has_it_whole_only_when_they_hav
     }
     node.controlled.until_bound(node.controlled.pod(node.team, "beside", containers=[container]))
     later = node.controlled.pod(node.team, "later", containers=[container])
-    # kube-scheduler by itself, which knows nothing of us, finds no GPU either
+    # kube-scheduler, independent of us, finds no GPU either
     foreign = node.controlled.cluster.make_namespace("foreign")
     body = {"metadata": {"name": "alone"}, "spec": {"terminationGracePeriodSeconds": 1, "containers": [container]}}
     node.api.create(f"/api/v1/namespaces/{foreign}/pods", body)
@@ -214,9 +214,11 @@ def test_one_that_does_not_listen_loses_the_process_and_keeps_the_pod(node: Node
     assert node.api.get(node.path("deaf"))["status"]["phase"] == "Running"
     node.until(lambda: "child ended by signal 15" in node.log("deaf"))
     node.until(lambda: node.events("deaf"))
-    (told,) = [event for event in node.events("deaf") if event.startswith("GpuMemoryReclaimed")]
+    (reported,) = [event for event in node.events("deaf") if event.startswith("GpuMemoryReclaimed")]
     over = "in container main was ended: it held 8800Mi of GPU memory above its request"
-    assert re.fullmatch(rf"GpuMemoryReclaimed: its process \d+ {over}, which pod {node.team}/owner has asked for", told)
+    assert re.fullmatch(
+        rf"GpuMemoryReclaimed: its process \d+ {over}, which pod {node.team}/owner has asked for", reported
+    )
     assert f'gpuquota_gpu_memory_over_mib_total{{namespace="{node.team}",pod="deaf"}} 8800.0' in scraped(node)
 
 

@@ -13,13 +13,14 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.dsl.pipelines.route import route_pipeline
+from kfp_gpuquota.dsl.pipelines.route import route_documents
 from kfp_gpuquota.version import __version__
 from tests.kfp_backend.backend import RUNNER, Backend, Run
 from tests.kfp_backend.shapes import Step
 from tests.kubernetes.conftest import address_of, built_or_skip
 from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import jobs_of
+from tests.polling import until
 from tools.devcluster import built_images
 from tools.devcluster.client import ApiError
 from tools.devcluster.node import host_python
@@ -33,6 +34,7 @@ REPOSITORY = Path(__file__).parents[2]
 ROLE = REPOSITORY / "manifests" / "base" / "launcher-role.yaml"
 IMAGE = "localhost/base:1"
 GATE = "/gate"
+CLAIM = "/claim"
 WAIT = f"import time\nwhile not pathlib.Path('{GATE}/open').exists(): time.sleep(0.1)"
 DATA, MODEL = "/minio/mlpipeline/v2/data", "/minio/mlpipeline/v2/model"
 SCRIPT = """
@@ -55,8 +57,13 @@ def controlled(kubelet_system: DevCluster, tmp_path: Path) -> Iterator[Controlle
     running.close()
 
 
-def compiled_step(argv: list[str], image: str, launcher: str, cpu: str = "", **settings: str) -> dict[str, Any]:
-    """The container of a step that asks for a GPU, as routing leaves it for a KFP backend, with more settings."""
+def compiled_step(
+    argv: list[str], image: str, launcher: str, cpu: str = "", claim: str = "", **settings: Any
+) -> dict[str, Any]:
+    """The container of a step that asks for a GPU, as routing leaves it for a KFP backend, with more settings.
+
+    With `claim` it mounts the claim of this name, which only the run knows, at CLAIM.
+    """
     container = {
         "image": image,
         "command": argv,
@@ -66,7 +73,9 @@ def compiled_step(argv: list[str], image: str, launcher: str, cpu: str = "", **s
         },
     }
     spec = {"deploymentSpec": {"executors": {"exec-shout": {"container": container}}}}
-    routed = route_pipeline(spec, launcher_image=launcher)
+    mounts = [{"pvcNameParameter": {"componentInputParameter": "claim"}, "mountPath": CLAIM}] if claim else []
+    config = {"deploymentSpec": {"executors": {"exec-shout": {"pvcMount": mounts} if claim else {}}}}
+    routed, _ = route_documents(spec, [{"platforms": {"kubernetes": config}}], launcher_image=launcher)
     made = dict(routed["deploymentSpec"]["executors"]["exec-shout"]["container"])
     made["env"] += [{"name": f"GPUQUOTA_{name.upper()}", "value": value} for name, value in settings.items()]
     return made
@@ -94,6 +103,7 @@ class Steps:
     """A team whose pipelines have one step, under KFP's backend.
 
     The images are those of the workers and of the launcher; where none are given, this machine's Python in both.
+    `defaults`: Argo has the retry strategy that KFP ships.
     """
 
     def __init__(
@@ -105,11 +115,16 @@ class Steps:
         *,
         guaranteed: int = 1,
         cpu: str = "",
-        **settings: str,
+        claim: str = "",
+        defaults: bool = True,
+        retries: int | None = None,
+        timeout_s: int | None = None,
+        **settings: Any,
     ) -> None:
         self.controlled, self.api = controlled, controlled.cluster.api
+        self.claim, self.defaults, self.retries, self.timeout_s = claim, defaults, retries, timeout_s
         self.team = controlled.team(guaranteed=guaranteed)
-        self.container = compiled_step(argv, image, launcher, cpu, **settings)
+        self.container = compiled_step(argv, image, launcher, cpu, claim, **settings)
         self.gate = controlled.folder / "gate"
         self.gate.mkdir(exist_ok=True)
         self.api.create(f"/api/v1/namespaces/{self.team}/serviceaccounts", {"metadata": {"name": RUNNER}})
@@ -121,12 +136,15 @@ class Steps:
             "subjects": [{"kind": "ServiceAccount", "name": RUNNER, "namespace": self.team}],
         }
         self.api.create(f"/apis/rbac.authorization.k8s.io/v1/namespaces/{self.team}/rolebindings", binding)
-        self.backend = Backend(controlled.cluster, self.team, self.dressed)
+        self.backend = Backend(controlled.cluster, self.team, self.dressed, defaults=defaults)
         controlled.on_close.append(self.backend.close)
 
     def run(self) -> Run:
         """Start a run; its controller must have been started."""
-        return self.backend.start("shouts", Step("shout", self.container, executor_input()))
+        inputs = executor_input()
+        inputs["inputs"]["parameterValues"] = {"gpuquota-volume-0": self.claim}
+        step = Step("shout", self.container, inputs, retries=self.retries, timeout_s=self.timeout_s)
+        return self.backend.start("shouts", step)
 
     def dressed(self, pod: dict[str, Any]) -> dict[str, Any]:
         """The pod with this machine's Python where its image has none, and what a pod finds of the cluster."""
@@ -151,12 +169,27 @@ class Steps:
         (self.gate / "open").touch()
 
     def node(self, run: Run, attempt: int = 0) -> dict[str, Any]:
-        """What the Workflow says of an attempt of the step."""
+        """Return the Workflow's node of an attempt of the step."""
         found = self.api.get(self.backend.path(run))["status"]["nodes"].values()
-        return next(node for node in found if node["name"] == self.backend.node(run, "shout", attempt))
+        name = self.backend.node(run, "shout", attempt if self._repeats else None)
+        return next(node for node in found if node["name"] == name)
+
+    def result_worker(self) -> dict[str, Any]:
+        """Return the pod whose outputs are the job's; the step may end before the controller has named it."""
+
+        def named() -> str | None:
+            (job,) = self.jobs().values()
+            return (job.get("status") or {}).get("resultWorker")
+
+        return self.controlled.pods(self.team)[until(named, "the job's result")]
+
+    @property
+    def _repeats(self) -> bool:
+        """Argo numbers the step's attempts."""
+        return self.defaults or self.retries is not None
 
     def until_working(self, run: Run, attempt: int = 0) -> str:
-        """The path of the step's pod, once its log says what its worker prints."""
+        """Return the path of the step's pod once its log has the worker's output."""
         path = self.backend.pod_path(run, "shout", attempt)
         self.until_said(run, "as worker 0", attempt)
         return path
@@ -173,7 +206,8 @@ class Steps:
     def log(self, run: Run, attempt: int = 0) -> str:
         """Of the step's pod; "" while it has none."""
         try:
-            return self.controlled.cluster.container_log(self.team, self.backend.pod(run, "shout", attempt), "main")
+            pod = self.backend.pod(run, "shout", attempt if self._repeats else None)
+            return self.controlled.cluster.container_log(self.team, pod, "main")
         except ApiError:
             return ""
 
@@ -194,8 +228,7 @@ def test_a_steps_worker_runs_in_a_pod_of_its_own_and_its_artifacts_are_relayed(c
     assert f"[0] reading {DATA} as worker 0" in log
     assert f"{MODEL}: HELLO" in log, log
     assert "gpuquota: succeeded after" in log
-    (job,) = steps.jobs().values()
-    worker = controlled.pods(steps.team)[job["status"]["resultWorker"]]
+    worker = steps.result_worker()
     assert worker["spec"]["containers"][0]["image"] == IMAGE
 
 
@@ -207,12 +240,27 @@ def test_a_step_that_needs_more_than_half_a_node_runs(controlled: Controlled) ->
     run = steps.run()
     phase, log = steps.until_ended(run)
     assert phase == "Succeeded", log
-    (job,) = steps.jobs().values()
-    worker = controlled.pods(steps.team)[job["status"]["resultWorker"]]
+    worker = steps.result_worker()
     assert worker["spec"]["containers"][0]["resources"]["requests"]["cpu"] == most
     launcher = steps.api.get(steps.backend.pod_path(run, "shout"))
     main = next(one for one in launcher["spec"]["containers"] if one["name"] == "main")
     assert main["resources"]["requests"] == {"cpu": "50m", "memory": "64Mi"}
+
+
+def test_a_claim_that_one_pod_alone_may_use_is_the_workers(controlled: Controlled, tmp_path: Path) -> None:
+    steps = Steps(controlled, shout(f"pathlib.Path('{CLAIM}/model').write_text('kept')"), claim="data")
+    folder = tmp_path / "volume"
+    folder.mkdir()
+    once = {"accessModes": ["ReadWriteOncePod"], "storageClassName": ""}
+    volume = {"hostPath": {"path": str(folder)}, "capacity": {"storage": "1Gi"}, **once}
+    bound = {"resources": {"requests": {"storage": "1Gi"}}, "volumeName": steps.team, **once}
+    steps.api.create("/api/v1/persistentvolumes", {"metadata": {"name": steps.team}, "spec": volume})
+    claims = f"/api/v1/namespaces/{steps.team}/persistentvolumeclaims"
+    steps.api.create(claims, {"metadata": {"name": "data"}, "spec": bound})
+    controlled.start()
+    phase, log = steps.until_ended(steps.run())
+    assert phase == "Succeeded", log
+    assert (folder / "model").read_text() == "kept"
 
 
 def test_the_launcher_runs_from_its_own_image_and_the_worker_in_one_that_has_python_only(
@@ -228,8 +276,7 @@ def test_the_launcher_runs_from_its_own_image_and_the_worker_in_one_that_has_pyt
     assert phase == "Succeeded", log
     assert "[0] runtime True" in log
     assert f"{MODEL}: HELLO" in log, log
-    (job,) = steps.jobs().values()
-    worker = controlled.pods(steps.team)[job["status"]["resultWorker"]]
+    worker = steps.result_worker()
     assert worker["spec"]["containers"][0]["image"] == image
 
 
@@ -255,14 +302,14 @@ def test_a_step_whose_pod_is_drained_goes_on_in_another_one_whenever_argo_looks(
 def test_a_job_outlives_its_lease_while_its_run_waits_for_the_step_and_grows_after_the_take_over(
     controlled: Controlled,
 ) -> None:
-    elastic = {"gpus": "2", "min_gpus": "1", "max_gpus": "2", "gpus_per_worker": "1", "lease_s": "1"}
+    elastic: dict[str, Any] = {"gpus": "2", "min_gpus": "1", "max_gpus": "2", "gpus_per_worker": "1", "lease_s": "1"}
     steps = Steps(controlled, shout(WAIT), guaranteed=2, **elastic)
     session = hold_gpus(controlled, 1)
     run = steps.run()
     path = steps.until_working(run)
     with steps.backend.away():
-        steps.api.delete(path, grace_s=0)  # its launcher can say nothing
-        time.sleep(4)  # four times the lease: how long nobody renews it is what is tested
+        steps.api.delete(path, grace_s=0)  # its launcher cannot react
+        time.sleep(4)  # four times the lease: the test needs this time without a renewal
     steps.until_said(run, "gpuquota: job", attempt=1)
     (job,) = steps.jobs().values()
     assert job["status"]["phase"] == "Running"
@@ -314,6 +361,33 @@ def test_a_failure_shows_its_exit_code_in_the_run_and_a_retry_of_the_run_starts_
     assert f"{MODEL}: HELLO" in log, log
     first, second = sorted(steps.jobs())
     assert second == f"{first}-2"
+
+
+def test_a_step_with_set_retry_and_no_defaults_of_argo_runs_again_as_a_new_job(controlled: Controlled) -> None:
+    steps = Steps(controlled, shout(f"pathlib.Path('{GATE}/open').exists() or sys.exit(7)"), defaults=False, retries=1)
+    controlled.start()
+    run = steps.run()
+    steps.until_said(run, "gpuquota: failed with exit code 7")
+    steps.open_gate()
+    phase, log = steps.until_ended(run, attempt=1)
+    assert phase == "Succeeded", log
+    assert f"{MODEL}: HELLO" in log, log
+    assert steps.node(run)["phase"] == "Failed"
+    first, second = sorted(steps.jobs())
+    assert second == f"{first}-2"
+
+
+@pytest.mark.slow  # it takes its timeout
+def test_a_step_that_reaches_set_timeout_fails_and_its_job_is_cancelled(controlled: Controlled) -> None:
+    steps = Steps(controlled, shout(WAIT), defaults=False, timeout_s=8)
+    controlled.start()
+    run = steps.run()
+    phase, log = steps.until_ended(run)
+    assert phase == "Failed", log
+    assert "deadline" in steps.node(run)["message"]
+    (name,) = steps.jobs()
+    controlled.until_phase(f"{jobs_of(steps.team)}/{name}", "Cancelled")
+    controlled.wait(lambda: not workers_of(steps), lambda: workers_of(steps))
 
 
 def test_workers_that_start_after_a_take_over_find_the_steps_file_and_all_goes_with_the_workflow(

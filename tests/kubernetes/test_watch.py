@@ -1,4 +1,4 @@
-"""Reflectors against the real API server, and against one that forgets, breaks off and does not know the kind."""
+"""Reflectors against the real API server, and against one that loses history, disconnects and lacks the kind."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ DEADLINE_S = 60.0
 
 
 class Seen:
-    """What a reflector told."""
+    """The events of a reflector."""
 
     def __init__(self) -> None:
         self.versions: dict[str, str] = {}
         self.names: dict[str, str] = {}
-        self.told = 0
+        self.reported = 0
         self.news = asyncio.Event()
 
     def changed(self, found: Namespace | Profile) -> None:
         meta = found.metadata
         assert int(self.versions.get(meta.uid, "0")) < int(meta.resource_version), "nothing older is told"
         self.versions[meta.uid], self.names[meta.uid] = meta.resource_version, meta.name
-        self.told += 1
+        self.reported += 1
         self.news.set()
 
     def gone(self, uid: str) -> None:
@@ -66,7 +66,7 @@ def reflecting(
     """Run `test` beside a reflector."""
 
     async def run() -> None:
-        async with Connection(from_file(kubeconfig), patience_s=5.0, seed=1) as connection:
+        async with Connection(from_file(kubeconfig), retry_for_s=5.0, seed=1) as connection:
             seen = Seen()
             reflector = Reflector(
                 connection,
@@ -121,7 +121,7 @@ def test_a_copy_is_whole_again_after_any_fault(cluster: DevCluster, namespace: s
 
 
 class LateLists(Connection):
-    """The real API server's answers, but something happens after a list was made and before it is told."""
+    """The real API server's answers, with a change between the creation of a list and its delivery."""
 
     meanwhile: Callable[[Connection], Coroutine[None, None, None]] | None = None
 
@@ -194,10 +194,10 @@ def test_a_writes_answer_is_known_before_the_watch_tells_and_never_brings_back_t
         found = msgspec.convert(made, Namespace, strict=False)
         reflector.note(found)
         assert "mine" in seen.names.values()
-        told = seen.told
+        reported = seen.reported
         await asyncio.to_thread(cluster.api.delete, f"{collection}/mine")
         await seen.until(lambda: "mine" not in seen.names.values())
-        assert seen.told <= told + 1
+        assert seen.reported <= reported + 1
         reflector.note(found)
         assert "mine" not in seen.names.values()
 
@@ -227,11 +227,11 @@ class EndsAtOnce(Connection):
     """A server, or a proxy before it, that answers each watch with 200 and ends it."""
 
     async def call(self, *_: Any, **__: Any) -> bytes:
-        """An empty list."""
+        """Return an empty list."""
         return b'{"metadata": {"resourceVersion": "1"}, "items": []}'
 
     async def stream(self, path: str, params: Mapping[str, str]) -> AsyncIterator[list[bytes]]:
-        """No line."""
+        """Yield no line."""
         del path, params
         empty: list[list[bytes]] = []
         for lines in empty:

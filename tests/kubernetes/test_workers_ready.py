@@ -1,4 +1,4 @@
-"""GPUs of ElasticJobs whose workers do not come up, through the real API server and controller."""
+"""GPUs of ElasticJobs whose workers do not become ready, through the real API server and controller."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PULL = {"reason": "ImagePullBackOff", "message": "no such image"}
 
 
 def stuck(**annotations: str) -> Object:
-    """A template of pods whose containers do not start on KWOK's nodes, until a test says so."""
+    """A template of pods whose containers do not start on KWOK's nodes until a test starts them."""
     notes = {"devcluster/does-not-start": "yes", **annotations}
     return {"metadata": {"annotations": notes}, "spec": {"containers": [{"name": "main", "image": "none"}]}}
 
 
 def complain(controlled: Controlled, path: str, waiting: Object | None = None) -> None:
-    """The kubelet says of the pod that it does not come up."""
+    """Report as the kubelet that the pod does not become ready."""
     controlled.until_bound(path)
     status = {"name": "main", "image": "none", "imageID": "", "ready": False, "restartCount": 0}
     statuses = [{**status, "state": {"waiting": waiting or PULL}}]
@@ -47,7 +47,7 @@ def come_up(controlled: Controlled, path: str) -> None:
 
 
 def hurry(controlled: Controlled, job: str) -> None:
-    """From now on its workers have a second. What the kubelet is to have said before is said by now."""
+    """Set the job's timeout to one second, after the kubelet's reports have arrived."""
     controlled.cluster.api.patch(job, {"spec": {"workersReadyTimeoutSeconds": 1}})
 
 
@@ -71,15 +71,15 @@ def test_an_image_that_cannot_be_pulled_makes_room_for_others_and_the_job_fails_
     controlled.until(job, lambda j: j.get("status", {}).get("notReady"))
     hurry(controlled, job)
     failed = controlled.until_phase(job, "Failed")["status"]
-    assert "its worker did not come up in 1 s: worker 0 on node" in failed["message"]
+    assert "its worker did not start in 1 s: worker 0 on node" in failed["message"]
     assert (failed["restarts"], failed["evictions"], failed.get("exitCode")) == (0, 0, None)
     controlled.until_phase(waits, "Running")
     shown = KubernetesClient(from_file(controlled.cluster.kubeconfig)).get_job(team, "typo")
     assert "ImagePullBackOff: no such image" in conclusion(shown)
     events = f"/api/v1/namespaces/{team}/events"
     controlled.wait(lambda: "WorkersNotReady" in {e["reason"] for e in controlled.cluster.api.items(events)})
-    (told,) = [e for e in controlled.cluster.api.items(events) if e["reason"] == "WorkersNotReady"]
-    assert (told["type"], told["involvedObject"]["kind"]) == ("Warning", "ElasticJob")
+    (reported,) = [e for e in controlled.cluster.api.items(events) if e["reason"] == "WorkersNotReady"]
+    assert (reported["type"], reported["involvedObject"]["kind"]) == ("Warning", "ElasticJob")
 
 
 def test_a_gang_of_which_one_worker_does_not_come_up_returns_to_the_queue_as_a_whole(controlled: Controlled) -> None:
@@ -93,12 +93,12 @@ def test_a_gang_of_which_one_worker_does_not_come_up_returns_to_the_queue_as_a_w
     hurry(controlled, job)
     given = controlled.until(job, lambda j: retried(j) and j["status"]["phase"] == "Pending")
     assert given["status"]["gpus"] == 0
-    assert "1 of its 2 workers did not come up" in given["status"]["message"]
+    assert "1 of its 2 workers did not start" in given["status"]["message"]
     shown = KubernetesClient(from_file(controlled.cluster.kubeconfig)).get_job(team, "gang")
     assert shown.status.reason is not None
     assert shown.status.reason.code is ReasonCode.PODS_NOT_READY
     (line,) = JobMessages().lines(shown, 0.0)
-    assert "ImagePullBackOff: no such image; it gave its GPUs back, and is tried again at" in line
+    assert "ImagePullBackOff: no such image; it released its GPUs, and is retried at" in line
     controlled.until_phase(controlled.job(team, "other", gpus=2), "Running")
 
 
@@ -131,7 +131,7 @@ def test_one_worker_more_that_does_not_come_up_is_given_back_and_the_job_goes_on
     controlled.until(job, lambda j: j.get("status", {}).get("notReady") and j["status"]["phase"] == "Running")
     hurry(controlled, job)
     shrunk = controlled.until(job, lambda j: retried(j, "growState") and j["status"]["gpus"] == 1)
-    assert "one more worker did not come up" in shrunk["status"]["message"]
+    assert "one more worker did not start" in shrunk["status"]["message"]
     assert retried(shrunk, "growState")["workers"] == [1]
     assert (shrunk["status"]["phase"], shrunk["status"]["restarts"]) == ("Running", 0)
     controlled.until_bound(controlled.pod(other, "borrower"))
@@ -168,11 +168,11 @@ def test_a_controller_that_is_killed_goes_on_counting_where_it_was(controlled: C
     controlled.start(LATER)
     job = controlled.job(team, "typo", stuck())
     complain(controlled, path_of(team, "typo-0"))
-    (told,) = controlled.until(job, lambda j: j.get("status", {}).get("notReady"))["status"]["notReady"]
+    (reported,) = controlled.until(job, lambda j: j.get("status", {}).get("notReady"))["status"]["notReady"]
     controlled.kill()
     controlled.start(LATER)
     controlled.until_phase(controlled.job(controlled.team(), "none", gpus=1), "Pending")
-    assert controlled.cluster.api.get(job)["status"]["notReady"] == [told]
+    assert controlled.cluster.api.get(job)["status"]["notReady"] == [reported]
     hurry(controlled, job)
     given = controlled.until(job, lambda j: retried(j) and j["status"]["phase"] == "Pending")
     controlled.kill()
@@ -244,7 +244,7 @@ def test_a_pod_that_does_not_come_up_is_taken_away_and_its_owner_makes_another(c
 
     controlled.wait(been_on_both, lambda: controlled.log()[-3000:])
     assert len(places) >= 2
-    assert f"did not come up on node {next(iter(places.values()))} in 3 s" in controlled.log()
+    assert f"did not start on node {next(iter(places.values()))} in 3 s" in controlled.log()
     controlled.cluster.api.delete(f"{sets}/s")
 
 
@@ -253,7 +253,7 @@ def test_a_pod_without_an_owner_keeps_its_gpus_and_is_told_of(controlled: Contro
     team = controlled.team(guaranteed=1)
     controlled.start("--workers-ready-timeout=1")
     controlled.until_bound(controlled.pod(team, "alone", annotations=stuck()["metadata"]["annotations"]))
-    controlled.wait(lambda: "NotReady: it did not come up on node" in controlled.log())
+    controlled.wait(lambda: "NotReady: it did not start on node" in controlled.log())
     assert alive(controlled, team) == {"alone"}
 
 
@@ -275,7 +275,7 @@ def sleeper(**more: object) -> Object:
 
 
 def says(job: Object, what: str) -> bool:
-    """The condition that `kubectl get ej`, `explain` and a step's log tell from."""
+    """Return the condition that `kubectl get ej`, `explain` and a step's log show."""
     conditions = job.get("status", {}).get("conditions", [])
     return any(c["type"] == "WorkersReady" and what in c.get("message", "") for c in conditions)
 
@@ -288,13 +288,13 @@ def test_on_a_real_node_the_sentence_is_the_kubelets(on_a_node: Controlled) -> N
     main = sleeper(volumeMounts=[{"name": "data", "mountPath": "/data"}])
     patient = {"spec": {"containers": [main], "volumes": volumes}}
     mount = on_a_node.job(team, "mount", patient, workersReadyTimeoutSeconds=0)
-    told = on_a_node.until(image, lambda j: retried(j) and j["status"]["gpus"] == 0)["status"]["message"]
-    assert "ErrImageNeverPull" in told
+    reported = on_a_node.until(image, lambda j: retried(j) and j["status"]["gpus"] == 0)["status"]["message"]
+    assert "ErrImageNeverPull" in reported
     on_a_node.until(mount, lambda j: says(j, "FailedMount"))
     hurry(on_a_node, mount)
-    told = on_a_node.until(mount, lambda j: retried(j) and j["status"]["gpus"] == 0)["status"]["message"]
-    assert 'FailedMount: MountVolume.SetUp failed for volume "data"' in told
-    assert '"is-not-there" not found' in told
+    reported = on_a_node.until(mount, lambda j: retried(j) and j["status"]["gpus"] == 0)["status"]["message"]
+    assert 'FailedMount: MountVolume.SetUp failed for volume "data"' in reported
+    assert '"is-not-there" not found' in reported
 
 
 def test_on_a_real_node_an_init_container_takes_as_long_as_it_takes(on_a_node: Controlled) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
 from kfp_gpuquota.cluster.kubernetes.client.event_recorder import NAMESPACE_BURST, Recorder, Subject
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Scripted(Connection):
-    """Answers as `answer(path)` says once the request is let through; remembers how many calls ran at a time."""
+    """Answers with `answer(path)` once the request is released; records how many calls ran at a time."""
 
     def __init__(self, answer: Callable[[str], bytes | Exception]) -> None:
         super().__init__(Credentials(server="https://nowhere.invalid"), seed=1)
@@ -40,10 +41,10 @@ class Scripted(Connection):
         *,
         content_type: str = "",
         params: Mapping[str, str] | None = None,
-        patience_s: float | None = None,
+        retry_for_s: float | None = None,
         fence: Fence = NO_FENCE,
     ) -> bytes:
-        """One attempt."""
+        """Make one attempt of the call."""
         self.calls.append(path)
         self.running.append(path)
         try:
@@ -57,12 +58,12 @@ class Scripted(Connection):
             raise answer
         return answer
 
-    def jittered(self, pause: float) -> float:
-        """No pauses."""
-        return 0.0
+    def backoff(self, limit_s: float) -> Backoff:
+        """Return at once instead of pausing."""
+        return Backoff(0.0, 0.0, limit_s=limit_s)
 
     async def let(self, *paths: str) -> None:
-        """Answer these."""
+        """Release these requests."""
         async with self.moved:
             self.held -= set(paths)
             self.moved.notify_all()
@@ -72,12 +73,12 @@ def write(namespace: str, name: str, lane: Lane = Lane.OTHER) -> Write:
     return Write(verb="POST", path=f"{namespace}/{name}", about=f"{namespace}/{name}", lane=lane)
 
 
-def with_writer(answer: Callable[[str], bytes | Exception], test: Test, *, patience_s: float = 60.0) -> None:
-    """Run `test` with a writer whose requests are answered so."""
+def with_writer(answer: Callable[[str], bytes | Exception], test: Test, *, timeout_s: float = 60.0) -> None:
+    """Run `test` with a writer that receives these answers."""
 
     async def run() -> None:
         connection = Scripted(answer)
-        writer = Writer(connection, patience_s=patience_s)
+        writer = Writer(connection, retry_for_s=timeout_s)
         try:
             async with asyncio.timeout(30):
                 await test(writer, connection)
@@ -172,7 +173,7 @@ def test_what_passes_is_repeated_until_the_time_limit() -> None:
         await failed.wait()
         assert len(connection.calls) > 1
 
-    with_writer(lambda _: ApiError(503, "ServiceUnavailable", "later"), test, patience_s=0.05)
+    with_writer(lambda _: ApiError(503, "ServiceUnavailable", "later"), test, timeout_s=0.05)
 
 
 @settings(deadline=None, max_examples=30)

@@ -48,15 +48,15 @@ class SimulatedWorker:
     step: int = 0
     order: Order = field(default_factory=lambda: Stay(0))
     outbox: list[Event] = field(default_factory=list)
-    standing: list[Event] = field(default_factory=list)  # said again to each coordinator
+    standing: list[Event] = field(default_factory=list)  # sent again to each coordinator
 
-    def say(self, event: Event) -> None:
+    def report(self, event: Event) -> None:
         if not self.silent:
             self.outbox.append(event)
 
     def stand(self, event: Event) -> None:
         self.standing.append(event)
-        self.say(event)
+        self.report(event)
 
     def adopt(self, generation: int, members: tuple[str, ...]) -> None:
         adopted = GenerationAdopted(self.id, generation, self.step, 1.0, members=members)
@@ -66,7 +66,7 @@ class SimulatedWorker:
             return
         self.generation, self.members, self.failed = generation, members, False
         self.standing = [event for event in self.standing if not isinstance(event, CollectiveFailed)]
-        self.say(adopted)
+        self.report(adopted)
 
 
 class World:
@@ -80,7 +80,7 @@ class World:
         self.workers: dict[str, SimulatedWorker] = {}
         self.target: tuple[str, ...] = ()
         self.unreported_ends: list[str] = []
-        self.gone: set[str] = set()
+        self.exited: set[str] = set()
         self.memberships: dict[int, tuple[str, ...]] = {}
         self.commits: list[AnnounceCommit] = []
 
@@ -105,7 +105,7 @@ class World:
             assert order.generation <= self.reserved, "a number is reserved before it is sent"
             known = self.memberships.setdefault(order.generation, order.members)
             assert known == order.members, "one number, one membership"
-            assert not self.gone & set(order.members), "who is gone is in no new generation"
+            assert not self.exited & set(order.members), "an exited worker is in no new generation"
 
     def _deliver(self, worker: str, order: Order) -> None:
         process = self.workers.get(worker)
@@ -142,7 +142,7 @@ class World:
         process = self.workers[worker]
         if process.running and process.connected and not process.ready:
             process.ready = True
-            process.say(WorkerReady(worker))
+            process.report(WorkerReady(worker))
 
     def send_one(self, worker: str, *, twice: bool = False) -> None:
         process = self.workers[worker]
@@ -166,7 +166,7 @@ class World:
                 self._fail(process)
 
     def drain(self, worker: str) -> None:
-        """Its node tells it to go, and it asks to be let go."""
+        """The worker's node is drained, and the worker requests its release."""
         process = self.workers[worker]
         if process.running and not process.left:
             process.stand(LeaveRequested(worker))
@@ -180,11 +180,11 @@ class World:
     def report_end(self) -> None:
         if self.unreported_ends:
             worker = self.unreported_ends.pop(0)
-            self.gone.add(worker)
+            self.exited.add(worker)
             self.apply(WorkerGone(worker))
 
     def train(self, failing_after: int | None = None) -> None:
-        """One step of every group: it succeeds, or breaks where a peer is missing; then whoever agreed switches.
+        """Run one step of every group: it succeeds, or fails if a peer is missing; members that agreed then switch.
 
         `failing_after`: only so many members see the last step succeed, then the first of them dies.
         """
@@ -207,7 +207,7 @@ class World:
                     self._fail(process)
 
     def recover(self) -> None:
-        """Each recovery generation whose members all heard of it and run is built and adopted."""
+        """Adopt each recovery generation whose members all run and have received it."""
         for generation in [w.order for w in self.workers.values() if isinstance(w.order, Recover)]:
             everybody = [self.workers[w] for w in generation.members]
             if all(w.running and not w.left and w.order == generation and not w.silent for w in everybody):
@@ -230,11 +230,11 @@ class World:
             process.connected = False
         self.apply(TargetChanged(tuple(self.workers)))  # all that may still run, then those that should
         self.apply(TargetChanged(self.target))
-        for worker in sorted(self.gone):
+        for worker in sorted(self.exited):
             self.apply(WorkerGone(worker))
 
     def settle(self) -> None:
-        """No more faults: everything is delivered, everybody connects, and time goes by."""
+        """Stop faults: deliver everything, connect all workers, and advance the time."""
         for _ in range(120):
             for worker in list(self.workers):
                 process = self.workers[worker]

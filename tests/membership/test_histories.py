@@ -22,7 +22,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(st.sampled_from(WORKERS), unique=True, max_size=4))
     def target_changes(self, wanted: list[str]) -> None:
-        fresh = [w for w in wanted if w not in self.world.gone and not self.ended(w)]
+        fresh = [w for w in wanted if w not in self.world.exited and not self.ended(w)]
         self.world.set_target(tuple(fresh))
 
     def ended(self, worker: str) -> bool:

@@ -37,21 +37,21 @@ from kfp_gpuquota.membership import (
 
 
 class Driver:
-    """A machine and everything it ever said."""
+    """A machine with all commands that it has returned."""
 
     def __init__(self, machine: Membership | None = None) -> None:
         self.machine = machine or Membership()
-        self.said: list[Command] = []
+        self.output: list[Command] = []
         self.now = 0.0
 
     def __call__(self, *events: Event, at: float | None = None) -> list[Command]:
         self.now = self.now if at is None else at
         new = [command for event in events for command in self.machine.apply(event, self.now)]
-        self.said += new
+        self.output += new
         return new
 
     def orders(self, worker: str) -> list[object]:
-        return [c.order for c in self.said if isinstance(c, SendOrder) and c.worker == worker]
+        return [c.order for c in self.output if isinstance(c, SendOrder) and c.worker == worker]
 
 
 def arrive(worker: str) -> tuple[Event, ...]:
@@ -97,9 +97,9 @@ def test_a_worker_that_connects_before_the_cluster_names_it_waits() -> None:
 def test_a_joiner_is_proposed_behind_the_members_who_keep_their_order() -> None:
     drive = training("a", "b")
     drive(TargetChanged(("c", "b", "a")))
-    said = drive(*arrive("c"))
+    output = drive(*arrive("c"))
     proposal = Propose(2, ("a", "b", "c"), base=1)
-    assert Reserve(2) in said
+    assert Reserve(2) in output
     assert [drive.machine.order_for(w) for w in "abc"] == [proposal] * 3
 
 
@@ -110,15 +110,15 @@ def test_a_leaver_is_released_only_when_everybody_has_switched() -> None:
     assert AnnounceRelease("c", 7) in drive(GenerationAdopted("c", 2, 7))
     assert isinstance(drive.machine.order_for("c"), Propose)
     drive(GenerationAdopted("a", 2, 7, pause_ms=3.0))
-    said = drive(GenerationAdopted("b", 2, 7, pause_ms=5.0))
-    assert AnnounceCommit(2, ("a", "b"), 7, 5.0, 0, complete=True) in said
+    output = drive(GenerationAdopted("b", 2, 7, pause_ms=5.0))
+    assert AnnounceCommit(2, ("a", "b"), 7, 5.0, 0, complete=True) in output
     assert isinstance(drive.machine.order_for("c"), Release)
 
 
 def test_the_loss_of_a_member_makes_a_recovery_generation_of_the_survivors_at_once() -> None:
     drive = training("a", "b", "c")
-    said = drive(WorkerGone("a"))
-    assert said == [
+    output = drive(WorkerGone("a"))
+    assert output == [
         Reserve(2),
         SendOrder("b", Recover(2, ("b", "c"))),
         SendOrder("c", Recover(2, ("b", "c"))),
@@ -128,9 +128,9 @@ def test_the_loss_of_a_member_makes_a_recovery_generation_of_the_survivors_at_on
 def test_a_failed_collective_and_a_broken_connection_together_are_a_loss() -> None:
     drive = training("a", "b", "c")
     assert drive(WorkerDisconnected("c"), at=10.0) == []
-    said = drive(CollectiveFailed("a", 1))
-    assert isinstance(said[0], Kill)
-    assert SendOrder("b", Recover(2, ("a", "b"))) in said
+    output = drive(CollectiveFailed("a", 1))
+    assert isinstance(output[0], Kill)
+    assert SendOrder("b", Recover(2, ("a", "b"))) in output
 
 
 def test_several_connections_that_break_at_once_have_time_to_come_back() -> None:
@@ -138,21 +138,21 @@ def test_several_connections_that_break_at_once_have_time_to_come_back() -> None
     drive(*map(WorkerDisconnected, "abc"))
     drive(WorkerReconnected("a", 1, ("a", "b", "c"), 1), CollectiveFailed("a", 1), at=1.0)
     drive(WorkerReconnected("b", 1, ("a", "b", "c"), 1), at=1.5)
-    assert killed(drive.said) == []
-    said = drive(Ticked(), at=3.0)
-    assert killed(said) == ["c"]
-    assert SendOrder("b", Recover(2, ("a", "b"))) in said
+    assert killed(drive.output) == []
+    output = drive(Ticked(), at=3.0)
+    assert killed(output) == ["c"]
+    assert SendOrder("b", Recover(2, ("a", "b"))) in output
 
 
-def killed(said: list[Command]) -> list[str]:
-    return [command.worker for command in said if isinstance(command, Kill)]
+def killed(output: list[Command]) -> list[str]:
+    return [command.worker for command in output if isinstance(command, Kill)]
 
 
-def passing(drive: Driver, *heard: str, until: float) -> set[str]:
-    """Who is killed while only these are heard, twice a second."""
+def passing(drive: Driver, *responsive: str, until: float) -> set[str]:
+    """Return the workers that are killed while only these send events, twice a second."""
     found = set[str]()
     while drive.now < until:
-        found |= set(killed(drive(*map(WorkerHeard, heard), Ticked(), at=drive.now + 0.5)))
+        found |= set(killed(drive(*map(WorkerHeard, responsive), Ticked(), at=drive.now + 0.5)))
     return found
 
 
@@ -174,7 +174,7 @@ def test_of_two_whose_connections_all_break_together_the_first_to_be_back_has_no
     drive = training("a", "b")
     both_back_after(drive, a_s, b_s, b_lost_s=b_lost_s)
     assert passing(drive, "a", "b", until=23 + b_s) == set()
-    assert killed(drive.said) == []
+    assert killed(drive.output) == []
     assert [drive.orders(worker)[-1] for worker in "ab"] == [Recover(2, ("a", "b"))] * 2
 
 
@@ -198,15 +198,15 @@ def test_a_failed_collective_that_nothing_explains_is_repeated_with_everybody_af
 def test_the_loss_of_a_joiner_withdraws_the_proposal() -> None:
     drive = training("a", "b")
     drive(TargetChanged(("a", "b", "c")), *arrive("c"))
-    said = drive(WorkerGone("c"))
-    assert said == [SendOrder("a", Stay(1)), SendOrder("b", Stay(1))]
+    output = drive(WorkerGone("c"))
+    assert output == [SendOrder("a", Stay(1)), SendOrder("b", Stay(1))]
 
 
 def test_a_withdrawn_generation_that_was_agreed_on_anyway_is_in_force() -> None:
     drive = training("a", "b")
     drive(TargetChanged(("a", "b", "c")), *arrive("c"), WorkerGone("c"))
-    said = drive(GenerationAdopted("a", 2, 9))
-    assert SendOrder("a", Recover(3, ("a", "b"))) in said
+    output = drive(GenerationAdopted("a", 2, 9))
+    assert SendOrder("a", Recover(3, ("a", "b"))) in output
     assert drive.machine.generation == 2
 
 
@@ -248,9 +248,9 @@ def test_a_joiner_that_switched_alone_to_what_another_generation_has_replaced_is
     drive = training("a", "b")
     drive(TargetChanged(("a", "b", "c")), *arrive("c"), WorkerGone("a"), GenerationAdopted("b", 3, 5))
     assert drive.machine.order_for("c") == Propose(4, ("b", "c"), base=3)
-    said = drive(GenerationAdopted("c", 2, 4))
-    assert killed(said) == ["c"]
-    assert SendOrder("b", Stay(3)) in said
+    output = drive(GenerationAdopted("c", 2, 4))
+    assert killed(output) == ["c"]
+    assert SendOrder("b", Stay(3)) in output
     assert killed(drive(GenerationAdopted("b", 2, 4))) == []
 
 
@@ -293,10 +293,10 @@ def test_a_worker_that_gets_ready_may_be_silent_for_longer_since_nobody_waits_fo
     drive = training("a")
     drive(TargetChanged(("a", "b")), WorkerJoined("b"))
     for now in (10.0, 890.0):
-        said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=now)
-        assert killed(said) == []
-    said = drive(GenerationAdopted("a", 1, 0), Ticked(), at=900.5)
-    assert killed(said) == ["b"]
+        output = drive(GenerationAdopted("a", 1, 0), Ticked(), at=now)
+        assert killed(output) == []
+    output = drive(GenerationAdopted("a", 1, 0), Ticked(), at=900.5)
+    assert killed(output) == ["b"]
 
 
 def test_a_worker_that_is_ready_is_waited_for_and_may_not_be_silent() -> None:
@@ -314,8 +314,8 @@ def test_a_leaver_whose_collective_failed_before_the_others_recovered_without_it
 def test_a_leaver_that_finds_a_restarted_coordinator_after_the_others_have_switched_is_released_not_killed() -> None:
     drive = Driver(Membership(first_generation=8))
     drive(TargetChanged(("a", "b")), TargetChanged(("a",)), WorkerReconnected("a", 7, ("a",), 30))
-    said = drive(WorkerReconnected("b", 6, ("a", "b"), 30), GenerationAdopted("b", 7, 30))
-    assert killed(said) == []
+    output = drive(WorkerReconnected("b", 6, ("a", "b"), 30), GenerationAdopted("b", 7, 30))
+    assert killed(output) == []
     assert isinstance(drive.machine.order_for("b"), Release)
 
 
@@ -383,7 +383,7 @@ def test_one_that_has_not_finished_recovers_without_those_that_have() -> None:
 def test_the_exit_code_0_of_a_worker_says_that_the_training_is_over_where_nobody_heard_it_say_so() -> None:
     drive = Driver(Membership(first_generation=8))
     drive(TargetChanged(("a", "b", "c")), WorkerGone("a", finished=True), WorkerReconnected("b", 7, ("a", "b"), 99))
-    assert drive.machine.order_for("b") == Stay(7), "nobody is lost"
+    assert drive.machine.order_for("b") == Stay(7), "no worker is lost"
     drive(*arrive("c"))
     assert drive.orders("c")[-1] == Release("the training has finished")
     drive(CollectiveFailed("b", 7, 99, members=("a", "b")))
@@ -395,11 +395,11 @@ def test_a_training_that_all_have_finished_is_not_begun_again_by_a_late_worker()
     drive(TargetChanged(("a", "c")), WorkerGone("a", finished=True), *arrive("c"))
     drive(Ticked(), at=30.0)
     assert drive.orders("c")[-1] == Release("the training has finished")
-    assert not [command for command in drive.said if isinstance(command, Reserve)]
+    assert not [command for command in drive.output if isinstance(command, Reserve)]
 
 
 def test_who_has_not_started_is_not_waited_for_long_once_the_training_is_over() -> None:
-    """The job ends with its last worker: never heard (stopped, when a coordinator restarted), or heard and stuck."""
+    """The last worker is silent (stopped at a coordinator's restart), or sends events and is stuck; the job ends."""
     drive = training("a", "b")
     drive(TargetChanged(("a", "b", "c", "d")), WorkerJoined("c"), at=10.0)
     drive(WorkerGone("b", finished=True), TrainingFinished("a", 40), at=100.0)
@@ -418,7 +418,7 @@ def test_whoever_is_let_go_is_announced_once_also_where_its_collective_failed() 
     drive = training("a", "b", "c")
     drive(LeaveRequested("c"), CollectiveFailed("c", 1, 4), WorkerGone("b"), GenerationAdopted("a", 3, 5))
     drive(GenerationAdopted("c", 3, 5), Ticked())
-    assert [command for command in drive.said if isinstance(command, AnnounceRelease)] == [AnnounceRelease("c", 5)]
+    assert [command for command in drive.output if isinstance(command, AnnounceRelease)] == [AnnounceRelease("c", 5)]
 
 
 FAILED_IN_7 = CollectiveFailed("a", 7, 31, members=("a", "b", "c"))
@@ -435,18 +435,18 @@ def test_a_restarted_coordinator_learns_the_generation_from_its_workers() -> Non
     ]
 
 
-@pytest.mark.parametrize("told", [GenerationAdopted("a", 7, 31, members=("a", "b", "c")), FAILED_IN_7])
-def test_a_restarted_coordinator_learns_of_a_switch_that_was_agreed_on_before_it(told: Event) -> None:
-    """Both had voted for it when it began, and said so only after they had found it."""
+@pytest.mark.parametrize("received", [GenerationAdopted("a", 7, 31, members=("a", "b", "c")), FAILED_IN_7])
+def test_a_restarted_coordinator_learns_of_a_switch_that_was_agreed_on_before_it(received: Event) -> None:
+    """Both had voted for the switch when the coordinator started, and reported it after they reconnected."""
     drive = Driver(Membership(first_generation=8))
     drive(TargetChanged(("a", "b", "c")), WorkerReconnected("a", 6, ("a", "b"), 30))
     drive(WorkerReconnected("b", 6, ("a", "b"), 30), *arrive("c"))
     assert drive.machine.pending is not None
     assert drive.machine.pending.number == 8
-    said = drive(told)
+    output = drive(received)
     assert drive.machine.generation == 7
-    said += drive(*(GenerationAdopted(worker, 7, 31, members=("a", "b", "c")) for worker in "bc"))
-    assert killed(said) == []
+    output += drive(*(GenerationAdopted(worker, 7, 31, members=("a", "b", "c")) for worker in "bc"))
+    assert killed(output) == []
 
 
 def test_a_switch_that_its_joiner_gave_up_before_a_restarted_coordinator_learned_of_it_is_made_anew() -> None:
@@ -454,37 +454,37 @@ def test_a_switch_that_its_joiner_gave_up_before_a_restarted_coordinator_learned
     drive = Driver(Membership(first_generation=8))
     drive(TargetChanged(("a", "b", "c")), WorkerReconnected("a", 6, ("a", "b"), 30))
     drive(WorkerReconnected("b", 6, ("a", "b"), 30), *arrive("c"), PreparationFailed("c", 7, "it was withdrawn"))
-    said = drive(GenerationAdopted("b", 7, 31, members=("a", "b", "c")))
-    assert [c for c in said if isinstance(c, SendOrder)] == [SendOrder(w, Recover(9, ("a", "b", "c"))) for w in "abc"]
-    assert killed(said) == []
+    output = drive(GenerationAdopted("b", 7, 31, members=("a", "b", "c")))
+    assert [c for c in output if isinstance(c, SendOrder)] == [SendOrder(w, Recover(9, ("a", "b", "c"))) for w in "abc"]
+    assert killed(output) == []
 
 
 def test_a_restarted_coordinator_learns_of_an_eviction_that_was_agreed_on_before_it_and_waits_for_all_to_leave() -> (
     None
 ):
-    """Rank 0 saves, and says so last: who comes next begins where it ended."""
+    """Rank 0 saves and reports last: the next worker starts from its state."""
     drive = Driver(Membership(first_generation=8))
     drive(TargetChanged(("a", "b", "c")), TargetChanged(("c",)), *arrive("c"))
     drive(WorkerReconnected("b", 6, ("a", "b"), 30), GenerationAdopted("b", 7, 31, members=()))
     drive(WorkerGone("b"), WorkerReconnected("a", 6, ("a", "b"), 31))
     assert drive.machine.order_for("c") == Stay(0)
-    said = drive(GenerationAdopted("a", 7, 31, members=()))
-    assert AnnounceRelease("a", 31) in said
+    output = drive(GenerationAdopted("a", 7, 31, members=()))
+    assert AnnounceRelease("a", 31) in output
     assert isinstance(drive.machine.order_for("a"), Release)
-    assert drive.orders("c")[-1] == Recover(9, ("c",)), "8 was proposed before it was heard of 7"
-    assert killed(drive.said) == []
+    assert drive.orders("c")[-1] == Recover(9, ("c",)), "8 was proposed before 7 was reported"
+    assert killed(drive.output) == []
 
 
 def test_a_restarted_coordinator_believes_who_left_by_the_switch_as_well_as_who_stayed() -> None:
     drive = Driver(Membership(first_generation=8))
     drive(TargetChanged(("a", "b", "c")), TargetChanged(("a", "b")), WorkerReconnected("c", 6, ("a", "b", "c"), 30))
-    said = drive(GenerationAdopted("c", 7, 31, members=("a", "b")))
-    assert AnnounceRelease("c", 31) in said
+    output = drive(GenerationAdopted("c", 7, 31, members=("a", "b")))
+    assert AnnounceRelease("c", 31) in output
     assert drive.machine.generation == 7
     drive(WorkerReconnected("b", 6, ("a", "b", "c"), 30), WorkerReconnected("a", 7, ("a", "b"), 31))
     drive(GenerationAdopted("b", 7, 31, members=("a", "b")))
     assert isinstance(drive.machine.order_for("c"), Release)
-    assert killed(drive.said) == []
+    assert killed(drive.output) == []
 
 
 def test_who_was_told_to_go_by_its_node_and_left_is_released_by_a_restarted_coordinator_that_still_wants_it() -> None:
@@ -493,13 +493,13 @@ def test_who_was_told_to_go_by_its_node_and_left_is_released_by_a_restarted_coor
     drive(LeaveRequested("b"), GenerationAdopted("b", 7, 31, members=("a",)), at=0.1)
     assert isinstance(drive.machine.order_for("b"), Release)
     assert passing(drive, "a", "b", until=20.0) == set()
-    assert AnnounceRelease("b", 31) in drive.said
+    assert AnnounceRelease("b", 31) in drive.output
 
 
 def test_a_worker_that_comes_back_in_a_generation_that_was_replaced_without_it_is_killed() -> None:
     drive = Driver(Membership(first_generation=8))
     drive(TargetChanged(("a", "b")), WorkerReconnected("a", 7, ("a",), 31), WorkerReconnected("b", 6, ("a", "b"), 30))
-    assert passing(drive, "a", "b", until=1.5) == set(), "it may say at once that it left by agreement"
+    assert passing(drive, "a", "b", until=1.5) == set(), "it may report immediately that it left by agreement"
     assert passing(drive, "a", "b", until=2.0) == {"b"}
 
 
@@ -523,7 +523,7 @@ def test_a_restarted_coordinator_takes_nobody_for_lost_who_has_not_found_it_yet(
     members = ("a", "b", "c")
     drive(TargetChanged(members), WorkerReconnected("a", 7, members, 30), CollectiveFailed("a", 7, 30))
     drive(WorkerReconnected("b", 7, members, 30), CollectiveFailed("b", 7, 30), at=1.0)
-    assert killed(drive.said) == []
+    assert killed(drive.output) == []
     assert passing(drive, "a", "b", until=10.0) == set()
     assert passing(drive, "a", "b", until=11.0) == {"c"}, "it was the one that died"
     assert drive.orders("b")[-1] == Recover(9, ("a", "b"))
@@ -536,14 +536,14 @@ def test_messages_of_an_older_generation_change_nothing() -> None:
 
 
 def test_the_same_history_gives_the_same_commands() -> None:
-    assert training("a", "b", "c").said == training("a", "b", "c").said
+    assert training("a", "b", "c").output == training("a", "b", "c").output
 
 
 CLUSTER = Limits(starting_s=math.inf, isolated_s=math.inf, return_s=30.0)
 
 
 def listening(drive: Driver, *workers: str, until: float) -> None:
-    """These are heard each second until then, and the clock goes on."""
+    """Advance the clock to that time; these workers send an event each second."""
     while drive.now < until:
         drive(*(WorkerHeard(worker) for worker in workers), Ticked(), at=drive.now + 1.0)
 
@@ -602,4 +602,4 @@ def test_newcomers_do_not_train_beside_workers_that_the_restarted_coordinator_ca
 
 
 def kills(drive: Driver) -> set[str]:
-    return {command.worker for command in drive.said if isinstance(command, Kill)}
+    return {command.worker for command in drive.output if isinstance(command, Kill)}

@@ -71,7 +71,7 @@ class Recorder:
 
 
 class Connection:
-    """One worker's connection: say events, hear orders."""
+    """One worker's connection: send events, receive orders."""
 
     def __init__(self, session: aiohttp.ClientSession, worker: str, token: str, incarnation: str) -> None:
         self.worker, self._lines = worker, asyncio.Queue[bytes | None]()
@@ -87,23 +87,23 @@ class Connection:
             yield line
 
     async def open(self, event: str = "WorkerJoined", **fields: object) -> aiohttp.ClientResponse:
-        self.say(event, **fields)
+        self.send(event, **fields)
         self.response = await self._request
         return self.response
 
-    def say(self, event: str, **fields: object) -> None:
+    def send(self, event: str, **fields: object) -> None:
         self._lines.put_nowait(json.dumps({"event": event, "worker": self.worker, **fields}).encode() + b"\n")
 
-    def goodbye(self) -> None:
+    def close(self) -> None:
         self._lines.put_nowait(None)
 
-    async def hear(self, order: str) -> dict[str, object]:
+    async def receive(self, order: str) -> dict[str, object]:
         while True:
             line = await self.response.content.readline()
             assert line, "the stream ended"
-            heard: dict[str, object] = json.loads(line.strip() or b'{"order": "nothing"}')
-            if heard["order"] == order:
-                return heard
+            message: dict[str, object] = json.loads(line.strip() or b'{"order": "nothing"}')
+            if message["order"] == order:
+                return message
 
 
 @dataclass
@@ -121,8 +121,8 @@ class Bench:
         """The first generation, of one worker."""
         self.service.set_target(JOB, ["a"])
         a = await self.join("a")
-        a.say("WorkerReady")
-        await a.hear("Recover")
+        a.send("WorkerReady")
+        await a.receive("Recover")
         return a
 
     async def store(self, operation: str, generation: int = 1, **fields: object) -> tuple[int, object]:
@@ -169,12 +169,12 @@ def test_a_worker_is_told_its_generation_and_the_number_was_reserved_before() ->
     async def scenario(bench: Bench) -> None:
         bench.service.set_target(JOB, ["a"])
         a = await bench.join("a")
-        a.say("WorkerReady")
-        assert await a.hear("Recover") == {"order": "Recover", "generation": 1, "members": ["a"]}
+        a.send("WorkerReady")
+        assert await a.receive("Recover") == {"order": "Recover", "generation": 1, "members": ["a"]}
         assert bench.recorder.rows == [("reserved", 1)]
-        a.say("GenerationAdopted", generation=1, step=0)
+        a.send("GenerationAdopted", generation=1, step=0)
         await bench.recorder.until("committed", 1, "by all")
-        a.say("ProgressReported", step=5, metrics={"loss": 0.5})
+        a.send("ProgressReported", step=5, metrics={"loss": 0.5})
         await bench.recorder.until("progress", "a", 5)
 
     run(scenario)
@@ -186,13 +186,13 @@ def test_a_notice_that_fails_holds_the_orders_after_it_back_until_it_is_taken() 
         bench.service.set_target(JOB, ["w0", "w1"])
         w0, w1 = await bench.join("w0"), await bench.join("w1")
         for worker in (w0, w1):
-            worker.say("WorkerReady")
+            worker.send("WorkerReady")
         await bench.recorder.until("full", 1)
         assert bench.recorder.rows == [("full", 1)]
         await bench.join("w2")  # the service still answers
         bench.recorder.full = False
-        assert (await w0.hear("Recover"))["generation"] == 1
-        assert (await w1.hear("Recover"))["members"] == ["w0", "w1"]
+        assert (await w0.receive("Recover"))["generation"] == 1
+        assert (await w1.receive("Recover"))["members"] == ["w0", "w1"]
         assert bench.recorder.rows[-1] == ("reserved", 1)
 
     run(scenario)
@@ -203,11 +203,11 @@ def test_a_worker_that_connects_while_a_number_cannot_be_stored_is_not_told_the_
         bench.recorder.full = True
         bench.service.set_target(JOB, ["w0"])
         w0 = await bench.join("w0")
-        w0.say("WorkerReady")
+        w0.send("WorkerReady")
         await bench.recorder.until("full", 1)
         again = await bench.join("w0")
         bench.recorder.full = False
-        assert (await again.hear("Recover"))["generation"] == 1
+        assert (await again.receive("Recover"))["generation"] == 1
         assert bench.recorder.rows[-1] == ("reserved", 1)
 
     run(scenario)
@@ -218,10 +218,10 @@ def test_an_order_waits_until_its_number_is_stored_and_is_sent_then() -> None:
         bench.recorder.storing = True
         bench.service.set_target(JOB, ["w0"])
         w0 = await bench.join("w0")
-        assert (await w0.hear("Stay"))["generation"] == 0
-        w0.say("WorkerReady")
+        assert (await w0.receive("Stay"))["generation"] == 0
+        w0.send("WorkerReady")
         await bench.recorder.until("storing", 1)
-        waiting = asyncio.create_task(w0.hear("Recover"))
+        waiting = asyncio.create_task(w0.receive("Recover"))
         assert not waiting.done()
         bench.recorder.storing = False
         bench.service.resume(JOB)
@@ -236,12 +236,12 @@ def test_a_coordinator_that_was_held_up_does_not_take_that_for_its_workers_silen
     async def scenario(bench: Bench) -> None:
         bench.service.set_target(JOB, ["w0", "w1"])
         w0 = await bench.join("w0")
-        await w0.hear("Stay")
+        await w0.receive("Stay")
         held_up_s[0] = 100.0
-        w0.say("WorkerReady")
+        w0.send("WorkerReady")
         await bench.join("w1")
         assert ("kill", "w0") not in bench.recorder.rows
-        await bench.recorder.until("kill", "w0")  # it says nothing more, and that is silence
+        await bench.recorder.until("kill", "w0")  # it sends nothing more, which counts as silence
 
     run(scenario, Limits(silence_s=2.0, unheard_s=2.0, isolated_s=2.0), lambda: time.monotonic() + held_up_s[0])
 
@@ -271,26 +271,26 @@ def test_a_worker_that_connects_again_is_told_the_newest_order_and_nothing_older
     async def scenario(bench: Bench) -> None:
         bench.service.set_target(JOB, ["a", "b"])
         a, b = await bench.join("a"), await bench.join("b")
-        a.say("WorkerReady")
-        b.say("WorkerReady")
-        await a.hear("Recover")
-        a.goodbye()
+        a.send("WorkerReady")
+        b.send("WorkerReady")
+        await a.receive("Recover")
+        a.close()
         bench.service.worker_gone(JOB, "b")
         again = await bench.join("a")
-        assert (await again.hear("Recover"))["members"] == ["a"]
+        assert (await again.receive("Recover"))["members"] == ["a"]
 
     run(scenario)
 
 
-def test_a_goodbye_is_answered_by_the_end_of_the_stream_when_all_was_heard() -> None:
+def test_the_end_of_a_request_is_answered_after_all_its_events_were_processed() -> None:
     async def scenario(bench: Bench) -> None:
         bench.service.set_target(JOB, ["a"])
         a = await bench.join("a")
-        a.say("WorkerReady")
-        await a.hear("Recover")
-        a.say("GenerationAdopted", generation=1, step=0)
-        a.say("TrainingFinished", step=9)
-        a.goodbye()
+        a.send("WorkerReady")
+        await a.receive("Recover")
+        a.send("GenerationAdopted", generation=1, step=0)
+        a.send("TrainingFinished", step=9)
+        a.close()
         await a.response.content.read()
         assert ("finished", "a", 9) in bench.recorder.rows
 
@@ -311,17 +311,17 @@ def test_a_get_waits_for_the_value_and_ends_when_its_generation_is_over() -> Non
     async def scenario(bench: Bench) -> None:
         bench.service.set_target(JOB, ["a"])
         a = await bench.join("a")
-        a.say("WorkerReady")
-        await a.hear("Recover")
+        a.send("WorkerReady")
+        await a.receive("Recover")
         waiting = asyncio.create_task(bench.store("get", key="k", timeout_s=20))
         assert await bench.store("set", key="k", value="dg==") == (200, None)
         assert await waiting == (200, ["dg=="])
         stuck = asyncio.create_task(bench.store("get", key="never", timeout_s=20))
-        a.say("GenerationAdopted", generation=1, step=0)
+        a.send("GenerationAdopted", generation=1, step=0)
         await bench.recorder.until("committed", 1, "by all")
         bench.service.set_target(JOB, [])
-        await a.hear("Propose")
-        a.say("GenerationAdopted", generation=2, step=1)
+        await a.receive("Propose")
+        a.send("GenerationAdopted", generation=2, step=1)
         assert (await stuck)[0] == 409
 
     run(scenario)

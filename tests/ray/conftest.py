@@ -13,7 +13,7 @@ import pytest
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.ray.config import RayConfig
 from tests.conftest import running_cluster
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ class RayCluster:
         self.cluster.remove_node(raylet, allow_graceful=False)
 
     def close(self) -> None:
-        """End all."""
+        """End all raylets and the head."""
         self.cluster.shutdown()
 
     @staticmethod

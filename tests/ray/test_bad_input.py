@@ -17,7 +17,7 @@ pytest.importorskip("ray")
 
 
 def refused(home: Path, *options: str, **environment: str) -> str:
-    """What the command says on stderr; fails where it succeeds."""
+    """Return the command's stderr; fail if the command succeeds."""
     given = {**os.environ, "GPUQUOTA_HOME": str(home), "COLUMNS": "200", **environment}
     done = forked.run(programs.gpuquota, "cluster", "start", *options, environment=given)
     assert done.returncode, done
@@ -36,8 +36,8 @@ def test_a_ray_that_is_too_old(tmp_path: Path) -> None:
     package = tmp_path / "old" / "ray"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text('__version__ = "2.9.3"\n')
-    said = refused(tmp_path / "home", "--ray", "127.0.0.1:1", PYTHONPATH=str(package.parent))
-    assert "Ray 2.9.3 is too old" in said
+    output = refused(tmp_path / "home", "--ray", "127.0.0.1:1", PYTHONPATH=str(package.parent))
+    assert "Ray 2.9.3 is too old" in output
 
 
 def test_a_shape_beside_ray_and_options_of_ray_without_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import start_with
 from kfp_gpuquota.cluster.ray.config import RayConfig
 from kfp_gpuquota.errors import ClusterStartError
-from tests.patience import until
+from tests.polling import until
 from tests.ray.conftest import cluster_on, ray_nodes
 
 if TYPE_CHECKING:

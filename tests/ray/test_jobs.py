@@ -13,7 +13,7 @@ import pytest
 
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.conftest import processes_of
-from tests.patience import until
+from tests.polling import until
 from tests.ray.conftest import SILENCE_S, cluster_on, log_of, wait_for_nodes
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def test_other_work_of_ray_sees_the_gpus_as_taken_and_counts_as_used(
 
 
 class Held:
-    """An actor of somebody else."""
+    """An actor of other work on the cluster."""
 
     def gpus(self) -> list[int]:
         import ray  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""A job that is to wait for a time: nothing is started for it before, and the plan says when it is to be looked at."""
+"""A deferred job: nothing is started for it before its time, and the plan states when to plan again."""
 
 from __future__ import annotations
 

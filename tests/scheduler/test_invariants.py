@@ -65,7 +65,7 @@ EXAMPLES = 40
 
 
 def victims(decided: Plan) -> Iterable[tuple[str, str]]:
-    """Who loses workers, and for whom."""
+    """The jobs that lose workers, and the beneficiaries."""
     yield from ((e.job, e.reason.beneficiary) for e in decided.evict)
     yield from ((r.job, r.reason.beneficiary) for r in decided.resize if r.remove)
 
@@ -186,7 +186,7 @@ class History(RuleBasedStateMachine):
     @rule(data=st.data())
     def one_worker_leaves(self, data: st.DataObject) -> None:
         leaving = sorted(w for w, r in self.world.workers.items() if r.leaving)
-        self.world.gone(data.draw(st.sampled_from(leaving)))
+        self.world.exit(data.draw(st.sampled_from(leaving)))
 
     @rule()
     def settle(self) -> None:
@@ -205,7 +205,7 @@ class History(RuleBasedStateMachine):
                 assert self.world.specs[victim].may_be_preempted, f"{victim} cannot be preempted"
                 assert beneficiary in placed, f"{victim} loses workers for {beneficiary}, which gets no place"
         for job in decided.waiting:
-            assert self.world.size(job) == 0, f"{job} runs and is said to wait"
+            assert self.world.size(job) == 0, f"{job} runs and has a waiting reason"
         bound = {b.job for b in decided.bind}
         waiting = {j for j in self.world.specs if not self.world.of(j)} - bound
         assert waiting <= set(decided.waiting)

@@ -1,4 +1,4 @@
-"""A job is not stopped for others before it has run for its minimum time; the plan knows when that is over."""
+"""A job is not stopped for others before it has run for its minimum time; the plan states when that ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where GPUs are shared, what starts goes where it leaves the most that others can use."""
+"""Shared GPUs: a new worker is placed where it leaves the most capacity that others can use."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_share_goes_where_those_who_need_a_model_cannot() -> None:
 
 
 def test_a_share_moves_into_a_gap_though_larger_ones_that_have_none_are_cheaper_to_try() -> None:
-    """Twenty small shares would make room and need CPUs that no other node has; a larger one fits into the gap."""
+    """Moving twenty small shares would free enough, but no other node has their CPUs; one larger share fits."""
     cluster = Cluster()
     cluster.project("a", 100)
     cluster.node("mobile", 1, cpu=1)

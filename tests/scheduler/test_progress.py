@@ -1,4 +1,4 @@
-"""What a training says about itself decides who loses, who grows, and when."""
+"""A training's reports determine which job shrinks, which grows, and when."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from tests.scheduler.world import World
 
 
-def report(world: World, job: str, step: int = 0, **said: float) -> None:
-    world.state.apply(ProgressReported(job, step, world.now, **said))  # type: ignore[arg-type]
+def report(world: World, job: str, step: int = 0, **output: float) -> None:
+    world.state.apply(ProgressReported(job, step, world.now, **output))  # type: ignore[arg-type]
 
 
 def pair_of_borrowers() -> World:
-    """Two jobs of the same priority, `old` 100 s older and longer running, and an owner who is not there yet."""
+    """Two jobs of the same priority, `old` 100 s older and longer running, and an owner without jobs."""
     world = world_of(2, greedy=0, owner=2)
     world.submit("old", "greedy", 1)
     world.settle()
@@ -35,7 +35,7 @@ def pair_of_borrowers() -> World:
 @pytest.mark.parametrize(
     ("why", "saved", "lost"),
     [
-        ("neither says anything: what has run for less", {}, "young"),
+        ("neither reports: what has run for less", {}, "young"),
         ("the older one has just saved", {"old": 1}, "old"),
         ("both saved, the older one later", {"old": 5, "young": 50}, "old"),
         ("both saved, the younger one later", {"old": 50, "young": 5}, "young"),
@@ -234,7 +234,7 @@ def test_growth_up_to_the_request_goes_on_while_places_are_freed_for_it_one_by_o
     world.submit("train", "owner", 4, 1, 4, cool_down_s=1000)
     world.step()
     for worker in [w for w, r in world.workers.items() if r.leaving]:
-        world.gone(worker)
+        world.exit(worker)
         world.step()
     assert world.size("train") == 4
 

@@ -1,4 +1,4 @@
-"""Shares of devices, CPU and memory, and which nodes a job may use, told by events as a cluster tells them."""
+"""Shares of devices, CPU and memory, and the nodes that a job may use, driven by events as from a cluster."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Cluster:
         self.state.apply(JobSubmitted(name, spec, self.now))
 
     def run(self) -> Plan:
-        """Plan, start what is bound, end what is told to go."""
+        """Plan, start bound workers, end leaving ones."""
         decided = plan(self.state, self.now)
-        told = [*(w for e in decided.evict for w in e.workers), *(w for r in decided.resize for w in r.remove)]
-        for worker in (*told, *(m.worker for m in decided.move)):
+        received = [*(w for e in decided.evict for w in e.workers), *(w for r in decided.resize for w in r.remove)]
+        for worker in (*received, *(m.worker for m in decided.move)):
             self.state.apply(WorkerGone(worker))
         placements = [(b.job, p) for b in decided.bind for p in b.placements]
         placements += [(r.job, p) for r in decided.resize for p in r.add] + [(m.job, m.to) for m in decided.move]
@@ -111,6 +111,14 @@ def test_memory_goes_where_devices_are_large_enough(cluster: Cluster) -> None:
         ReasonCode.TOO_LARGE,
         "needs 90000Mi of a GPU; the largest GPU that it may use has 80Gi",
     )
+
+
+def test_computing_power_is_promised_once(cluster: Cluster) -> None:
+    cluster.node("node", 2, 16384)
+    for name, part in (("one", 0.7), ("two", 0.6), ("three", 0.3)):
+        cluster.submit(name, gpu_memory_mib=1024, gpu_compute=part)
+    cluster.run()
+    assert [cluster.where(name)[0][1] for name in ("one", "two", "three")] == [(0,), (1,), (0,)]
 
 
 def test_a_limit_takes_no_room_from_others(cluster: Cluster) -> None:
@@ -226,7 +234,7 @@ def test_quotas_cover_cpu_and_memory() -> None:
 
 
 def test_where_nobody_counts_cpu_asking_for_it_bars_nobody() -> None:
-    """Nodes that do not say how much they have: no fair share of it is too small."""
+    """Nodes do not report how much they have: no fair share of it is too small."""
     cluster = Cluster()
     cluster.node("node", 2)
     cluster.project("a", 0)

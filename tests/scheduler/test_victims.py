@@ -1,4 +1,4 @@
-"""Who loses what to whom, as tables on one or two small nodes."""
+"""Tables of victims and beneficiaries on one or two small nodes."""
 
 from __future__ import annotations
 

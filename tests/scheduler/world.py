@@ -28,7 +28,7 @@ from kfp_gpuquota.scheduler.state.model import GPU, MILLI
 
 @dataclass
 class Running:
-    """A worker as the world knows it."""
+    """A worker of the simulated cluster."""
 
     job: str
     node: str
@@ -97,7 +97,7 @@ class World:
         return [w for w, r in self.workers.items() if r.job == job]
 
     def size(self, job: str) -> int:
-        """GPUs that the job holds and was not told to give back."""
+        """Return the GPUs that the job holds and need not release."""
         return sum(len(r.devices) for r in self.workers.values() if r.job == job and not r.leaving)
 
     def held(self, project: str) -> float:
@@ -117,12 +117,12 @@ class World:
         self.workers[worker].leaving = True
         self.state.apply(WorkerLeaving(worker, self.now))
 
-    def gone(self, worker: str) -> None:
+    def exit(self, worker: str) -> None:
         del self.workers[worker]
         self.state.apply(WorkerGone(worker))
 
     def crash(self, worker: str) -> None:
-        """The worker is gone though nobody told it to go."""
+        """End the worker without a request."""
         self.crashed = True
         del self.workers[worker]
         self.state.apply(WorkerGone(worker, self.now))
@@ -137,9 +137,9 @@ class World:
         self.state.apply(JobResumed(job))
 
     def release(self) -> None:
-        """Every worker that was told to go is gone."""
+        """End every leaving worker."""
         for worker in [w for w, r in self.workers.items() if r.leaving]:
-            self.gone(worker)
+            self.exit(worker)
 
     def carry_out(self, decided: Plan) -> None:
         for evict in decided.evict:
@@ -162,14 +162,14 @@ class World:
         return plan(self.state, self.now)
 
     def step(self) -> Plan:
-        """Plan once and carry it out; nobody is gone yet."""
+        """Plan once and carry it out; leaving workers do not exit yet."""
         self.now += 1
         decided = self.plan()
         self.carry_out(decided)
         return decided
 
     def settle(self, rounds: int = 30) -> list[Plan]:
-        """Plan, carry out, release and wait where the plan says so, until nothing changes; fails after too long."""
+        """Plan, carry out, release and wait as planned until nothing changes; fail after too many rounds."""
         plans = []
         for _ in range(rounds):
             decided = self.step()
@@ -217,7 +217,7 @@ class World:
             assert len({node.labels.get(spec.required_topology) for node in where}) <= 1, f"{name} is torn apart"
 
     def check_indexes(self) -> None:
-        """What the state counts as it goes is what a fresh count finds."""
+        """Check that the state's running counts equal a new count."""
         for host in self.state.ledger.hosts.values():
             mine = [r for r in self.workers.values() if r.node == host.name]
             free = set(host.devices) - {d for r in mine for d in r.devices}

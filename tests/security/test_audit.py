@@ -1,4 +1,4 @@
-"""The audit log says who asked for each change, and what the answer was."""
+"""The audit log has the requester of each change, and the answer."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_each_change_is_written_with_who_asked_and_what_became_of_it(embedded_cl
 
 
 def test_a_wrong_token_is_written_too(embedded_cluster: EmbeddedCluster) -> None:
-    stranger = Client(lambda: (embedded_cluster.home.socket_file, "wrong"), retry_for_s=1.0)
+    intruder = Client(lambda: (embedded_cluster.home.socket_file, "wrong"), retry_for_s=1.0)
     with pytest.raises(UnauthorizedError):
-        stranger.delete_job("team-a", "train")
+        intruder.delete_job("team-a", "train")
     (one,) = entries(embedded_cluster)
     assert (one["status"], one["pid"]) == (401, os.getpid())

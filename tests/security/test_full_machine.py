@@ -1,4 +1,4 @@
-"""A machine without disk space, inodes or descriptors: nothing is lost, and what waits goes on afterwards."""
+"""A machine without disk space, inodes or descriptors: nothing is lost, and waiting work continues afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.errors import StateFileError
 from tests.cluster.test_shim import Shim
 from tests.conftest import running_cluster
-from tests.patience import until
+from tests.polling import until
 from tests.security.other_user import as_root
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ except OSError as error:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A directory that everybody may write to."""
+    """A directory that every user may write to."""
     directory = tmp_path / "shared"
     directory.mkdir()
     directory.chmod(0o777)
@@ -104,8 +104,8 @@ def test_another_user_who_reaches_the_socket_and_has_the_token_gets_no_answer(
     home = embedded_cluster.home
     open_to_everybody(home.socket_file)
     home.socket_file.chmod(0o777)
-    said = run(INTRUDER, home.socket_file, home.token_file.read_text())
-    assert said.startswith(("refused", "answered b''"))
+    output = run(INTRUDER, home.socket_file, home.token_file.read_text())
+    assert output.startswith(("refused", "answered b''"))
     assert "a connection of user 65534" in home.log_file.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Two who change one project at the same time: neither change is lost."""
+"""Two concurrent changes of one project: neither is lost."""
 
 from __future__ import annotations
 

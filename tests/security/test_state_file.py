@@ -22,7 +22,7 @@ from kfp_gpuquota.cluster.local.store import Store
 from kfp_gpuquota.cluster.records import JobRecord
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, StateFileError
 from tests.conftest import running_cluster
-from tests.patience import until
+from tests.polling import until
 
 if TYPE_CHECKING:
     from pathlib import Path

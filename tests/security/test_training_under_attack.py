@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.patience import until
+from tests.polling import until
 from tests.security.other_user import as_root, run, start
 
 if TYPE_CHECKING:

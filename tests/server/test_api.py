@@ -1,4 +1,4 @@
-"""The HTTP API as anybody may call it: tokens, errors, limits, and the document that describes it."""
+"""The HTTP API for any caller: tokens, errors, limits, and the document that describes it."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
 
 
-class Told(BaseException):
-    """The program is told to stop."""
+class Stopped(BaseException):
+    """The program must stop."""
 
 
 def test_a_signal_that_comes_while_an_answer_is_closed_is_not_lost(
@@ -22,8 +22,8 @@ def test_a_signal_that_comes_while_an_answer_is_closed_is_not_lost(
 
     def told_meanwhile(response: HTTPResponse) -> None:
         close(response)
-        raise Told
+        raise Stopped
 
     monkeypatch.setattr(HTTPResponse, "close", told_meanwhile)  # no signal comes at this very moment when asked to
-    with pytest.raises(Told):
+    with pytest.raises(Stopped):
         embedded_cluster.client.health()

@@ -101,7 +101,7 @@ def copy(source: socket.socket, target: socket.socket) -> None:
 
 
 def steer(case: Any) -> None:
-    """Nobody waits; half of the requests name a project that exists; no job runs an invented program."""
+    """No request waits; half of the requests name an existing project; no job runs an invented program."""
     case.query = {key: value for key, value in (case.query or {}).items() if key != "timeout_s"}
     if "project" in (case.path_parameters or {}) and len(str(case.path_parameters["project"])) % 2:
         case.path_parameters["project"] = "team-a"

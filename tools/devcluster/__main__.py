@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.devcluster import binaries
+from tools.devcluster import binaries, helm
 from tools.devcluster.binaries import UnavailableError
 from tools.devcluster.cluster import ClusterError, DevCluster, stop
 from tools.devcluster.layout import Options
@@ -43,6 +43,8 @@ def _build() -> int:
         sys.stdout.write("Building a Kubernetes control plane, once: about six minutes\n")
         sys.stdout.flush()
         binaries.provide()
+    if not lack:
+        helm.provide()
     return 0
 
 

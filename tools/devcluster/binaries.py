@@ -30,7 +30,7 @@ PLUGINS: Final = Path("/usr/lib/cni")
 
 
 class UnavailableError(Exception):
-    """This machine cannot run what was asked for; the message says what it lacks, in one line."""
+    """This machine cannot run the request; the message names what it lacks, in one line."""
 
 
 def missing(environment: Mapping[str, str] = os.environ, *, kubelet: bool = False) -> str:
@@ -114,5 +114,5 @@ def _build(target: Path) -> None:
             check=False,
         )
     if built.returncode:
-        raise UnavailableError(f"the control plane did not build; {log} says why")
+        raise UnavailableError(f"the control plane did not build; {log} shows why")
     part.rename(target)

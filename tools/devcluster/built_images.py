@@ -75,7 +75,7 @@ def provide(name: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def _digest(name: str) -> str:
-    """Of everything that goes into the image."""
+    """Return a digest of everything in the image."""
     found = hashlib.sha256(f"{RELEASE} {base_name()}".encode())
     for path in _files() if name != "base" else ():
         found.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes())
@@ -115,7 +115,7 @@ class _Store:
         self._options = (f"--root={folder}", f"--runroot={folder}-run")
 
     def run(self, *arguments: str) -> str:
-        """One command's standard output. Raises UnavailableError with what it said."""
+        """Return a command's standard output. Raises UnavailableError with its output."""
         return _run("buildah", *self._options, *arguments)
 
     def has(self, tag: str) -> bool:
@@ -140,13 +140,13 @@ def _mirror() -> str:
     listed = _run("apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)").splitlines()
     found = [line.split()[0] for line in listed if line.endswith(f" {RELEASE}")]
     if not found:
-        raise UnavailableError(f"apt knows no source of Debian {RELEASE}, of which the images' base is made")
+        raise UnavailableError(f"apt has no source of Debian {RELEASE}, of which the images' base is made")
     return found[0]
 
 
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
-        said = (done.stdout + done.stderr).decode(errors="replace").strip()
-        raise UnavailableError(f"{command[0]} failed ({done.returncode}): {said[-3000:]}")
+        output = (done.stdout + done.stderr).decode(errors="replace").strip()
+        raise UnavailableError(f"{command[0]} failed ({done.returncode}): {output[-3000:]}")
     return done.stdout.decode()

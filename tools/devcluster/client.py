@@ -26,7 +26,7 @@ STRATEGIC_PATCH: Final = "application/strategic-merge-patch+json"
 WATCH_S: Final = 30.0
 PROBE_EVERY_S: Final = 0.02
 BUSY_S: Final = 30.0
-PATIENCE_S: Final = 60.0  # the machine may be shared: what works is soon there
+TIMEOUT_S: Final = 60.0  # the machine may be shared: what works is soon there
 
 
 class ApiError(Exception):
@@ -86,7 +86,7 @@ class Api:
         return self.request("POST", path, body, query=query)
 
     def replace(self, path: str, body: Object) -> Object:
-        """PUT."""
+        """PUT the object and return the stored one."""
         return self.request("PUT", path, body)
 
     def patch(self, path: str, body: Any, kind: str = MERGE_PATCH, **query: str) -> Object:
@@ -98,7 +98,7 @@ class Api:
         return self.patch(path, body, APPLY, fieldManager=manager, force="true")
 
     def delete(self, path: str, grace_s: int | None = None, **query: str) -> Object:
-        """DELETE; ask with grace_s=0 to have a pod's object gone at once. What is gone already is no error."""
+        """DELETE the object; grace_s=0 removes a pod's object immediately. A missing object is no error."""
         body = None if grace_s is None else {"gracePeriodSeconds": grace_s}
         try:
             return self.request("DELETE", path, body, query=query)
@@ -118,13 +118,13 @@ class Api:
         return True
 
     def healthy(self) -> bool:
-        """Whether the API server says that it is ready."""
+        """Return whether the API server reports that it is ready."""
         try:
             return self.text("/readyz") == "ok"
         except (ApiError, OSError, http.client.HTTPException):
             return False
 
-    def until_served(self, collection: str, timeout_s: float = PATIENCE_S) -> None:
+    def until_served(self, collection: str, timeout_s: float = TIMEOUT_S) -> None:
         """Return when a new kind can be listed: after its definition is established, storage still takes a moment."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -137,7 +137,7 @@ class Api:
             else:
                 return
 
-    def until(self, path: str, condition: Callable[[Object], object], timeout_s: float = PATIENCE_S) -> Object:
+    def until(self, path: str, condition: Callable[[Object], object], timeout_s: float = TIMEOUT_S) -> Object:
         """The object at `path` as soon as `condition` holds for it (followed by a watch, not polled)."""
         for _kind, found in self.watch(*_one(path), timeout_s=timeout_s):
             if _kind != "DELETED" and condition(found):
@@ -145,7 +145,7 @@ class Api:
         state = self.get(path) if self.exists(path) else "it does not exist"
         raise TimeoutError(f"{path}: not within {timeout_s:g} s: {json.dumps(state)[:4000]}")
 
-    def until_gone(self, path: str, timeout_s: float = PATIENCE_S) -> None:
+    def until_gone(self, path: str, timeout_s: float = TIMEOUT_S) -> None:
         """Return when nothing is at `path`."""
         collection, query = _one(path)
         version = self.get(collection, **query)

@@ -72,7 +72,7 @@ class DevCluster:
 
     @classmethod
     def of(cls, directory: Path) -> DevCluster:
-        """The one that runs in `directory`, started by somebody else."""
+        """Return the cluster that another process started in `directory`."""
         return cls(Layout(root=directory.resolve()), None)
 
     @property
@@ -86,7 +86,7 @@ class DevCluster:
         return str(json.loads(self.kubeconfig.read_bytes())["clusters"][0]["cluster"]["server"])
 
     def stop(self) -> None:
-        """End everything and return when it is gone."""
+        """End everything and return when all processes have exited."""
         stop(self.layout.root)
         if self._supervisor is not None:
             _close(self._supervisor)
@@ -131,7 +131,7 @@ class DevCluster:
         return self.api.text(f"/api/v1/namespaces/{namespace}/pods/{pod}/log", container=container)
 
     def import_image(self, archive: Path) -> None:
-        """Have the real node know an image, which pods then name with imagePullPolicy Never."""
+        """Load an image into the real node; pods use it with imagePullPolicy Never."""
         node.import_image(self.layout, archive)
 
     def signal_container(self, container: str, number: signal.Signals = signal.SIGTERM) -> None:
@@ -189,7 +189,7 @@ def stop(directory: Path) -> None:
     if pid is not None:
         os.kill(pid, signal.SIGTERM)
         if not processes.await_end(pid, STOP_S):
-            raise ClusterError(f"the supervisor {pid} does not end; {layout.log(SUPERVISOR)} may say why")
+            raise ClusterError(f"the supervisor {pid} does not end; {layout.log(SUPERVISOR)} may show why")
     _clean(layout)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from kfp_gpuquota.cluster.kubernetes.admission import certificates
+from kfp_gpuquota.cluster import certificates
 from tools.devcluster.layout import ADMIN, SERVICE_ADDRESS, SERVICE_RANGE
 from tools.devcluster.processes import Program
 

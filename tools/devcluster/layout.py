@@ -25,7 +25,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     None of these is without KWOK, 0 of them with it, for nodes that are added later.
 
     `flags` are more flags for a program, by its name: {"kube-apiserver": ["--v=4"]}. With `attached` the cluster ends
-    when whoever started it ends. `etcd` is the data directory of an earlier cluster, whose objects this one begins
+    when its parent process ends. `etcd` is the data directory of an earlier cluster, whose objects this one begins
     with; it is copied.
     """
 
@@ -39,7 +39,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
-    """One free port for each who listens."""
+    """One free port for each server."""
 
     api: int
     etcd: int
@@ -73,7 +73,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sockets(self) -> Path:
-        """The node's part with sockets in it, whose paths may have 107 characters at most: not below `root`, then."""
+        """Return the node's directory for sockets: not below `root`, since their paths have at most 107 characters."""
         return Path("/var/lib/devcluster") / hashlib.sha256(bytes(self.root)).hexdigest()[:12]
 
     @property
@@ -94,7 +94,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
             path.unlink()
 
     def kubeconfig_of(self, user: str) -> Path:
-        """The kubeconfig of a component or of a user whom somebody asked for."""
+        """Return the kubeconfig of a component or of a requested user."""
         return self.root / "kubeconfigs" / user.replace(":", "_").replace("/", "_")
 
     def pid_file(self, name: str) -> Path:
@@ -106,12 +106,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return self.root / f"{name}.hold"
 
     def log(self, name: str) -> Path:
-        """What the program said."""
+        """Return the program's log."""
         return self.root / f"{name}.log"
 
 
 def free_ports() -> Ports:
-    """Ports that nobody listens on now, no two the same."""
+    """Return different ports without a listener."""
     names = Ports.__struct_fields__
     return msgspec.convert(dict(zip(names, _free(len(names)), strict=True)), Ports)
 

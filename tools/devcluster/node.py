@@ -47,7 +47,7 @@ state = "{root}/run"
 
 
 def labels(gpus: int) -> dict[str, str]:
-    """What NVIDIA's feature discovery would say."""
+    """Return the labels of NVIDIA's feature discovery."""
     return {
         "nvidia.com/gpu.count": str(gpus),
         "nvidia.com/gpu.memory": str(GPU_MEMORY_MIB),
@@ -82,7 +82,7 @@ def prepare(layout: Layout, ports: Ports, bridge: str, prefix: str) -> None:
 
 
 def runtime(layout: Layout) -> Program:
-    """containerd."""
+    """Start containerd."""
     binary = shutil.which("containerd") or "containerd"
     return Program(name="containerd", argv=(binary, f"--config={layout.root / 'containerd.toml'}"))
 
@@ -146,7 +146,7 @@ def ready(node: dict[str, Any]) -> bool:
 
 
 def remove_pods(api: Api) -> None:
-    """End the node's pods; returns when their objects are gone, so their containers and mounts are."""
+    """End the node's pods; return when their objects, containers and mounts are removed."""
     pods = api.items("/api/v1/pods", fieldSelector=f"spec.nodeName={NODE}")
     paths = [f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}" for pod in pods]
     for path in paths:

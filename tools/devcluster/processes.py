@@ -1,4 +1,4 @@
-"""Programs that end with whoever started them, and are found again by a pid file that cannot lie."""
+"""Programs that end with their parent, and are found again by a pid file with the start time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def start(program: Program, layout: Layout) -> subprocess.Popen[bytes]:
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float = 10.0) -> None:
-    """Ask it to end, then insist; it is gone when this returns."""
+    """Send SIGTERM, then SIGKILL; the process has exited when this returns."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGCONT)
         process.terminate()
@@ -57,7 +57,7 @@ def stop(process: subprocess.Popen[bytes], grace_s: float = 10.0) -> None:
 
 
 def write_pid(path: Path, pid: int) -> None:
-    """A pid alone may be somebody else's by the time it is read: the start time makes it one process for ever."""
+    """The identity of a process: a pid may be reused, so the start time is part of it."""
     path.write_text(f"{pid} {_started(pid)}\n")
 
 
@@ -71,7 +71,7 @@ def read_pid(path: Path) -> int | None:
 
 
 def await_end(pid: int, timeout_s: float) -> bool:
-    """Whether the process, of anybody, ended in time."""
+    """Return whether the process, of any parent, ended in time."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

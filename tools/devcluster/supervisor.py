@@ -75,7 +75,7 @@ class Supervisor:
         api.until("/api/v1/namespaces/default/serviceaccounts/default", lambda _found: True)
 
     def tend(self) -> None:
-        """Start again what has died and is not held back, until the starter is gone."""
+        """Restart programs that have died and are not paused, until the parent process exits."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
@@ -90,7 +90,7 @@ class Supervisor:
             self._start_again()
 
     def end(self) -> None:
-        """Containers first, then who made them, then the control plane; what is left after that is swept."""
+        """End containers first, then their runtime, then the control plane; kill whatever is left."""
         for name in ("kwok", "kube-scheduler", "kube-controller-manager"):
             self._stop(name)
         if "kubelet" in self.running:
@@ -145,7 +145,7 @@ class Supervisor:
 
 
 def main(directory: str) -> int:
-    """Run one devcluster until told to end."""
+    """Run one devcluster until a signal ends it."""
     layout = Layout(root=Path(directory))
     options = msgspec.json.decode(layout.options.read_bytes(), type=Options)
     processes.write_pid(layout.pid_file(SUPERVISOR), os.getpid())

@@ -14,7 +14,7 @@
                 optimizer.zero_grad()
 
 How it works: Accelerate is set up as for one process, so that it wraps no model and makes no process group. Once the
-loop begins, its state tells the job's rank and size of the moment, and its functions (`gather`, `reduce`, its loggers)
+loop begins, its state has the job's current rank and size, and its functions (`gather`, `reduce`, its loggers)
 use torch's default process group, which is the job's.
 """
 

@@ -18,7 +18,7 @@ from elastic_runtime.errors import LoopError, SettingsError, UsageError
 from elastic_runtime.integrations.accelerate.prepared import (
     ElasticOptimizer,
     ElasticScheduler,
-    FurtherLoader,
+    EvaluationLoader,
     TrainingLoader,
 )
 from elastic_runtime.integrations.accelerate.records import RecordingAccelerator
@@ -104,7 +104,7 @@ class ElasticAccelerator(RecordingAccelerator):
     def accumulate(self, *models: Any) -> Iterator[None]:  # noqa: ARG002  (Accelerate's own signature)
         """Around an iteration's body: what does not fit into memory is repeated in halves.
 
-        When a step is complete is the job's to say: how many iterations it has depends on the number of workers.
+        The job determines when a step is complete: its number of iterations depends on the number of workers.
         """
         with self.job.retrying():
             yield
@@ -121,7 +121,7 @@ class ElasticAccelerator(RecordingAccelerator):
         """`job.backward`: this micro-batch's share of the global batch. Exactly once in each iteration, but for
         `more=True`: an optimizer acts on these gradients, and another call follows.
 
-        Afterwards `sync_gradients` says whether the step is complete, or there is `more`: optimizers act.
+        Afterwards `sync_gradients` is true if the step is complete, or with `more`: optimizers act.
         """
         check_more(kwargs)
         try:
@@ -139,7 +139,7 @@ class ElasticAccelerator(RecordingAccelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Where a global step is complete; elsewhere there are no gradients, and the norm is 0."""
+        """Clip if a global step is complete; otherwise there are no gradients, and the norm is 0."""
         if not self.sync_gradients:
             return torch.zeros((), device=self.device)
         self.unscale_gradients()
@@ -148,12 +148,12 @@ class ElasticAccelerator(RecordingAccelerator):
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Where a global step is complete."""
+        """Clip if a global step is complete."""
         if self.sync_gradients:
             super().clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Where a global step is complete; by the scaler, if there is one."""
+        """Unscale with the scaler, if there is one and a global step is complete."""
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         if self.sync_gradients and self.scaler is not None:
             for each in self._optimizers if optimizer is None else given:
@@ -221,18 +221,18 @@ class ElasticAccelerator(RecordingAccelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: object = None
     ) -> Any:
-        """A TrainingLoader or a FurtherLoader; see `prepare`. UsageError where it cannot be shared out."""
-        if isinstance(data_loader, TrainingLoader | FurtherLoader):
+        """A TrainingLoader or a EvaluationLoader; see `prepare`. UsageError where it cannot be shared out."""
+        if isinstance(data_loader, TrainingLoader | EvaluationLoader):
             return data_loader
         if slice_fn_for_dispatch is not None:
             raise UsageError("slice_fn_for_dispatch is set, but no worker reads for the others; leave it out")
         place = self.device_placement if device_placement is None else device_placement
-        prepared = self._training_loader(data_loader, place) or FurtherLoader(self, data_loader, place=place)
+        prepared = self._training_loader(data_loader, place) or EvaluationLoader(self, data_loader, place=place)
         self._dataloaders.append(prepared)
         return prepared
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """In `save_state`; and carried to joiners and in the job's checkpoints (`job.track`). Before the loop."""
+        """Add objects to `save_state` and to the job's state (`job.track`). Call it before the loop."""
         if self.ready:
             raise LoopError("accelerator.register_for_checkpointing comes before accelerator.epochs")
         super().register_for_checkpointing(*objects)
@@ -286,7 +286,7 @@ class ElasticAccelerator(RecordingAccelerator):
             each.rebind()
 
     def _begin(self) -> None:
-        """Where `load_state` said, if it was called: before or after the job was given everything."""
+        """Set the position of an earlier `load_state` call, before or after the job received all objects."""
         self._prepare_job()
         position, self.loaded_position = self.loaded_position, None
         if position is not None:
@@ -299,7 +299,7 @@ class ElasticAccelerator(RecordingAccelerator):
         tracked: list[Any] = []
         for each in self._custom_objects:
             plain = getattr(each, "scheduler", each)
-            if any(plain is known for known in schedulers):
+            if any(plain is each for each in schedulers):
                 continue
             is_scheduler = isinstance(plain, torch.optim.lr_scheduler.LRScheduler)
             (schedulers if is_scheduler else tracked).append(plain)

@@ -64,27 +64,27 @@ def pad(job: Job, tensors: Any, dim: int, value: float, *, first: bool) -> Any:
 def parts_of(job: Job, rows: torch.Tensor) -> list[torch.Tensor]:
     """Each worker's rows. Shapes: (its length, ...)."""
     width = rows[:1].numel() if len(rows) else 0
-    told = _numbers(job, [len(rows), width * rows.element_size()], rows.device)
-    row_bytes = int(told[:, 1].max())
-    if any(length and own != row_bytes for length, own in told.tolist()):
+    sizes = _numbers(job, [len(rows), width * rows.element_size()], rows.device)
+    row_bytes = int(sizes[:, 1].max())
+    if any(length and own != row_bytes for length, own in sizes.tolist()):
         raise UsageError(
-            f"workers gather tensors whose rows have {sorted(set(told[:, 1].tolist()))} bytes (this one's shape: "
+            f"workers gather tensors whose rows have {sorted(set(sizes[:, 1].tolist()))} bytes (this one's shape: "
             f"{tuple(rows.shape)}); only their lengths may differ: pad_across_processes makes the rest equal"
         )
-    most = int(told[:, 0].max()) * row_bytes
-    whole = torch.zeros((len(told), most), dtype=torch.uint8, device=rows.device)
+    most = int(sizes[:, 0].max()) * row_bytes
+    whole = torch.zeros((len(sizes), most), dtype=torch.uint8, device=rows.device)
     mine = rows.detach().contiguous().view(-1).view(torch.uint8)
     whole[job.rank, : len(mine)] = mine
     job.all_reduce(whole)
     shape = rows.shape[1:]
     return [
         part[: length * row_bytes].contiguous().view(rows.dtype).view(length, *shape) if length else rows[:0]
-        for part, length in zip(whole, told[:, 0].tolist(), strict=True)
+        for part, length in zip(whole, sizes[:, 0].tolist(), strict=True)
     ]
 
 
 def _numbers(job: Job, mine: list[int], device: torch.device) -> torch.Tensor:
     """One row of numbers of each worker."""
-    told = torch.zeros((job.world_size, len(mine)), dtype=torch.int64, device=device)
-    told[job.rank] = torch.tensor(mine)
-    return job.all_reduce(told).cpu()
+    numbers = torch.zeros((job.world_size, len(mine)), dtype=torch.int64, device=device)
+    numbers[job.rank] = torch.tensor(mine)
+    return job.all_reduce(numbers).cpu()

@@ -1,4 +1,4 @@
-"""What `ElasticAccelerator.prepare` returns: loaders, optimizers and schedulers that follow an elastic job.
+"""The results of `ElasticAccelerator.prepare`: loaders, optimizers and schedulers that follow an elastic job.
 
 Optimizers and schedulers are Accelerate's own wrappers, for code that asks for them, less what those do because of a
 number of processes or of iterations: both are the job's here.
@@ -36,12 +36,12 @@ class ElasticOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerat
     acted = False  # in this iteration
 
     def step(self, closure: Any = None) -> None:
-        """As Accelerate's."""
+        """Return the state, as Accelerate does."""
         super().step(closure)
         self.acted = True
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001  (torch's own signature)
-        """At any place in an iteration: between the micro-batches of a step there are no gradients to lose."""
+        """Clear gradients, at any point of an iteration: between micro-batches of a step there are none to lose."""
         self.optimizer.zero_grad(**({} if set_to_none is None else {"set_to_none": set_to_none}))
 
     def rebind(self) -> None:
@@ -59,7 +59,7 @@ class ElasticScheduler(AcceleratedScheduler):  # type: ignore[misc]  # Accelerat
     """
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Where a global step was applied; outside an iteration (once an epoch) each time."""
+        """Step if a global step was applied; outside an iteration (once per epoch) each time."""
         if self.step_with_optimizer and not self.gradient_state.sync_gradients:
             return
         if not any(optimizer.step_was_skipped for optimizer in self.optimizers):
@@ -67,7 +67,7 @@ class ElasticScheduler(AcceleratedScheduler):  # type: ignore[misc]  # Accelerat
 
 
 class _Loader:
-    """What scripts ask a prepared loader for besides batches is the loader's own."""
+    """A prepared loader; all attributes but its batches are those of the original loader."""
 
     def __init__(self, accelerator: ElasticAccelerator, loader: DataLoader[Any], *, place: bool) -> None:
         """`place`: put the batches on the device."""
@@ -136,7 +136,7 @@ class TrainingLoader(_Loader):
         return send_to_device(batch, accelerator.device, accelerator.non_blocking) if self._place else batch
 
 
-class FurtherLoader(_Loader):
+class EvaluationLoader(_Loader):
     """Evaluation's and others': each worker reads all of it by itself; in a function that `accelerator.repeat` calls
     its share at the current size, as Accelerate deals it out.
     """
@@ -166,7 +166,7 @@ class FurtherLoader(_Loader):
 
     def _by_accelerate(self, rank: int, size: int) -> Any:
         """Without `split_batches` (a batch that three workers do not divide would be an error), without a worker that
-        reads for the others, and with nothing that they would have to tell each other: each of these is lost with one.
+        reads for the others, and without communication: either would be lost with a worker.
         """
         accelerator = self._accelerator
         return prepare_data_loader(
@@ -185,7 +185,7 @@ class FurtherLoader(_Loader):
 
     def _in_one_order(self) -> DataLoader[Any]:
         """Whatever a sampler draws, the same on all workers. UsageError for a dataset without a length: the samples
-        that fill the last batches up could not be told from the others.
+        that pad the last batches could not be distinguished from the others.
         """
         loader = self.loader
         if isinstance(loader.dataset, IterableDataset):

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 
 from elastic_runtime.errors import LoopError, UsageError
-from elastic_runtime.integrations.accelerate.place import PlacedAccelerator
+from elastic_runtime.integrations.accelerate.process_state import JobStateAccelerator
 from elastic_runtime.plan.position import Position
 
 POSITION_FILE = "elastic_position.json"
 
 
-class RecordingAccelerator(PlacedAccelerator):
+class RecordingAccelerator(JobStateAccelerator):
     """The trackers of an Accelerator: rank 0 is determined once the loop has begun, and may change."""
 
     ready = began = False  # the job has got everything; the loop has begun
     epoch, epoch_over = -1, False  # that the loop is in; whether its loader's loop is over
     loaded_position: Position | None = None  # where the training is to begin
     _wanted_trackers: tuple[Any, ...] | None = None
-    _unlogged: tuple[tuple[Any, ...], ...] = ()  # what the trackers are told as soon as they are opened
+    _unlogged: tuple[tuple[Any, ...], ...] = ()  # values for the trackers once they are opened
 
     def keep_position(self) -> None:
-        """In what `save_state` saves."""
+        """Add the position to the state that `save_state` saves."""
         self.register_save_state_pre_hook(self._save_position)
         self.register_load_state_pre_hook(self._load_position)
 
@@ -48,20 +48,20 @@ class RecordingAccelerator(PlacedAccelerator):
         return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As Accelerator's. Before the loop, the training goes on at that position, unless a checkpoint is further."""
+        """As Accelerator's. Before the loop, training continues at that position unless a checkpoint is further."""
         self._check_place("load_state")
         super().load_state(*args, **kwargs)
 
     def _next_iteration(self) -> int:
-        """As rank 0 sees it: who joined, and a training that goes on, have not counted what was saved before."""
+        """Return rank 0's count: joined workers and resumed trainings have not counted earlier saves."""
         counted = int(self.save_iteration)
         for folder in Path(self.project_dir, "checkpoints").glob("checkpoint_*"):
             counted = max(counted, int(folder.name.rpartition("_")[2]) + 1)
 
-        def told() -> int:
+        def of_rank_0() -> int:
             return int(self.job.all_reduce(torch.tensor(counted if self.is_main_process else 0)))
 
-        return self._survived("save_state", told, counted)
+        return self._survived("save_state", of_rank_0, counted)
 
     def _save_position(self, _models: object, _weights: object, folder: str) -> None:
         """After the loop over the loader the epoch is over: what comes after it was done, or is left out."""
@@ -79,7 +79,7 @@ class RecordingAccelerator(PlacedAccelerator):
     def skip_first_batches(self, *_: Any, **__: Any) -> Any:
         """Raise UsageError: the training loader has its position in the job's state."""
         raise UsageError(
-            "the training loader goes on where the training stands, after load_state too; leave skip_first_batches out"
+            "the training loader continues at the training's position, also after load_state; omit skip_first_batches"
         )
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
@@ -87,7 +87,7 @@ class RecordingAccelerator(PlacedAccelerator):
         self._wanted_trackers = (project_name, config, init_kwargs)
         try:
             leads = self.job.is_leader
-        except LoopError:  # not known before the loop
+        except LoopError:  # rank 0 is undetermined before the loop
             return
         if leads:
             self._open_trackers()
@@ -96,11 +96,11 @@ class RecordingAccelerator(PlacedAccelerator):
         assert self._wanted_trackers is not None
         wanted, self._wanted_trackers = self._wanted_trackers, None
         super().init_trackers(*wanted)
-        for told in self._unlogged:
-            super().log(*told)
+        for values in self._unlogged:
+            super().log(*values)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # noqa: FBT001, FBT002  (Accelerate's own signature)
-        """As Accelerator's: on rank 0, elsewhere one that does nothing. LoopError while it is not known who that is."""
+        """As Accelerator's on rank 0, elsewhere one that does nothing. LoopError while rank 0 is undetermined."""
         if self._wanted_trackers is not None and not self.began:
             raise LoopError(
                 "accelerator.get_tracker comes after the loop has begun: before it, nobody is rank 0, and who is may "
@@ -109,7 +109,7 @@ class RecordingAccelerator(PlacedAccelerator):
         return super().get_tracker(name, unwrap)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """To rank 0's trackers, as Accelerator's; numbers also to `job.report`."""
+        """Log to rank 0's trackers, as Accelerator does; numbers also to `job.report`."""
         if self._wanted_trackers is not None and not self.began:
             self._unlogged += ((values, step, log_kwargs or {}),)
         super().log(values, step, log_kwargs or {})

@@ -6,7 +6,7 @@
     trainer.train()
 
 Trainer keeps its arguments, losses, optimizers, schedules, callbacks, logging, evaluation and saving; the loop is
-elastic: the global batch stays the same at every size, each sample is seen once per epoch, and what a training goes on
+elastic: the global batch stays the same at every size, each sample is seen once per epoch, and what a training resumes
 from are the job's checkpoints (`ELASTIC_CHECKPOINT_DIR`). Accelerate is used by Trainer as on a single device.
 """
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_runtime.data.dataloader import like
 from elastic_runtime.data.sources import Source
-from elastic_runtime.integrations.transformers.loaders import undealt
+from elastic_runtime.integrations.transformers.loaders import without_sharding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 def shared_out(trainer: ElasticTrainer, loader: Any) -> Iterator[Any]:
     """The loader to give to Trainer's evaluation loop, while `trainer.prediction_step` computes this worker's share.
 
-    The given one, of which each worker computes everything by itself, where nobody can know its samples beforehand.
+    The given loader, which each worker evaluates by itself, if its samples cannot be determined in advance.
     """
-    plain = undealt(loader)
+    plain = without_sharding(loader)
     if not isinstance(plain, DataLoader) or isinstance(plain.dataset, IterableDataset) or plain.batch_sampler is None:
         yield loader
         return
@@ -53,9 +53,9 @@ def shared_out(trainer: ElasticTrainer, loader: Any) -> Iterator[Any]:
     def prediction_step(model: Any, batch: Any, *how: Any, **named: Any) -> Any:
         if not isinstance(batch, _Batch):  # a loop of the script's own, over something else
             return compute(model, batch, *how, **named)
-        return dealt.prediction(batch, lambda inputs: compute(model, inputs, *how, **named))
+        return shared.prediction(batch, lambda inputs: compute(model, inputs, *how, **named))
 
-    dealt = DealtLoader(
+    shared = SharedLoader(
         plain,
         trainer.job,
         device=trainer.args.device,
@@ -66,7 +66,7 @@ def shared_out(trainer: ElasticTrainer, loader: Any) -> Iterator[Any]:
     before = {name: vars(trainer)[name] for name in own if name in vars(trainer)}
     vars(trainer).update(own)
     try:
-        yield dealt
+        yield shared
     finally:
         for name in own:
             del vars(trainer)[name]
@@ -81,7 +81,7 @@ class _Batch(dict[str, Any]):
         self.number = number
 
 
-class DealtLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has no types
+class SharedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has no types
     """All batches of a loader, in one order on all workers, whatever its sampler draws.
 
     `with_inputs`: each worker is given the inputs of all of them, too; else it reads those that it computes.
@@ -97,7 +97,7 @@ class DealtLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has
         self._batches = [list(order[at : at + size]) for at, size in source.cuts(0, 0, loader.batch_size or 1)]
         self._found: dict[int, tuple[Any, Any]] = {}
         self._reading: Iterator[Any] = iter(())
-        self._reads = (-1, 0)  # the number of the batch that comes next, and how many it goes on by
+        self._reads = (-1, 0)  # the number of the next batch, and the increment
 
     def __len__(self) -> int:
         """Batches of all workers."""
@@ -119,7 +119,7 @@ class DealtLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has
             self.end()
 
     def prediction(self, batch: _Batch, compute: Callable[[Any], Any]) -> Any:
-        """What `compute` finds for it, here or on the worker that had it."""
+        """Return the result of `compute` for the batch, from this worker or the one that computed it."""
         if batch.number not in self._found:
             found = self._job.repeat(lambda: self._round(batch.number, compute))
             self._found = {number: (inputs, answer) for number, inputs, answer in found}
@@ -136,7 +136,7 @@ class DealtLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has
         return [found for each in self._job.all_gather(mine) for found in each]
 
     def _read(self, number: int) -> Any:
-        """A batch's inputs; its loader goes on as long as the size stays, and nothing is computed again."""
+        """Return a batch's inputs; its loader continues while the size is unchanged and no batch is repeated."""
         size = self._job.world_size
         if self._reads != (number, size):
             mine: Any = self._batches[number::size]

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 
-def undealt(loader: Any) -> Any:
+def without_sharding(loader: Any) -> Any:
     """As it was before `accelerator.prepare`, with which `get_train_dataloader` and its like usually end."""
     found = getattr(loader, "base_dataloader", loader)
     batches = getattr(found, "batch_sampler", None)

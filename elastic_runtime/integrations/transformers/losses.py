@@ -8,13 +8,13 @@ class MeanLoss:
 
     def __init__(self) -> None:
         self.newest = 0.0
-        """Of the last step."""
+        """Return the loss of the last step."""
         self._step: list[tuple[float, float]] = []
         self._unlogged: list[float] = []
         self._summed, self._steps = 0.0, 0
 
     def note(self, loss: float, weight: float | None) -> None:
-        """Of one iteration; a `weight` of None is the same for all of a step."""
+        """Record the loss of one iteration; a `weight` of None is the same for all iterations of a step."""
         self._step.append((loss, 1.0 if weight is None else weight))
 
     def end_step(self) -> None:

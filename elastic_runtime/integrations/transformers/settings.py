@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 DISTRIBUTING = ("deepspeed", "fsdp", "parallelism_config")
 REFUSED = {
-    "load_best_model_at_end": "the best checkpoint may be on a machine that is gone; save the best in a callback",
-    "resume_from_checkpoint": "a job goes on at the newest checkpoint in ELASTIC_CHECKPOINT_DIR by itself",
+    "load_best_model_at_end": "the best checkpoint may be on a removed machine; save the best in a callback",
+    "resume_from_checkpoint": "a job resumes at the newest checkpoint in ELASTIC_CHECKPOINT_DIR by itself",
     "auto_find_batch_size": 'elastic={"max_batch_per_gpu": "auto"} does that',
     "include_num_input_tokens_seen": "what a worker has seen is lost with it",
 }

@@ -15,12 +15,12 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 
 import elastic_runtime
 from elastic_runtime.errors import LoopError, SettingsError
-from elastic_runtime.integrations.transformers.carried import Carried
 from elastic_runtime.integrations.transformers.evaluation import shared_out
-from elastic_runtime.integrations.transformers.loaders import undealt
+from elastic_runtime.integrations.transformers.loaders import without_sharding
 from elastic_runtime.integrations.transformers.losses import MeanLoss
 from elastic_runtime.integrations.transformers.settings import check_arguments, check_class
 from elastic_runtime.integrations.transformers.tokens import counted_tokens, is_causal
+from elastic_runtime.integrations.transformers.tracked_state import TrackedState
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -106,7 +106,7 @@ class ElasticTrainer(Trainer):
         """Train as Trainer does. SettingsError for `resume_from_checkpoint`: a job resumes by itself."""
         if resume_from_checkpoint:
             raise SettingsError(
-                "resume_from_checkpoint is set, but an elastic job goes on at the newest checkpoint in "
+                "resume_from_checkpoint is set, but an elastic job resumes at the newest checkpoint in "
                 "ELASTIC_CHECKPOINT_DIR by itself; leave it out"
             )
         return super().train(None, *args, **kwargs)
@@ -117,7 +117,7 @@ class ElasticTrainer(Trainer):
         """Trainer's own loop, with the job's steps in place of the loader's."""
         began = time.time()
         self._ignored = ignore_keys_for_eval
-        loader = undealt(self.get_train_dataloader())
+        loader = without_sharding(self.get_train_dataloader())
         self._steps_per_epoch = self.job.steps_per_epoch(loader)
         steps = self._steps()
         self.create_optimizer()
@@ -127,7 +127,7 @@ class ElasticTrainer(Trainer):
         scaler = getattr(self.accelerator, "scaler", None)
         model, optimizer, loader, scheduler = self.job.prepare(*parts, scaler=scaler)
         self._make_state(steps)
-        self.job.track(trainer=Carried(self))
+        self.job.track(trainer=TrackedState(self))
         total = self._train(self._compiled(model), optimizer, scheduler, scaler, loader)
         return self._finish(began, total)
 
@@ -151,7 +151,7 @@ class ElasticTrainer(Trainer):
         return torch.compile(model, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
     def _finish(self, began: float, total: float) -> TrainOutput:
-        """As Trainer: trackers hear of the figures before they are closed."""
+        """As Trainer: trackers receive the metrics before they are closed."""
         trained = self.state.global_step - self._first_step
         metrics = speed_metrics("train", began, num_samples=trained * self._global_batch, num_steps=trained)  # type: ignore[no-untyped-call]
         metrics["train_loss"] = total
@@ -182,7 +182,7 @@ class ElasticTrainer(Trainer):
         return self._losses.of_all
 
     def _clip(self, model: Any, optimizer: Any, scaler: Any) -> torch.Tensor | None:
-        """As Trainer, which tells the norm where it clips nothing, too."""
+        """As Trainer, which also reports the norm if it does not clip."""
         if not self.job.applied:
             return None
         if scaler is not None:
@@ -205,7 +205,7 @@ class ElasticTrainer(Trainer):
         optimizer.zero_grad()
 
     def _before_step(self, loader: Any) -> None:
-        """The first iteration of a global step: what Trainer's callbacks are told of, in its order."""
+        """Call Trainer's callbacks at the first iteration of a global step, in Trainer's order."""
         self._note_place()
         handler = self.callback_handler
         if not self._begun:
@@ -267,7 +267,7 @@ class ElasticTrainer(Trainer):
         return self._determine_best_metric(metrics=metrics, trial=None)
 
     def _save_step(self) -> None:
-        """Trainer's own checkpoint, for use elsewhere: the job goes on from its own ones."""
+        """Write Trainer's own checkpoint, for use elsewhere: the job resumes from its own checkpoints."""
         if self.is_world_process_zero():
             self._save_checkpoint(self.model, trial=None)  # type: ignore[arg-type]
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
@@ -278,8 +278,8 @@ class ElasticTrainer(Trainer):
         """
         if not self._agreeing or self.job.world_size == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        with shared_out(self, dataloader) as dealt:
-            found = super().evaluation_loop(dealt, *args, **kwargs)
+        with shared_out(self, dataloader) as shared:
+            found = super().evaluation_loop(shared, *args, **kwargs)
         figures = self.job.repeat(lambda: self.job.all_gather(found.metrics)[0])
         return found._replace(metrics=figures)
 
@@ -287,11 +287,11 @@ class ElasticTrainer(Trainer):
         """Whether this worker is rank 0; before the training every worker is."""
         try:
             return self.job.is_leader
-        except (AttributeError, LoopError):  # while Trainer is being made, or nobody knows yet
+        except (AttributeError, LoopError):  # during Trainer's construction, or before rank 0 is determined
             return True
 
     def is_local_process_zero(self) -> bool:
-        """As `is_world_process_zero`: which workers share a machine is the cluster's to know."""
+        """As `is_world_process_zero`: which workers share a machine is not visible here."""
         return self.is_world_process_zero()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002

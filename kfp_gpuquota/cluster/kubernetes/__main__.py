@@ -59,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--webhook-port", type=int, default=0, help="0: this process serves no webhook")
     parser.add_argument("--reviews-only", action="store_true", help="serve the webhook and never lead")
+    parser.add_argument(
+        "--cert-dir", default="", metavar="DIR",
+        help="directory with the webhook's tls.crt and tls.key, which another program renews; with --reviews-only",
+    )  # fmt: skip
     parser.add_argument("--metrics-port", type=int, default=0, help="0: any free port")
     parser.add_argument("--membership-port", type=int, default=0, help="0: any free port")
     parser.add_argument("--advertise", default="", help="URL at which workers reach the membership port")

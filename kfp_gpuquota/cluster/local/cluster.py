@@ -1,4 +1,4 @@
-"""What users may ask of the embedded cluster: each request is checked, then committed as one change."""
+"""The requests of users to the embedded cluster: each one is checked, then committed as one change."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from kfp_gpuquota.api.wire import (
 from kfp_gpuquota.cluster.admission import check_fits
 from kfp_gpuquota.cluster.local import retention
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from kfp_gpuquota.cluster.local.history import SAMPLE_S, MemoryHistory, UsageHistory
 from kfp_gpuquota.cluster.local.metrics import metrics_text
 from kfp_gpuquota.cluster.records import Intent, JobRecord, with_status
 from kfp_gpuquota.cluster.whatif import outlook
@@ -66,7 +67,9 @@ class LocalCluster:
         self._leases: dict[str, asyncio.TimerHandle] = {}
         for job in state.jobs.values():
             self._watch_lease(job)
+        self._usage, self.memory = UsageHistory(store), MemoryHistory()
         asyncio.get_running_loop().call_soon(self._delete_outdated)
+        asyncio.get_running_loop().call_soon(self._sample_usage)
 
     # Projects and nodes
 
@@ -155,7 +158,7 @@ class LocalCluster:
     # Nodes
 
     def list_nodes(self) -> tuple[NodeView, ...]:
-        """All nodes."""
+        """Return all nodes with the holders of their devices."""
         nodes = self._state.list_nodes()
         return tuple(msgspec.structs.replace(view, shares=self._driver.sharing.views(view.node.name)) for view in nodes)
 
@@ -177,9 +180,9 @@ class LocalCluster:
                 f"gpuquota delete -p {spec.project} {spec.name}"
             )
         job = self._new_job(msgspec.structs.replace(request, spec=spec), set_by)
-        with self._driver.decide() as transcript:
-            transcript.change.jobs[job.uid] = job
-            transcript.note(job, EventKind.JOB_SUBMITTED)
+        with self._driver.decide() as recorder:
+            recorder.change.jobs[job.uid] = job
+            recorder.note(job, EventKind.JOB_SUBMITTED)
         self._watch_lease(job)
         return self._state.view(job.uid)
 
@@ -215,17 +218,17 @@ class LocalCluster:
         return self._state.view(job.uid)
 
     def resume_job(self, project: str, name: str) -> Job:
-        """Put a suspended job back into the queue, with its age. Of one that is not suspended: nothing."""
+        """Return a suspended job to the queue with its age; do nothing for another job."""
         job = self._state.job_named(project, name)
         self._refuse_ended(job)
         if job.status.phase is Phase.SUSPENDED or job.intent is Intent.SUSPEND:
-            with self._driver.decide() as transcript:
-                if job.intent is Intent.SUSPEND:  # still stopping: when it has, it goes to the queue
+            with self._driver.decide() as recorder:
+                if job.intent is Intent.SUSPEND:  # still stopping: afterwards it returns to the queue
                     job = msgspec.structs.replace(job, intent=Intent.REQUEUE)
                 else:
                     job = with_status(job, phase=Phase.PENDING, reason=None)
-                transcript.record(job)
-                transcript.note(job, EventKind.JOB_RESUMED)
+                recorder.record(job)
+                recorder.note(job, EventKind.JOB_RESUMED)
         return self._state.view(job.uid)
 
     def update_job(self, project: str, name: str, changed: JobUpdate) -> Job:
@@ -242,8 +245,8 @@ class LocalCluster:
             given["gpus_per_worker"] = None if job.spec.shared else job.spec.worker_gpus
         spec = msgspec.structs.replace(job.spec, **given)
         check_fits(spec, self._state.project(project), tuple(self._state.nodes.values()))
-        with self._driver.decide() as transcript:
-            transcript.update(job, spec)
+        with self._driver.decide() as recorder:
+            recorder.update(job, spec)
         return self._state.view(job.uid)
 
     def metrics(self) -> str:
@@ -254,7 +257,7 @@ class LocalCluster:
     def renew_lease(self, project: str, name: str, lease: Lease) -> None:
         """Keep the job alive.
 
-        Raises ConflictError for a renewal by somebody else than the holder, and for taking over what is being stopped.
+        Raises ConflictError for a renewal by another one than the holder, and for the take-over of a stopping job.
         """
         job = self._state.job_named(project, name)
         if lease.take_over and job.ending and not job.status.phase.final:
@@ -272,7 +275,7 @@ class LocalCluster:
         self._watch_lease(job)
 
     def what_if(self, supposed: Supposition) -> Outlook:
-        """What the next plan would do. Raises NotFoundError for a job or a node that is not there."""
+        """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
         return outlook(self._state.scheduler, supposed, self._state.clock())
 
     # History and logs
@@ -332,8 +335,8 @@ class LocalCluster:
         )
 
     def _stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
-        with self._driver.decide() as transcript:
-            transcript.stop(job, intent, reason)
+        with self._driver.decide() as recorder:
+            recorder.stop(job, intent, reason)
 
     def _refuse_ended(self, job: JobRecord) -> None:
         if job.status.phase.final or job.ending:
@@ -377,6 +380,13 @@ class LocalCluster:
             except StateFileError as error:
                 log.error("job %s is deleted later: %s", job.spec.name, error)
                 return
+
+    def _sample_usage(self) -> None:
+        """Record what projects hold, and again after a while."""
+        asyncio.get_running_loop().call_later(SAMPLE_S, self._sample_usage)
+        now = self._state.clock()
+        self._usage.sample(self.list_projects(), now)
+        self.memory.sample(self.list_nodes(), now)
 
     def _lease_ended(self, uid: str) -> None:
         self._leases.pop(uid, None)

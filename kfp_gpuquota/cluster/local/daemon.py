@@ -1,6 +1,6 @@
 """The embedded cluster's daemon: `python -m kfp_gpuquota.cluster.local.daemon HOME READY_FD [CONFIG]`.
 
-It may be killed at any moment. The next one reads SQLite, adopts what runs through the shims, and goes on.
+It may be killed at any moment. The next one reads SQLite, adopts running workers through the shims, and continues.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from kfp_gpuquota.cluster.local.device_locks import Holder, hold
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
 from kfp_gpuquota.cluster.local.driver import Driver, Settings
 from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.page_server import PageServer
+from kfp_gpuquota.cluster.local.page_source import LocalPages
 from kfp_gpuquota.cluster.local.shim import start_time
 from kfp_gpuquota.cluster.local.start import READY
 from kfp_gpuquota.cluster.local.state import ClusterState
@@ -48,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until told to stop; returns the exit code."""
+    """Serve until a request or a signal to stop; return the exit code."""
     home, ready = Home(Path(arguments[0])), int(arguments[1])
     config = msgspec.json.decode(arguments[2], type=ClusterConfig) if len(arguments) > 2 else None
     open_files = raise_descriptor_limit()
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files: int) -> None:
-    """Bring everything up in the order in which it depends on each other, say so, and wait for the end."""
+    """Start all parts in the order of their dependencies, report readiness, and wait for the end."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -88,13 +90,18 @@ async def serve(home: Home, config: ClusterConfig | None, ready: int, open_files
         stack.callback(driver.close)
         if runtime is not None:
             await stack.enter_async_context(runtime.serving(driver, driver.membership))
+        cluster = LocalCluster(home, store, state, driver, shape)
+        audit = audit_log(home.audit_file)
+        page = PageServer(home, LocalPages(home, store, state, cluster), audit)
+        stack.push_async_callback(page.close)
         app = build_app(
-            LocalCluster(home, store, state, driver, shape),
+            cluster,
             token=home.read_or_make_token(),
             health=Health(version=__version__, pid=os.getpid(), home=str(home.root), started_at=time.time()),
             extra_routes=driver.membership.routes(),
             on_shutdown=stop.set,
-            audit=audit_log(home.audit_file),
+            open_page=page.open,
+            audit=audit,
         )
         app.cleanup_ctx.append(driver.membership.lifespan)
         runner = LimitedRunner(

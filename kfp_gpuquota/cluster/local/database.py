@@ -18,9 +18,9 @@ from kfp_gpuquota.errors import StateFileError
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 BUSY_TIMEOUT_S: Final = 5.0
-TABLES: Final = ("meta", "projects", "jobs", "workers", "events", "quarantine")
+TABLES: Final = ("meta", "projects", "jobs", "workers", "events", "quarantine", "reports", "usage")
 _FIRST: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE projects (name TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
@@ -37,8 +37,18 @@ CREATE TABLE quarantine (
     kind TEXT NOT NULL, key TEXT NOT NULL, body TEXT NOT NULL, why TEXT NOT NULL, at REAL NOT NULL
 ) STRICT;
 """
-MIGRATIONS: Final = {0: _FIRST, 1: _SECOND}
-"""What leads from each format to the next one."""
+_THIRD: Final = """
+CREATE TABLE reports (
+    job_uid TEXT NOT NULL, number INTEGER NOT NULL, body TEXT NOT NULL, UNIQUE (job_uid, number)
+) STRICT;
+CREATE TABLE usage (
+    width_s INTEGER NOT NULL, at INTEGER NOT NULL, project TEXT NOT NULL, seconds REAL NOT NULL, held REAL NOT NULL,
+    borrowed REAL NOT NULL, wanted REAL NOT NULL, guaranteed REAL NOT NULL, UNIQUE (width_s, at, project)
+) STRICT;
+CREATE INDEX events_by_job ON events (CASE WHEN json_valid(body) THEN json_extract(body, '$.job_uid') END);
+"""
+MIGRATIONS: Final = {0: _FIRST, 1: _SECOND, 2: _THIRD}
+"""The migration from each format to the next one."""
 
 
 def open_database(path: Path) -> sqlite3.Connection:
@@ -86,7 +96,7 @@ def back_up(path: Path, target: Path) -> None:
 
 
 def restore(backup: Path, path: Path) -> Path | None:
-    """Put a backup in the state's place, and return where the former state is. Raises StateFileError."""
+    """Replace the state by a backup, and return the path of the former state. Raises StateFileError."""
     if not backup.is_file():
         raise StateFileError(f"there is no backup {backup}")
     with contextlib.closing(connect(backup, read_only=True)) as database:

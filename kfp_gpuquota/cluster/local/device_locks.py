@@ -4,7 +4,7 @@ It is a file in /tmp, named by the GPU's UUID and locked by flock(2); it holds t
 cluster that has it. The daemon takes it, and every shim inherits it: the GPUs stay taken while jobs run that the daemon
 has left behind. A daemon that comes back to such jobs finds its own directory in the file, and waits for the lock in a
 thread: it gets it when the last of them ends. Between that end and the thread's turn the lock is free for a moment: so
-whoever gets it reads the file as well, and leaves the GPU to a daemon named there that still runs.
+a process that gets it reads the file as well, and leaves the GPU to a daemon named there that still runs.
 
 Only real GPUs are locked. Containers see each other's locks where they share /tmp.
 """
@@ -41,7 +41,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     uid: int
     home: str
     pid: int
-    started: int = 0  # clock ticks since boot, which tell the daemon from a later process with its pid; 0: unknown
+    started: int = 0  # clock ticks since boot, to distinguish a later process with the same pid; 0: unknown
 
     @property
     def runs(self) -> bool:

@@ -34,7 +34,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `memory_per_node_mib` are what jobs that ask for CPU and main memory share; by default the machine's, divided among
     the nodes. `memory_policy` is what the agent may do about the memory of GPUs that several share.
     With `usage_half_life_s` what a project borrowed counts in its share of what is idle, half as much after that time.
-    `pools` says how many of the nodes, the first ones first, are in which node pool.
+    `pools` has the number of nodes in each node pool, assigned from the first node on.
     Of each worker's log the last `log_limit_mib` are kept, and ended jobs, with their logs and checkpoints, for
     `keep_ended_s` and `keep_ended_jobs` of them at most. With `ray` the nodes are those of a Ray cluster.
     """
@@ -82,7 +82,7 @@ def discover_nodes(config: ClusterConfig) -> tuple[Node, ...]:
 def lay_out(
     config: ClusterConfig, gpus: tuple[Device, ...], cores: float = 1.0, memory_mib: int = 1024
 ) -> tuple[Node, ...]:
-    """The machine's `gpus` dealt out to the nodes in their order; CPU slots where they are too few for all."""
+    """Distribute the machine's `gpus` to the nodes in their order; CPU slots if there are too few for all."""
     count = config.gpus_per_node or len(gpus) // config.nodes or DEFAULT_CPU_SLOTS
     pools = [pool for pool, size in config.pools.items() for _ in range(size)]
     slots = tuple(_slots(config.nodes * count, config.gpu_memory_mib or 0))
@@ -115,7 +115,7 @@ def _renumbered(devices: tuple[Device, ...]) -> tuple[Device, ...]:
 
 
 def environment_of(devices: tuple[Device, ...], threads: int) -> dict[str, str]:
-    """What a worker must see to use just these devices; `threads` is a slot's share of the cores."""
+    """Return the variables that limit a worker to these devices; `threads` is a slot's share of the cores."""
     if any(device.uuid for device in devices):
         return {"CUDA_VISIBLE_DEVICES": ",".join(device.uuid for device in devices)}
     return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(max(1, threads * len(devices)))}

@@ -1,4 +1,4 @@
-"""Carries out what the scheduler plans, and tells it what the workers really did.
+"""Carries out the scheduler's plans, and reports the workers' actual state to it.
 
 Planning happens on change, never by polling: whatever changes the state calls `wake`, and the next turn of the event
 loop makes one plan for all that changed.
@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.local import shims
 from kfp_gpuquota.cluster.local.home import Home, write_private
 from kfp_gpuquota.cluster.local.runtime import LocalRuntime
 from kfp_gpuquota.cluster.local.sharing import Sharing
-from kfp_gpuquota.cluster.plan_pacing import PlanPacing
+from kfp_gpuquota.cluster.plan_pacing import PlanPacing, RestAfterPlans
 from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 from kfp_gpuquota.errors import NotFoundError, PlanningFailedError, StateFileError
@@ -43,17 +43,13 @@ if TYPE_CHECKING:
 
 RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 60.0
-REST_SHARE: Final = 3.0
-"""So many times its duration each plan leaves to requests, in the long run: thousands of submissions share plans."""
-BURST_S: Final = 0.2
-"""So much of that may be owed: a few arrivals are each planned at once."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all workers: their soft limit on open files (0: as inherited), and how much of a log is kept.
+    """Settings of all workers: their soft limit on open files (0: as inherited), and the size of a kept log.
 
     `device_locks` are the descriptors that their shims inherit, so that the GPUs stay locked while they run.
     """
@@ -64,9 +60,9 @@ class Settings:
 
 
 class Driver:
-    """One per daemon; it is also what the membership service tells its news to. All of it runs in the event loop.
+    """One per daemon. It also receives the membership service's notices. All of it runs in the event loop.
 
-    `give_up()` is called when plans fail again and again: the daemon ends, and `health.check()` says why.
+    `give_up()` is called when plans fail repeatedly: the daemon ends, and `health.check()` returns why.
     """
 
     def __init__(
@@ -88,7 +84,7 @@ class Driver:
         self._planning: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
         self._pace = PlanPacing()
-        self._debt_until = 0.0
+        self._rest = RestAfterPlans()
         self._start_failures: dict[str, int] = {}
         self._killed_for: dict[str, str] = {}
         self.health = PlanningHealth(self._loop.time)
@@ -109,13 +105,13 @@ class Driver:
         """Something changed: plan in the next turn of the loop."""
         if self._planning is None:
             self.health.requested()
-            delay_s = max(self._pace.delay_s, self.health.pause_s, self._debt_until - BURST_S - self._loop.time())
+            delay_s = max(self._pace.delay_s, self.health.pause_s, self._rest.delay_s(self._loop.time()))
             self._planning = (
                 self._loop.call_later(delay_s, self._plan) if delay_s > 0 else self._loop.call_soon(self._plan)
             )
 
     def recover(self) -> None:
-        """Take up what an earlier daemon left: adopt what runs, learn how the rest ended, do what was not done."""
+        """Recover from an earlier daemon: adopt running workers, read how others ended, complete decisions."""
         for job in list(self._state.jobs.values()):
             if self._state.alive_of(job.uid):
                 with self._logging_errors(job):
@@ -128,7 +124,7 @@ class Driver:
         self.wake()
 
     def close(self) -> None:
-        """Let go of everything; what runs goes on."""
+        """Release all resources; running workers continue."""
         for timer in (self._planning, self._later):
             if timer:
                 timer.cancel()
@@ -139,10 +135,10 @@ class Driver:
     def decide(self) -> Iterator[ChangeRecorder]:
         """Write a decision, commit it when the block ends, then carry it out. Raises StateFileError."""
         with self._state.change() as change:
-            transcript = ChangeRecorder(self._state, change, self._state.clock())
-            yield transcript
-        self._start_all(transcript.started)
-        self._stop_all(transcript.stopped)
+            recorder = ChangeRecorder(self._state, change, self._state.clock())
+            yield recorder
+        self._start_all(recorder.started)
+        self._stop_all(recorder.stopped)
         for uid, job in change.jobs.items():
             if job is None:
                 self.runtime.remove_job(uid)
@@ -174,8 +170,7 @@ class Driver:
         began = self._loop.time()
         now = self._state.clock()
         plan = scheduler.plan(self._state.scheduler, now)
-        ended = self._loop.time()
-        self._debt_until = max(self._debt_until, began) + REST_SHARE * (ended - began)
+        self._rest.planned(began, self._loop.time())
         self._plan_again(None if plan.again_at is None else plan.again_at - now)
         for uid, reason in plan.waiting.items():
             self._state.note_waiting(uid, reason)
@@ -185,8 +180,8 @@ class Driver:
         if plan.empty:
             return
         try:
-            with self.decide() as transcript:
-                transcript.plan(plan)
+            with self.decide() as recorder:
+                recorder.plan(plan)
         except StateFileError as error:
             log.error("the plan was dropped and is made again in %s s: %s", RETRY_S, error)
             self._loop.call_later(RETRY_S, self.wake)
@@ -229,16 +224,16 @@ class Driver:
         record = self._state.workers.get(worker)
         if record is None or not record.alive:
             return
-        if record.released:  # it was told to stop before it could start, and that is not to be tried again
+        if record.released:  # its stop was requested before it could start: the start is not retried
             self._recover_worker(record)
             return
         failures = self._start_failures[worker] = self._start_failures.get(worker, 0) + 1
         delay_s = min(RETRY_S * 2 ** (failures - 1), LONGEST_RETRY_S)
         message = f"worker {record.worker.index} could not be started ({why}); it is tried again in {delay_s:g} s"
         log.error("worker %s: %s", worker, message)
-        with self._noting(worker) as transcript:
+        with self._noting(worker) as recorder:
             job = self._state.jobs[record.worker.job_uid]
-            transcript.record(with_status(job, reason=Reason(code=ReasonCode.WORKER_FAILED, message=message)))
+            recorder.record(with_status(job, reason=Reason(code=ReasonCode.WORKER_FAILED, message=message)))
         self._loop.call_later(delay_s, self._start_again, worker)
 
     def _start_again(self, worker: str) -> None:
@@ -256,7 +251,7 @@ class Driver:
     def _ask_to_go(self, record: WorkerRecord) -> None:
         """By membership where it takes part in one, which kills it after its grace period; else by SIGTERM.
 
-        Not by both: SIGTERM goes to the whole process group, and would end the data loader's processes, too, while
+        Not by both: SIGTERM is sent to the whole process group, and would also end the data loader's processes while
         the training still needs them for its last step.
         """
         if self.sharing.gives_up(record.worker.id) or not self._is_started(record):
@@ -303,7 +298,7 @@ class Driver:
         with contextlib.suppress(NotFoundError):
             self.membership.set_target(uid, wanted)
 
-    # What the shims tell
+    # Events from the shims
 
     def _recover_worker(self, record: WorkerRecord) -> None:
         try:
@@ -344,8 +339,8 @@ class Driver:
         if job.intent is Intent.RUN and not record.released and not (job.managed and others):
             reason = Reason(code=ReasonCode.WORKER_FAILED, message=f"{why}; the job goes back to the queue")
             try:
-                with self.decide() as transcript:
-                    transcript.stop(job, Intent.REQUEUE, reason)
+                with self.decide() as recorder:
+                    recorder.stop(job, Intent.REQUEUE, reason)
             except StateFileError as error:
                 log.error("the loss of worker %s is recorded in %s s: %s", worker, RETRY_S, error)
                 self._loop.call_later(RETRY_S, self.worker_lost, worker, why)
@@ -366,8 +361,8 @@ class Driver:
         worker = record.worker
         try:
             with self._state.change() as change:
-                transcript = ChangeRecorder(self._state, change, self._state.clock())
-                transcript.record(after_reboot(self._state.jobs[worker.job_uid]))
+                recorder = ChangeRecorder(self._state, change, self._state.clock())
+                recorder.record(after_reboot(self._state.jobs[worker.job_uid]))
         except StateFileError as error:
             log.error("the restart of the machine is recorded in %s s: %s", RETRY_S, error)
             self._loop.call_later(RETRY_S, self._recover_worker, record)
@@ -385,9 +380,9 @@ class Driver:
         running = msgspec.structs.replace(record.worker, phase=WorkerPhase.RUNNING, pid=pid)
         if job.status.phase is Phase.STARTING:
             job = with_status(job, phase=Phase.RUNNING)
-        with self._noting(worker) as transcript:
-            transcript.change.workers[worker] = msgspec.structs.replace(record, worker=running)
-            transcript.record(self._unmanaged_size(job, transcript.now))
+        with self._noting(worker) as recorder:
+            recorder.change.workers[worker] = msgspec.structs.replace(record, worker=running)
+            recorder.record(self._unmanaged_size(job, recorder.now))
 
     def _unmanaged_size(self, job: JobRecord, now: float) -> JobRecord:
         """A job without a membership has the size of its processes."""
@@ -410,21 +405,21 @@ class Driver:
 
     def _record_end(self, record: WorkerRecord, code: int) -> None:
         before = self._state.jobs[record.worker.job_uid]
-        with self.decide() as transcript:
+        with self.decide() as recorder:
             gone = msgspec.structs.replace(
-                record.worker, phase=WorkerPhase.GONE, exit_code=code, finished_at=transcript.now
+                record.worker, phase=WorkerPhase.GONE, exit_code=code, finished_at=recorder.now
             )
             record = msgspec.structs.replace(record, worker=gone)
             workers = [record if w.worker.id == gone.id else w for w in self._state.attempt_of(before)]
             killed_for = self._killed_for.pop(gone.id, "")
-            after = after_worker_gone(before, record, workers, transcript.now, killed_for)
+            after = after_worker_gone(before, record, workers, recorder.now, killed_for)
             if why := self.sharing.why_ended(gone.id):
                 after = with_status(after, reason=why)
-            transcript.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
-            transcript.change.workers[gone.id] = record
-            transcript.record(after)
+            recorder.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
+            recorder.change.workers[gone.id] = record
+            recorder.record(after)
             if after.intent is Intent.FAIL and before.intent is not Intent.FAIL and not after.status.phase.final:
-                transcript.fail(after, [w.worker.id for w in workers if w.alive])
+                recorder.fail(after, [w.worker.id for w in workers if w.alive])
         self.membership.worker_gone(gone.job_uid, gone.id, finished=code == 0 and not record.released)
         self._after_end(gone.job_uid)
 
@@ -433,16 +428,16 @@ class Driver:
             self.membership.close(uid)
             return
         self._update_target(uid)
-        with self._noting(uid) as transcript:
-            transcript.record(self._unmanaged_size(self._state.jobs[uid], transcript.now))
+        with self._noting(uid) as recorder:
+            recorder.record(self._unmanaged_size(self._state.jobs[uid], recorder.now))
 
-    # What the membership service tells: see server.membership.Notices
+    # Notices of the membership service (server.membership.Notices)
 
     def generation_reserved(self, job_uid: str, generation: int) -> None:
-        """Store a generation's number before anybody hears of it."""
+        """Store a generation's number before any order with it is sent."""
         job = msgspec.structs.replace(self._state.jobs[job_uid], generation_high=generation)
-        with self._noting(job_uid, durable=True) as transcript:
-            transcript.record(job)
+        with self._noting(job_uid, durable=True) as recorder:
+            recorder.record(job)
         self._state.jobs[job_uid] = job  # also where it could not be written: the next commit writes it
 
     def generation_committed(self, job_uid: str, commit: AnnounceCommit) -> None:
@@ -450,13 +445,13 @@ class Driver:
         job = self._state.jobs.get(job_uid)
         if job is None or not commit.complete:
             return
-        with self._noting(job_uid) as transcript:
+        with self._noting(job_uid) as recorder:
             for rank, worker in enumerate(commit.members):
                 record = self._worker_of(job_uid, worker)
                 if record is None:
                     continue
                 ranked = msgspec.structs.replace(record.worker, rank=rank)
-                transcript.change.workers[worker] = msgspec.structs.replace(record, worker=ranked)
+                recorder.change.workers[worker] = msgspec.structs.replace(record, worker=ranked)
             # Until its first generation a job's size was that of its processes, which is not what it trained with.
             size = job.size if job.managed else 0
             if lost := self._lost_without_reason(job_uid, commit.members):
@@ -464,13 +459,13 @@ class Driver:
             changed = resized(
                 msgspec.structs.replace(job, managed=True, size=size),
                 len(commit.members) * job.spec.worker_gpus,
-                transcript.now,
+                recorder.now,
                 generation=commit.generation,
                 step=commit.step,
                 pause_ms=round(commit.pause_ms, 1),
                 lost_steps=commit.lost_steps,
             )
-            transcript.record(changed)
+            recorder.record(changed)
 
     def _lost_without_reason(self, job_uid: str, members: Iterable[str]) -> WorkerRecord | None:
         """Return a worker that trained, is in the new generation no more, and was not asked to leave by a plan."""
@@ -497,8 +492,8 @@ class Driver:
         record = self._worker_of(job_uid, worker)
         if record is None or record.released or not record.alive:
             return
-        with self._noting(worker) as transcript:  # it was told to go by somebody else
-            transcript.change.workers[worker] = leaving(record, transcript.now)
+        with self._noting(worker) as recorder:  # its stop was requested by another program
+            recorder.change.workers[worker] = leaving(record, recorder.now)
         self.wake()
 
     def training_finished(self, job_uid: str, worker: str, step: int) -> None:
@@ -507,23 +502,23 @@ class Driver:
         if job is None or job.completing or job.intent is not Intent.RUN:
             return
         log.info("job %s finished its training with step %s of worker %s", job_uid, step, worker)
-        with self._noting(job_uid) as transcript:
-            transcript.record(msgspec.structs.replace(job, completing=True))
+        with self._noting(job_uid) as recorder:
+            recorder.record(msgspec.structs.replace(job, completing=True))
         self.wake()
 
     def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
-        """What the training says about itself. Every worker says the same of its steps: the first one's is kept."""
+        """Store a training's report. All workers report the same steps: the first report is kept."""
         job, record = self._state.jobs.get(job_uid), self._worker_of(job_uid, worker)
         if job is None or record is None or record.worker.rank not in {None, 0}:
             return
-        with self._noting(job_uid) as transcript:
-            transcript.record(progressed(job, progress))
+        with self._noting(job_uid) as recorder:
+            recorder.record(progressed(job, progress))
 
     def _explain(self, job: JobRecord, reason: Reason) -> None:
         """Its GPU memory was taken back: part of the history, and what `describe` shows."""
-        with self._noting(job.uid) as transcript:
-            transcript.note(job, EventKind.GPU_MEMORY_RECLAIMED, reason=reason)
-            transcript.record(with_status(self._state.jobs[job.uid], reason=reason))
+        with self._noting(job.uid) as recorder:
+            recorder.note(job, EventKind.GPU_MEMORY_RECLAIMED, reason=reason)
+            recorder.record(with_status(self._state.jobs[job.uid], reason=reason))
 
     @contextlib.contextmanager
     def _noting(self, what: str, *, durable: bool = False) -> Iterator[ChangeRecorder]:

@@ -1,4 +1,4 @@
-"""What a worker finds in its environment: see docs/contracts.md."""
+"""The environment variables of a worker (docs/contracts.md)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.annotations import LIMIT_VARIABLE
-from kfp_gpuquota.api.share import limit_text
+from kfp_gpuquota.api.share import compute_variables, limit_text
 from kfp_gpuquota.cluster.local.devices import environment_of, threads_per_slot
 from kfp_gpuquota.cluster.local.sharing import memory_directory, simulated_directory
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.records import JobRecord
 
-# What a worker may inherit from whoever started the daemon. Everything else a job must bring itself, or it would
-# depend on the shell in which somebody happened to start the cluster.
+# What a worker may inherit from the daemon's environment. A job must define all other variables itself, or it would
+# depend on the shell in which the cluster was started.
 INHERITED: Final = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 
 LOOPBACK: Final = "lo"
@@ -43,6 +43,7 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
         "POD_INDEX": str(worker.index),
         "RUNAI_NUM_OF_GPUS": f"{worker.gpus:g}",
         **_memory_limit(job.spec),
+        **compute_variables(job.spec.gpu_compute),
         **_sharing(home, worker, held),
         "ELASTIC_COORDINATOR": home.coordinator_url(job.uid),
         "ELASTIC_TOKEN_FILE": str(home.job_token_file(job.uid)),
@@ -53,7 +54,7 @@ def worker_environment(home: Home, job: JobRecord, worker: Worker, nodes: Mappin
 
 
 def _sharing(home: Home, worker: Worker, held: tuple[Device, ...]) -> dict[str, str]:
-    """Where it hears how much it may use, and where simulated devices keep who uses what (docs/fractions.md)."""
+    """Return the variables for the memory limit and for simulated devices (docs/fractions.md)."""
     found = {}
     if worker.share < 1 and any(device.memory_mib for device in held):
         found["ELASTIC_MEMORY_DIR"] = str(memory_directory(home, worker))
@@ -64,5 +65,5 @@ def _sharing(home: Home, worker: Worker, held: tuple[Device, ...]) -> dict[str, 
 
 
 def _memory_limit(spec: JobSpec) -> dict[str, str]:
-    """How much of each device it may use: a part where it asked for one, bytes where it asked for memory."""
+    """Return the limit on each device: a part if it requested one, bytes if it requested memory."""
     return {LIMIT_VARIABLE: limit_text(spec)} if spec.shared else {}

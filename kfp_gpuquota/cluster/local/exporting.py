@@ -1,4 +1,4 @@
-"""What is in a state file, read without its daemon."""
+"""The content of a state file, read without its daemon."""
 
 from __future__ import annotations
 

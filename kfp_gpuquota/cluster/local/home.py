@@ -1,4 +1,4 @@
-"""The cluster's directory: who may read it, who runs on it, and how clients find the daemon.
+"""The cluster's directory: its permissions, the lock of its daemon, and how clients find the daemon.
 
 HOME/            0700    one user's cluster; $GPUQUOTA_HOME, else $XDG_STATE_HOME/gpuquota
   state.db               SQLite
@@ -6,7 +6,8 @@ HOME/            0700    one user's cluster; $GPUQUOTA_HOME, else $XDG_STATE_HOM
   socket         0600    where the daemon listens; both ends verify that the other one is this user's
   daemon.lock            held by the one daemon
   daemon.log
-  reserve                room on the disk that is given up when it is full, so that jobs can be stopped and deleted
+  page.json      0600    port and path of the web page, after its first use
+  reserve                disk space that is released when the disk is full, so that jobs can be stopped and deleted
   jobs/UID/              one job: its token, its checkpoints, its workers' directories
 """
 
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 
 PRIVATE_DIRECTORY = 0o700
 PRIVATE_FILE = 0o600
-LOCK_PATIENCE_S: Final = 0.5
+LOCK_TIMEOUT_S: Final = 0.5
 RESERVE_BYTES: Final = 4 << 20
 
 
 def default_home(environment: Mapping[str, str]) -> Path:
     """$GPUQUOTA_HOME, else gpuquota under the XDG state directory. Raises UsageError for a relative $GPUQUOTA_HOME.
 
-    It would name another cluster in each directory. A relative $XDG_STATE_HOME is ignored, as its specification says.
+    It would name another cluster in each directory. A relative $XDG_STATE_HOME is ignored, as specified.
     """
     if given := environment.get("GPUQUOTA_HOME"):
         path = Path(given).expanduser()
@@ -57,6 +58,7 @@ class Home:
         self.socket_file = root / "socket"
         self.log_file = root / "daemon.log"
         self.audit_file = root / "audit.log"
+        self.page_file = root / "page.json"
         self.jobs = root / "jobs"
         self._reserve = root / "reserve"
         self._lock_file = root / "daemon.lock"
@@ -84,7 +86,7 @@ class Home:
     def lock(self) -> Iterator[None]:
         """Be the one daemon of this directory; ConflictError when there is one."""
         with self._lock_file.open("w") as file:
-            if not _locked_within(file, fcntl.LOCK_EX, LOCK_PATIENCE_S):
+            if not _locked_within(file, fcntl.LOCK_EX, LOCK_TIMEOUT_S):
                 raise ConflictError(f"another daemon already runs on {self.root}")
             yield
 
@@ -97,7 +99,7 @@ class Home:
             return False
 
     def take_reserve(self) -> None:
-        """Take room on the disk, where there is some and it was not taken yet."""
+        """Reserve disk space if it is available and not reserved yet."""
         if self._reserve.exists():
             return
         partial = self._reserve.with_name("reserve.tmp")
@@ -121,7 +123,7 @@ class Home:
         return self.jobs / uid
 
     def checkpoints(self, uid: str) -> Path:
-        """Where a job's checkpoints survive its workers."""
+        """Return the directory of a job's checkpoints, which outlives its workers."""
         return self.jobs / uid / "checkpoints"
 
     def job_token_file(self, uid: str) -> Path:
@@ -133,7 +135,7 @@ class Home:
         return f"unix://{self.socket_file}:/v1/membership/{uid}"
 
     def remove_job(self, uid: str) -> None:
-        """Forget a job's logs, checkpoints and papers."""
+        """Delete a job's logs, checkpoints and records."""
         shutil.rmtree(self.jobs / uid, ignore_errors=True)
 
     def worker(self, uid: str, worker: str) -> Path:
@@ -156,9 +158,9 @@ def _read_or_make(path: Path, text: str) -> str:
     return write_private(path, text)
 
 
-def _locked_within(file: IO[str], kind: int, patience_s: float) -> bool:
+def _locked_within(file: IO[str], kind: int, timeout_s: float) -> bool:
     """Clients look at the lock for an instant (shared), so a daemon that wants it asks more than once."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)

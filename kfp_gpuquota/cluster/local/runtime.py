@@ -1,4 +1,4 @@
-"""Where workers' processes run, as the driver sees it: on this machine, or on the nodes of a Ray cluster.
+"""The interface of the driver to workers' processes: on this machine, or on the nodes of a Ray cluster.
 
 The driver decides and records; a runtime starts, signals and watches processes, and reads what they leave behind. All
 calls come from the event loop, return at once, and are safe to repeat: a worker id runs at most once. What happens is
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Reports(Protocol):
-    """What a runtime reports."""
+    """The events of a runtime."""
 
     def worker_started(self, worker: str) -> None:
         """The worker's process runs; may be reported again."""
@@ -70,7 +70,7 @@ class WorkerRuntime(Protocol):
         """SIGTERM now, SIGKILL after the worker's grace period."""
 
     def kill(self, worker: str) -> None:
-        """SIGKILL now."""
+        """Send SIGKILL to the worker immediately."""
 
     def watches(self, worker: str) -> bool:
         """Whether the worker's end will be reported."""
@@ -91,7 +91,7 @@ class WorkerRuntime(Protocol):
         """Delete logs, checkpoints and directories of a job without workers."""
 
     def close(self) -> None:
-        """Stop watching; what runs goes on."""
+        """Stop watching; running workers continue."""
 
 
 class LocalRuntime:
@@ -138,7 +138,7 @@ class LocalRuntime:
         return self._shims.adopt(worker.id, self._directory(worker))
 
     def prevent(self, worker: Worker) -> bool:
-        """Take the worker's lock, and record an end."""
+        """Acquire the worker's lock and record its end, so that it never starts."""
         return shims.prevent(self._directory(worker))
 
     def terminate(self, worker: str) -> None:
@@ -146,7 +146,7 @@ class LocalRuntime:
         self._shims.terminate(worker)
 
     def kill(self, worker: str) -> None:
-        """Have the worker's shim kill it."""
+        """Make the worker's shim kill it."""
         self._shims.kill(worker)
 
     def watches(self, worker: str) -> bool:
@@ -154,7 +154,7 @@ class LocalRuntime:
         return self._shims.watches(worker)
 
     def exit_code(self, worker: Worker) -> int:
-        """What the worker's shim wrote."""
+        """Return the exit code that the worker's shim recorded."""
         return shims.exit_code(self._directory(worker))
 
     def process_id(self, worker: Worker) -> int | None:
@@ -168,7 +168,7 @@ class LocalRuntime:
             shims.end_leftovers(worker)
 
     async def read_log(self, worker: Worker, offset: int) -> tuple[bytes, int]:
-        """Read the file."""
+        """Return the log's content from the offset."""
         return read_from(self._directory(worker) / "log", offset)
 
     def remove_job(self, uid: str) -> None:

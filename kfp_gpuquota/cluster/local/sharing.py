@@ -1,6 +1,6 @@
 """The memory agent of the embedded cluster: workers that share GPUs start when their part is free, and lend the rest.
 
-It runs in the daemon, and only while somebody shares a GPU. Where a worker is held back the scheduler has given it its
+It runs in the daemon, and only while a GPU is shared. The scheduler has already given a delayed worker its
 place; what it waits for is memory that borrowers are giving back, or processes that are ending.
 """
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Sharing:
-    """One per daemon. `start` starts a worker that was held back; `tell` notes of a job why something happened."""
+    """One per daemon. `start` starts a delayed worker; `record_reason` stores the reason of an event."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class Sharing:
         policy: Policy,
         loop: asyncio.AbstractEventLoop,
         start: Callable[[WorkerRecord], None],
-        tell: Callable[[JobRecord, Reason], None],
+        record_reason: Callable[[JobRecord, Reason], None],
     ) -> None:
         self._home, self._state, self._loop = home, state, loop
-        self._start, self._tell = start, tell
+        self._start, self._record_reason = start, record_reason
         self._policy = policy
         self._agent: Agent | None = None
         self._held: dict[str, WorkerRecord] = {}
@@ -68,14 +68,14 @@ class Sharing:
         return True
 
     def gives_up(self, worker: str) -> bool:
-        """Whether the worker was held back, and need not be started any more."""
+        """Return whether the worker was delayed and need not be started any more."""
         record = self._held.pop(worker, None)
         if record is not None:
             self._reasons_before.pop(record.worker.job_uid, None)
         return record is not None
 
     def why_ended(self, worker: str) -> Reason | None:
-        """Why the worker's process was ended from here; None where it was not."""
+        """Return why the worker's process was killed by the agent; None if it was not."""
         return self._ended.pop(worker, None)
 
     def views(self, node: str) -> tuple[ShareView, ...]:
@@ -87,7 +87,7 @@ class Sharing:
         self._schedule(0.0)
 
     def close(self) -> None:
-        """Let go; limits stand as they were told."""
+        """Release all resources; the limits that were sent stay."""
         if self._next:
             self._next.cancel()
         if self._agent:
@@ -109,7 +109,7 @@ class Sharing:
         try:
             done = self._running_agent().round(shares, time.monotonic())
         except (DeviceError, OSError) as error:
-            log.error("GPU memory cannot be read, so nobody who shares a GPU starts: %s", error)
+            log.error("GPU memory cannot be read, so no worker that shares a GPU starts: %s", error)
         else:
             self._note(done)
             self._start_ready(done)
@@ -188,7 +188,7 @@ class Sharing:
             project=other.spec.project if kill.beneficiary else "",
             details={"over_mib": kill.over_mib, "pid": kill.process.pid},
         )
-        self._tell(job, reason)
+        self._record_reason(job, reason)
         if not kill.only_reported:
             self._ended[kill.workload] = reason
 
@@ -228,7 +228,7 @@ class Sharing:
         return f"{need}, where {', '.join(held)}"
 
     def _devices_of(self, worker: Worker) -> list[Device]:
-        """The worker's devices whose memory is known."""
+        """Return the worker's devices with known memory."""
         node = self._state.nodes[worker.node]
         return [device for device in node.devices if device.index in worker.devices and device.memory_mib]
 
@@ -237,15 +237,15 @@ class Sharing:
 
 
 def device_name(node: Node, device: Device) -> str:
-    """What the agent calls the device."""
+    """Return the agent's name of the device."""
     return device.uuid or f"{node.name}/{device.index}"
 
 
 def simulated_directory(home: Home, node: str, index: int) -> Path:
-    """Where a simulated device's memory is kept."""
+    """Return the directory of a simulated device's memory."""
     return home.root / "devices" / f"{node}-{index}"
 
 
 def memory_directory(home: Home, worker: Worker) -> Path:
-    """Where a worker hears what it may use."""
+    """Return the directory of a worker's memory limit."""
     return home.worker(worker.job_uid, worker.id) / "memory"

@@ -6,7 +6,7 @@ Run as `python -I -S shim.py DIRECTORY`; standard library only, so that it start
     DIRECTORY/lock          held (flock) for as long as the shim lives
     DIRECTORY/process.json  pids, start times, boot id                        written before the worker's exec
     DIRECTORY/log           the last of what the worker writes                by this process, from a pipe
-    DIRECTORY/lease         until when the worker may run, on CLOCK_BOOTTIME  by whoever renews it; only with `lease_s`
+    DIRECTORY/lease         until when the worker may run, on CLOCK_BOOTTIME  by its holder; only with `lease_s`
     DIRECTORY/exit.json     exit code and time                                renamed from exit.reserve, last
 
 A worker id runs at most once: a second shim finds the lock held, or process.json there, and ends. On SIGTERM the
@@ -16,7 +16,7 @@ When the shim itself is killed, the kernel kills the worker.
 With `lease_s` in spec.json the worker gets SIGKILL when its lease ends without having been renewed: on a machine that
 has lost the rest of its cluster. A replacement is started elsewhere only when the lease must have ended.
 
-A full disk must not turn a success into a failure: room for exit.json is taken before the worker starts, and output
+A full disk must not turn a success into a failure: space for exit.json is reserved before the worker starts, and output
 that cannot be written is dropped. Of the log the last `log_limit` bytes are kept: older blocks are given back to the
 file system (fallocate, punch hole), so that each byte keeps its offset.
 """
@@ -77,7 +77,7 @@ def write_atomically(path: str, content: dict[str, object]) -> None:
 
 
 def reserve() -> None:
-    """Take the room for exit.json. Raises OSError where there is none."""
+    """Reserve the space for exit.json. Raises OSError if there is none."""
     with open("exit.reserve", "wb") as file:  # noqa: PTH123
         file.write(b" " * RESERVED_BYTES)
         file.flush()
@@ -85,7 +85,7 @@ def reserve() -> None:
 
 
 def record_exit(code: int, *, lease_ended: bool = False) -> None:
-    """Write exit.json, into the room that was reserved for it: a full disk does not matter."""
+    """Write exit.json into its reserved space, so a full disk does not matter."""
     content = json.dumps({"code": code, "at": time.time(), "lease_ended": lease_ended}).encode()
     with open("exit.reserve", "r+b") as file:  # noqa: PTH123
         file.write(content.ljust(RESERVED_BYTES))
@@ -104,18 +104,18 @@ class Log:
         self._done = _thread.allocate_lock()
 
     def start(self) -> None:
-        """Begin to copy."""
+        """Start copying."""
         self._done.acquire()
         _thread.start_new_thread(self._copy, ())
 
     def drain(self) -> None:
-        """Return when all is written; who holds the pipe open besides the worker is not waited for for long."""
+        """Return when everything is written; other processes that hold the pipe open are waited for only briefly."""
         self._done.acquire(timeout=DRAIN_S)
 
     def _copy(self) -> None:
         try:
             while data := os.read(self._source, BLOCK_BYTES):
-                with contextlib.suppress(OSError):  # the disk is full: this is dropped, the worker goes on
+                with contextlib.suppress(OSError):  # the disk is full: this output is dropped, the worker continues
                     self._append(data)
         finally:
             self._done.release()
@@ -188,7 +188,7 @@ def start_worker(spec: dict[str, object], signals: set[signal.Signals]) -> tuple
 
 
 def become_worker(spec: dict[str, object], go: int, log: int, parent: int, signals: set[signal.Signals]) -> None:
-    """In the child: never returns."""
+    """Become the worker in the child process; never returns."""
     try:
         os.setsid()
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -215,14 +215,14 @@ def become_worker(spec: dict[str, object], go: int, log: int, parent: int, signa
 
 
 def complain(spec: dict[str, object], error: OSError, code: int) -> None:
-    """Say in the worker's log why it could not start, as a shell would."""
+    """Write to the worker's log why it could not start, as a shell would."""
     command = spec["command"]
     os.write(2, f"cannot run {command!r} in {spec['working_directory']}: {error.strerror}\n".encode())
     os._exit(code)
 
 
 def announce(worker: int) -> None:
-    """Tell the daemon at the other end of stdout, if it still lives, that the worker runs."""
+    """Notify the daemon at the other end of stdout, if it still runs, that the worker runs."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.write(1, f"{worker}\n".encode())
@@ -272,7 +272,7 @@ def lease_left_s() -> float:
 
 
 def has_ended(worker: int) -> bool:
-    """Whether it is a zombie, which it stays: its number cannot be given away before its group was ended."""
+    """Return whether the worker is a zombie. It stays one until its group was ended, so its pid is not reused."""
     return os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -285,7 +285,7 @@ def reap_orphans(worker: int) -> None:
 
 
 def kill_group(worker: int, number: signal.Signals) -> None:
-    """The worker is our unreaped child, so its group's number cannot belong to anybody else.
+    """The worker is our unreaped child, so its group's number cannot belong to another process.
 
     Between fork and setsid there is no such group yet: then the worker itself is the target.
     """

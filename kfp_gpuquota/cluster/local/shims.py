@@ -33,7 +33,7 @@ _OTHER_SHIM_DELAY_S: Final = 0.05
 
 
 class WorkerCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """What a shim is to run: spec.json."""
+    """The program that a shim runs: spec.json."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -42,13 +42,13 @@ class WorkerCommand(msgspec.Struct, frozen=True, kw_only=True):
     open_files: int = 0
     """The soft limit on open files; 0: as inherited."""
     log_limit: int = 0
-    """How many bytes of the log are kept; 0: all."""
+    """The bytes of the log to keep; 0: all."""
     lease_s: float = 0.0
     """For how long the worker outlives the last renewal of its lease; 0: it needs none."""
 
 
 class Found(StrEnum):
-    """What a worker's directory says about it."""
+    """The state of a worker, from its directory."""
 
     NEVER_STARTED = "never-started"
     RUNNING = "running"
@@ -124,11 +124,11 @@ class Shims:
         self._signal(worker, signal.SIGTERM)
 
     def kill(self, worker: str) -> None:
-        """SIGKILL now."""
+        """Send SIGKILL to the worker immediately."""
         self._signal(worker, signal.SIGUSR1)
 
     def watches(self, worker: str) -> bool:
-        """Whether the worker's shim is alive as far as is known."""
+        """Return whether the worker's shim was alive at the last check."""
         return worker in self._pidfds
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Shims:
             if child.stdout and not child.stdout.closed:
                 self._loop.remove_reader(child.stdout)
                 child.stdout.close()
-            child.returncode = 0  # it goes on without us: nothing to wait for, nothing to warn of
+            child.returncode = 0  # it continues independently: no wait and no warning
         self._children.clear()
 
     def _await_announcement(self, worker: str, child: subprocess.Popen[bytes]) -> None:
@@ -150,10 +150,10 @@ class Shims:
         os.set_blocking(pipe.fileno(), False)
 
         def readable() -> None:
-            said = pipe.read()
+            message = pipe.read()
             self._loop.remove_reader(pipe)
             pipe.close()
-            if said:
+            if message:
                 self._on_started(worker)
 
         self._loop.add_reader(pipe, readable)
@@ -197,18 +197,18 @@ class Shims:
 
 
 def exit_code(directory: Path) -> int:
-    """How the worker ended; 137 (killed) when its shim was killed with it and nobody could write it down."""
+    """Return the exit code; 137 (killed) if the shim was killed with the worker and could not record it."""
     ended = _read_json(directory / "exit.json")
     return int(ended["code"]) if ended else EXIT_SHIM_LOST
 
 
 def lease_ended(directory: Path) -> bool:
-    """Return whether the worker was ended because nobody renewed its lease."""
+    """Return whether the worker was ended because its lease expired."""
     return bool((_read_json(directory / "exit.json") or {}).get("lease_ended", False))
 
 
 def process_id(directory: Path) -> int | None:
-    """The worker's pid, for people to look at; it may be gone."""
+    """Return the worker's pid for display; the process may have exited."""
     identity = _read_json(directory / "process.json")
     return int(identity["pid"]) if identity else None
 
@@ -233,10 +233,10 @@ def prevent(directory: Path) -> bool:
         os.close(lock)
 
 
-def without_record(jobs: Path, known: Container[str]) -> Iterator[str]:
+def without_record(jobs: Path, recorded: Container[str]) -> Iterator[str]:
     """Workers that run and that the state does not have: it was restored from a copy, or a record was set aside."""
     for directory in jobs.glob("*/workers/*"):
-        if directory.name in known or (directory / "exit.json").exists():
+        if directory.name in recorded or (directory / "exit.json").exists():
             continue
         identity = _read_json(directory / "process.json")
         if identity is None or _is_of_earlier_boot(identity):
@@ -263,7 +263,7 @@ def end_leftovers(worker: str) -> None:
 
 
 def _is_of_earlier_boot(identity: dict[str, Any]) -> bool:
-    """Whether the process was started before the machine was: its number may be another's now."""
+    """Return whether the process started before the last boot, so that its pid may belong to another process."""
     return bool(identity.get("boot_id", shim.boot_id()) != shim.boot_id())
 
 

@@ -47,10 +47,10 @@ def start(home: Home, arguments: tuple[str, ...] = (), timeout_s: float = START_
         raise ClusterStartError(
             f"the embedded cluster needs {', '.join(missing)}; run: pip install 'kfp-gpuquota[cluster]'"
         )
-    said = _spawn(home, arguments, timeout_s)
-    if said == READY or home.is_locked():
+    message = _spawn(home, arguments, timeout_s)
+    if message == READY or home.is_locked():
         return
-    why = said or "its daemon ended without a word"
+    why = message or "its daemon ended without a message"
     raise ClusterStartError(f"the embedded cluster did not start: {why}; its log is {home.log_file}", why)
 
 
@@ -67,7 +67,7 @@ def _spawn(home: Home, arguments: tuple[str, ...], timeout_s: float) -> str:
                 pass_fds=(write,),
                 start_new_session=True,
                 cwd="/",
-            ).returncode = 0  # a daemon: nobody waits for it
+            ).returncode = 0  # a daemon: its parent does not wait for it
     finally:
         os.close(write)
     with os.fdopen(read) as pipe:

@@ -24,11 +24,13 @@ from kfp_gpuquota.api.project import check_parents
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import JobList, NodeView, ProjectView
 from kfp_gpuquota.cluster.job_book import Change, JobBook
+from kfp_gpuquota.cluster.local.history import ReportHistory
 from kfp_gpuquota.cluster.local.steady_clock import SteadyClock
 from kfp_gpuquota.cluster.local.store import KEPT_EVENTS
 from kfp_gpuquota.cluster.records import JobRecord, view, with_status
 from kfp_gpuquota.cluster.usage import recalled
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, StateFileError, UsageError
+from kfp_gpuquota.garbage import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,6 +57,7 @@ class ClusterState(JobBook):
     ) -> None:
         super().__init__({node.name: node for node in nodes})
         self._store, self._make_room = store, make_room
+        self.reports = ReportHistory(store)
         self._taken: dict[str, tuple[int, ...]] = {}
         self.projects: dict[str, Project] = {}
         self._usage_half_life_s = usage_half_life_s
@@ -63,8 +66,9 @@ class ClusterState(JobBook):
         self._by_request: dict[str, str] = {}
         self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
         self._waiters: set[asyncio.Future[None]] = set()
-        with _uncollected():
+        with collector_paused():
             self._load()
+            gc.freeze()  # what was loaded stays: later passes need not look at it
         self.clock = SteadyClock(self._newest_record())
         self._recall_usage()
 
@@ -90,7 +94,7 @@ class ClusterState(JobBook):
         return self.jobs.get(uid) if uid else None
 
     def has_name(self, project: str, name: str) -> bool:
-        """Whether the name is taken."""
+        """Return whether the project has a job of this name."""
         return (project, name) in self._uids
 
     def project(self, name: str) -> Project:
@@ -216,14 +220,14 @@ class ClusterState(JobBook):
         self.wake()
 
     def note_waiting(self, uid: str, reason: Reason | None) -> None:
-        """Remember why a job waits; the next plan says so again, so nothing is written."""
+        """Keep why a job waits in memory; the next plan computes it again, so nothing is written."""
         job = self.jobs[uid]
         if job.status.reason is not reason and job.status.reason != reason:
             self.jobs[uid] = with_status(job, reason=reason)
             self.wake()
 
     def wake(self) -> None:
-        """Let those who wait for a change see one."""
+        """Wake up the requests that wait for a change."""
         self._revision += 1
         waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
@@ -259,7 +263,7 @@ class ClusterState(JobBook):
     # Inside
 
     def scheduler_events(self, change: Change) -> Iterator[scheduler.Event]:
-        """What the scheduler has to hear of a change: first of all of its projects."""
+        """Return the scheduler's events for a change, those of projects first."""
         for name, project in change.projects.items():
             yield scheduler.QuotaRemoved(name) if project is None else scheduler.QuotaChanged(project)
         yield from super().scheduler_events(change)
@@ -280,9 +284,10 @@ class ClusterState(JobBook):
                 self._store.save_worker(worker)
         for event in change.events:
             self._store.append_event(event)
+        self.reports.write(change, self.jobs)
 
     def apply_change(self, change: Change) -> None:
-        """It is so from now on."""
+        """Apply the change to the state."""
         for name, project in change.projects.items():
             if project is None:
                 del self.projects[name]
@@ -297,7 +302,7 @@ class ClusterState(JobBook):
         self._by_request[job.request_id] = job.uid
 
     def remove_job(self, uid: str) -> list[str]:
-        """Forget it, its name and its workers."""
+        """Delete the job, its name and its workers."""
         job = self.jobs[uid]
         del self._uids[job.spec.project, job.spec.name]
         self._by_request.pop(job.request_id, None)
@@ -327,7 +332,7 @@ class ClusterState(JobBook):
             self._rebuild_scheduler()
 
     def _usable_projects(self) -> list[Project]:
-        """All projects; one whose parents cannot be is taken without a parent."""
+        """Return all projects; one with impossible parents is used without a parent."""
         projects = {project.name: project for project in self._store.load_projects()}
         for name, project in list(projects.items()):
             try:
@@ -372,23 +377,12 @@ class ClusterState(JobBook):
         return max((at for s in statuses for at in (s.submitted_at, s.started_at, s.finished_at) if at), default=0.0)
 
     def _recall_usage(self) -> None:
-        """What projects borrowed before this daemon, where that counts."""
+        """Pass the projects' borrowing before this daemon's start to the scheduler, if it counts."""
         half_life_s = self._usage_half_life_s
         if half_life_s is None:
             return
         for event in recalled(self._store.load_events(0, KEPT_EVENTS), self.projects, self.clock(), half_life_s):
             self.scheduler.apply(event)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Load without passes of the garbage collector, which find nothing, and keep what was loaded out of later ones."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _behind(jobs: list[JobRecord], at: float, uid: str) -> list[JobRecord]:
@@ -409,6 +403,6 @@ def _place_of(page: str) -> tuple[float, str]:
 
 
 def _ends_something(change: Change) -> bool:
-    """Whether it only stops, ends or deletes, after which there is more room."""
+    """Return whether the change only stops, ends or deletes, and therefore frees disk space."""
     jobs = all(job is None or job.ending or job.status.phase.final for job in change.jobs.values())
     return jobs and all(project is None for project in change.projects.values())

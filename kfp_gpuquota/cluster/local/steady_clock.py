@@ -1,9 +1,9 @@
-"""The time that the embedded cluster writes into its records: the machine's, but it never goes back.
+"""The time in the embedded cluster's records: the machine's time, but it never decreases.
 
 Growth, minimum run times and retries wait for moments that are computed from recorded times. A machine's clock that is
-set back by a day would make each of them wait a day longer. So this clock goes on from where it was when the machine's
-goes back, at the speed of the time since boot, and follows the machine's again once that has caught up. A daemon that
-is started begins no earlier than its newest record.
+set back by a day would make each of them wait a day longer. When the machine's clock is set back, this clock therefore
+continues from its last value at the speed of the time since boot, and follows the machine's clock again once that has
+caught up. After a start it begins no earlier than the newest record.
 
 Rejected: the time since boot alone. Records outlive a boot, and people read their times.
 """

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from kfp_gpuquota.api import Node, Project
+from kfp_gpuquota.api.history import Report, Usage
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.wire import Event
 from kfp_gpuquota.cluster.local.database import open_database
@@ -107,6 +108,42 @@ class Store:
             msgspec.structs.replace(msgspec.json.decode(body, type=Event), revision=number) for body, number in found
         ]
 
+    def load_job_events(self, uid: str, limit: int = 2_000) -> list[Event]:
+        """Return the newest events of a job, oldest first."""
+        query = (
+            "SELECT body FROM events WHERE CASE WHEN json_valid(body) THEN json_extract(body, '$.job_uid') END = ? "
+            "ORDER BY revision DESC LIMIT ?"
+        )
+        found = self._db.execute(query, (uid, limit)).fetchall()
+        return [msgspec.json.decode(body, type=Event) for (body,) in reversed(found)]
+
+    def load_reports(self, uid: str) -> list[tuple[int, Report]]:
+        """Return the stored reports of a training with their numbers, oldest first."""
+        found = self._db.execute("SELECT number, body FROM reports WHERE job_uid = ? ORDER BY number", (uid,))
+        return [(number, msgspec.json.decode(body, type=Report)) for number, body in found]
+
+    def load_usage(self, width_s: int, since: float) -> list[Usage]:
+        """Return the projects' usage in intervals of that width which end after `since`, oldest first."""
+        query = (
+            "SELECT project, at, seconds, held, borrowed, wanted, guaranteed FROM usage "
+            "WHERE width_s = ? AND at > ? AND seconds > 0 ORDER BY at, project"
+        )
+        return [
+            Usage(
+                project=project,
+                at=at,
+                width_s=width_s,
+                seconds=seconds,
+                held=held / seconds,
+                borrowed=borrowed / seconds,
+                wanted=wanted / seconds,
+                guaranteed=guaranteed / seconds,
+            )
+            for project, at, seconds, held, borrowed, wanted, guaranteed in self._db.execute(
+                query, (width_s, since - width_s)
+            )
+        ]
+
     def revision(self) -> int:
         """The number of the newest event ever written."""
         row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
@@ -135,7 +172,7 @@ class Store:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES ('nodes', ?)", (body,))
 
     def save_config(self, config: ClusterConfig) -> None:
-        """Remember the cluster's shape."""
+        """Store the cluster's shape."""
         body = msgspec.json.encode(config).decode()
         self._db.execute("INSERT OR REPLACE INTO meta VALUES ('config', ?)", (body,))
 
@@ -145,7 +182,7 @@ class Store:
         self._db.execute("INSERT OR REPLACE INTO projects VALUES (?, ?)", (project.name, body))
 
     def delete_project(self, name: str) -> None:
-        """Forget it."""
+        """Delete the record."""
         self._db.execute("DELETE FROM projects WHERE name = ?", (name,))
 
     def save_job(self, job: JobRecord) -> None:
@@ -157,8 +194,9 @@ class Store:
         )
 
     def delete_job(self, uid: str) -> None:
-        """Forget it and its workers."""
+        """Delete the job and its workers."""
         self._db.execute("DELETE FROM workers WHERE job_uid = ?", (uid,))
+        self._db.execute("DELETE FROM reports WHERE job_uid = ?", (uid,))
         self._db.execute("DELETE FROM jobs WHERE uid = ?", (uid,))
 
     def save_worker(self, worker: WorkerRecord) -> None:
@@ -176,6 +214,29 @@ class Store:
         if revision % 1000 == 0:
             self._db.execute("DELETE FROM events WHERE revision <= ?", (revision - KEPT_EVENTS,))
         return revision
+
+    def save_report(self, uid: str, number: int, report: Report) -> None:
+        """Add a report of a training."""
+        body = msgspec.json.encode(report).decode()
+        self._db.execute("INSERT OR REPLACE INTO reports VALUES (?, ?, ?)", (uid, number, body))
+
+    def thin_reports(self, uid: str, stride: int) -> None:
+        """Delete all reports of a training but those whose number is a multiple of `stride`."""
+        self._db.execute("DELETE FROM reports WHERE job_uid = ? AND number % ? != 0", (uid, stride))
+
+    def add_usage(self, rows: Iterable[tuple[int, int, str, float, float, float, float, float]]) -> None:
+        """Add (width_s, at, project, seconds, then GPU-seconds held, borrowed, wanted, guaranteed) to the intervals."""
+        self._db.executemany(
+            "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (width_s, at, project) DO UPDATE SET "
+            "seconds = seconds + excluded.seconds, held = held + excluded.held, "
+            "borrowed = borrowed + excluded.borrowed, wanted = wanted + excluded.wanted, "
+            "guaranteed = guaranteed + excluded.guaranteed",
+            rows,
+        )
+
+    def forget_usage(self, width_s: int, before: float) -> None:
+        """Delete intervals of that width which began before `before`."""
+        self._db.execute("DELETE FROM usage WHERE width_s = ? AND at < ?", (width_s, before))
 
     # Rows that cannot be used
 

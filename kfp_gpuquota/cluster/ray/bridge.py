@@ -88,7 +88,7 @@ def connect(config: RayConfig) -> str:
 
 
 def _check_answers(address: str) -> None:
-    """Raise Refused where nobody listens: Ray itself waits for a minute, and then ends the process."""
+    """Raise Refused if no server listens: Ray itself waits for a minute, and then ends the process."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -140,7 +140,7 @@ async def _keep_claim(cluster: str, described: str) -> None:
         await asyncio.sleep(CLAIM_EVERY_S)
         try:
             why = await ownership.claim(cluster, described)
-        except Exception as error:  # noqa: BLE001 (the head may be restarting: the nodes say when it is lost)
+        except Exception as error:  # noqa: BLE001 (the head may be restarting: the nodes report its loss)
             log.warning("the claim was not renewed: %s", error)
             continue
         if why:

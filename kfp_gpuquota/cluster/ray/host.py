@@ -48,7 +48,7 @@ class StaleCallerError(Exception):
 
 
 class WorkerHost:
-    """See the module. `gpus` is how many it holds; 0 for a node's agent, which stops workers and reads files."""
+    """The actor of one worker. `gpus` is how many it holds; 0: a node's agent, which stops workers and reads files."""
 
     def __init__(self, silence_s: float, gpus: int) -> None:
         self._silence_s, self._gpus = silence_s, gpus
@@ -98,7 +98,7 @@ class WorkerHost:
         return await asyncio.shield(self._ends[worker]), self._why_lost(worker)
 
     async def release(self, worker: str) -> None:
-        """Forget a worker that has ended."""
+        """Drop the records of a worker that has ended."""
         for found in (self._ends, self._directories, self._lost):
             found.pop(worker, None)
 

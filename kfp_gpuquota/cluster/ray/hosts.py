@@ -106,14 +106,14 @@ class Hosts:
             self.drop(host)
 
     def drop(self, host: Host) -> None:
-        """End the actor; a worker that it has goes on until its lease ends."""
+        """End the actor; its worker continues until its lease ends."""
         if host in self._hosts:
             self._hosts.remove(host)
         if host.actor is not None:
             ray.kill(host.actor)
 
     def retain(self, alive: Iterable[str]) -> None:
-        """Forget what was on nodes that left, and end what was warm for long enough."""
+        """Drop the actors of nodes that left, and end actors whose warm time is over."""
         nodes = set(alive)
         self._agents = {node_id: agent for node_id, agent in self._agents.items() if node_id in nodes}
         now = time.monotonic()

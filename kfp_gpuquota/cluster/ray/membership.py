@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-import tempfile
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
@@ -16,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
-from kfp_gpuquota.cluster.kubernetes.admission.certificates import Material, maintained
-from kfp_gpuquota.cluster.kubernetes.elasticjob.membership_service import LIMITS
+from kfp_gpuquota.cluster.certificates import Material, maintained
 from kfp_gpuquota.cluster.local.home import write_private
 from kfp_gpuquota.cluster.ray.workers import Coordinates
 from kfp_gpuquota.errors import ClusterStartError
-from kfp_gpuquota.server.connections import LimitedRunner
+from kfp_gpuquota.server.connections import WORKER_LIMITS, LimitedRunner
+from kfp_gpuquota.server.tls import load_pair
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -49,7 +48,7 @@ async def serving(service: MembershipService, here: str, port: int, file: Path) 
     material = maintained(kept.material if kept else None, [here], time.time())
     app = web.Application()
     app.add_routes(service.routes())
-    runner = LimitedRunner(app, LIMITS, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, access_log=None)
+    runner = LimitedRunner(app, WORKER_LIMITS, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, access_log=None)
     await runner.setup()
     try:
         wanted = port or (kept.port if kept else 0)
@@ -75,8 +74,5 @@ def _load(file: Path) -> _Kept | None:
 
 def _context(material: Material) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    with tempfile.NamedTemporaryFile() as file:  # ssl reads certificates and keys from files only
-        file.write(material.serving.certificate + material.serving.key)
-        file.flush()
-        context.load_cert_chain(file.name)
+    load_pair(context, material.serving.certificate, material.serving.key)
     return context

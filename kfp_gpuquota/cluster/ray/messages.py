@@ -1,4 +1,4 @@
-"""What the daemon and the bridge send each other: one JSON object a line, over a socket pair."""
+"""The messages between daemon and bridge: one JSON object per line, over a socket pair."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ ToBridge = Follow | Signal | Forget | ReadLog | RemoveFiles | ListWorkers | EndW
 
 
 class RayNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A live node. `held` is how many of its GPUs this daemon's actors hold, `free` how many nobody does."""
+    """A live node. `held`: its GPUs that this daemon's actors hold, `free`: those that are idle."""
 
     id: str
     address: str
@@ -165,7 +165,7 @@ class WorkerNotStarted(_Tagged, frozen=True):
 
 
 class WorkerLost(_Tagged, frozen=True):
-    """It never ran and never will, or it was ended because its GPUs could not be held."""
+    """The worker never ran and will not, or it was ended because its GPUs could not be held."""
 
     worker: str
     why: str

@@ -76,7 +76,7 @@ class Fence:
     held_back: set[str] = field(default_factory=set)
 
     def observe(self, seen: Sequence[RayNode], with_workers: Mapping[str, str], now: float) -> None:
-        """Take note of the live nodes, and of the nodes on which workers are recorded, with their addresses."""
+        """Record the live nodes, and the nodes on which workers are recorded, with their addresses."""
         alive = {node.id for node in seen}
         missing = {node_id: address for node_id, address in with_workers.items() if node_id not in alive}
         self.missing_since = {node_id: self.missing_since.get(node_id, now) for node_id in missing}

@@ -25,7 +25,7 @@ class Owner:
         self._cluster, self._described, self._renewed_at = "", "", 0.0
 
     def claim(self, cluster: str, described: str) -> tuple[str, str, float]:
-        """Make the cluster the owner unless another one is; returns who is, and how long ago that was renewed."""
+        """Make the cluster the owner unless another one is; return the owner, and the age of its renewal."""
         age = time.monotonic() - self._renewed_at
         if self._cluster in {"", cluster}:
             self._cluster, self._described, self._renewed_at = cluster, described, time.monotonic()
@@ -33,7 +33,7 @@ class Owner:
         return self._cluster, self._described, age
 
     def resign(self, cluster: str) -> None:
-        """Leave the Ray cluster to whoever is next."""
+        """Release the ownership of the Ray cluster."""
         if cluster == self._cluster:
             self._cluster = ""
 

@@ -133,11 +133,11 @@ class RayRuntime:
             )  # fmt: skip
 
     def start(self, job: JobRecord, worker: Worker) -> None:
-        """Have the worker started on its node."""
+        """Start the worker on its node."""
         self._follow(job, worker, start=True)
 
     def adopt(self, job: JobRecord, worker: Worker, *, wanted: bool) -> shims.Found:
-        """Have the worker's node asked."""
+        """Query the worker's state on its node."""
         if worker.id in self._follows and not wanted:
             self.terminate(worker.id)
         else:
@@ -153,7 +153,7 @@ class RayRuntime:
         self._signal(messages.Signal(worker))
 
     def kill(self, worker: str) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to the worker."""
         self._signal(messages.Signal(worker, kill=True))
 
     def watches(self, worker: str) -> bool:
@@ -169,7 +169,7 @@ class RayRuntime:
         return self._pids.get(worker.id)
 
     def end_unrecorded(self, tracked: Collection[str]) -> None:
-        """Have them ended when the bridge is connected next."""
+        """End unrecorded workers when the bridge is next connected."""
         self._tracked = tracked
         self._send(messages.ListWorkers(str(self._there.jobs)))
 
@@ -341,7 +341,7 @@ class RayRuntime:
             self._reports.nodes_changed(ready, {name: slots for name, slots in taken.items() if slots})
 
     def _update_nodes(self) -> None:
-        """Remember every node that has or had a name here: workers are recorded by it."""
+        """Keep every node that has or had a name here: workers are recorded by it."""
         self.nodes |= {node_name(node): as_node(node) for node in self._seen if node.gpus}
 
     def _taken(self, node: messages.RayNode, now: float) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a node needs to run a worker: its files there, and its environment (docs/contracts.md)."""
+"""The files and the environment of a worker on a node (docs/contracts.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Coordinates(msgspec.Struct, frozen=True, kw_only=True):
-    """How workers reach the membership service: its base URL, and the certificate of the authority behind it, PEM."""
+    """The address of the membership service for workers: its base URL, and the authority's certificate (PEM)."""
 
     url: str
     authority: str

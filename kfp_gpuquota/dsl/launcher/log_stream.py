@@ -104,11 +104,11 @@ def to_follow(job: Job, followed: Sequence[str]) -> list[Worker]:
     left = [worker for worker in job.status.workers if worker.id not in followed]
     if running := [worker for worker in left if worker.phase is WorkerPhase.RUNNING]:
         return sorted(running, key=_order)
-    gone = [worker for worker in left if worker.phase is WorkerPhase.GONE]
+    exited = [worker for worker in left if worker.phase is WorkerPhase.GONE]
     if followed:
-        gone = [worker for worker in gone if not ran_beside(job, followed[-1], worker)]
-    newest = max((worker.started_at for worker in gone), default=0.0)
-    return sorted((worker for worker in gone if worker.started_at == newest), key=_order)
+        exited = [worker for worker in exited if not ran_beside(job, followed[-1], worker)]
+    newest = max((worker.started_at for worker in exited), default=0.0)
+    return sorted((worker for worker in exited if worker.started_at == newest), key=_order)
 
 
 def unfollowed_leader(job: Job, followed: Sequence[str]) -> Worker | None:

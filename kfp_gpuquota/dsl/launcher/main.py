@@ -256,6 +256,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", help="the requested GPUs, where they are a parameter of the run")
     parser.add_argument("--image", default="", help="the step's own image, where the launcher runs in another")
     parser.add_argument("--pod-resources", help="CPU and memory of a worker, where they are a parameter")
+    parser.add_argument("--volumes", help="the volumes of a worker's pod, which the launcher does not mount")
     parser.add_argument("--executor-input", required=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
     separator = given.index("--")  # by hand: argparse's own handling of -- changes with Python's version

@@ -66,7 +66,13 @@ class PodWorkers:
         del staging
         untouched = [worker.resolved(element, step.executor_input) for element in step.argv]
         template = worker_template(
-            self._own, step.image, secret_name(name), untouched, resources=step.worker_resources, environment=os.environ
+            self._own,
+            step.image,
+            secret_name(name),
+            untouched,
+            resources=step.worker_resources,
+            volumes=step.volumes,
+            environment=os.environ,
         )
         spec = step.options.job_spec(name=name, project=step.project, command=("step",), labels=step.labels)
         metadata: Json = {"annotations": {labels.STEP: step.task}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -12,10 +12,10 @@ import msgspec
 from kfp_gpuquota.api.environment import WORKER_VARIABLES
 from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.connect import current_project
-from kfp_gpuquota.dsl.spec import pod_resources
+from kfp_gpuquota.dsl.spec import pod_resources, pod_volumes
 from kfp_gpuquota.dsl.spec.lease import DURATION_S, DURATION_VARIABLE
 from kfp_gpuquota.dsl.spec.naming import job_name, label_value
-from kfp_gpuquota.dsl.spec.options import PREFIX, PROJECT, Options, from_environment
+from kfp_gpuquota.dsl.spec.options import PREFIX, PROJECT, StepOptions, from_environment
 from kfp_gpuquota.errors import InvalidFieldError, UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Step:
     `task` identifies the step in its run: its `name`, or its full path where loops repeat the name.
     """
 
-    options: Options
+    options: StepOptions
     project: str
     run_id: str
     task: str
@@ -48,6 +48,7 @@ class Step:
     lease_s: float
     image: str = ""
     resources: Json | None = None
+    volumes: Json = field(default_factory=lambda: pod_volumes.NO_VOLUMES)
 
     @property
     def worker_resources(self) -> Json | None:
@@ -87,6 +88,7 @@ def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         lease_s=_lease_s(environment),
         image=arguments.image,
         resources=pod_resources.parsed(arguments.pod_resources or environment.get(pod_resources.VARIABLE)),
+        volumes=pod_volumes.parsed(arguments.volumes),
     )
 
 

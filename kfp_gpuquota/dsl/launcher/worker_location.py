@@ -1,4 +1,4 @@
-"""Where the workers of a step run: as processes on the launcher's machine, or in separate pods."""
+"""The locations of a step's workers: processes on the launcher's machine, or separate pods."""
 
 from __future__ import annotations
 

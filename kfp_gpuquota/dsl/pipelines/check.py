@@ -9,7 +9,7 @@ import msgspec
 from kfp_gpuquota.api import Kind, Node, Project
 from kfp_gpuquota.cluster.admission import check_fits
 from kfp_gpuquota.dsl.pipelines.route import GPUS_ARGUMENT, is_routed, route_pipeline
-from kfp_gpuquota.dsl.spec.options import PROJECT, Options, from_environment
+from kfp_gpuquota.dsl.spec.options import PROJECT, StepOptions, from_environment
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _step_check(step: str, container: Json, configured: str, cluster: Cluster | 
     )
 
 
-def _options(container: Json | None) -> Options:
+def _options(container: Json | None) -> StepOptions:
     return from_environment(_environment(container or {}))
 
 
@@ -127,7 +127,7 @@ def _environment(container: Json) -> dict[str, str]:
     return {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
 
 
-def _problems(found: StepCheck, options: Options, cluster: Cluster | None) -> Iterator[str]:
+def _problems(found: StepCheck, options: StepOptions, cluster: Cluster | None) -> Iterator[str]:
     if not found.project:
         yield (
             "it names no project; add --project PROJECT, write @gpuquota.pipeline(project=...), or set a default: "
@@ -142,7 +142,7 @@ def _problems(found: StepCheck, options: Options, cluster: Cluster | None) -> It
         yield from _beyond_quota(options, found.quota, cluster)
 
 
-def _beyond_quota(options: Options, quota: Project, cluster: Cluster) -> Iterator[str]:
+def _beyond_quota(options: StepOptions, quota: Project, cluster: Cluster) -> Iterator[str]:
     spec = options.job_spec(name="step", project=quota.name, command=("true",))
     try:
         check_fits(spec, quota, cluster.nodes)

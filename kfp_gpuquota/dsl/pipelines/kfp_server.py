@@ -15,6 +15,7 @@ import logging
 import os
 import ssl
 import tempfile
+import threading
 import urllib.error
 import urllib.request
 import warnings
@@ -41,6 +42,8 @@ Json = dict[str, Any]
 PROBE_S: Final = 10.0
 _TOKEN_PATH: Final = "KF_PIPELINES_SA_TOKEN_PATH"  # noqa: S105 (KFP's variable: the file of a pod's token)
 _HEALTH: Final = "/apis/v2beta1/healthz"
+# Loggers that KFP's client writes its tracebacks and its repeated requests to; the first is the root logger.
+_CLIENTS_LOGGERS: Final = ("", "kfp_server_api.rest", "urllib3.connectionpool", "urllib3.util.retry")
 _AUTHENTICATE: Final = "authenticate with --token-file FILE, --existing-token TOKEN or --cookie NAME=VALUE"
 
 
@@ -135,17 +138,14 @@ class KfpServer:
     @contextlib.contextmanager
     def _translated_errors(self, namespace: str) -> Iterator[None]:
         """Translate errors of KFP's client, and suppress its logged tracebacks and its warnings about KFP 1 servers."""
-        logging.disable(logging.ERROR)
         try:
-            with warnings.catch_warnings():
+            with _silenced(*_CLIENTS_LOGGERS), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 yield
         except kfp_server_api.ApiException as error:
             raise self._refusal(error.status, error.reason, namespace) from None
         except (OSError, urllib3.exceptions.HTTPError) as error:
             raise self._no_answer(error) from None
-        finally:
-            logging.disable(logging.NOTSET)
 
     def _no_answer(self, error: Exception) -> ClusterUnavailableError:
         why = str(getattr(error, "reason", error)).rpartition(": ")[2]
@@ -207,3 +207,21 @@ def _projects(spec: Json) -> set[str]:
         for entry in container.get("env", [])
         if entry["name"] == PROJECT
     }
+
+
+@contextlib.contextmanager
+def _silenced(*names: str) -> Iterator[None]:
+    """Drop what this thread writes to these loggers in the block; other threads and other loggers are not affected."""
+    thread = threading.get_ident()
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_kept)

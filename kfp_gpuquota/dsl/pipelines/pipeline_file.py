@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import yaml  # type: ignore[import-untyped]
 
-from kfp_gpuquota.dsl.pipelines.route import route_pipeline
+from kfp_gpuquota.dsl.pipelines.route import route_documents
 from kfp_gpuquota.errors import DefinitionError
 
 Json = dict[str, Any]
@@ -29,8 +29,9 @@ class Package:
         return str(self.spec["pipelineInfo"]["name"])
 
     def routed(self, project: str | None, launcher_image: str | None = None) -> Package:
-        """Return the pipeline with its GPU steps routed through the quota of `project` (`route_pipeline`)."""
-        return replace(self, spec=route_pipeline(self.spec, project, launcher_image, platform=self.more))
+        """Return the pipeline with its GPU steps routed through the quota of `project` (`route_documents`)."""
+        spec, more = route_documents(self.spec, self.more, project, launcher_image)
+        return replace(self, spec=spec, more=more)
 
     def text(self) -> str:
         """Return the YAML byte for byte as KFP's compiler writes it, so that a diff shows only what routing changed."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kfp_gpuquota.api.environment import WORKER_VARIABLES
 from kfp_gpuquota.api.validation import check_name
 from kfp_gpuquota.dsl.pipelines.platform_config import check_config, executor_configs
-from kfp_gpuquota.dsl.spec import pod_resources
+from kfp_gpuquota.dsl.spec import pod_resources, pod_volumes
 from kfp_gpuquota.dsl.spec.lease import DURATION_VARIABLE
-from kfp_gpuquota.dsl.spec.options import PREFIX, PROJECT, Options, checked, to_environment
+from kfp_gpuquota.dsl.spec.options import PREFIX, PROJECT, StepOptions, checked, to_environment
 from kfp_gpuquota.dsl.spec.placeholders import EXECUTOR_INPUT, masked
 from kfp_gpuquota.errors import DefinitionError, InvalidFieldError
 
@@ -36,7 +36,7 @@ IMAGE_ARGUMENT: Final = "--image="
 LAUNCHER_IMAGE: Final = "GPUQUOTA_LAUNCHER_IMAGE"
 # Variables by which a step's author, or this module, configures the launcher.
 LAUNCHER_VARIABLES: Final = frozenset({
-    *(PREFIX + field.upper() for field in Options.__struct_fields__),
+    *(PREFIX + field.upper() for field in StepOptions.__struct_fields__),
     PROJECT, DURATION_VARIABLE, LAUNCHER_IMAGE, pod_resources.VARIABLE,
     "GPUQUOTA_CONTEXT", "GPUQUOTA_HOME", "GPUQUOTA_TOKEN_FILE", "GPUQUOTA_URL",
 })  # fmt: skip
@@ -80,7 +80,8 @@ def route_pipeline(
 
     With `launcher_image` the launcher of every routed step runs in that image, and the workers run in the step's own
     image, which then need not contain this package. Without it the launcher runs in the step's image, which must.
-    `platform` are the documents after the PipelineSpec, with the settings of kfp-kubernetes, which are checked.
+    `platform` are the documents after the PipelineSpec, with the settings of kfp-kubernetes, which are checked; the
+    steps' volumes stay on the launchers' pods (`route_documents` moves them to the workers).
     """
     _check_project(project)
     routed = copy.deepcopy(spec)
@@ -94,6 +95,33 @@ def route_pipeline(
                 check_config(step, configs.get(label, {}))
                 _swap_image(step, container, launcher_image)
     return routed
+
+
+def route_documents(
+    spec: Json, platform: Sequence[Json], project: str | None = None, launcher_image: str | None = None
+) -> tuple[Json, tuple[Json, ...]]:
+    """Return a compiled pipeline with its GPU steps routed as by `route_pipeline`, and the documents after it.
+
+    The volumes of routed steps are moved from the documents to the steps' arguments: only workers mount them.
+    """
+    routed = route_pipeline(spec, project, launcher_image, platform=platform)
+    documents = copy.deepcopy(list(platform))
+    for document in documents:
+        for label, config in executor_configs([document]).items():
+            container = routed.get("deploymentSpec", {}).get("executors", {}).get(label, {}).get("container", {})
+            if is_routed(container.get("command")) and has_worker_volumes(routed, label, config):
+                pod_volumes.move_to_workers(container, config, pod_volumes.tasks_of(routed, label))
+    return routed, tuple(documents)
+
+
+def has_worker_volumes(spec: Json, label: str, config: Json) -> bool:
+    """Return whether the executor has volumes that its workers mount instead of its launcher.
+
+    A component that lists in `task_config_passthroughs` where its settings go gets its volumes from KFP as an input.
+    """
+    components = spec.get("components", {}).values()
+    listed = any(each.get("taskConfigPassthroughs") for each in components if each.get("executorLabel") == label)
+    return not listed and any(config.get(field) for field in pod_volumes.MOVED)
 
 
 def _route_container(step: str, container: Json, project: str | None, launcher_image: str | None) -> None:
@@ -131,7 +159,7 @@ def _wrap(step: str, container: Json, count: str) -> None:
     check_command(step, container.get("command"))
     argv = [*container["command"], *container.get("args", [])]
     constant = not count.startswith("{{")
-    options = checked(step, {"gpus": _number(step, count)}) if constant else Options()
+    options = checked(step, {"gpus": _number(step, count)}) if constant else StepOptions()
     container["command"] = list(COMMAND)
     container["args"] = launcher_arguments(argv, gpus="" if constant else count)
     added = [{"name": name, "value": value} for name, value in to_environment(options).items()]

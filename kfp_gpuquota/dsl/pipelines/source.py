@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import importlib.util
 import sys
 import tempfile
@@ -73,25 +74,24 @@ def _chosen(pipelines: dict[str, BaseComponent], name: str, path: Path) -> BaseC
     raise UsageError(f"{path} defines {len(named)} pipelines; choose one with --pipeline: {', '.join(sorted(named))}")
 
 
+class _MainFileLoader(importlib.machinery.SourceFileLoader):
+    """Imports a file without writing its bytecode, as `python FILE` does."""
+
+    def set_data(self, path: str, data: object, *, _mode: int = 0o666) -> None:
+        """Write nothing."""
+
+
 def _imported(path: Path) -> ModuleType:
     """Import a file with its directory on sys.path, as `python FILE` does; its output is redirected to stderr."""
-    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode  # `python FILE` writes no __pycache__ either
-    try:
-        return _executed(path)
-    finally:
-        sys.dont_write_bytecode = before
-
-
-def _executed(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(_MODULE, path)
+    loader = _MainFileLoader(_MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)
     assert spec
-    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module  # KFP looks a component's source up there
     sys.path.insert(0, str(path.absolute().parent))
     with _user_errors(path), contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about KFP's default image: not what was asked for
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     return module
 
 

@@ -22,15 +22,9 @@ if TYPE_CHECKING:
 PREFIX: Final = "GPUQUOTA_"
 PROJECT: Final = "GPUQUOTA_PROJECT"
 GPU_PRODUCT: Final = "nvidia.com/gpu.product"
-# Fields of JobSpec, and the decorator's arguments for them.
-_WORDS: Final = {
-    "gpu_fraction_limit": "fraction_limit",
-    "gpu_fraction": "fraction",
-    "gpu_memory_limit_mib": "memory_limit",
-    "gpu_memory_mib": "memory",
-    "gpu_devices": "devices",
-    "kind is 'build'": "interactive is True",
-}
+# Fields of a share, which JobSpec has with the prefix "gpu_". A name that begins with another one comes first.
+_SHARE: Final = ("fraction_limit", "fraction", "memory_limit_mib", "memory_mib", "compute", "devices")
+_SAME: Final = ("gpus", "min_gpus", "max_gpus", "gpus_per_worker", "preemptible", "priority")
 _EXTENDED: Final = "extended_resources"
 MAX_EXTENDED: Final = 4096
 MAX_RUNTIME_S: Final = 365 * 86_400.0
@@ -39,14 +33,14 @@ _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The options of a step's job that do not depend on the run. GPU counts are of the whole job.
 
     `fraction`, or `memory_mib`, is a share of each of `devices` GPUs of one node, with a limit up to which it may use
-    idle capacity. `gpu_type` is the GPU product in the node's label. `max_runtime_s` counts from the last start, not
-    from submission. `checkpoint` names a PersistentVolumeClaim (the embedded cluster needs none). `extended_resources`
-    are requested by each worker's pod in addition, such as {"rdma/hca": 1}. `name` is the prefix of the job's name
-    ("": the step's name).
+    idle capacity. `compute` is its part of each one's computing power. `gpu_type` is the GPU product in the node's
+    label. `max_runtime_s` counts from the last start, not from submission. `checkpoint` names a PersistentVolumeClaim
+    (the embedded cluster needs none). `extended_resources` are requested by each worker's pod in addition, such as
+    {"rdma/hca": 1}. `name` is the prefix of the job's name ("": the step's name).
     """
 
     gpus: int = 1
@@ -57,6 +51,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fraction_limit: float | None = None
     memory_mib: int | None = None
     memory_limit_mib: int | None = None
+    compute: float | None = None
     devices: int | None = None
     gpu_type: str = ""
     interactive: bool = False
@@ -83,24 +78,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def job_spec(self, *, name: str, project: str, command: tuple[str, ...], **more: Any) -> JobSpec:
         """Return the JobSpec that a run submits; `more` are other fields of JobSpec. Raises InvalidFieldError."""
         kind = Kind.BUILD if self.interactive else Kind.TRAIN
-        shared = ("gpus", "min_gpus", "max_gpus", "gpus_per_worker", "preemptible", "priority")
         return JobSpec(
             name=name,
             project=project,
             command=command,
             kind=kind,
-            gpu_fraction=self.fraction,
-            gpu_fraction_limit=self.fraction_limit,
-            gpu_memory_mib=self.memory_mib,
-            gpu_memory_limit_mib=self.memory_limit_mib,
-            gpu_devices=self.devices,
             node_selector={GPU_PRODUCT: self.gpu_type} if self.gpu_type else {},
-            **{field: getattr(self, field) for field in shared},
+            **{f"gpu_{field}": getattr(self, field) for field in _SHARE},
+            **{field: getattr(self, field) for field in _SAME},
             **more,
         )
 
 
-def checked(component: str, given: Mapping[str, object]) -> Options:
+ARGUMENTS: Final = {re.sub("_(s|mib)$", "", field): field for field in StepOptions.__struct_fields__}
+"""The options by the decorator's arguments, which have no units in their names: '2h', '4Gi'."""
+
+
+def checked(component: str, given: Mapping[str, object]) -> StepOptions:
     """Return the options from the decorator's arguments. Raises DefinitionError with the component and the argument."""
     for argument, value in given.items():
         if _is_channel(value):
@@ -109,39 +103,39 @@ def checked(component: str, given: Mapping[str, object]) -> Options:
                 "runs, but a constant is needed here; for a number of GPUs set by a parameter use "
                 "task.set_accelerator_type('nvidia.com/gpu').set_accelerator_limit(...)"
             )
-    fields = {name: value for name, value in given.items() if value is not None}
-    if "max_runtime" in fields:
-        fields["max_runtime_s"] = _seconds(component, fields.pop("max_runtime"))
     try:
-        for argument in ("memory", "memory_limit"):
-            if argument in fields:
-                fields[f"{argument}_mib"] = _mebibytes(argument, fields.pop(argument))
-        return Options(**fields)  # type: ignore[arg-type]  # the structs check types themselves
+        fields = {
+            ARGUMENTS.get(argument, argument): _in_units(component, argument, value)
+            for argument, value in given.items()
+            if value is not None
+        }
+        return StepOptions(**fields)  # type: ignore[arg-type]  # the structs check types themselves
     except InvalidFieldError as error:
         message = error.message
-        for word, authors in _WORDS.items():
-            message = message.replace(word, authors)
+        for field in _SHARE:
+            message = message.replace(f"gpu_{field}", field.removesuffix("_mib"))
+        message = message.replace("kind is 'build'", "interactive is True")
         raise DefinitionError(f"component {component!r}: {message}") from None
 
 
-def to_environment(options: Options) -> dict[str, str]:
+def to_environment(options: StepOptions) -> dict[str, str]:
     """Return the options as GPUQUOTA_* variables in a fixed order, without defaults except `gpus`."""
     given = msgspec.to_builtins(options)
     given = {"gpus": options.gpus, **given}
     return {PREFIX + name.upper(): _shown(value) for name, value in sorted(given.items())}
 
 
-def from_environment(environment: Mapping[str, str]) -> Options:
+def from_environment(environment: Mapping[str, str]) -> StepOptions:
     """Return the options from GPUQUOTA_* variables, the inverse of `to_environment`. Raises InvalidFieldError."""
     found: dict[str, Any] = {
         field: environment[PREFIX + field.upper()]
-        for field in Options.__struct_fields__
+        for field in StepOptions.__struct_fields__
         if environment.get(PREFIX + field.upper())
     }
     try:
         if _EXTENDED in found:
             found[_EXTENDED] = msgspec.json.decode(found[_EXTENDED])
-        return msgspec.convert(found, Options, strict=False)
+        return msgspec.convert(found, StepOptions, strict=False)
     except msgspec.DecodeError as error:
         raise InvalidFieldError(
             "environment", found, f"the step's GPUQUOTA_* variables are invalid: {error}"
@@ -165,6 +159,14 @@ def _seconds(component: str, value: object) -> float:
     raise DefinitionError(
         f"component {component!r}: max_runtime is {value!r}, but it must be seconds or a time such as '90m', '2h', '1d'"
     )
+
+
+def _in_units(component: str, argument: str, value: object) -> object:
+    """Return an argument's value in the unit of the option, which is the end of its name."""
+    unit = ARGUMENTS.get(argument, argument).removeprefix(argument)
+    if unit == "_s":
+        return _seconds(component, value)
+    return _mebibytes(argument, value) if unit == "_mib" else value
 
 
 def _mebibytes(argument: str, value: object) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.cluster.kubernetes.admission.device_visibility import NO_DEVICES
+from kfp_gpuquota.dsl.spec.pod_volumes import NO_VOLUMES
 from kfp_gpuquota.dsl.worker.start import POD_NAME
 
 if TYPE_CHECKING:
@@ -82,19 +83,21 @@ def worker_template(
     argv: list[str],
     *,
     resources: Json | None = None,
+    volumes: Json = NO_VOLUMES,
     environment: Mapping[str, str] | None = None,
 ) -> Json:
     """Return a pod template for workers in `image` ("": the step's own) that find their relay in the Secret `secret`.
 
     `argv` is the command for an image without Python. `resources` are those of a worker (None: those of the step's own
-    pod). `environment` is the launcher's own, from which CA bundles on mounted volumes are passed on.
+    pod), and `volumes` those that only workers mount. `environment` is the launcher's own, from which CA bundles on
+    mounted volumes are passed on.
     """
     spec = step_pod.get("spec", {})
     own = _container(spec)
     mounts = [mount for mount in own.get("volumeMounts", []) if mount["mountPath"] != _SERVICE_ACCOUNT_PATH]
-    volumes = _volumes(spec, {mount["name"] for mount in mounts})
-    names = {volume["name"] for volume in volumes}
-    mounts = [mount for mount in mounts if mount["name"] in names]
+    shared = _volumes(spec, {mount["name"] for mount in mounts})
+    names = {volume["name"] for volume in shared}
+    mounts = [*(mount for mount in mounts if mount["name"] in names), *volumes["mounts"]]
     resources = own.get("resources", {}) if resources is None else resources
     container = {
         **{field: value for field, value in own.items() if field not in _LAUNCHERS_CONTAINER},
@@ -118,7 +121,11 @@ def worker_template(
             **{field: value for field, value in spec.items() if field not in _LAUNCHERS_SPEC},
             "containers": [container],
             "restartPolicy": "Never",
-            "volumes": [*volumes, {"name": VOLUME, "secret": {"secretName": secret, "defaultMode": 0o444}}],
+            "volumes": [
+                *shared,
+                *volumes["volumes"],
+                {"name": VOLUME, "secret": {"secretName": secret, "defaultMode": 0o444}},
+            ],
         },
     }
 

@@ -27,7 +27,7 @@ _TRIES: Final = 16
 
 
 @dataclass(slots=True)
-class Known:
+class MoveCache:
     """Cache of one cycle: the moves that would free a host, by the host's version, and which requests fit elsewhere.
 
     That a request fits nowhere else is kept for the rest of the cycle: moves rarely change it.
@@ -44,19 +44,19 @@ class Known:
         return self.mobile[key]
 
 
-def consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known, sheltered: Collection[Job] = ()) -> bool:
+def consolidate(ledger: Ledger, tasks: Sequence[Task], cache: MoveCache, sheltered: Collection[Job] = ()) -> bool:
     """Nominate all tasks by moving workers of other jobs, except `sheltered` ones, or change nothing."""
     job = tasks[0].job
-    return domains.within_required(ledger, job, tasks, lambda: _consolidate(ledger, tasks, known, sheltered))
+    return domains.within_required(ledger, job, tasks, lambda: _consolidate(ledger, tasks, cache, sheltered))
 
 
-def _consolidate(ledger: Ledger, tasks: Sequence[Task], known: Known, sheltered: Collection[Job]) -> bool:
+def _consolidate(ledger: Ledger, tasks: Sequence[Task], cache: MoveCache, sheltered: Collection[Job]) -> bool:
     mark = ledger.mark()
     for done, task in enumerate(tasks):
         host = placement.choose_host(ledger, task, len(tasks) - done, future=True)
         if host is not None:
             placement.put(ledger, task, host, future=True)
-        elif not _clear(ledger, task, known, sheltered):
+        elif not _clear(ledger, task, cache, sheltered):
             ledger.rollback(mark)
             return False
     return True
@@ -76,8 +76,8 @@ def resettle(ledger: Ledger, evicted: Sequence[Task]) -> None:
             ledger.rollback(mark)
 
 
-def _clear(ledger: Ledger, task: Task, known: Known, sheltered: Collection[Job]) -> bool:
-    for _, host, moves in nsmallest(_TRIES, _candidates(ledger, task, known, sheltered), key=lambda c: c[0]):
+def _clear(ledger: Ledger, task: Task, cache: MoveCache, sheltered: Collection[Job]) -> bool:
+    for _, host, moves in nsmallest(_TRIES, _candidates(ledger, task, cache, sheltered), key=lambda c: c[0]):
         mark = ledger.mark()
         for moved in moves:
             ledger.set(moved, Status.LEAVING, moved.node, moved.devices)
@@ -88,26 +88,28 @@ def _clear(ledger: Ledger, task: Task, known: Known, sheltered: Collection[Job])
     return False
 
 
-def _candidates(ledger: Ledger, task: Task, known: Known, sheltered: Collection[Job]) -> list[Candidate]:
+def _candidates(ledger: Ledger, task: Task, cache: MoveCache, sheltered: Collection[Job]) -> list[Candidate]:
     found: list[Candidate] = []
     if not placement.room_elsewhere(ledger, task):
         return found
     for host in ledger.hosts.values():
         if not host.ready or not host.tasks or not placement.may_use(host, task):
             continue
-        version, candidate = known.candidates.get((host, task.request), (-1, None))
+        version, candidate = cache.candidates.get((host, task.request), (-1, None))
         if version != host.version:
-            candidate = _candidate(ledger, host, task, known, sheltered)
-            known.candidates[host, task.request] = (host.version, candidate)
+            candidate = _candidate(ledger, host, task, cache, sheltered)
+            cache.candidates[host, task.request] = (host.version, candidate)
         if candidate is not None:
             found.append(candidate)
     return found
 
 
-def _candidate(ledger: Ledger, host: Host, task: Task, known: Known, sheltered: Collection[Job]) -> Candidate | None:
+def _candidate(
+    ledger: Ledger, host: Host, task: Task, cache: MoveCache, sheltered: Collection[Job]
+) -> Candidate | None:
     movable = [t for t in host.tasks if t.status is Status.HELD and t.job.preemptible and t.job is not task.job]
     movable = [t for t in movable if t.job.movable and t.job not in sheltered and not domains.bound_to_domain(t.job)]
-    moves = _moves(host, task, [t for t in movable if known.may_move(ledger, t)])
+    moves = _moves(host, task, [t for t in movable if cache.may_move(ledger, t)])
     if not moves:
         return None
     last = moves[-1].job
@@ -121,16 +123,16 @@ def _moves(host: Host, task: Task, movable: list[Task]) -> list[Task]:
 
     Tasks of jobs that resume from a checkpoint come before those that would start from the beginning.
     """
-    room = placement.Room(host, task)
+    capacity = placement.Capacity(host, task)
     movable.sort(key=lambda t: (not t.job.resumable, _size(t, host), *_youngest(t)))
     for candidate in movable:
-        if room.suffices((candidate,)):
+        if capacity.suffices((candidate,)):
             return [candidate]
     movable.sort(key=lambda t: (not t.job.resumable, -_size(t, host), *_youngest(t)))
     chosen: list[Task] = []
     for candidate in movable:
         chosen.append(candidate)
-        if room.suffices(chosen):
+        if capacity.suffices(chosen):
             return chosen
     return []
 

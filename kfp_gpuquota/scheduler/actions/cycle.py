@@ -1,14 +1,15 @@
-"""One cycle: idle GPUs first, then what must be taken from others, then what is left is lent.
+"""One scheduling cycle: idle GPUs first, then GPUs of other jobs, then lending of the rest.
 
-    allocate      bind on idle GPUs, or nominate on those that become idle, taking back what is only lent
-    consolidate   move preemptible jobs together where that makes room
-    reclaim       take from queues above their share
-    preempt       take from lower priorities of the same queue
+    allocate      bind on idle GPUs, or nominate on those that become idle, reclaiming lent workers
+    consolidate   move preemptible jobs together if that frees capacity for a job
+    reclaim       reclaim from queues above their share
+    preempt       reclaim from lower priorities of the same queue
     evict_stale   stop gangs that have been below their minimum for too long
-    lend          what is idle then goes to elastic jobs above their request
+    lend          give remaining idle GPUs to elastic jobs above their request
 
-Every action looks at the waiting jobs in the same fair order, and decides on the real ledger; the caller reads the
-changes off it and rolls them back.
+Every action visits the waiting jobs in the same fair order and decides on the real ledger. The caller reads the changes
+from the ledger and rolls them back. Rejected: a copy of the ledger per action, which would cost the size of the
+cluster for each of them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.scheduler.actions.consolidation import Known, consolidate
+from kfp_gpuquota.scheduler.actions.consolidation import MoveCache, consolidate
 from kfp_gpuquota.scheduler.actions.victims import make_room
 from kfp_gpuquota.scheduler.fairness import quota
-from kfp_gpuquota.scheduler.fairness.agenda import Agenda
 from kfp_gpuquota.scheduler.fairness.fairshare import assign_shares
+from kfp_gpuquota.scheduler.fairness.pending_queue import PendingQueue
 from kfp_gpuquota.scheduler.placement import placement
 from kfp_gpuquota.scheduler.placement.finder import Finders
 from kfp_gpuquota.scheduler.placement.units import Attempt, Mode
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
     from kfp_gpuquota.scheduler.state.model import Group, Queue, Request, Shape
 
 Try = Callable[[Job, list[Task], Amount], bool]
-"""Serve a job what it asks for next, or change nothing."""
+"""Serves a job's next request and returns True, or changes nothing and returns False."""
 
 Alike = tuple[tuple["Request", ...], "Group | None", bool, str]
-"""What decides whether tasks have room: requests, the gang's parts, whether they are spread, and the node pool."""
+"""What determines whether tasks can be placed: requests, the parts of the gang, spreading, and the node pool."""
 
 ACTIONS: Final = ("allocate", "consolidate", "reclaim", "preempt", "evict_stale", "lend")
 
@@ -75,9 +76,9 @@ class Cycle:
         self.pledged: dict[Job, None] = {}
         self.causes: dict[Task, tuple[Job, str]] = {}
         self.taken: list[tuple[int, Job]] = []
-        self.room: dict[Alike, tuple[int, bool]] = {}
+        self.placeable: dict[Alike, tuple[int, bool]] = {}
         self.finders = Finders(ledger)
-        self.moves = Known()
+        self.moves = MoveCache()
         self.sheltered = _sheltered(sheltered, now)
         self.sheltered_from_reclaim = _sheltered(self.sheltered, now, ledger.reclaim_shelter_s)
         self.held_off: dict[tuple[Queue, Shape], float] = {}
@@ -87,7 +88,7 @@ class Cycle:
             assign_shares(ledger.roots(pool), ledger.capacity(pool), self._used())
 
     def _used(self) -> Callable[[Queue], float] | None:
-        """What a queue borrowed lately, where that counts; then shares change while nothing happens."""
+        """Return the recent over-quota use per queue, or None if it does not count. Shares then change with time."""
         half_life_s = self.ledger.half_life_s
         if half_life_s is None:
             return None
@@ -113,11 +114,11 @@ class Cycle:
                 self._each(action, tries[action])
 
     def give_up(self, lost: Collection[Job]) -> None:
-        """Undo what was taken for these jobs and what followed, and go on.
+        """Revert what was reclaimed for these jobs and everything after it, then run the actions again.
 
-        Where others come first, what they took stands, but for as many before the first lost one as were undone after
-        it: where placement is tight those mostly turn out to be lost, too. The rest is for the next cycle. Where a lost
-        job is the first of all, the others have their turn without it.
+        Reclaims of earlier jobs stay, except for as many before the first lost job as were reverted after it: if
+        placement is tight, most of these turn out to be lost too. The next cycle decides the rest. If a lost job is the
+        first of all, the other jobs are served without it.
         """
         first = next(i for i, (_, job) in enumerate(self.taken) if job in lost)
         keep = max(2 * first - len(self.taken), (first + 1) // 2)
@@ -138,37 +139,37 @@ class Cycle:
         self.pledged = dict.fromkeys(task.job for task in changed if task.status is Status.NOMINATED)
 
     def follow(self, touched: dict[Job, None]) -> Cycle:
-        """The cycle after this one, in which the `touched` jobs ask for what they then lack."""
+        """Return the cycle after this one, in which the `touched` jobs request what they lack then."""
         after = Cycle(self.ledger, now=self.now, in_order=self.in_order)
         after.touched = touched
         return after
 
     def changed(self) -> list[Task]:
-        """The tasks that this cycle placed, moved or stopped, in the order of their first change."""
+        """Return the tasks that this cycle placed, moved or stopped, in the order of their first change."""
         return list(dict.fromkeys(change[0] for change in self.ledger.since(self._mark)))
 
     def _each(self, action: str, attempt: Try) -> None:
-        agenda = Agenda(self.ledger, self.touched, in_order=self.in_order, useful=self._useful(action))
+        pending = PendingQueue(self.ledger, self.touched, in_order=self.in_order, useful=self._useful(action))
         if action == "allocate" and not self.strict:
-            agenda.close_where(lambda job: not self._has_room(job))
-        while (head := agenda.next()) is not None:
+            pending.close_where(lambda job: not self._can_be_placed(job))
+        while (head := pending.next()) is not None:
             group, job = head
-            if job in self.losers or self._must_rest(job):
-                agenda.skipped(group, job)
+            if job in self.losers or self._must_not_grow(job):
+                pending.skipped(group, job)
                 continue
             mark = self.ledger.mark()
             if attempt(job, next_tasks(job), group.amount):
                 self._note(action, job, mark)
-                agenda.served(group, job)
+                pending.served(group, job)
             elif self.strict:
                 return
             else:
-                agenda.failed(group)
+                pending.failed(group)
                 if action == "reclaim" and quota.barred_by_share(job, group.amount):
-                    agenda.close_behind(job)
+                    pending.close_behind(job)
 
     def _useful(self, action: str) -> Callable[[Queue], bool]:
-        """A quick test of whether the action can do anything for a queue's jobs; all else is for the action to find."""
+        """Return a fast test of whether the action may serve a job of a queue; the action makes all other tests."""
         if action == "reclaim":
             return lambda queue: any(queue.claim(r) < queue.share[r] for r in range(3))
         if action == "preempt":
@@ -178,7 +179,7 @@ class Cycle:
         return lambda _: True
 
     def _may_fit_elsewhere(self, queue: Queue) -> bool:
-        """As much is idle in the queue's node pool as one of its jobs needs."""
+        """Return whether the queue's node pool has enough idle GPUs for one of its jobs."""
         idle = self.ledger.capacity(queue.pool)[0] - self.ledger.held_gpus.get(queue.pool, 0.0)
         memory = self.ledger.gpu_memory_mib
         return any(shape_amount(shape, memory).gpu <= idle for shape in queue.waiting)
@@ -197,7 +198,7 @@ class Cycle:
     def _allocate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
         if quota.barred_by_guarantee(job, amount):
             return False
-        # What joins a gang that is only nominated is nominated, too: it must not start alone.
+        # A task that joins a nominated gang is nominated too: it must not start alone.
         if (
             job not in self.pledged
             and not quota.barred_by_limit(job, amount, future=False)
@@ -206,31 +207,30 @@ class Cycle:
             return True
         if not quota.barred_by_limit(job, amount, future=True) and placement.place_all(self.ledger, tasks, future=True):
             return True
-        return self._anything_lent() and self._make_room(job, tasks, amount, Mode.LENT)
+        return self._any_lent() and self._make_room(job, tasks, amount, Mode.LENT)
 
-    def _has_room(self, job: Job) -> bool:
-        """A job without room is out before queues are compared by what their first job would hold."""
-        if self._anything_lent():
+    def _can_be_placed(self, job: Job) -> bool:
+        """Return whether the job can be placed at all; other jobs must not influence the order of the queues."""
+        if self._any_lent():
             return True
         tasks = next_tasks(job)
         alike = (tuple(task.request for task in tasks), job.groups, job.spread, job.queue.pool)
-        if self.room.get(alike, (-1, False))[0] != self.ledger.state:
+        if self.placeable.get(alike, (-1, False))[0] != self.ledger.state:
             mark = self.ledger.mark()
             found = placement.place_all(self.ledger, tasks, future=True)
             self.ledger.rollback(mark)
-            self.room[alike] = (self.ledger.state, found)
-        return self.room[alike][1]
+            self.placeable[alike] = (self.ledger.state, found)
+        return self.placeable[alike][1]
 
-    def _patient(self, job: Job) -> bool:
-        """The job has not waited long enough yet to take from others."""
+    def _must_wait_to_reclaim(self, job: Job) -> bool:
+        """Return whether the job has waited less than its delay before reclaiming."""
         return self._too_early(job.waiting_since + job.preemption_delay_s)
 
-    def _must_rest(self, job: Job) -> bool:
-        """The job was deferred, or shrunk soon after it had grown: it does not grow at once again. A gang is made whole
-        at once.
+    def _must_not_grow(self, job: Job) -> bool:
+        """Return whether the job was deferred, or shrunk soon after it had grown. Completing a gang is never delayed.
 
-        Counting from the shrinking was rejected: who gives a GPU back for a moment, once, wants it back when it is
-        idle. What is to be avoided is growing again and again in vain.
+        Rejected: counting from the shrinking. A job that releases a GPU once, for a moment, should receive it again
+        when it is idle; only repeated growth in vain is to be avoided.
         """
         if job.deferred_until > self.now and not (job.active and below(job)):
             return self._too_early(job.deferred_until)
@@ -238,13 +238,13 @@ class Cycle:
         return flaps and self._too_early(job.grown_at + job.cool_down_s)
 
     def _too_early(self, until: float) -> bool:
-        """The decision waits for that time: the plan says so."""
+        """Return whether `until` is in the future, and request a plan at that time."""
         if self.now >= until:
             return False
         self.again_at = until if self.again_at is None else min(self.again_at, until)
         return True
 
-    def _anything_lent(self) -> bool:
+    def _any_lent(self) -> bool:
         return self.ledger.lent_tasks > 0
 
     def _consolidate(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
@@ -253,12 +253,16 @@ class Cycle:
         return self._may_take(job) and consolidate(self.ledger, tasks, self.moves, self.sheltered)
 
     def _reclaim(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
-        if self._patient(job) or quota.barred_by_guarantee(job, amount) or quota.barred_by_share(job, amount):
+        if (
+            self._must_wait_to_reclaim(job)
+            or quota.barred_by_guarantee(job, amount)
+            or quota.barred_by_share(job, amount)
+        ):
             return False
         return self._make_room(job, tasks, amount, Mode.RECLAIM)
 
     def _preempt(self, job: Job, tasks: list[Task], amount: Amount) -> bool:
-        if self._patient(job) or quota.barred_by_guarantee(job, amount):
+        if self._must_wait_to_reclaim(job) or quota.barred_by_guarantee(job, amount):
             return False
         if not any(n and priority < job.priority for priority, n in job.queue.priorities.items()):
             return False
@@ -279,7 +283,7 @@ class Cycle:
         return False
 
     def _note_held_off(self, job: Job, attempt: Attempt, until: float) -> None:
-        """Where only minimum run times stand in the way, the plan is made again when the first of them is over."""
+        """If only minimum run times prevent the job's start, request a plan when the first of them ends."""
         mark = self.ledger.mark()
         if make_room(attempt, self.unsheltered):
             self.ledger.rollback(mark)
@@ -296,16 +300,16 @@ class Cycle:
                 self.losers[job] = None
 
     def _stale(self, job: Job) -> bool:
-        """The gang has been below its minimum for too long. Where nobody said since when, only zero is too long."""
+        """Return whether the gang was below its minimum for too long. Without a start time only the limit 0 applies."""
         if job.below_since is None:
             return job.stale_after_s == 0
         return job.stale_after_s >= 0 and not self._too_early(job.below_since + job.stale_after_s)
 
     def _lend(self) -> None:
-        """One worker at a time, to the queue to which the least is lent and the job that it helps most."""
+        """Lend idle GPUs one worker at a time, to the queue with the least lent and its job with the largest gain."""
         if not self.ledger.any_idle:
             return
-        # What starts in this plan starts with all that is lent to it: to grow right afterwards would cost a switch.
+        # A job that starts in this plan starts at its lent size: growing right afterwards would cost a switch.
         jobs = dict.fromkeys([*self.growable, *(job for job in self.touched if job not in self.pledged)])
         heap = [(self._lend_key(job), job) for job in jobs if self._may_borrow(job) and self._settled(job)]
         heapify(heap)
@@ -324,7 +328,7 @@ class Cycle:
         return job.preemptible and job not in self.losers and job.wanted <= job.active < job.most
 
     def _settled(self, job: Job) -> bool:
-        """The job has not grown for a while, and was not deferred. What this plan gives it is one change."""
+        """Return whether the job's cool-down and deferral are over. All growth within one plan is one change."""
         return not self._too_early(max(job.grown_at + job.cool_down_s, job.deferred_until))
 
     def _lend_to(self, job: Job) -> bool:
@@ -336,6 +340,6 @@ class Cycle:
 
 
 def _sheltered(jobs: Iterable[Job], now: float, most_s: float = UNLIMITED) -> dict[Job, float]:
-    """Return until when each job is not to be stopped as a whole, of those for which that is not yet over."""
+    """Return the end of each job's minimum run time, for those that are still in it."""
     until = {job: job.started_at + min(job.min_run_time_s, most_s) for job in jobs}
     return {job: end for job, end in until.items() if now < end}

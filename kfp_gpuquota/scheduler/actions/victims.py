@@ -1,7 +1,9 @@
 """Selects victims for a pending job: the cheapest units whose eviction lets it start, and no more.
 
 For each task the host is chosen whose most valuable victim is the least valuable (a bottleneck order), and on that host
-every unit that need not be evicted is spared.
+every unit that need not be evicted is spared. Invariant: if the job cannot be placed, nothing is changed; if it can, no
+victim can be spared without losing the placement. Rejected: the cheapest victims over all hosts, which may be spread
+so that no host becomes free enough.
 """
 
 from __future__ import annotations
@@ -49,11 +51,11 @@ def _make_room(attempt: Attempt, finders: Finders) -> bool:
 
 def _resettle(attempt: Attempt, mark: int) -> None:
     """Move victims to idle capacity elsewhere, the most valuable first."""
-    gone = [t for t, before, _, _ in attempt.ledger.since(mark) if before is Status.HELD and t.job.preemptible]
-    gone = [t for t in gone if t.status is Status.LEAVING and t.job.active < t.job.wanted]
-    gone = [t for t in gone if not domains.bound_to_domain(t.job)]
-    gone.sort(key=lambda t: (-t.job.priority, t.job.submitted_at, t.job.uid, t.index))
-    resettle(attempt.ledger, gone)
+    stopped = [t for t, before, _, _ in attempt.ledger.since(mark) if before is Status.HELD and t.job.preemptible]
+    stopped = [t for t in stopped if t.status is Status.LEAVING and t.job.active < t.job.wanted]
+    stopped = [t for t in stopped if not domains.bound_to_domain(t.job)]
+    stopped.sort(key=lambda t: (-t.job.priority, t.job.submitted_at, t.job.uid, t.index))
+    resettle(attempt.ledger, stopped)
 
 
 def _find(attempt: Attempt, mark: int, finders: Finders) -> list[Unit] | None:

@@ -45,11 +45,11 @@ def impossible(ledger: Ledger, tasks: Sequence[Task]) -> Cause | None:
     hosts = _usable(ledger, task)
     if not hosts:
         return _nowhere(task.request, task.job.queue.pool)
-    room = [_places(host, task.request) for host in hosts]
-    if not any(room):
+    capacity = [_workers_on(host, task.request) for host in hosts]
+    if not any(capacity):
         return _too_large(hosts, task.request)
-    if sum(room) < len(tasks):
-        return Cause(ReasonCode.TOO_LARGE, f"the nodes that it may use have room for {sum(room):g} such workers")
+    if sum(capacity) < len(tasks):
+        return Cause(ReasonCode.TOO_LARGE, f"the nodes that it may use have room for {sum(capacity):g} such workers")
     return None
 
 
@@ -89,16 +89,16 @@ def _fitting(host: Host, request: Request) -> list[int]:
     return [d for d in host.devices if host.idle(d) >= share]
 
 
-def _places(host: Host, request: Request) -> float:
+def _workers_on(host: Host, request: Request) -> float:
     """Return how many such tasks fit on an empty host."""
     share = request.share_of(host.gpu_memory_mib)
-    room = [host.max_tasks]
+    most = [host.max_tasks]
     if request.devices:
         # Fractions of a device for tasks with several devices may interleave; a lower bound is enough to refuse.
         each = GPU // share if share <= GPU else 0
-        room.append(len(host.devices) * each // request.devices if each else 0)
-    room += [total // need for need, total in ((request.cpu, host.cpu), (request.memory, host.memory)) if need]
-    return min(room)
+        most.append(len(host.devices) * each // request.devices if each else 0)
+    most += [total // need for need, total in ((request.cpu, host.cpu), (request.memory, host.memory)) if need]
+    return min(most)
 
 
 def _nowhere(request: Request, pool: str) -> Cause:
@@ -118,9 +118,9 @@ def _too_large_for(sizes: dict[int, int], size: int, tasks: int) -> Cause | None
     largest = max((n for n, hosts in sizes.items() if hosts), default=0)
     if size > largest:
         return Cause(ReasonCode.TOO_LARGE, f"the largest node has {largest}")
-    room = sum(n * (devices // size) for devices, n in sizes.items()) if size else tasks
-    if tasks > room:
-        return Cause(ReasonCode.TOO_LARGE, f"the cluster has room for {gpus(room * size * GPU)} in workers of {size}")
+    most = sum(n * (devices // size) for devices, n in sizes.items()) if size else tasks
+    if tasks > most:
+        return Cause(ReasonCode.TOO_LARGE, f"the cluster has room for {gpus(most * size * GPU)} in workers of {size}")
     return None
 
 
@@ -146,13 +146,13 @@ def _missing_devices(free: dict[str, int], size: int, tasks: int) -> Cause:
     short = size * tasks - idle
     block = max(free.values(), default=0)
     where = min((name for name, n in free.items() if n == block), default="") if block else ""
-    known: Details = (("idle_gpus", idle), ("largest_block", block), ("node", where))
+    details: Details = (("idle_gpus", idle), ("largest_block", block), ("node", where))
     if short <= 0 and block < size:
         why = f"{idle} {are(idle)} idle, but the largest free block on one node is {block} on {where}"
         helps = f"{size - block} more {are(size - block)} released there"
-        return Cause(ReasonCode.FRAGMENTED, why, helps, known)
+        return Cause(ReasonCode.FRAGMENTED, why, helps, details)
     helps = f"{max(short, 1)} more {are(max(short, 1))} released"
-    return Cause(ReasonCode.NO_FREE_GPUS, f"{idle} {are(idle)} idle", helps, known, binding=False)
+    return Cause(ReasonCode.NO_FREE_GPUS, f"{idle} {are(idle)} idle", helps, details, binding=False)
 
 
 def _missing_share(hosts: Sequence[Host], request: Request) -> Cause:
@@ -161,12 +161,12 @@ def _missing_share(hosts: Sequence[Host], request: Request) -> Cause:
         best = max(hosts, key=lambda h: (len(_fitting(h, request)), h.name))
         n = len(_fitting(best, request))
         why, helps = f"at most {n} of a node's GPUs have that much idle, on {best.name}", "more of them have"
-        known: Details = (("largest_block", n), ("node", best.name))
-        return Cause(ReasonCode.NO_FREE_GPUS, why, helps, known, binding=False)
+        details: Details = (("largest_block", n), ("node", best.name))
+        return Cause(ReasonCode.NO_FREE_GPUS, why, helps, details, binding=False)
     lacks, name, left = min((_lack(host, request) for host in hosts), default=(GPU, "", 0))
     why = f"the most that is idle of a GPU is {count(max(0, left))} on {name}"
-    known = (("largest_share", max(0, left) / GPU), ("node", name))
-    return Cause(ReasonCode.NO_FREE_GPUS, why, f"{count(lacks)} more of it is released", known, binding=False)
+    details = (("largest_share", max(0, left) / GPU), ("node", name))
+    return Cause(ReasonCode.NO_FREE_GPUS, why, f"{count(lacks)} more of it is released", details, binding=False)
 
 
 def _lack(host: Host, request: Request) -> tuple[int, str, int]:

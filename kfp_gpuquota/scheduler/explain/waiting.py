@@ -30,7 +30,7 @@ def waits(ledger: Ledger, job: Job, tasks: Sequence[Task], sheltered_s: float | 
     With `sheltered_s` only minimum run times of other jobs prevent it; the first of them ends in that many seconds.
     """
     queue = job.queue
-    if not queue.known:
+    if not queue.exists:
         message = f"project {queue.name} does not exist; create it with: gpuquota project create {queue.name}"
         return Reason(code=ReasonCode.OVER_LIMIT, message=message, project=queue.name)
     amount = quota.total(ledger, tasks)

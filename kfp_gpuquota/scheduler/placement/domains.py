@@ -61,8 +61,8 @@ def most_room(ledger: Ledger, tasks: Sequence[Task]) -> tuple[str, float] | None
         return None
     hosts = [host for host in ledger.hosts.values() if host.ready]
     found = _domains(hosts, topology, topology.required, tasks[0], future=False)
-    room = (sum(_room(host, tasks[0], future=False) for host in domain) for domain in found)
-    return topology.levels[topology.required], max(room, default=0)
+    capacity = (sum(_capacity(host, tasks[0], future=False) for host in domain) for domain in found)
+    return topology.levels[topology.required], max(capacity, default=0)
 
 
 def bound_to_domain(job: Job) -> bool:
@@ -146,7 +146,7 @@ def _may_hold(domain: Domain, tasks: Sequence[Task], *, future: bool) -> bool:
     """Return False where equal tasks certainly do not all fit (a fast check by count)."""
     if any(task.request is not tasks[0].request and task.request != tasks[0].request for task in tasks):
         return True
-    return sum(_room(host, tasks[0], future=future) for host in domain) >= len(tasks)
+    return sum(_capacity(host, tasks[0], future=future) for host in domain) >= len(tasks)
 
 
 def _domains(hosts: Domain, topology: Topology, level: int, task: Task, *, future: bool) -> list[Domain]:
@@ -163,20 +163,20 @@ def _parts(domain: Domain, key: str, task: Task, *, future: bool) -> list[Domain
         value = host.labels.get(key)
         if value is not None:
             by_value.setdefault(value, []).append(host)
-    room = {value: sum(_room(host, task, future=future) for host in part) for value, part in by_value.items()}
-    return [by_value[value] for value in sorted(by_value, key=lambda value: (room[value], value))]
+    capacity = {value: sum(_capacity(host, task, future=future) for host in part) for value, part in by_value.items()}
+    return [by_value[value] for value in sorted(by_value, key=lambda value: (capacity[value], value))]
 
 
-def _room(host: Host, task: Task, *, future: bool) -> float:
+def _capacity(host: Host, task: Task, *, future: bool) -> float:
     """Return an upper bound of how many tasks like this one fit on the host."""
     request = task.request
     if not placement.may_use(host, task, anywhere=True):
         return 0
     if request.whole and request.devices:
-        room: float = (host.future_whole if future else host.idle_whole) // request.devices
+        workers: float = (host.future_whole if future else host.idle_whole) // request.devices
     elif request.devices:
         share, free = request.share_of(host.gpu_memory_mib), host.future if future else host.idle
-        room = sum(free(d) // share for d in host.devices) // request.devices if share <= GPU else 0
+        workers = sum(free(d) // share for d in host.devices) // request.devices if share <= GPU else 0
     else:
-        room = host.max_tasks
-    return room
+        workers = host.max_tasks
+    return workers

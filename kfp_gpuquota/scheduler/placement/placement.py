@@ -49,7 +49,7 @@ def put(ledger: Ledger, task: Task, host: Host, *, future: bool) -> None:
     """Assign devices of the host, on which the task must fit, to the task."""
     devices = pick_devices(host, task, future=future)
     if devices is None:
-        raise AssertionError(f"{host.name} has no room for a task of {task.job.name}")
+        raise AssertionError(f"{host.name} has no capacity for a task of {task.job.name}")
     ledger.set(task, Status.NOMINATED if future else Status.BOUND, host, devices)
 
 
@@ -90,7 +90,7 @@ def fits_without(host: Host, task: Task, others: Iterable[Task]) -> bool:
     return _other_fits(host, task, future=True, freed=other)
 
 
-class Room:
+class Capacity:
     """Checks whether a task fits on a host without some other tasks; in the common case by counting devices."""
 
     def __init__(self, host: Host, task: Task) -> None:

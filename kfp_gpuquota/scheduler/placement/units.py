@@ -80,23 +80,23 @@ def units_on(attempt: Attempt, host: Host) -> list[Unit]:
 
 def needed_on(attempt: Attempt, host: Host, task: Task, units: Sequence[Unit]) -> list[Unit] | None:
     """Return the host's cheapest units that make the task fit, in ascending order; None where all do not suffice."""
-    room = placement.Room(host, task)
+    capacity = placement.Capacity(host, task)
     chosen: list[Unit] = []
     for unit in units:
         before = [u for u in chosen if u.job is not unit.job] if unit.stage is Stage.WHOLE else chosen
         if not _allowed(attempt, unit, before):
             continue
         chosen = [*before, unit]
-        if room.suffices(t for u in chosen for t in u.tasks):
-            return _pruned(room, chosen)
+        if capacity.suffices(t for u in chosen for t in u.tasks):
+            return _pruned(capacity, chosen)
     return None
 
 
-def _pruned(room: placement.Room, chosen: list[Unit]) -> list[Unit]:
+def _pruned(capacity: placement.Capacity, chosen: list[Unit]) -> list[Unit]:
     """Return the units without those that are not needed, the most valuable spared first."""
     for unit in chosen[-2::-1]:
         fewer = [u for u in chosen if u is not unit]
-        if room.suffices(t for u in fewer for t in u.tasks):
+        if capacity.suffices(t for u in fewer for t in u.tasks):
             chosen = fewer
     return chosen
 
@@ -198,10 +198,10 @@ def _allowed(attempt: Attempt, unit: Unit, before: Sequence[Unit]) -> bool:
     reclaimer, victim = levels
     if not before and unit.job.surplus <= unit.job.lent:
         return quota.may_lose(victim, NOTHING, attempt.amount, guaranteed=reclaimer in attempt.within)
-    gone = [t for u in before if u.stage is not Stage.LENT and victim in u.job.queue.path for t in u.tasks]
+    stopped = [t for u in before if u.stage is not Stage.LENT and victim in u.job.queue.path for t in u.tasks]
     if unit.stage is Stage.WHOLE:
         # The gang is evicted last, after all workers above it.
-        gone.extend(unit.tasks[: unit.job.surplus - unit.job.lent])
+        stopped.extend(unit.tasks[: unit.job.surplus - unit.job.lent])
     return quota.may_lose(
-        victim, quota.total(attempt.ledger, gone), attempt.amount, guaranteed=reclaimer in attempt.within
+        victim, quota.total(attempt.ledger, stopped), attempt.amount, guaranteed=reclaimer in attempt.within
     )

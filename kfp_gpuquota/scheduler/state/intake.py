@@ -57,7 +57,7 @@ def new_job(uid: str, spec: JobSpec, queue: Queue, at: float, parts: Mapping[str
 def update(job: Job, spec: JobSpec, ledger: Ledger) -> None:
     """Give the job the size bounds and the priority of `spec`.
 
-    What it holds is taken off the ledger meanwhile: which of it is lent, and at which priority, is counted anew.
+    Its holdings are removed from the ledger meanwhile: the lent part, and the priority, are counted again.
     """
     places = [(task, task.status, task.node, task.devices) for task in job.tasks.values()]
     for task, _, _, _ in places:
@@ -89,6 +89,7 @@ def request_of(spec: JobSpec) -> Request:
         devices=spec.worker_gpus,
         share=GPU if spec.gpu_fraction is None else round(spec.share_of(0) * GPU),
         memory_mib=spec.gpu_memory_mib or 0,
+        compute=round((spec.gpu_compute or 0.0) * GPU),
         # 1.1 * 1000 is slightly more than 1100 in floating point, which must not round up to the next thousandth.
         cpu=0 if spec.cpu is None else ceil(round(spec.cpu * MILLI, 3)),
         memory=(spec.memory_mib or 0) * MIB,

@@ -94,8 +94,8 @@ class State:
     @_apply.register
     def _(self, event: events.QuotaChanged) -> None:
         project = self.projects[event.project.name] = event.project
-        known = (queue.pool for queue in self.ledger.queues.values() if queue.name == project.name)
-        for pool in sorted({"", *project.pools, *known}):
+        pools = (queue.pool for queue in self.ledger.queues.values() if queue.name == project.name)
+        for pool in sorted({"", *project.pools, *pools}):
             self._configure(project, pool)
 
     @_apply.register
@@ -104,7 +104,7 @@ class State:
         for key, queue in list(self.ledger.queues.items()):
             if queue.name != event.name:
                 continue
-            queue.deserved, queue.limit, queue.known = NOTHING, NOTHING, False
+            queue.deserved, queue.limit, queue.exists = NOTHING, NOTHING, False
             if not queue.children and not any(job.queue is queue for job in self.jobs.values()):
                 graft(queue, None)
                 del self.ledger.queues[key]
@@ -262,7 +262,7 @@ class State:
     def _queue(self, name: str, pool: str = "") -> Queue:
         key = _key(name, pool)
         if key not in self.ledger.queues:
-            self.add_queue(Queue(name=name, pool=pool, limit=NOTHING, known=False))
+            self.add_queue(Queue(name=name, pool=pool, limit=NOTHING, exists=False))
         return self.ledger.queues[key]
 
     def _parent(self, name: str, pool: str) -> Queue:
@@ -341,7 +341,7 @@ def _unfile(job: Job) -> None:
 
 
 def _request(job: Job, ledger: Ledger, *, considered: bool) -> None:
-    """Add what the job holds and wants to its queue's request, without what is only lent to it."""
+    """Add the job's holdings and demand to its queue's request, without lent workers."""
     held = [t for t in job.tasks.values() if t.status is Status.HELD]
     wants = (held + job.pending if considered else held)[: job.wanted]
     gpu = cpu = memory = 0.0

@@ -21,7 +21,7 @@ def set_quota(queue: Queue, project: Project) -> None:
     else:
         queue.deserved = _amount(project.guaranteed, project.guaranteed_cpu, project.guaranteed_memory_mib)
         queue.limit = _amount(project.limit, project.limit_cpu, project.limit_memory_mib)
-    queue.priority, queue.weights, queue.known = project.priority, (project.over_quota_weight,) * 3, True
+    queue.priority, queue.weights, queue.exists = project.priority, (project.over_quota_weight,) * 3, True
 
 
 def _amount(gpus: float | None, cpu: float | None, memory_mib: int | None) -> Amount:

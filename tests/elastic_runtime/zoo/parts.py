@@ -82,17 +82,17 @@ def tokens(generator: torch.Generator) -> torch.Tensor:
 
 
 def vectors() -> DataLoader[Any]:
-    """Shuffled."""
+    """Return a shuffling loader."""
     return DataLoader(Samples(vector), batch_size=GLOBAL_BATCH, shuffle=True)
 
 
 def images() -> DataLoader[Any]:
-    """Shuffled."""
+    """Return a shuffling loader."""
     return DataLoader(Samples(image), batch_size=GLOBAL_BATCH, shuffle=True)
 
 
 def texts() -> DataLoader[Any]:
-    """Shuffled."""
+    """Return a shuffling loader."""
     return DataLoader(Samples(tokens), batch_size=GLOBAL_BATCH, shuffle=True)
 
 

@@ -1,9 +1,9 @@
 """Hides GPUs from containers that request none, by NVIDIA_VISIBLE_DEVICES=void. Pure.
 
-CUDA base images set the variable to `all` in the image, where admission cannot see it, and NVIDIA's container runtime
-goes by it: without this, a container that asks for nothing sees every GPU of its node. One that sets the variable
-itself keeps it (manifests/base/device-policies.yaml refuses what could give it devices); of one that asks for GPUs the
-device plugin says what it sees.
+CUDA base images set the variable to `all` in the image, where admission cannot read it, and NVIDIA's container runtime
+uses it: without this patch a container that requests no GPU has access to every GPU of its node. A container that sets
+the variable itself keeps it (manifests/base/device-policies.yaml refuses values with devices); for one that requests
+GPUs the device plugin sets it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_DEVICES: Final = {"name": VARIABLE, "value": "void"}
 
 
 def hiding(spec: PodSpec, *, shares: bool = False) -> Iterator[dict[str, Any]]:
-    """Return the patch of a pod's containers that ask for no GPU. `shares`: the first container holds parts of GPUs."""
+    """Return the patch of a pod's containers that request no GPU. `shares`: the first container holds parts of GPUs."""
     for field, containers in (
         ("containers", spec.containers),
         ("initContainers", spec.init_containers),
@@ -34,7 +34,7 @@ def hiding(spec: PodSpec, *, shares: bool = False) -> Iterator[dict[str, Any]]:
 
 def _hidden(path: str, containers: Sequence[Container], first: int) -> Iterator[dict[str, Any]]:
     for index, container in enumerate(containers):
-        if index < first or _asks(container) or any(one.name == VARIABLE for one in container.env or ()):
+        if index < first or _requests_gpus(container) or any(one.name == VARIABLE for one in container.env or ()):
             continue
         if container.env:
             yield {"op": "add", "path": f"{path}/{index}/env/-", "value": NO_DEVICES}
@@ -42,14 +42,14 @@ def _hidden(path: str, containers: Sequence[Container], first: int) -> Iterator[
             yield {"op": "add", "path": f"{path}/{index}/env", "value": [NO_DEVICES]}
 
 
-def _asks(container: Container) -> bool:
+def _requests_gpus(container: Container) -> bool:
     resources = container.resources
     given = (resources.limits, resources.requests) if resources is not None else ()
     return any(amounts is not None and amounts.get(labels.GPU_RESOURCE, "0") != "0" for amounts in given)
 
 
 def hidden_in_template(container: dict[str, Any]) -> dict[str, Any]:
-    """Return a container of an ElasticJob's template that holds no GPUs, made to see none."""
+    """Return a container of an ElasticJob's template that requests no GPUs, with its GPUs hidden."""
     env = container.get("env") or []
     if any(one.get("name") == VARIABLE for one in env):
         return container

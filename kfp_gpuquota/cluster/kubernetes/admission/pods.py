@@ -1,17 +1,19 @@
 """Reviews a pod on creation: allows it, adds the scheduling gate, or refuses it with a message. Pure.
 
-| the pod                                                | is                                                  |
-|--------------------------------------------------------|-----------------------------------------------------|
-| is the controller's own                                | let be: it comes with its node                      |
-| pretends to be a worker of an ElasticJob               | refused                                             |
-| asks for no GPU and no share of one                    | let be, and sees no GPU (device_visibility.py)      |
-| asks in a way that cannot be, or names its node itself | refused                                             |
-| asks for GPUs, or for a share of one                   | gated; what only the controller may write is erased |
-| asks for a share                                       | and given what share_admission.py says              |
-| may borrow GPUs, and asks for a long grace period      | and given the longest that the cluster's rules allow |
+| the pod                                              | is                                                     |
+|------------------------------------------------------|--------------------------------------------------------|
+| is created by the controller                         | allowed unchanged: the plan has chosen its node        |
+| has labels or an owner of an ElasticJob's workers    | refused                                                |
+| requests no GPU and no share of one                  | allowed; its GPUs are hidden (device_visibility.py)    |
+| has an invalid request, or names its node            | refused                                                |
+| requests GPUs, or a share of one                     | gated; annotations that only the controller may write  |
+|                                                      | are removed                                            |
+| requests a share                                     | gated, with the annotations and variables of shares.py |
+| may borrow GPUs, and has a longer grace period than  | gated, with that grace period                          |
+| the cluster's rules allow                            |                                                        |
 
-Which namespaces and pods are reviewed at all is said where the webhook is registered. The same rules stand again in
-manifests/base/policies.yaml where they can be said in CEL, since a webhook may be away or configured to fail open.
+The registration of the webhook selects the reviewed namespaces and pods. manifests/base/policies.yaml repeats those
+rules that CEL can express, since a webhook may be unavailable or configured to fail open.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 FORBIDDEN: Final = 403
 UNPROCESSABLE: Final = 422
 JOB_KIND: Final = "ElasticJob"
-# What says which job a pod is a worker of, and what says where the plan has put it: the controller's to write.
+# Labels that make a pod a worker of a job, and annotations with the plan's decisions: only the controller writes them.
 OF_WORKERS: Final = (labels.JOB, labels.WORKER, labels.ATTEMPT)
 OF_THE_PLAN: Final = (labels.DEVICES, labels.REASON, labels.GPUS, labels.RECLAIMED_AT, labels.OPENED)
 _NOTHING: Final[dict[str, str]] = {}
@@ -185,7 +187,7 @@ _REVIEW: Final = msgspec.json.Decoder(Review)
 _POD: Final = msgspec.json.Decoder(Pod)
 _JOB: Final = msgspec.json.Decoder(SharingJob)
 _GATE: Final = {"name": labels.QUOTA_GATE}
-_LET_BE: Final = Verdict()
+_UNCHANGED: Final = Verdict()
 _NEW_GATES: Final = Verdict(({"op": "add", "path": "/spec/schedulingGates", "value": [_GATE]},))
 
 
@@ -194,14 +196,14 @@ def answer(
 ) -> tuple[bytes, Verdict]:
     """Return the response to an AdmissionReview of the creation of a pod or an ElasticJob.
 
-    `controller` is the user name of the controller, `policies` and `rules` are those in force.
+    `controller` is the user name of the controller, `policies` and `rules` are those in effect.
 
     Raises MalformedReviewError.
     """
     try:
         request = _REVIEW.decode(body).request
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedReviewError(f"this is no AdmissionReview: {error}") from None
+        raise MalformedReviewError(f"the body is not an AdmissionReview: {error}") from None
     verdict = _verdict(request, controller, policies, rules)
     return _encoded(request.uid, verdict), verdict
 
@@ -234,12 +236,12 @@ def review_job(
 
 def _verdict(request: Request, controller: str, policies: Sequence[WorkloadPolicy], rules: ClusterRules) -> Verdict:
     if request.user_info.username == controller:
-        return _LET_BE
+        return _UNCHANGED
     if request.resource.resource == "elasticjobs":
         try:
             return review_job(_JOB.decode(request.object), request.namespace, policies, rules)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return _LET_BE  # the kind's own schema says what is wrong with it
+            return _UNCHANGED  # the CRD's schema refuses it with a message
     try:
         pod = _POD.decode(request.object)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -251,7 +253,7 @@ def _verdict(request: Request, controller: str, policies: Sequence[WorkloadPolic
 
 def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPolicy], rules: ClusterRules) -> Verdict:
     written, notes = pod.metadata.labels or _NOTHING, pod.metadata.annotations or _NOTHING
-    if _pretends(pod, written):
+    if _claims_to_be_a_worker(pod, written):
         return Verdict(
             (), FORBIDDEN, "workers of an ElasticJob are created by the controller only; create an ElasticJob"
         )
@@ -259,15 +261,15 @@ def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPol
     shared = bool(notes) and asks_for_share(notes)
     hidden = tuple(device_visibility.hiding(pod.spec, shares=shared))
     if not gpus and not shared:
-        return Verdict(hidden) if hidden else _LET_BE
+        return Verdict(hidden) if hidden else _UNCHANGED
     if pod.spec.node_name:
         raise InvalidFieldError(
-            "spec.nodeName", pod.spec.node_name, "a pod that asks for GPUs goes where its project's quota allows",
+            "spec.nodeName", pod.spec.node_name, "a pod that requests GPUs is assigned to its node by the quota",
             hint="leave it out, and name the node in nodeSelector (kubernetes.io/hostname)",
         )  # fmt: skip
     if not written and not notes:
         return _capped(_gated(pod.spec, notes, hidden), pod.spec, rules)
-    spec = _check_wishes(written, notes, gpus, _environment(pod.spec) if shared else _NOTHING, namespace or "pod")
+    spec = _check_request(written, notes, gpus, _environment(pod.spec) if shared else _NOTHING, namespace or "pod")
     gated = _gated(pod.spec, notes, hidden)
     if spec.may_be_preempted:
         gated = _capped(gated, pod.spec, rules)
@@ -280,18 +282,18 @@ def _reviewed(pod: Pod, namespace: str, uid: str, policies: Sequence[WorkloadPol
 
 def _capped(verdict: Verdict, spec: PodSpec, rules: ClusterRules) -> Verdict:
     """Cap the grace period of a pod that may borrow GPUs: kubelets apply that of its first deletion."""
-    asked, most = spec.termination_grace_period_seconds, rules.reclaim.max_grace_s
-    if asked is None or asked <= most:
+    requested, longest = spec.termination_grace_period_seconds, rules.reclaim.max_grace_s
+    if requested is None or requested <= longest:
         return verdict
-    patch = {"op": "replace", "path": "/spec/terminationGracePeriodSeconds", "value": int(most)}
+    patch = {"op": "replace", "path": "/spec/terminationGracePeriodSeconds", "value": int(longest)}
     warning = (
-        f"spec.terminationGracePeriodSeconds is {asked:g}, and was set to {most:g}: the pod may borrow GPUs"
+        f"spec.terminationGracePeriodSeconds is {requested:g}, and was set to {longest:g}: the pod may borrow GPUs"
         f" (QuotaPolicy, reclaim.maxGracePeriodSeconds); label {labels.PREEMPTIBLE}=false keeps it within quota"
     )
     return msgspec.structs.replace(verdict, patch=(*verdict.patch, patch), warnings=(*verdict.warnings, warning))
 
 
-def _pretends(pod: Pod, written: Mapping[str, str]) -> bool:
+def _claims_to_be_a_worker(pod: Pod, written: Mapping[str, str]) -> bool:
     owned = any(
         owner.kind == JOB_KIND and owner.api_version.startswith(f"{labels.GROUP}/")
         for owner in pod.metadata.owner_references or ()
@@ -316,7 +318,7 @@ def _amounts(spec: PodSpec) -> Iterator[str]:
 def _quantity(amount: str) -> int:
     if amount.isascii() and amount.isdecimal() and len(amount) < 8:
         return int(amount)
-    # "1k" is a thousand devices to the API server, and would be none to who reads digits only
+    # "1k" is a thousand devices for the API server, and would be none for a component that reads digits only
     value = parse_quantity(labels.GPU_RESOURCE, amount)
     if value:
         raise InvalidFieldError(labels.GPU_RESOURCE, amount, "it must be a whole number of devices, in digits")
@@ -328,7 +330,7 @@ def _environment(spec: PodSpec) -> dict[str, str]:
     return {one.name: one.value for one in first.env or () if one.value is not None}
 
 
-def _check_wishes(
+def _check_request(
     written: Mapping[str, str], notes: Mapping[str, str], gpus: int, environment: Mapping[str, str], project: str
 ) -> JobSpec:
     """Return the pod's request as a JobSpec. Raises InvalidFieldError for invalid labels or annotations."""
@@ -337,7 +339,7 @@ def _check_wishes(
         raise InvalidFieldError(
             labels.GPU_RESOURCE,
             gpus,
-            "an annotation asks for a share of a GPU as well",
+            "an annotation requests a share of a GPU as well",
             hint="leave out one of the two",
         )
     usual = Kind.BUILD if labels.NOTEBOOK in written else Kind.TRAIN
@@ -358,7 +360,10 @@ def _check_wishes(
         check_count(labels.POD_GROUP_SIZE, size, 1, "pods")
         if labels.POD_GROUP not in written:
             raise InvalidFieldError(
-                labels.POD_GROUP_SIZE, size, "no label says which group the pod is of", hint=f"add {labels.POD_GROUP}"
+                labels.POD_GROUP_SIZE,
+                size,
+                "no label has the name of the pod's group",
+                hint=f"add {labels.POD_GROUP}",
             )
     return spec
 
@@ -390,7 +395,7 @@ def _gated(spec: PodSpec, notes: Mapping[str, str], hidden: tuple[dict[str, Any]
     if not gates:
         return Verdict((*_NEW_GATES.patch, *more)) if more else _NEW_GATES
     if any(gate.name == labels.QUOTA_GATE for gate in gates):
-        return Verdict(more) if more else _LET_BE
+        return Verdict(more) if more else _UNCHANGED
     return Verdict(({"op": "add", "path": "/spec/schedulingGates/-", "value": _GATE}, *more))
 
 

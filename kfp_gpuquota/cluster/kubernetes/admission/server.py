@@ -1,7 +1,7 @@
 """Serves pod reviews over HTTPS, with certificates that are renewed automatically.
 
 Every replica serves, the one that leads and those that stand by. The authority and the serving certificate lie in one
-Secret that all replicas share: whoever finds it missing or soon to end renews it, the others take it over. Each writes
+Secret that all replicas share: the first that finds it missing or expiring renews it, the others load it. Each writes
 the authority into the MutatingWebhookConfiguration, so nothing else (cert-manager, an install job) is needed.
 """
 
@@ -9,31 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import logging
-import os
 import ssl
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 from aiohttp import web
 
+from kfp_gpuquota.cluster.certificates import KeyPair, Material, check, expires_at, maintained
 from kfp_gpuquota.cluster.kubernetes.admission import pods
-from kfp_gpuquota.cluster.kubernetes.admission.certificates import KeyPair, Material, check, maintained
 from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import DEFAULT_RULES
 from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.server.connections import LimitedRunner, Limits
+from kfp_gpuquota.server.tls import load_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
     from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
-    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PolicyBook
 
 PATH: Final = "/admission/pods"
 CONFIGURATION: Final = "gpuquota"
@@ -49,22 +47,30 @@ _CONFLICT: Final = 409
 log = logging.getLogger(__name__)
 
 
+class ReviewEvents(Protocol):
+    """Events of the webhook; implemented by the replica."""
+
+    def listens(self) -> None:
+        """Process that the port is open."""
+
+    def reviewed(self, verdict: Verdict, seconds: float, /) -> None:
+        """Count a review that took this long."""
+
+
 def build_app(
-    controller: str,
-    observe: Callable[[Verdict, float], None] = lambda _verdict, _seconds: None,
-    policies: Callable[[], Sequence[WorkloadPolicy]] = tuple,
-    rules: Callable[[], ClusterRules] = lambda: DEFAULT_RULES,
+    controller: str, policies: PolicyBook, rules: RulesBook, events: ReviewEvents | None = None
 ) -> web.Application:
-    """Return the application. `controller` is the controller's user name; `observe(verdict, seconds)` gets metrics."""
+    """Return the application. `controller` is the controller's user name; the books hold what is in effect."""
 
     async def handle(request: web.Request) -> web.Response:
         body = await request.read()
         started = time.perf_counter()
         try:
-            reply, verdict = pods.answer(body, controller, policies(), rules())
+            reply, verdict = pods.answer(body, controller, policies.all, rules.rules)
         except pods.MalformedReviewError as error:
             return web.Response(status=400, text=str(error))
-        observe(verdict, time.perf_counter() - started)
+        if events is not None:
+            events.reviewed(verdict, time.perf_counter() - started)
         return web.Response(body=reply, content_type="application/json")
 
     app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -77,12 +83,23 @@ def service_names(namespace: str) -> tuple[str, ...]:
     return (f"{SERVICE}.{namespace}.svc", f"{SERVICE}.{namespace}.svc.cluster.local")
 
 
+class ServingCertificate(Protocol):
+    """A TLS context whose certificate `keep` renews, until it is cancelled."""
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """The context for new connections."""
+
+    async def keep(self) -> None:
+        """Renew the certificate until cancelled."""
+
+
 class Certificates:
     """Manages the certificate in its Secret, in this process's TLS context, and in the webhook's configuration.
 
     `inject` False: the webhook's configuration is another process's. `renewed(trusted)` is called when clients are to
     trust something else than before. A Secret that was deleted or damaged is written anew with what this process holds:
-    another authority would cut off all who trust this one.
+    another authority would disconnect all clients that trust this one.
     """
 
     def __init__(
@@ -100,12 +117,17 @@ class Certificates:
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.material: Material | None = None
 
+    @property
+    def expires_at(self) -> float:
+        """Return when the certificate expires, in seconds since 1970; 0 before there is one."""
+        return expires_at(self.material.serving.certificate) if self.material else 0.0
+
     async def refresh(self, now: float) -> Material:
         """Renew expiring certificates, load new ones, and update the webhook's configuration. Raises RunError."""
         material = await self._agreed(now)
         before, self.material = self.material, material
         if before is None or before.serving != material.serving:
-            load(self.context, material.serving)
+            load_pair(self.context, material.serving.certificate, material.serving.key)
         if before is not None and before.trusted != material.trusted:
             self.renewed(material.trusted)
         if self._injects:
@@ -170,42 +192,23 @@ class Certificates:
 
 
 async def serve(
-    certificates: Certificates,
+    certificates: ServingCertificate,
     controller: str,
     port: int,
-    observe: Callable[[Verdict, float], None] = lambda _verdict, _seconds: None,
-    policies: Callable[[], Sequence[WorkloadPolicy]] = tuple,
-    rules: Callable[[], ClusterRules] = lambda: DEFAULT_RULES,
-    listens: Callable[[], None] = lambda: None,
+    policies: PolicyBook,
+    rules: RulesBook,
+    events: ReviewEvents | None = None,
 ) -> None:
-    """Serve reviews until cancelled; `listens` is called when the port is open.
-
-    The first certificate must be there: call `refresh` before.
-    """
-    runner = LimitedRunner(build_app(controller, observe, policies, rules), Limits(per_source=512), access_log=None)
+    """Serve reviews until cancelled. The first certificate must exist: call `refresh` before."""
+    runner = LimitedRunner(build_app(controller, policies, rules, events), Limits(per_source=512), access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, port=port, ssl_context=certificates.context).start()
-        listens()
+        if events is not None:
+            events.listens()
         await certificates.keep()
     finally:
         await runner.cleanup()
-
-
-def load(context: ssl.SSLContext, pair: KeyPair) -> None:
-    """Load the certificate for new handshakes through an in-memory file, since the ssl module reads only files."""
-    with _file(pair.certificate) as certificate, _file(pair.key) as key:
-        context.load_cert_chain(certificate, key)
-
-
-@contextlib.contextmanager
-def _file(content: bytes) -> Iterator[str]:
-    descriptor = os.memfd_create("certificate")
-    try:
-        os.write(descriptor, content)
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
 
 
 def _injections(webhooks: list[dict[str, Any]], bundle: str) -> Iterator[dict[str, Any]]:

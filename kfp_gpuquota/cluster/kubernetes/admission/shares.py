@@ -1,7 +1,7 @@
 """Builds the admission patches of workloads that share GPUs: limits from policies, and the GPU configuration.
 
-Pure, and the same for a pod that comes by a second time, after another webhook has changed it: what stands there
-already is compared, not believed.
+Pure and idempotent: a pod may be reviewed again after another webhook has changed it. Existing values are compared, not
+trusted.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def of_pod(pod: Pod, spec: JobSpec, uid: str, policies: Iterable[WorkloadPolicy]
         yield _add(f"{_NOTES}/{escape_json_pointer(labels.GPU_CONFIG)}", name)
         if labels.SET_BY in notes and not set_by:
             yield {"op": "remove", "path": f"{_NOTES}/{escape_json_pointer(labels.SET_BY)}"}
-    said = msgspec.json.encode(set_by).decode()
-    if set_by and notes.get(labels.SET_BY) != said:
-        yield _add(f"{_NOTES}/{escape_json_pointer(labels.SET_BY)}", said)
+    written = msgspec.json.encode(set_by).decode()
+    if set_by and notes.get(labels.SET_BY) != written:
+        yield _add(f"{_NOTES}/{escape_json_pointer(labels.SET_BY)}", written)
     if pod.spec.containers:  # the API server refuses a pod that has none
-        yield from _told_its_gpus(pod.spec, pod.spec.containers[0], name, spec)
+        yield from _with_gpu_configuration(pod.spec, pod.spec.containers[0], name, spec)
 
 
-def _told_its_gpus(pod: PodSpec, main: Container, name: str, spec: JobSpec) -> Iterator[Operation]:
+def _with_gpu_configuration(pod: PodSpec, main: Container, name: str, spec: JobSpec) -> Iterator[Operation]:
     yield from _variables_set(main, variables(name, spec))
     if all(one.mount_path != MEMORY_DIRECTORY for one in main.volume_mounts or ()):
         yield _appended("/spec/containers/0/volumeMounts", main.volume_mounts, mount())
@@ -68,21 +68,21 @@ def _told_its_gpus(pod: PodSpec, main: Container, name: str, spec: JobSpec) -> I
 
 def of_job(job: SharingJob, namespace: str, policies: Iterable[WorkloadPolicy]) -> Iterator[Operation]:
     """Return the patch of an ElasticJob. Invalid fields are left to the CRD's rules, which have messages for them."""
-    asked = _spec_of(job, namespace)
-    if asked is None:
+    requested = _spec_of(job, namespace)
+    if requested is None:
         return
-    spec, set_by = admit(asked, policies)
+    spec, set_by = admit(requested, policies)
     if not set_by:
         return
     if "gpu_fraction_limit" in set_by:
         yield _add("/spec/gpuFractionLimit", spec.gpu_fraction_limit)
     if "gpu_memory_limit_mib" in set_by:
         yield _add("/spec/gpuMemoryLimit", f"{spec.gpu_memory_limit_mib}Mi")
-    said = msgspec.json.encode(set_by).decode()
+    written = msgspec.json.encode(set_by).decode()
     if job.metadata.annotations is None:
-        yield _add(_NOTES, {labels.SET_BY: said})
+        yield _add(_NOTES, {labels.SET_BY: written})
     else:
-        yield _add(f"{_NOTES}/{escape_json_pointer(labels.SET_BY)}", said)
+        yield _add(f"{_NOTES}/{escape_json_pointer(labels.SET_BY)}", written)
 
 
 class JobMetadata(msgspec.Struct, frozen=True, gc=False):
@@ -111,17 +111,17 @@ class SharingJob(msgspec.Struct, frozen=True, gc=False):
 
 
 def _spec_of(job: SharingJob, namespace: str) -> JobSpec | None:
-    asked = job.spec
-    size, limit = asked.gpu_memory, asked.gpu_memory_limit
+    requested = job.spec
+    size, limit = requested.gpu_memory, requested.gpu_memory_limit
     try:
         return JobSpec(
             name="job",
             project=namespace,
             command=("pod",),
-            kind=Kind(asked.kind),
-            gpu_fraction=asked.gpu_fraction,
-            gpu_fraction_limit=asked.gpu_fraction_limit,
-            gpu_devices=asked.gpu_devices,
+            kind=Kind(requested.kind),
+            gpu_fraction=requested.gpu_fraction,
+            gpu_fraction_limit=requested.gpu_fraction_limit,
+            gpu_devices=requested.gpu_devices,
             gpu_memory_mib=None if size is None else parse_mib("gpuMemory", size),
             gpu_memory_limit_mib=None if limit is None else parse_mib("gpuMemoryLimit", limit),
         )

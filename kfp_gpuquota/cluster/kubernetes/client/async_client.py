@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
+from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, StaleLeaseError
 from kfp_gpuquota.errors import ClusterUnavailableError, RunError
 
@@ -33,7 +34,7 @@ CONNECT_TIMEOUT_S: Final = 10.0
 STREAM_READ_TIMEOUT_S: Final = 150.0  # the server sends a bookmark each minute
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 10.0
-PATIENCE_S: Final = 60.0
+RETRY_FOR_S: Final = 60.0
 CONNECTIONS: Final = 88  # more than the writer's slots, because lists and leases need connections, too
 USER_AGENT: Final = "gpuquota-controller"
 
@@ -77,9 +78,9 @@ class Connection:
         *,
         count: Callable[[str, int], None] = lambda _verb, _status: None,
         seed: int | None = None,
-        patience_s: float = PATIENCE_S,
+        retry_for_s: float = RETRY_FOR_S,
     ) -> None:
-        self._credentials, self._count, self._patience_s = credentials, count, patience_s
+        self._credentials, self._count, self._retry_for_s = credentials, count, retry_for_s
         self._random = random.Random(seed)  # noqa: S311 - jitter, not a secret
         self._session: aiohttp.ClientSession | None = None
 
@@ -104,35 +105,32 @@ class Connection:
         *,
         content_type: str = JSON,
         params: Mapping[str, str] | None = None,
-        patience_s: float | None = None,
+        retry_for_s: float | None = None,
         fence: Fence = NO_FENCE,
     ) -> bytes:
-        """Return the body of the response; transient failures are retried for at most `patience_s`.
+        """Return the body of the response; transient failures are retried for at most `retry_for_s`.
 
         Raises ApiError if the server refuses the call, ClusterUnavailableError if it does not respond in time, and
         StaleLeaseError if `fence` is closed, which is checked before each attempt.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + (self._patience_s if patience_s is None else patience_s)
         data = None if body is None else msgspec.json.encode(body)
-        pause = FIRST_PAUSE_S
+        backoff = self.backoff(self._retry_for_s if retry_for_s is None else retry_for_s)
         while True:
+            after_s = 0.0
             if not fence.valid():
                 raise StaleLeaseError(f"{verb} {path} was not sent: the lease has expired, another process may lead")
             try:
                 return await self._once(verb, path, data, content_type, params)
             except ApiError as error:
-                if not is_retryable(error) or loop.time() >= deadline:
+                if not is_retryable(error) or backoff.exhausted:
                     raise
-                wait = max(error.retry_after_s or 0.0, self.jittered(pause))
+                after_s = error.retry_after_s or 0.0
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                if loop.time() >= deadline:
+                if backoff.exhausted:
                     raise ClusterUnavailableError(
                         f"{self._credentials.server} did not answer {verb} {path}: {error or type(error).__name__}"
                     ) from error
-                wait = self.jittered(pause)
-            await asyncio.sleep(wait)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            await asyncio.sleep(backoff.next_s(after_s))
 
     async def read(self, path: str, kind: type[T], params: Mapping[str, str] | None = None) -> T:
         """Return an object (or list), decoded as `kind`. Raises the same errors as `call`."""
@@ -156,9 +154,9 @@ class Connection:
                 if lines:
                     yield lines
 
-    def jittered(self, pause: float) -> float:
-        """Return the pause in seconds, randomized by up to 50 %, so that callers do not retry at the same moment."""
-        return pause * (0.5 + self._random.random())
+    def backoff(self, limit_s: float) -> Backoff:
+        """Return the pauses between the attempts of a call that may take so long."""
+        return Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=limit_s, jitter=self._random)
 
     async def _once(
         self, verb: str, path: str, data: bytes | None, content_type: str, params: Mapping[str, str] | None

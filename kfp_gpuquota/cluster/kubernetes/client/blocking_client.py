@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode, urlsplit
 
+from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ClusterUnavailableError,
@@ -89,24 +90,22 @@ class Calls:
         self, method: str, path: str, query: Mapping[str, object], body: object = None, kind: str = "application/json"
     ) -> Json:
         encoded = None if body is None else json.dumps(body)
-        deadline = time.monotonic() + self._retry_for_s
-        pause_s = _FIRST_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, limit_s=self._retry_for_s)
         while True:
+            after_s = 0.0
             try:
                 status, raw, after_s = self._attempt(method, _url(path, query), encoded, kind)
             except (OSError, http.client.HTTPException) as failure:
                 self._close()
                 self._note_unreachable()
-                if time.monotonic() + pause_s > deadline:
+                if backoff.exhausted:
                     raise _unavailable(self.credentials.server, failure) from failure
             else:
                 if status == 401:
                     self.credentials.invalidate_token()
-                if not self._is_retryable(status) or time.monotonic() + pause_s > deadline:
+                if not self._is_retryable(status) or backoff.exhausted:
                     return _answer(status, raw)
-                pause_s = max(pause_s, after_s)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            time.sleep(backoff.next_s(after_s))
 
     def _attempt(self, method: str, url: str, body: str | None, kind: str) -> tuple[int, bytes, float]:
         if self._connection is None or self._owner_pid != os.getpid():
@@ -158,8 +157,9 @@ def _answer(status: int, raw: bytes) -> Json:
 def _refusal(status: int, raw: bytes) -> GpuQuotaError:
     try:
         body = json.loads(raw)
-    except ValueError:
-        return RunError(f"the API server responded with {status}: {raw[:200].decode(errors='replace')}")
+    except ValueError:  # of a kind that it does not serve it says so in plain text
+        unknown = NotFoundError if status == http.client.NOT_FOUND else RunError
+        return unknown(f"the API server responded with {status}: {raw[:200].decode(errors='replace').strip()}")
     message, reason = body.get("message", ""), body.get("reason", "")
     if reason == "AlreadyExists":
         return AlreadyExistsError(message)

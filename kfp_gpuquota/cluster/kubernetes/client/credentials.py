@@ -11,7 +11,6 @@ import base64
 import os
 import ssl
 import subprocess
-import tempfile
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -22,6 +21,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.errors import ClusterUnavailableError, InvalidFieldError, NotFoundError
+from kfp_gpuquota.server.tls import load_pair
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TOKEN_READ_AGAIN_S: Final = 60.0
@@ -144,16 +144,8 @@ def _tls(cluster: dict[str, Any], user: dict[str, Any], base: Path) -> ssl.SSLCo
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     certificate, key = _data(user, "client-certificate", base), _data(user, "client-key", base)
     if certificate and key:
-        _load_pair(context, certificate, key)
+        load_pair(context, certificate, key)
     return context
-
-
-def _load_pair(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    # OpenSSL's interface reads files only; the file is readable by this user only and deleted at once
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(certificate + b"\n" + key)
-        file.flush()
-        context.load_cert_chain(file.name)
 
 
 def _data(section: dict[str, Any], field_name: str, base: Path) -> bytes:

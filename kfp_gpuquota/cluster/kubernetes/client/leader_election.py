@@ -112,7 +112,7 @@ class LeaderElection:
         body = {"metadata": {"resourceVersion": self._version}, "spec": spec}
         try:
             await self._connection.call(
-                "PATCH", f"{self._path}/{self._name}", body, content_type="application/merge-patch+json", patience_s=0
+                "PATCH", f"{self._path}/{self._name}", body, content_type="application/merge-patch+json", retry_for_s=0
             )
         except (ApiError, ClusterUnavailableError) as error:
             log.info("the lease %s was not released and will expire: %s", self._name, error)
@@ -129,12 +129,12 @@ class LeaderElection:
         mine = lease is not None and lease.spec.holder_identity == self._identity
         if lease is None:
             epoch = self.epoch if self.leads else 0
-            written = await self._connection.call("POST", self._path, self._body(epoch, "", ""), patience_s=0)
+            written = await self._connection.call("POST", self._path, self._body(epoch, "", ""), retry_for_s=0)
         else:
             epoch = (lease.spec.lease_transitions or 0) + (not mine)
             since = lease.spec.acquire_time or "" if mine else ""
             body = self._body(epoch, lease.metadata.resource_version, since)
-            written = await self._connection.call("PUT", f"{self._path}/{self._name}", body, patience_s=0)
+            written = await self._connection.call("PUT", f"{self._path}/{self._name}", body, retry_for_s=0)
         self._version = msgspec.json.decode(written, type=Lease).metadata.resource_version
         self._note_held(requested_at, epoch)
         return True

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 import aiohttp
 import msgspec
 
+from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, StatusBody
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import ListMetadata, Metadata, Page, WatchLine
 from kfp_gpuquota.errors import ClusterUnavailableError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 
 PAGE: Final = 1000
 WATCH_S: Final = 300
@@ -33,6 +35,8 @@ NOT_INSTALLED_S: Final = 30.0
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 5.0
 DELETED_UIDS_KEPT: Final = 1024  # a write's response may arrive after the watch has reported the object's deletion
+
+_JITTER: Final = random.Random()  # noqa: S311 - not a secret
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +68,19 @@ def version_of(metadata: Metadata) -> int:
     return int(text) if text.isdecimal() and len(text) < 20 else 0
 
 
+class WrittenPods(Protocol):
+    """Receives pods that writes have returned, before the watch delivers them; implemented by the pods' reflector."""
+
+    def note(self, found: Pod, /) -> None:
+        """Process the pod, unless the watch has reported its deletion."""
+
+
 class Reflector(Generic[O]):
     """Watches one kind and reports its objects to `changed(object)` and `deleted(uid)`.
 
-    Both are synchronous and run while the stream is read; `batch_done` follows each batch. Versions older than the
-    newest one are not reported; `note` reports the object that a write returned. An `optional` kind that may not be
-    read counts as not installed, unless it was read before: an API server that has just started denies all requests.
+    Both are synchronous and run while the stream is read. Versions older than the newest one are not reported; `note`
+    reports the object that a write returned. An `optional` kind that may not be read counts as not installed, unless it
+    was read before: an API server that has just started denies all requests.
 
     An object that cannot be decoded as `kind`, or for which `changed` raises, is passed to
     `quarantined(metadata, problem)`, and the watch continues. `recover(raw, problem)` returns the readable part of an
@@ -86,7 +97,6 @@ class Reflector(Generic[O]):
         deleted: Callable[[str], None],
         selector: str = "",
         fields: str = "",
-        batch_done: Callable[[], None] = lambda: None,
         not_installed_s: float = NOT_INSTALLED_S,
         optional: bool = False,
         quarantined: Callable[[Metadata, str], None] = lambda _metadata, _problem: None,
@@ -94,7 +104,7 @@ class Reflector(Generic[O]):
     ) -> None:
         self._connection, self._path = connection, path
         self._selection = {"labelSelector": selector, "fieldSelector": fields}
-        self._changed, self._deleted, self._batch_done = changed, deleted, batch_done
+        self._changed, self._deleted = changed, deleted
         self._not_installed_s, self._optional = not_installed_s, optional
         self._quarantined, self._recover = quarantined, recover
         self._page = msgspec.json.Decoder(Page[msgspec.Raw])
@@ -107,46 +117,53 @@ class Reflector(Generic[O]):
         self.installed = True
         self.lists = 0
 
+    @property
+    def path(self) -> str:
+        """Return the path of the kind that is watched."""
+        return self._path
+
     async def run(self) -> None:
         """List and watch until cancelled."""
-        pause = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=_JITTER)
         while True:
-            self._received = False
+            self._received, at_least_s = False, 0.0
             try:
                 if not self._version:
                     await self._list()
                 await self._watch()
                 if self._received:
-                    pause = FIRST_PAUSE_S
+                    backoff.reset()
                     continue
                 log.info("%s: the watch ended without an event and is opened again after a pause", self._path)
             except ApiError as error:
-                pause = self._after_refusal(error, pause)
+                at_least_s = self._after_refusal(error)
+                if error.status == 410:
+                    backoff.reset()
             except (aiohttp.ClientError, ClusterUnavailableError, TimeoutError, OSError) as error:
                 log.info("%s: the watch failed and is opened again: %s", self._path, error or type(error).__name__)
             except msgspec.DecodeError as error:  # a proxy's error page, or a truncated line
                 log.warning("%s: a response cannot be decoded; listing again: %s", self._path, error)
                 self._version = ""
             if self._received:  # the watch worked until now, so it is opened again soon; backoff is for failing servers
-                pause = FIRST_PAUSE_S
-            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s(at_least_s))
 
     def note(self, found: O) -> None:
         """Report the object that a write returned, before the watch delivers it."""
         if found.metadata.uid not in self._deleted_uids:
             self._report(found)
 
-    def _after_refusal(self, error: ApiError, pause: float) -> float:
+    def _after_refusal(self, error: ApiError) -> float:
+        """Return the shortest pause in seconds after a refusal."""
         if error.status == 404 or (error.status == 403 and self._optional and not self._versions):
             self._note_not_installed()
             return self._not_installed_s
         if error.status == 410:
             log.info("%s: version %s was compacted; listing again", self._path, self._version)
             self._version = ""
-            return FIRST_PAUSE_S
-        log.warning("%s: %s", self._path, error)
-        return pause
+        else:
+            log.warning("%s: %s", self._path, error)
+        return 0.0
 
     def _note_not_installed(self) -> None:
         if self.installed:
@@ -154,7 +171,6 @@ class Reflector(Generic[O]):
         self.installed, self._version = False, ""
         for uid in list(self._versions):
             self._forget(uid)
-        self._batch_done()
         self.synced.set()
 
     # Listing
@@ -170,7 +186,6 @@ class Reflector(Generic[O]):
         self._version, self.installed = page.metadata.resource_version, True
         self._drop_missing(seen, int(self._version) if self._version.isdecimal() else 0)
         self.lists += 1
-        self._batch_done()
         self.synced.set()
 
     async def _pages(self) -> AsyncGenerator[Page[msgspec.Raw], None]:
@@ -219,7 +234,6 @@ class Reflector(Generic[O]):
             for line in lines:
                 if line:
                     self._take(msgspec.json.decode(line, type=WatchLine))
-            self._batch_done()
 
     def _take(self, line: WatchLine) -> None:
         if line.type == "ERROR":

@@ -20,13 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    PATIENCE_S,
-    ApiError,
-    is_retryable,
-)
+from kfp_gpuquota.cluster.kubernetes.client.async_client import RETRY_FOR_S, ApiError, is_retryable
 from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, StaleLeaseError
 from kfp_gpuquota.cluster.kubernetes.client.logging_setup import because_of, cause, fields
 from kfp_gpuquota.cluster.kubernetes.client.request import Lane
@@ -35,6 +29,7 @@ from kfp_gpuquota.errors import ClusterUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kfp_gpuquota.backoff import Backoff
     from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.client.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.client.request import Write
@@ -47,14 +42,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Request:
-    """One queued write. `deadline`: when retries end, in the event loop's time; 0 before the first attempt."""
+    """One queued write. `backoff` counts from the first attempt on."""
 
     write: Write
     done: Callable[[bytes], None]
     failed: Callable[[Exception], None]
     cause: str
-    pause_s: float = FIRST_PAUSE_S
-    deadline: float = 0.0
+    backoff: Backoff | None = None
 
 
 @dataclass(slots=True)
@@ -96,7 +90,7 @@ class Writer:
     """Queues of requests. Tasks exist while there are requests, so an idle controller has none.
 
     Transient failures (5xx, 429 except of disruption budgets, no response) are retried with exponential backoff for
-    `patience_s`. A refused request is not retried here: the caller has to decide again from the current state. After
+    `retry_for_s`. A refused request is not retried here: the caller has to decide again from the current state. After
     `fence` has closed nothing is sent, and neither `done` nor `failed` is called: the new leader decides again.
     """
 
@@ -106,9 +100,9 @@ class Writer:
         slots: Mapping[Lane, int] = SLOTS,
         *,
         fence: Fence = NO_FENCE,
-        patience_s: float = PATIENCE_S,
+        retry_for_s: float = RETRY_FOR_S,
     ) -> None:
-        self._connection, self._fence, self._patience_s = connection, fence, patience_s
+        self._connection, self._fence, self._retry_for_s = connection, fence, retry_for_s
         self._lanes = {lane: _Queue(count) for lane, count in slots.items()}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
@@ -158,23 +152,23 @@ class Writer:
         self._start(queue)
 
     async def _send(self, request: _Request) -> None:
-        write, loop = request.write, asyncio.get_running_loop()
+        write = request.write
         extra = fields(verb=write.verb, path=write.path, object=write.about)
-        request.deadline = request.deadline or loop.time() + self._patience_s
+        backoff = request.backoff = request.backoff or self._connection.backoff(self._retry_for_s)
         try:
             answer = await self._connection.call(
                 write.verb,
                 write.path,
                 write.body,
                 content_type=write.content_type,
-                patience_s=0.0,
+                retry_for_s=0.0,
                 fence=self._fence,
             )
         except StaleLeaseError as error:
             log.error("%s", error, extra=extra)
         except (ApiError, ClusterUnavailableError) as error:
-            if is_retryable(error) and loop.time() < request.deadline:
-                self._retry(request, error)
+            if is_retryable(error) and not backoff.exhausted:
+                self._retry(request, backoff, error)
                 return
             log.info("%s %s was refused: %s", write.verb, write.about, error, extra=extra)
             _report(request.failed, error, write)
@@ -189,18 +183,16 @@ class Writer:
             log.exception("the response to %s %s could not be processed", request.write.verb, request.write.about)
             _report(request.failed, error, request.write)
 
-    def _retry(self, request: _Request, error: Exception) -> None:
+    def _retry(self, request: _Request, backoff: Backoff, error: Exception) -> None:
         """Queue the request again after a pause; its slot is free in the meantime."""
         after = error.retry_after_s if isinstance(error, ApiError) else None
-        pause = max(after or 0.0, self._connection.jittered(request.pause_s))
-        request.pause_s = min(2 * request.pause_s, LONGEST_PAUSE_S)
         timer: asyncio.TimerHandle
 
         def again() -> None:
             self._timers.discard(timer)
             self._enqueue(request)
 
-        timer = asyncio.get_running_loop().call_later(pause, again)
+        timer = asyncio.get_running_loop().call_later(backoff.next_s(after or 0.0), again)
         self._timers.add(timer)
 
 

@@ -23,14 +23,12 @@ from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cluster.kubernetes.client.cooperative import TimeSlices
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert.autoscaled_pools import StandIns, fewest
-from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 from kfp_gpuquota.cluster.kubernetes.convert.non_gpu_pods import NonGpuPods
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
 from kfp_gpuquota.cluster.kubernetes.quota import quotas
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 from kfp_gpuquota.scheduler.state.model import GPU
@@ -38,11 +36,11 @@ from kfp_gpuquota.scheduler.state.model import GPU
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.api import Node as ApiNode
-    from kfp_gpuquota.api import Project
+    from kfp_gpuquota.cluster.kubernetes.controller.cluster_objects import ClusterObjects
     from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
 
 T = TypeVar("T")
@@ -60,20 +58,16 @@ class ProjectUsage(NamedTuple):
 
 
 class Snapshot:
-    """Nodes, quotas and pods as last seen, and the scheduler's state."""
+    """Updates `cluster`, with the pods of other controllers (`plain`) and the ElasticJobs (`elastic`)."""
 
-    def __init__(self, wake: Callable[[], None] = lambda: None, rules: RulesBook | None = None) -> None:
-        self.rules = rules or RulesBook()
-        self.state = scheduler.State()
-        self.allocator = DeviceAllocator()
-        self.nodes: dict[str, Node] = {}
-        self.quotas: dict[str, GpuQuota] = {}
-        self.projects: dict[str, Project] = {}
-        self.pods: dict[str, PodView] = {}
-        self.plain = PlainPods(self.emit, self.allocator, lambda pod: self.rules.rules.recreates(pod))  # noqa: PLW0108
+    def __init__(self, cluster: ClusterObjects, rules: RulesBook, elastic: ElasticJobs) -> None:
+        self.rules, self.elastic = rules, elastic
+        self.state, self.allocator, self.emitted_nodes = cluster.state, cluster.allocator, cluster.emitted_nodes
+        self.nodes, self.pods = cluster.nodes, cluster.pods
+        self.quotas, self.projects = cluster.quotas, cluster.projects
+        self.emit, self._wake = cluster.emit, cluster.wake
+        self.plain = PlainPods(self.emit, self.allocator, rules)
         self.refused_quotas: dict[str, str] = {}
-        self.emitted_nodes: dict[str, ApiNode] = {}
-        self.elastic: ElasticJobs | None = None
         self._jobs: dict[str, ElasticJob] = {}  # until everything is listed
         self._node_names: dict[str, str] = {}
         self._quota_names: dict[str, str] = {}
@@ -81,7 +75,6 @@ class Snapshot:
         self._non_gpu_pods = NonGpuPods()
         self._outdated: dict[str, None] = {}  # nodes whose changes were not emitted yet
         self._not_emitted: dict[str, PodView] = {}  # during `start`: listed, and not emitted yet
-        self._wake = wake
         self.stand_ins = StandIns((), self.emit, self.allocator, self.emitted_nodes)
         self._pool_nodes: dict[str, set[str]] = {}  # of autoscaled pools, by pool
         self.started = self.complete = False
@@ -111,8 +104,7 @@ class Snapshot:
             await slices.yield_if_due()
         for _ in self.plain.settling():
             await slices.yield_if_due()
-        if self.elastic:
-            self.elastic.start()
+        self.elastic.start()
         self.complete = True
         self._wake()
 
@@ -126,23 +118,15 @@ class Snapshot:
 
     def _start_order(self, pod: PodView) -> tuple[object, ...]:
         """Return a sort key: workers processed before, then completed pods, then pods with annotated devices."""
-        accounted = self.elastic is not None and self.elastic.accounted(pod)
+        accounted = self.elastic.accounted(pod)
         return not accounted, pod.exit_code != 0, pod.devices is None, pod.created, pod.uid
-
-    def emit(self, event: scheduler.Event) -> None:
-        """Apply an event to the scheduler's state; a refused event is a defect, but must not stop the controller."""
-        try:
-            self.state.apply(event)
-        except GpuQuotaError as error:
-            log.error("the scheduler refused %r: %s", event, error)
-        self._wake()
 
     def share_of(self, holder: str) -> ShareNote | None:
         """Return the share that a holder of parts of GPUs has requested, if any."""
         if (member := self.plain.members.get(holder)) is not None:
             pod = member.view
             return note_of(pod_job(pod), holder, f"{pod.namespace}/{pod.name}", pod.created)
-        return self.elastic.workers.share_of(holder) if self.elastic else None
+        return self.elastic.workers.share_of(holder)
 
     # Nodes
 
@@ -268,14 +252,14 @@ class Snapshot:
         """Add or update an ElasticJob."""
         if not self.started or job.metadata.uid in self._jobs:
             self._jobs[job.metadata.uid] = job
-        elif self.elastic:
+        else:
             self.elastic.put_job(job)
             self._wake()
 
     def drop_job(self, uid: str) -> None:
         """Remove a deleted ElasticJob."""
         untold = self._jobs.pop(uid, None) is not None
-        if self.started and self.elastic and not untold:
+        if self.started and not untold:
             self.elastic.drop_job(uid)
             self._wake()
 
@@ -295,7 +279,7 @@ class Snapshot:
         self.pods[pod.uid] = pod
         if not self.started:
             return
-        if self.elastic and self.elastic.owns(pod):
+        if self.elastic.owns(pod):
             self.elastic.put_pod(pod)
         elif pod.uid in self._foreign or (before is None and self._is_foreign(pod)):
             self._put_foreign(pod)
@@ -314,7 +298,7 @@ class Snapshot:
         if not self.started:
             del self.pods[uid]
             return
-        if self.elastic and self.elastic.owns(pod):
+        if self.elastic.owns(pod):
             self.elastic.drop_pod(pod)
         elif uid in self._foreign:
             self._release_foreign(uid)

@@ -11,12 +11,11 @@ pod does not wait, and thousands of pods do not cause thousands of plans.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import logging
 import time
 import uuid
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,22 +25,26 @@ from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE
 from kfp_gpuquota.cluster.kubernetes.client.logging_setup import because_of
 from kfp_gpuquota.cluster.kubernetes.client.quarantine import Quarantine
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
+from kfp_gpuquota.cluster.kubernetes.client.status_writer import StatusWriter
 from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
 from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
+from kfp_gpuquota.cluster.kubernetes.controller.cluster_objects import ClusterObjects
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.controller.plan_log import log_plan
-from kfp_gpuquota.cluster.kubernetes.controller.status_writer import StatusWriter, job_status, quota_status
+from kfp_gpuquota.cluster.kubernetes.controller.quota_status import quota_status
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view, recovered_pod
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
+from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
 from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
+from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
 from kfp_gpuquota.cluster.kubernetes.pods.pod_groups import Gangs
-from kfp_gpuquota.cluster.kubernetes.pods.recovery import StuckPods, awaits_a_node, does_not_come_up, lacks_its_place
+from kfp_gpuquota.cluster.kubernetes.pods.recovery import PodRecovery
 from kfp_gpuquota.cluster.kubernetes.pods.wait_events import WaitEvents
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.default_quotas import DefaultQuotas
@@ -51,15 +54,16 @@ from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import Reservation
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
 from kfp_gpuquota.cluster.planning import PlanningHealth
 from kfp_gpuquota.errors import PlanningFailedError
+from kfp_gpuquota.garbage import collector_paused
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Iterator
 
     from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.client.fence import Fence
     from kfp_gpuquota.cluster.kubernetes.client.request import Lane
     from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
+    from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
 
 LONGEST_REST_S: Final = 0.5
 QUOTAS_LOOKED_AT_S: Final = 1.0
@@ -95,8 +99,6 @@ class Controller:
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
         self._loop = asyncio.get_running_loop()
         self.metrics = metrics or Metrics()
-        self.rules = RulesBook(lambda: self._rules_changed())  # noqa: PLW0108 - it uses what is created below
-        self.snapshot = snapshot = Snapshot(self.wake, self.rules)
         self._writer = Writer(connection, fence=fence)
         self.health = PlanningHealth(self._loop.time)
         self._planning_failed = asyncio.Event()
@@ -105,73 +107,70 @@ class Controller:
         self._quotas_timer: asyncio.TimerHandle | None = None
         self._planned_at = self._plan_s = 0.0
         self._name, self._numbers = f"plan-{uuid.uuid4().hex[:6]}", itertools.count(1)
-        self.volumes = Volumes(self._volume_changed)
-        self.limits = LimitRanges(lambda namespace: self.elastic.limits_changed(namespace))  # noqa: PLW0108 - made below
-        self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
-        self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
         self.events = Recorder(self._writer)
+        self._pod_events = PodEventRecorder(self.events)
         self.quarantine = Quarantine(partial(self.events.record, warning=True))
+        self.rules = RulesBook(self._rules_changed)
+        self.volumes, self.limits = Volumes(self._volume_changed), LimitRanges(self._limits_changed)
         self.pods = self._reflector(
             "/api/v1/pods", core_types.Pod, self._pod_changed, self._pod_gone, recover=recovered_pod
         )
-        self.reflectors = [self.pods, *self._other_reflectors()]
+        cluster = ClusterObjects(self.wake)
         self.reservations = Reservations(
-            snapshot.allocator,
-            snapshot.nodes,
+            cluster.allocator,
+            cluster.nodes,
             self._writer,
             reserving or ReservationSettings(),
-            noted=self.pods.note,
-            recall=snapshot.share_of,
-            displaced=self._gpu_changed,
+            written_pods=self.pods,
+            sharers=self,
         )
-        self.evictions = Evictions(
-            snapshot.pods,
+        self._not_ready = self.metrics.decisions.labels(NOT_READY)
+        ready = ready or ReadyRules()
+        self.elastic = ElasticJobs(
+            Book(cluster.emit, cluster.allocator, cluster.emitted_nodes),
+            cluster.allocator,
             self._writer,
-            self.rules,
-            self._record_pod_event,
-            count=lambda step: self.metrics.reclaim_steps.labels(step).inc(),
-            ended=self.metrics.reclaims.observe,
-            borrows=self._borrows,
+            settings,
+            self.reservations,
+            limits=self.limits,
+            volumes=self.volumes,
+            rules=self.rules,
+            ready=ready,
+            written_pods=self.pods,
+            events=self,
+            epoch=epoch,
         )
+        self.snapshot = snapshot = Snapshot(cluster, self.rules, self.elastic)
+        self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
+        self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
+        self.reflectors = [self.pods, *self._other_reflectors()]
+        self.evictions = Evictions(snapshot.pods, self._writer, self.rules, self._pod_events, self)
         self.actions = PodActions(
             snapshot.plain,
             self._writer,
-            self.pods.note,
-            self._record_pod_event,
             self.reservations,
             self.rules,
             self.evictions,
+            self._pod_events,
+            self.pods,
         )
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
-        self._waiting = WaitEvents(snapshot.plain, self._record_pod_event)
-        self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._avoided)
-        self._ready = ready or ReadyRules()
-        self._stuck = [StuckPods(snapshot.pods, self._place_taken, lacks_its_place)]
-        if self._ready.timeout_s:
-            self._stuck.append(StuckPods(snapshot.pods, self._not_ready, does_not_come_up, self._ready.timeout_s))
-            self._stuck.append(StuckPods(snapshot.pods, self._no_node_came, awaits_a_node, self._ready.timeout_s))
+        self._waiting = WaitEvents(snapshot.plain, self._pod_events)
+        self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self.elastic.avoid)
+        self._recovery = PodRecovery(
+            snapshot.pods,
+            snapshot.plain,
+            self.elastic,
+            self.actions,
+            self._exclusions,
+            self.rules,
+            self._pod_events,
+            self._not_ready,
+            ready.timeout_s,
+        )
         conditions: dict[str, tuple[core_types.Condition, ...]] = {}
         self._quota_status = StatusWriter(self._writer, lambda name: quota_status(snapshot, name, conditions))
-        self.elastic = snapshot.elastic = ElasticJobs(
-            snapshot.emit,
-            snapshot.allocator,
-            snapshot.emitted_nodes,
-            self._writer,
-            settings,
-            noted=self.pods.note,
-            changed=lambda uid: self._job_status.changed(uid),  # noqa: PLW0108 - it is made below
-            decided=lambda uid: self._job_status.decided(uid),  # noqa: PLW0108
-            requests_in=self.limits.requests_in,
-            volume_terms=self.volumes.terms,
-            ready=self._ready,
-            avoided=self._exclusions.note,
-            warn_user=self._workers_not_ready,
-            epoch=epoch,
-        )
-        self.elastic.max_grace_s = lambda: self.rules.rules.reclaim.max_grace_s
         self._rules_changed()
-        self.elastic.workers.reservations = self.reservations
-        self._job_status = StatusWriter(self._writer, partial(job_status, self.elastic))
         self.ready = False
 
     async def run(self) -> None:
@@ -181,7 +180,7 @@ class Controller:
             stack.callback(self._stop_timers)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             watching = [group.create_task(reflector.run()) for reflector in self.reflectors]
-            with _nothing_collected():
+            with collector_paused():  # a quarter of a start's CPU
                 await self._load()
             membership = self.elastic.membership.serving(self._membership_port, self._tls)
             served = await stack.enter_async_context(membership)
@@ -282,8 +281,10 @@ class Controller:
     def _put_pod(self, view: PodView) -> None:
         self.snapshot.put_pod(self._exclusions.apply(self.volumes.apply(view)))
         self.evictions.note(view)
-        for stuck in self._stuck:
-            stuck.note(view)
+        self._recovery.note(view)
+
+    def _limits_changed(self, namespace: str) -> None:
+        self.elastic.limits_changed(namespace)
 
     def _volume_changed(self, namespace: str, claim: str) -> None:
         """Update pods after their claim was bound to a volume that restricts their nodes."""
@@ -294,65 +295,42 @@ class Controller:
             self._put_pod(pod)
         self.elastic.limits_changed(namespace)
 
-    def _place_taken(self, pod: PodView) -> None:
-        why = f"its place on node {pod.node} was taken by another pod, or never suited it: {pod.start_failure}"
-        recreated = self.rules.rules.recreates(pod)
-        if recreated:
-            self._exclusions.note(pod)
-        if self.elastic.owns(pod):
-            self.elastic.pod_events.remake(pod)
-            self._record_pod_event(pod, "PlaceTaken", why)
-        elif recreated:
-            self.actions.remake(pod, "PlaceTaken", why)
-        else:
-            self._record_pod_event(
-                pod, "PlaceTaken", f"{why}; nobody would make it anew: delete it, and create it again"
-            )
+    # As `ElasticJobEvents`
 
-    def _workers_not_ready(self, job: Subject, message: str) -> None:
-        self.metrics.decisions.labels(NOT_READY).inc()
+    def node_failed(self, pod: PodView) -> None:
+        """Exclude the pod's node for its job's next workers."""
+        self._exclusions.note(pod)
+
+    def workers_not_ready(self, job: Subject, message: str) -> None:
+        """Warn the job's user: GPUs are released because workers did not start."""
+        self._not_ready.inc()
         self.events.record(job, "WorkersNotReady", message, warning=True)
 
-    def _not_ready(self, pod: PodView) -> None:
-        """Evict a pod that does not start; its owner's next pod waits at the gate, and gets another node."""
-        if pod.uid not in self.snapshot.plain.members:
-            return
-        said = pod.start_failure or "its volumes or its network are not there"
-        why = f"it did not come up on node {pod.node} in {self._ready.timeout_s:g} s: {said}"
-        if self.rules.rules.recreates(pod):
-            self.metrics.decisions.labels(NOT_READY).inc()
-            self._exclusions.note(pod)
-            self.actions.remake(pod, "NotReady", f"{why}; its GPUs are given back")
-        else:
-            self._record_pod_event(
-                pod, "NotReady", f"{why}; it keeps its GPUs, since nobody would make it anew: delete it"
-            )
+    # As `Sharers`
 
-    def _no_node_came(self, pod: PodView) -> None:
-        """Evict a pod for which the autoscaler adds no node, if its owner recreates it, so that it is queued again."""
-        said = pod.start_failure or "kube-scheduler has not looked at it"
-        why = f"no node of the autoscaled pool took it in {self._ready.timeout_s:g} s: {said}"
-        if pod.uid in self.snapshot.plain.members and self.rules.rules.recreates(pod):
-            self.metrics.decisions.labels(NOT_READY).inc()
-            self.actions.remake(pod, "NoNodeCame", f"{why}; its GPUs are given back")
-        else:
-            self._record_pod_event(pod, "NoNodeCame", f"{why}; it keeps its quota, and goes on waiting")
+    def share_of(self, holder: str) -> ShareNote | None:
+        """Return the share that a holder of parts of GPUs has requested, if any."""
+        return self.snapshot.share_of(holder)
 
-    def _gpu_changed(self, holder: str, why: str) -> None:
+    def gpu_changed(self, holder: str, why: str) -> None:
         """Replace a sharer whose GPU is no longer reserved; its next pod gets the reserved one."""
-        member, worker = self.snapshot.plain.members.get(holder), self.elastic.workers.pods.get(holder)
-        if member is not None and self.rules.rules.recreates(member.view):
-            self.actions.remake(member.view, "GpuChanged", why)
-        elif member is not None:
-            self._record_pod_event(
-                member.view, "GpuChanged", f"{why}; delete it, and create it again: nobody else would"
-            )
-        elif worker is not None:
-            self._record_pod_event(worker, "GpuChanged", why)
-            self.elastic.pod_events.remake(worker)
+        self._recovery.gpu_changed(holder, why)
 
-    def _avoided(self, controller_uid: str, nodes: tuple[str, ...]) -> None:
-        self.elastic.avoid(controller_uid, nodes)
+    # As `EvictionContext`
+
+    def borrows(self, namespace: str) -> bool:
+        """Return whether the team is over its guaranteed quota."""
+        return namespace in self.snapshot.projects and self.snapshot.held(namespace).borrowed > 0
+
+    def eviction_step(self, step: str) -> None:
+        """Count a step of an eviction."""
+        self.metrics.reclaim_steps.labels(step).inc()
+
+    def eviction_ended(self, seconds: float) -> None:
+        """Count an eviction that took this long."""
+        self.metrics.reclaims.observe(seconds)
+
+    # Objects
 
     def _namespace_changed(self, namespace: core_types.Namespace) -> None:
         self.profiles.put_namespace(namespace)
@@ -373,16 +351,10 @@ class Controller:
         self.profiles.quota_changed(name)
         self.wake()
 
-    def _borrows(self, namespace: str) -> bool:
-        return namespace in self.snapshot.projects and self.snapshot.held(namespace).borrowed > 0
-
     def _rules_changed(self) -> None:
         self.snapshot.state.ledger.reclaim_shelter_s = self.rules.rules.reclaim.max_min_run_time_s
         self.default_quotas.rules_changed()
         self.wake()
-
-    def _record_pod_event(self, pod: PodView, reason: str, message: str) -> None:
-        self.events.record(Subject("Pod", pod.name, pod.namespace, pod.uid), reason, message)
 
     def _record_namespace_event(self, namespace: str, reason: str, message: str) -> None:
         self.events.record(Subject("Namespace", namespace, namespace), reason, message, warning=True)
@@ -420,6 +392,7 @@ class Controller:
         """Plan, and carry out the plan; return in how many seconds to plan again without a change, if at all."""
         now = time.time()
         self.snapshot.catch_up()
+        self.metrics.account(self.snapshot)
         plan = scheduler.plan(self.snapshot.state, now)
         with because_of(f"{self._name}-{next(self._numbers)}"):
             log_plan(plan, self._loop.time() - started)
@@ -454,6 +427,7 @@ class Controller:
             self.actions.stop(resize.remove, resize.reason)
             self.actions.start(resize.job, resize.add, resize.reason)
         for bind in plan.bind:
+            self.metrics.started(self.snapshot.state.jobs[bind.job], time.time())
             self.actions.start(bind.job, bind.placements, bind.reason)
         for kind in ("bind", "evict", "move", "resize"):
             if decided := len(getattr(plan, kind)):
@@ -465,22 +439,11 @@ class Controller:
             self._quota_status.changed(name)
 
     def _stop_timers(self) -> None:
-        for stuck in self._stuck:
-            stuck.close()
+        self._recovery.close()
         self._waiting.close()
         self.evictions.close()
-        self._job_status.close()
+        self.elastic.statuses.close()
         self._quota_status.close()
         for timer in (self._planning, self._again, self._quotas_timer):
             if timer:
                 timer.cancel()
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Disable garbage collection: listed objects are long-lived, and scanning them costs a quarter of a start's CPU."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
     from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
+    from kfp_gpuquota.scheduler.state.model import Job
 
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 _RECLAIM_SECONDS: Final = (1.0, 3.0, 10.0, 30.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0)
+
+_WAIT_SECONDS: Final = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
+
+ACCOUNTED_EVERY_S: Final = 1.0
+"""The shortest interval after which GPU-seconds are added up: plans may follow one another faster."""
 
 
 class Metrics:
@@ -19,6 +27,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._accounted_at: float | None = None
+        self._add_usage()
+        self._add_health()
         self.calls = Counter(
             "gpuquota_api_calls", "Calls to the API server", ["verb", "status"], registry=self.registry
         )
@@ -53,6 +64,77 @@ class Metrics:
         )
         self.pods = Gauge("gpuquota_pods", "Pods that hold GPUs or wait for some", registry=self.registry)
 
+    def _add_usage(self) -> None:
+        """Add the metrics of holdings and waiting times by project."""
+        self.waits = Histogram(
+            "gpuquota_wait_seconds",
+            "From a job's submission to its first start",
+            ["project"],
+            buckets=_WAIT_SECONDS,
+            registry=self.registry,
+        )
+        self.gpus = Gauge("gpuquota_gpus", "GPUs in the plan", registry=self.registry)
+        self.borrowed = Gauge(
+            "gpuquota_borrowed_gpus", "GPUs held above the guarantee", ["project"], registry=self.registry
+        )
+        self.unmet = Gauge(
+            "gpuquota_unmet_guarantee_gpus",
+            "GPUs that the project asks for within its guarantee and does not hold",
+            ["project"],
+            registry=self.registry,
+        )
+        self.gpu_seconds = Counter(
+            "gpuquota_gpu_seconds",
+            "GPU-seconds held, by kind: guaranteed, borrowed",
+            ["project", "kind"],
+            registry=self.registry,
+        )
+        self.idle_gpu_seconds = Counter(
+            "gpuquota_idle_gpu_seconds", "GPU-seconds that nobody held", registry=self.registry
+        )
+
+    def _add_health(self) -> None:
+        """Add what shows that the process does its work."""
+        self.overdue = Gauge(
+            "gpuquota_plan_overdue_seconds",
+            "For how long a plan is needed and was not made; 0: none is needed",
+            registry=self.registry,
+        )
+        self.blocked_evictions = Gauge(
+            "gpuquota_blocked_evictions", "Pods whose eviction was refused and is repeated", registry=self.registry
+        )
+        self.lists = Gauge(
+            "gpuquota_lists", "How often a kind was listed; each after the first is a lost watch", ["path"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.certificate_expiry = Gauge(
+            "gpuquota_certificate_expiry_timestamp_seconds",
+            "When the webhook's certificate expires, in seconds since 1970; 0 in a process without one",
+            registry=self.registry,
+        )
+
+    def started(self, job: Job, now: float) -> None:
+        """Observe the wait of a job that starts for the first time. `now` is in seconds since 1970."""
+        if not job.started_at:
+            self.waits.labels(job.queue.name).observe(max(0.0, now - job.submitted_at))
+
+    def account(self, snapshot: Snapshot, now: float | None = None) -> None:
+        """Add up the GPU-seconds since the last call, by what is held now. `now` is in monotonic seconds."""
+        now = time.monotonic() if now is None else now
+        since, total = self._accounted_at, 0.0
+        if since is not None and now - since < ACCOUNTED_EVERY_S:
+            return
+        self._accounted_at = now
+        if since is None:
+            return
+        for name in snapshot.projects:
+            held = snapshot.held(name)
+            total += held.gpus
+            for kind, gpus in (("borrowed", held.borrowed), ("guaranteed", held.gpus - held.borrowed)):
+                if gpus > 0:
+                    self.gpu_seconds.labels(name, kind).inc(gpus * (now - since))
+        self.idle_gpu_seconds.inc(max(0.0, _gpus(snapshot) - total) * (now - since))
+
     def count_call(self, verb: str, status: int) -> None:
         """Count a call to the API server."""
         self.calls.labels(verb, str(status)).inc()
@@ -60,8 +142,14 @@ class Metrics:
     def look(self, controller: Controller) -> None:
         """Update the gauges when they are scraped; deleted projects are left out."""
         snapshot = controller.snapshot
-        for gauge in (self.held, self.waiting, self.guaranteed, self.quarantined):
+        self.account(snapshot)
+        for gauge in (self.held, self.waiting, self.guaranteed, self.borrowed, self.unmet, self.quarantined):
             gauge.clear()
+        self.gpus.set(_gpus(snapshot))
+        self.overdue.set(controller.health.overdue_s)
+        self.blocked_evictions.set(controller.evictions.blocked)
+        for reflector in controller.reflectors:
+            self.lists.labels(reflector.path).set(reflector.lists)
         for kind, count in controller.quarantine.counts().items():
             self.quarantined.labels(kind).set(count)
         for lane, depth in controller.queued_writes().items():
@@ -73,3 +161,10 @@ class Metrics:
             self.held.labels(name).set(held.gpus)
             self.waiting.labels(name).set(held.waiting)
             self.guaranteed.labels(name).set(project.guaranteed)
+            self.borrowed.labels(name).set(held.borrowed)
+            self.unmet.labels(name).set(max(0.0, min(held.requested, project.guaranteed) - held.gpus))
+
+
+def _gpus(snapshot: Snapshot) -> int:
+    """Return the number of GPUs of nodes that take pods."""
+    return sum(len(node.devices) for node in snapshot.emitted_nodes.values() if node.ready)

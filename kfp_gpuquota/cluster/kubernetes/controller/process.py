@@ -13,12 +13,14 @@ import socket
 import time
 import uuid
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.admission.mounted_certificate import MountedCertificate
 from kfp_gpuquota.cluster.kubernetes.client import probes
 from kfp_gpuquota.cluster.kubernetes.client.async_client import MERGE_PATCH, ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
@@ -37,9 +39,11 @@ from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
-from kfp_gpuquota.errors import ClusterUnavailableError
+from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
 
 ACCOUNT: Final = "gpuquota-controller"
@@ -51,7 +55,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Command-line options of a replica; port 0 selects a free port, `webhook_port` 0 disables the webhook.
 
     With `reviews_only` it never leads. `keys_namespace` has the Secrets of the authority and the key; "": `namespace`,
-    with which they are deleted. `membership_shards` are URLs of the processes that serve workers; (): this process.
+    with which they are deleted. `cert_dir` has the webhook's certificate; "": the process issues its own.
+    `membership_shards` are URLs of the processes that serve workers; (): this process.
     """
 
     kubeconfig: str | None = None
@@ -59,6 +64,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = "gpuquota-system"
     keys_namespace: str = ""
     reviews_only: bool = False
+    cert_dir: str = ""
     webhook_port: int = 0
     metrics_port: int = 0
     membership_port: int = 0
@@ -96,45 +102,69 @@ class Replica:
                 self._metrics, options.metrics_port, ready=self._is_ready, refresh=self._look, healthy=self._is_healthy
             )
             log.info("metrics and probes on port %d", await stack.enter_async_context(served))
+            if options.cert_dir:
+                mounted = self._mounted_certificate()
+                self._metrics.certificate_expiry.set_function(lambda: mounted.expires_at)
+                await first_to_end(*self._reviewing(connection, mounted))
+                return
             certificates = await self._certificates(connection)
+            self._metrics.certificate_expiry.set_function(lambda: certificates.expires_at)
             tasks = [] if options.reviews_only else [self._lead(connection, certificates)]
             if options.webhook_port:
-                user = f"system:serviceaccount:{options.namespace}:{ACCOUNT}"
-                tasks += [self._policies_of(connection).run(), self._rules_of(connection).run()]
-                tasks.append(self._review(certificates, user))
+                tasks += self._reviewing(connection, certificates)
             else:
                 tasks.append(certificates.keep())
             await first_to_end(*tasks)
 
+    def _reviewing(
+        self, connection: Connection, certificate: server.ServingCertificate
+    ) -> list[Coroutine[Any, Any, None]]:
+        user = f"system:serviceaccount:{self._options.namespace}:{ACCOUNT}"
+        policies, rules = self._policies_of(connection), self._rules_of(connection)
+        return [policies.run(), rules.run(), self._review(certificate, user, policies, rules)]
+
+    def _mounted_certificate(self) -> MountedCertificate:
+        """Return the certificate of --cert-dir. Raises UsageError, or RunError if it cannot be used."""
+        if not self._options.reviews_only:
+            raise UsageError(
+                "--cert-dir is for a process that serves only the webhook; add --reviews-only, or leave --cert-dir out"
+            )
+        certificate = MountedCertificate(Path(self._options.cert_dir))
+        certificate.refresh()
+        return certificate
+
     def _policies_of(self, connection: Connection) -> Reflector[custom_types.PolicyObject]:
         book = self._policies
-        self._reflector = Reflector(
-            connection, PATH, custom_types.PolicyObject, changed=book.put, deleted=book.drop, optional=True
-        )
-        return self._reflector
+        kind = custom_types.PolicyObject
+        return Reflector(connection, PATH, kind, changed=book.put, deleted=book.drop, optional=True)
 
     def _rules_of(self, connection: Connection) -> Reflector[custom_types.QuotaPolicyObject]:
-        book, kind = self._rules, custom_types.QuotaPolicyObject
-        path = quota_policy.PATH
-        self._rules_reflector = Reflector(connection, path, kind, changed=book.put, deleted=book.drop, optional=True)
-        return self._rules_reflector
+        book, kind, path = self._rules, custom_types.QuotaPolicyObject, quota_policy.PATH
+        return Reflector(connection, path, kind, changed=book.put, deleted=book.drop, optional=True)
 
-    async def _review(self, certificates: server.Certificates, user: str) -> None:
+    async def _review(
+        self,
+        certificate: server.ServingCertificate,
+        user: str,
+        policies: Reflector[custom_types.PolicyObject],
+        rules: Reflector[custom_types.QuotaPolicyObject],
+    ) -> None:
         """Serve the webhook after the policies were listed, so that they apply to every reviewed pod."""
-        await self._reflector.synced.wait()
-        await self._rules_reflector.synced.wait()
-        await server.serve(
-            certificates,
-            user,
-            self._options.webhook_port,
-            self._reviewed,
-            lambda: self._policies.all,
-            lambda: self._rules.rules,
-            self._listens,
-        )
+        await policies.synced.wait()
+        await rules.synced.wait()
+        await server.serve(certificate, user, self._options.webhook_port, self._policies, self._rules, self)
 
-    def _listens(self) -> None:
+    # As `ReviewEvents`
+
+    def listens(self) -> None:
+        """Record that the webhook's port is open."""
         self._reviews = True
+
+    def reviewed(self, verdict: Verdict, seconds: float) -> None:
+        """Count a review that took this long."""
+        self._metrics.reviews.labels(str(verdict.allowed)).observe(seconds)
+
+    # As the leader
 
     async def _lead(self, connection: Connection, certificates: server.Certificates) -> None:
         """Acquire the lease, and run the controller until the lease is lost."""
@@ -225,9 +255,6 @@ class Replica:
     def _look(self) -> None:
         if self._controller is not None:
             self._metrics.look(self._controller)
-
-    def _reviewed(self, verdict: Verdict, seconds: float) -> None:
-        self._metrics.reviews.labels(str(verdict.allowed)).observe(seconds)
 
 
 async def _label(connection: Connection, *, leads: bool) -> None:

@@ -9,10 +9,10 @@ running pods, the pods' indices are beyond its device count.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
 @dataclass(slots=True)
@@ -25,13 +25,24 @@ class NodeDevices:
     foreign: set[int] = field(default_factory=set)
 
 
+class SharedDevicesObserver(Protocol):
+    """Is notified of changes of shared devices; implemented by `Reservations`."""
+
+    def shared_changed(self, holder: str, node: str, devices: tuple[int, ...], /) -> None:
+        """Process that the holder has taken or released parts of these devices."""
+
+
 class DeviceAllocator:
-    """The devices of all nodes. `shared_changed(holder, node, devices)` is called when parts are taken or released."""
+    """The devices of all nodes."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, NodeDevices] = {}
         self._of: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self.shared_changed: Callable[[str, str, tuple[int, ...]], None] = lambda _holder, _node, _devices: None
+        self._observers: list[SharedDevicesObserver] = []
+
+    def observe(self, observer: SharedDevicesObserver) -> None:
+        """Notify the observer from now on when parts of devices are taken or released."""
+        self._observers.append(observer)
 
     def resize(self, node: str, count: int) -> None:
         """Set the number of the node's devices."""
@@ -83,7 +94,7 @@ class DeviceAllocator:
             state.foreign.update(devices)
         self._of[holder] = (node, devices)
         if part:
-            self.shared_changed(holder, node, devices)
+            self._notify(holder, node, devices)
         return devices
 
     def release(self, holder: str) -> tuple[str, tuple[int, ...]] | None:
@@ -95,8 +106,12 @@ class DeviceAllocator:
         shared = tuple(device for device in held[1] if _leave(state, device, holder))
         state.foreign.difference_update(held[1])
         if shared:
-            self.shared_changed(holder, held[0], shared)
+            self._notify(holder, held[0], shared)
         return held
+
+    def _notify(self, holder: str, node: str, devices: tuple[int, ...]) -> None:
+        for observer in self._observers:
+            observer.shared_changed(holder, node, devices)
 
     def _node(self, node: str) -> NodeDevices:
         return self._nodes.setdefault(node, NodeDevices())

@@ -5,6 +5,7 @@ A placement that kube-scheduler would refuse must not be planned. Preferences ar
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,8 +47,6 @@ class NodeConstraints(msgspec.Struct, frozen=True, gc=False):
 
 
 _OPERATORS = frozenset(Operator)
-_INTERNED: dict[NodeConstraints, NodeConstraints] = {}
-_MAX_INTERNED = 4096
 
 
 def constraints_of(spec: core_types.PodSpec) -> NodeConstraints:
@@ -57,10 +56,13 @@ def constraints_of(spec: core_types.PodSpec) -> NodeConstraints:
     if affinity is not None and affinity.required is not None:
         terms = terms_of(affinity.required)
     tolerations = tuple(t for t in map(_toleration, spec.tolerations) if t is not None)
-    constraints = NodeConstraints(tuple(sorted(spec.node_selector.items())), terms, tolerations)
-    if len(_INTERNED) > _MAX_INTERNED:
-        _INTERNED.clear()
-    return _INTERNED.setdefault(constraints, constraints)
+    return _shared(NodeConstraints(tuple(sorted(spec.node_selector.items())), terms, tolerations))
+
+
+@lru_cache(4096)
+def _shared(constraints: NodeConstraints) -> NodeConstraints:
+    """Return one object for equal constraints: thousands of pods have the same."""
+    return constraints
 
 
 def terms_of(selector: core_types.NodeSelector | None) -> tuple[NodeTerm, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Device
@@ -61,7 +61,7 @@ def node_of(node: Node, foreign: Iterable[int] = (), taken: NodeUsage | None = N
     )
 
 
-@cache
+@lru_cache(4096)
 def device(index: int, memory_mib: int) -> Device:
     """Return the device with this index, cached, since thousands of nodes have equal devices."""
     return Device(index=index, memory_mib=memory_mib)

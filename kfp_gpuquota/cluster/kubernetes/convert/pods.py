@@ -18,7 +18,6 @@ import msgspec
 
 from kfp_gpuquota.api import JobSpec, Kind
 from kfp_gpuquota.api.annotations import asks_for_share, share_of_pod
-from kfp_gpuquota.api.quantity import parse_mib
 from kfp_gpuquota.api.validation import MAX_PRIORITY
 from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import completed
 from kfp_gpuquota.cluster.kubernetes.convert.node_constraints import NodeConstraints, constraints_of
@@ -33,6 +32,7 @@ from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import (
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Container, Metadata, Pod, PodSpec, PodStatus, Resources
+from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_read
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError
 
 if TYPE_CHECKING:
@@ -501,34 +501,12 @@ def elastic_job(
     spec, template = job.spec, completed(_template_of(job), requests or {})
     kept = () if spec.checkpoint is None else (spec.checkpoint.claim_name,)
     constraints = constraints_of(template).within(volume_terms(job.metadata.namespace, (*claims_of(template), *kept)))
-    given: dict[str, object] = {
-        "gpus": spec.gpus,
-        "min_gpus": spec.min_gpus,
-        "max_gpus": spec.max_gpus,
-        "gpus_per_worker": spec.gpus_per_worker,
-        "kind": spec.kind,
-        "priority": spec.priority,
-        "preemptible": spec.preemptible,
-        "grace_period_s": spec.grace_period_seconds,
-        "max_restarts": spec.max_restarts,
-        "cool_down_s": spec.cool_down_seconds,
-        "min_run_time_s": spec.min_run_time_seconds,
-        "gpu_fraction": spec.gpu_fraction,
-        "gpu_fraction_limit": spec.gpu_fraction_limit,
-        "gpu_memory_mib": None if spec.gpu_memory is None else parse_mib("gpuMemory", str(spec.gpu_memory)),
-        "gpu_memory_limit_mib": None
-        if spec.gpu_memory_limit is None
-        else parse_mib("gpuMemoryLimit", str(spec.gpu_memory_limit)),
-        "gpu_devices": spec.gpu_devices,
-        "node_pool": spec.node_pool,
-        "required_topology": spec.required_topology,
-        "preferred_topology": spec.preferred_topology,
-        "spread": spec.spread,
+    chosen = {
+        **as_read(spec),
         **resource_requests_of(template).constraints(),
         **constraints.constraints(),
     }
     named = {"name": short_name(job.metadata.name), "project": job.metadata.namespace, "command": ("pod",)}
-    chosen = {name: value for name, value in given.items() if value is not None}
     try:
         return msgspec.convert({**named, **chosen}, JobSpec, strict=False)
     except msgspec.ValidationError as error:

@@ -96,8 +96,19 @@ _SHARES: Final = (
         "self.gpuMemory",
     ),
     (
+        "!has(self.gpuCompute) || self.gpuCompute < 1.0",
+        "gpuCompute is %s, but it must be more than 0 and less than 1",
+        "self.gpuCompute",
+    ),
+    (
+        f"!has(self.gpuCompute) || {_SHARED}",
+        "gpuCompute is %s, but it limits a job's share of a GPU, and there is none; add gpuFraction or"
+        " gpuMemory, or ask for whole GPUs with gpus",
+        "self.gpuCompute",
+    ),
+    (
         f"!has(self.gpuDevices) || {_SHARED}",
-        "gpuDevices is %s, but it says of how many GPUs a job holds a share, and there is none; add gpuFraction or"
+        "gpuDevices is %s, but it counts the GPUs of which a job holds a share, and there is none; add gpuFraction or"
         " gpuMemory, or ask for whole GPUs with gpus",
         "self.gpuDevices",
     ),
@@ -113,6 +124,7 @@ _FIXED: Final = (
     "gpuFractionLimit",
     "gpuMemory",
     "gpuMemoryLimit",
+    "gpuCompute",
     "gpuDevices",
     "nodePool",
     "requiredTopology",

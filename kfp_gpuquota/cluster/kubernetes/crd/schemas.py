@@ -22,6 +22,7 @@ from kfp_gpuquota.cluster.kubernetes.crd.quota_policy_schema import quota_policy
 from kfp_gpuquota.cluster.kubernetes.crd.structural import Schema, column, definition, described, rule, status
 from kfp_gpuquota.cluster.kubernetes.crd.workload_policy_schema import workload_policy
 from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.objects.job_fields import JOB_FIELDS
 
 YEAR_S: Final = 31_536_000
 MAX_CONTAINERS: Final = 64
@@ -29,26 +30,27 @@ MAX_POOLS: Final = 64
 _WORKERS_READY: Final = '.status.conditions[?(@.type=="WorkersReady")].reason'
 _DNS_LABEL: Final = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 
-# JSON name: (field of JobSpec, description)
+# Descriptions by JSON name
 _JOB_FIELDS: Final = {
-    "kind": ("kind", "train: may go over quota and be preempted; build: an interactive session, within quota only."),
-    "gpus": ("gpus", "GPUs of the whole job; default 1."),
-    "minGpus": ("min_gpus", "The minimum number of GPUs, which start together. With maxGpus it makes the job elastic."),
-    "maxGpus": ("max_gpus", "The maximum number of GPUs that the job uses when GPUs are idle."),
-    "gpusPerWorker": ("gpus_per_worker", "GPUs of each pod; default 1 for an elastic job, all GPUs for any other job."),
-    "gpuFraction": ("gpu_fraction", "Guaranteed fraction of each GPU, instead of whole GPUs."),
-    "gpuFractionLimit": ("gpu_fraction_limit", "The maximum fraction of each GPU, used while no other job needs it."),
-    "gpuDevices": ("gpu_devices", "Number of GPUs of one node of which the job holds a share; default 1."),
-    "priority": ("priority", "Priority within the project; default 50 for train, 100 for build."),
-    "preemptible": ("preemptible", "Whether the job may be preempted; default true for train, false for build."),
-    "gracePeriodSeconds": ("grace_period_s", "Seconds that a worker has to exit after it was asked to stop."),
-    "maxRestarts": ("max_restarts", "Number of times that failed workers are replaced before the job fails."),
-    "coolDownSeconds": ("cool_down_s", "Seconds after a change of size in which the job does not grow."),
-    "minRunTimeSeconds": ("min_run_time_s", "Seconds after its start in which the job is not preempted."),
-    "nodePool": ("node_pool", "The node pool to run in, within the project's quota there."),
-    "requiredTopology": ("required_topology", "A node label that must have the same value for all workers."),
-    "preferredTopology": ("preferred_topology", "A node label that has the same value for all workers if possible."),
-    "spread": ("spread", "Spread workers over as many nodes as possible, instead of as few."),
+    "kind": "train: may go over quota and be preempted; build: an interactive session, within quota only.",
+    "gpus": "GPUs of the whole job; default 1.",
+    "minGpus": "The minimum number of GPUs, which start together. With maxGpus it makes the job elastic.",
+    "maxGpus": "The maximum number of GPUs that the job uses when GPUs are idle.",
+    "gpusPerWorker": "GPUs of each pod; default 1 for an elastic job, all GPUs for any other job.",
+    "gpuFraction": "Guaranteed fraction of each GPU, instead of whole GPUs.",
+    "gpuFractionLimit": "The maximum fraction of each GPU, used while no other job needs it.",
+    "gpuCompute": "Fraction of each GPU's computing power, beside a share of its memory; enforced by NVIDIA MPS.",
+    "gpuDevices": "Number of GPUs of one node of which the job holds a share; default 1.",
+    "priority": "Priority within the project; default 50 for train, 100 for build.",
+    "preemptible": "Whether the job may be preempted; default true for train, false for build.",
+    "gracePeriodSeconds": "Seconds that a worker has to exit after it was asked to stop.",
+    "maxRestarts": "Number of times that failed workers are replaced before the job fails.",
+    "coolDownSeconds": "Seconds after a change of size in which the job does not grow.",
+    "minRunTimeSeconds": "Seconds after its start in which the job is not preempted.",
+    "nodePool": "The node pool to run in, within the project's quota there.",
+    "requiredTopology": "A node label that must have the same value for all workers.",
+    "preferredTopology": "A node label that has the same value for all workers if possible.",
+    "spread": "Spread workers over as many nodes as possible, instead of as few.",
 }
 _QUOTA_FIELDS: Final = {
     "guaranteed": ("guaranteed", "GPUs that are guaranteed to the team."),
@@ -181,10 +183,10 @@ def _amounts_rule(of: str) -> Schema:
 
 
 def _elastic_job_spec() -> Schema:
-    properties = described(_JOB_FIELDS, JobSpec, custom_types.ElasticJobSpec)
-    defaults = JobSpec(name="x", project="x", command=("x",))
+    described_fields = {wire: (JOB_FIELDS[wire].name, text) for wire, text in _JOB_FIELDS.items()}
+    properties = described(described_fields, JobSpec, custom_types.ElasticJobSpec)
     for wire in _DEFAULTED:
-        properties[wire]["default"] = msgspec.to_builtins(getattr(defaults, _JOB_FIELDS[wire][0]))
+        properties[wire]["default"] = msgspec.to_builtins(JOB_FIELDS[wire].default)
     properties |= {
         "gpuMemory": _memory("Guaranteed memory of each GPU, instead of a fraction, for example 4Gi."),
         "gpuMemoryLimit": _memory("The maximum memory of each GPU, used while no other job needs it."),

@@ -67,7 +67,7 @@ def rule(holds: str, message: str, *values: str) -> Schema:
     """A rule in CEL, and the sentence where it does not hold; each %s in that is one of the expressions `values`."""
     if not values:
         return {"rule": holds, "message": message}
-    # not by adding strings up: the server cannot tell how long string(self.gpus) gets, and refuses what may cost much
+    # Not by concatenation: the server cannot bound the length of string(self.gpus), and refuses expensive rules.
     text = message.replace("'", "\\'")
     return {"rule": holds, "messageExpression": f"'{text}'.format([{', '.join(values)}])"}
 
@@ -102,7 +102,7 @@ def definition(kind: str, plural: str, short: str, scope: str, body: Schema, col
                 "plural": plural,
                 "singular": kind.lower(),
                 "shortNames": [short],
-                "categories": ["gpuquota"],
+                "categories": ["kfp-gpuquota"],
             },
             "scope": scope,
             "conversion": {"strategy": "None"},

@@ -13,9 +13,10 @@ from kfp_gpuquota.cluster.job_book import Change
 from kfp_gpuquota.cluster.records import with_status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from kfp_gpuquota.api import Reason, Worker
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import JobMembership
     from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import WorkerPods
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Decisions:
-    """Decisions about jobs. `changed(uid)` requests a status write; `decided(uid)` also recomputes deadlines."""
+    """Decisions about jobs."""
 
     def __init__(
         self,
@@ -31,11 +32,11 @@ class Decisions:
         membership: JobMembership,
         workers: WorkerPods,
         *,
-        changed: Callable[[str], None],
-        decided: Callable[[str], None],
+        statuses: StatusRequests,
+        events: JobPartEvents,
     ) -> None:
         self._book, self._membership, self._workers = book, membership, workers
-        self._changed, self._decided = changed, decided
+        self._statuses, self._events = statuses, events
 
     def plan(self, plan: scheduler.Plan) -> None:
         """Carry out the plan's decisions about ElasticJobs; other decisions are ignored here."""
@@ -46,8 +47,8 @@ class Decisions:
             move=tuple(m for m in plan.move if m.job in self._book.jobs),
         )
         if not own.empty:
-            with self.transcript() as transcript:
-                transcript.plan(own)
+            with self.recording() as recorder:
+                recorder.plan(own)
         for uid, reason in plan.waiting.items():
             self._note_waiting(uid, reason)
 
@@ -56,25 +57,25 @@ class Decisions:
         if job is None or self._book.runtime_states[uid].held_back or job.status.reason == reason:
             return
         self._book.jobs[uid] = with_status(job, reason=reason)
-        self._changed(uid)
+        self._statuses.changed(uid)
 
     @contextmanager
-    def transcript(self) -> Iterator[ChangeRecorder]:
+    def recording(self) -> Iterator[ChangeRecorder]:
         """Record decisions; when the block ends, commit them, then carry them out."""
         change = Change()
-        transcript = ChangeRecorder(self._book, change, time.time())
-        yield transcript
+        recorder = ChangeRecorder(self._book, change, time.time())
+        yield recorder
         self._book.commit(change)
-        self._start_all(transcript.started)
-        self.stop_all(transcript.stopped)
+        self._start_all(recorder.started)
+        self.stop_all(recorder.stopped)
         for uid in change.jobs:
             if uid in self._book.runtime_states:
-                self._decided(uid)
+                self._events.job_decided(uid)
 
     def stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
         """Stop the job with this intent."""
-        with self.transcript() as transcript:
-            transcript.stop(job, intent, reason)
+        with self.recording() as recorder:
+            recorder.stop(job, intent, reason)
 
     def stop_all(self, workers: Iterable[str]) -> None:
         """Stop these workers: remove them from the membership's target, and delete their pods."""

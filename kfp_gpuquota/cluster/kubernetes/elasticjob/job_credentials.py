@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
 
     Done = Callable[[], None]
@@ -33,12 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class JobSecrets:
-    """Creates and replaces the jobs' Secrets. `changed(uid)` requests a status write."""
+    """Creates and replaces the jobs' Secrets."""
 
-    def __init__(
-        self, book: Book, writer: Writer, settings: pod_builder.PodSettings, *, changed: Callable[[str], None]
-    ) -> None:
-        self._book, self._writer, self._settings, self._changed = book, writer, settings, changed
+    def __init__(self, book: Book, writer: Writer, settings: pod_builder.PodSettings, statuses: StatusRequests) -> None:
+        self._book, self._writer, self._settings, self._statuses = book, writer, settings, statuses
 
     def ensure(self, uid: str, done: Done, failed: Failed) -> None:
         """Call `done` when the Secret exists with the current content, or `failed`."""
@@ -106,4 +105,4 @@ class JobSecrets:
         state.secret_ensured_at = time.monotonic()
         if state.secret != digest:
             state.secret = digest
-            self._changed(uid)
+            self._statuses.changed(uid)

@@ -35,9 +35,10 @@ from kfp_gpuquota.server.membership import MembershipService, NotStoredYetError
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from kfp_gpuquota.api import Progress
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import StatusRequests, WorkerKiller
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.membership import AnnounceCommit
 
@@ -54,29 +55,22 @@ log = logging.getLogger(__name__)
 
 
 class JobMembership:
-    """Memberships of all jobs. `kill(worker)` ends a worker's process; `changed(uid)` requests a status write."""
+    """Memberships of all jobs."""
 
     def __init__(
         self,
         book: Book,
         settings: pod_builder.PodSettings,
+        workers: WorkerKiller,
+        statuses: StatusRequests,
         *,
-        kill: Callable[[str], None],
-        changed: Callable[[str], None],
         epoch: int = 0,
     ) -> None:
-        self._book, self._settings, self._kill, self._changed, self._epoch = book, settings, kill, changed, epoch
+        self._book, self._settings, self._workers, self._statuses = book, settings, workers, statuses
+        self._epoch = epoch
         self.service: MembershipService | ShardedMembership
         if settings.shards:
-            self.service = ShardedMembership(
-                self,
-                settings.shards,
-                settings.key,
-                epoch,
-                shard_of=lambda uid: self._book.runtime_states[uid].shard,
-                reopen=self._reopen,
-                authority=lambda: settings.authority,
-            )
+            self.service = ShardedMembership(self, settings.shards, settings.key, epoch)
         else:
             self.service = MembershipService(self)
 
@@ -95,7 +89,7 @@ class JobMembership:
         shards = len(self._settings.shards)
         if shards and not 0 <= state.shard < shards:
             state.shard = shard_of(job.uid, shards)
-        self._changed(job.uid)
+        self._statuses.changed(job.uid)
         self.service.open(
             job.uid,
             pod_builder.token_of(job.uid, self._settings.key),
@@ -110,12 +104,25 @@ class JobMembership:
         )
         self.update_target(job.uid)
 
-    def _reopen(self, uid: str) -> None:
+    # As `shards.leader_end.ShardedJobs`
+
+    def shard_of(self, uid: str) -> int:
+        """Return the number of the job's shard."""
+        return self._book.runtime_states[uid].shard
+
+    @property
+    def authority(self) -> bytes:
+        """Return the certificate with which the shards' own are signed."""
+        return self._settings.authority
+
+    def reopen(self, uid: str) -> None:
         """Open the job's membership again after its shard was replaced."""
         if (job := self._book.jobs.get(uid)) is None:
             self.service.close(uid)
         else:
             self.open(job)
+
+    # For ElasticJobs
 
     @asynccontextmanager
     async def serving(self, port: int, tls: ssl.SSLContext | None) -> AsyncIterator[str]:
@@ -133,12 +140,14 @@ class JobMembership:
         with contextlib.suppress(NotFoundError):
             self.service.set_target(uid, wanted)
 
+    # As `server.membership.Notices`
+
     def generation_reserved(self, job_uid: str, generation: int) -> None:
         """Reserve a block of generation numbers if needed; raise NotStoredYetError until this number is stored."""
         state = self._book.runtime_states[job_uid]
         if generation + RESERVED_AT_ONCE // 2 > state.reserved:
             state.reserved = max(state.reserved, generation) + RESERVED_AT_ONCE
-            self._changed(job_uid)
+            self._statuses.changed(job_uid)
         if generation > state.durable:
             raise NotStoredYetError(f"generation {generation} of job {job_uid}")
 
@@ -176,14 +185,14 @@ class JobMembership:
             state.object.metadata.name, commit.generation, len(commit.members), commit.step, commit.pause_ms,
             commit.lost_steps,
         )  # fmt: skip
-        self._changed(job_uid)
+        self._statuses.changed(job_uid)
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
         """Kill a worker's process on request of the membership."""
         if self._worker_of(job_uid, worker) is None:
             return
         log.warning("killing worker %s of job %s: %s", worker, job_uid, why)
-        self._kill(worker)
+        self._workers.kill(worker)
 
     def _worker_of(self, job_uid: str, worker: str) -> WorkerRecord | None:
         """Return the worker's record; None if it belongs to another job or does not exist."""
@@ -198,7 +207,7 @@ class JobMembership:
             record is not None and record.alive and not record.released
         ):  # released without a decision of this controller
             self._book.commit(Change(workers={worker: leaving(record, time.time())}))
-            self._changed(job_uid)
+            self._statuses.changed(job_uid)
 
     def training_finished(self, job_uid: str, worker: str, step: int) -> None:
         """Record that the training applied its last step: the job gets no more workers."""
@@ -212,4 +221,4 @@ class JobMembership:
         job, record = self._book.jobs.get(job_uid), self._worker_of(job_uid, worker)
         if job is not None and record is not None and record.worker.rank in {None, 0}:
             self._book.record(progressed(job, progress))
-            self._changed(job_uid)
+            self._statuses.changed(job_uid)

@@ -19,7 +19,7 @@ from aiohttp import web
 from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.client.sockets import listen
 from kfp_gpuquota.errors import RunError
-from kfp_gpuquota.server.connections import LimitedRunner, Limits, raise_descriptor_limit
+from kfp_gpuquota.server.connections import WORKER_LIMITS, LimitedRunner, raise_descriptor_limit
 
 if TYPE_CHECKING:
     import ssl
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 SECRET: Final = "gpuquota-membership"  # noqa: S105 - its name
 SHUTDOWN_S: Final = 1.0
-LIMITS: Final = Limits(per_source=4096, total=32_768)
-"""Limits for workers' connections. Workers of one node may share an address, so a source may have many connections; a
-client that does not complete its request within 10 s is disconnected.
-"""
 KEEP_EVERY_S: Final = 60.0
 
 log = logging.getLogger(__name__)
@@ -82,7 +78,7 @@ async def serving(service: MembershipService, port: int, tls: ssl.SSLContext | N
     app.add_routes(service.routes())
     app.cleanup_ctx.append(service.lifespan)
     raise_descriptor_limit()
-    runner = LimitedRunner(app, LIMITS, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+    runner = LimitedRunner(app, WORKER_LIMITS, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listen(port), ssl_context=tls).start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,28 +11,23 @@ from kfp_gpuquota.api import Phase, Worker, WorkerPhase
 from kfp_gpuquota.cluster.job_book import Change
 from kfp_gpuquota.cluster.kubernetes.convert.pods import KILLED, PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
-from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import FIRST_HOLD_S, RuntimeState
+from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import KILL_GRACE_S
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status import counting, worker_record
 from kfp_gpuquota.cluster.lifecycle import after_worker_gone
 from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, with_status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import JobMembership
     from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import WorkerPods
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
-
-KILL_GRACE_S: Final = 1.0
 
 
 class WorkerPodEvents:
-    """Changes of workers' pods. `changed(uid)` requests a status write; `moved(uid)` reports changed workers.
-
-    Until `started`, all pods are those of an earlier controller.
-    """
+    """Changes of workers' pods. Until `started`, all pods are those of an earlier controller."""
 
     def __init__(
         self,
@@ -42,13 +37,12 @@ class WorkerPodEvents:
         workers: WorkerPods,
         decisions: Decisions,
         *,
-        changed: Callable[[str], None],
-        moved: Callable[[str], None],
+        statuses: StatusRequests,
+        events: JobPartEvents,
     ) -> None:
         self._book, self._allocator, self._membership = book, allocator, membership
         self._workers, self._decisions = workers, decisions
-        self._changed, self._moved = changed, moved
-        self._killed: set[str] = set()
+        self._statuses, self._events = statuses, events
         self.started = False
 
     def put_pod(self, pod: PodView) -> None:
@@ -78,7 +72,7 @@ class WorkerPodEvents:
             self._ended(pod, pod.exit_code)
 
     def _hold(self, pod: PodView, worker: str, before: WorkerRecord | None) -> None:
-        if worker in self._killed and pod.stage is Stage.TERMINATING:
+        if worker in self._workers.killed and pod.stage is Stage.TERMINATING:
             pod = msgspec.structs.replace(pod, stage=Stage.ASSIGNED)  # its exit is a failure, not a release
         job, state = self._book.jobs[pod.job_uid], self._book.runtime_states[pod.job_uid]
         after = worker_record(pod, self._devices_of(pod, worker), self._share_of(pod), before, time.time())
@@ -87,11 +81,12 @@ class WorkerPodEvents:
             job = counting(job, pod)
         if pod.running and job.status.phase is Phase.STARTING:
             job = with_status(job, phase=Phase.RUNNING)
-            state.held_back, state.hold_s = "", FIRST_HOLD_S
+            state.held_back = ""
+            state.hold_pauses.reset()
         if after == before and job is self._book.jobs[job.uid]:
             return
         self._book.commit(Change(jobs={job.uid: job}, workers={worker: after}))
-        self._moved(job.uid)
+        self._events.workers_changed(job.uid)
         if before is None and self.started and (job.status.phase.final or job.ending):
             self._workers.delete(worker, job.spec.grace_period_s)
 
@@ -113,7 +108,7 @@ class WorkerPodEvents:
         start_failure = pod.start_failure or state.last_warnings.get(worker, "")
         if start_failure != state.start_failure.get(worker, ""):
             state.start_failure[worker] = start_failure
-            self._changed(state.object.metadata.uid)
+            self._statuses.changed(state.object.metadata.uid)
 
     def _ended(self, pod: PodView, exit_code: int | None) -> None:
         """Record the worker's exit; cluster/lifecycle.py determines the job's next state."""
@@ -125,7 +120,7 @@ class WorkerPodEvents:
             known.worker,
             phase=WorkerPhase.GONE,
             finished_at=now,
-            exit_code=KILLED if exit_code is None or worker in self._killed else exit_code,
+            exit_code=KILLED if exit_code is None or worker in self._workers.killed else exit_code,
         )
         record = msgspec.structs.replace(known, worker=gone)
         workers = [w for w in self._book.attempt_of(before) if w.worker.id != worker]
@@ -134,9 +129,9 @@ class WorkerPodEvents:
             after = after_worker_gone(before, record, [*workers, record], now)
         self._carry_on(before, after, record, [w.worker.id for w in workers if w.alive])
         self._workers.pods.pop(worker, None)
-        self._killed.discard(worker)
+        self._workers.killed.discard(worker)
         self._membership.service.worker_gone(gone.job_uid, worker, finished=gone.exit_code == 0 and not record.released)
-        self._moved(gone.job_uid)
+        self._events.workers_changed(gone.job_uid)
 
     def _restore_ended(self, pod: PodView, worker: str) -> None:
         """Restore a worker whose exit an earlier controller has processed; exit code 0 means that the job completes."""
@@ -156,11 +151,11 @@ class WorkerPodEvents:
         if after.status.started_at is None and before.status.started_at is not None:
             state.ran_s += max(0.0, time.time() - before.status.started_at)
             state.ended.clear()
-        with self._decisions.transcript() as transcript:
-            transcript.change.workers[gone.worker.id] = gone
-            transcript.change.jobs[after.uid] = after
+        with self._decisions.recording() as recorder:
+            recorder.change.workers[gone.worker.id] = gone
+            recorder.change.jobs[after.uid] = after
             if after.intent is Intent.FAIL and before.intent is not Intent.FAIL and not after.status.phase.final:
-                transcript.fail(after, others)
+                recorder.fail(after, others)
 
     def never_made(self, worker: Worker) -> None:
         """Record that the worker's pod could not be created."""
@@ -175,7 +170,7 @@ class WorkerPodEvents:
         after = after_worker_gone(job, record, [*others, record], time.time())
         self._carry_on(job, after, record, [])
         self._membership.service.worker_gone(job.uid, worker.id)
-        self._moved(job.uid)
+        self._events.workers_changed(job.uid)
 
     def remake(self, pod: PodView) -> None:
         """Replace a worker that cannot stay on its node, which does not count as a failure."""
@@ -185,8 +180,3 @@ class WorkerPodEvents:
             leaving = msgspec.structs.replace(record, released=True, released_at=time.time())
             self._book.commit(Change(workers={worker: leaving}))
             self._workers.delete(worker, KILL_GRACE_S)
-
-    def kill(self, worker: str) -> None:
-        """Kill the worker's process, which counts as a failure."""
-        self._killed.add(worker)
-        self._workers.delete(worker, KILL_GRACE_S)

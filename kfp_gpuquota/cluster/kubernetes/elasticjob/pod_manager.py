@@ -27,46 +27,43 @@ from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
 from kfp_gpuquota.cluster.records import with_status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kfp_gpuquota.api import Worker
+    from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
     from kfp_gpuquota.cluster.records import JobRecord
 
 DELETE_AGAIN_S: Final = 5.0
+KILL_GRACE_S: Final = 1.0
 NAME_TAKEN_PAUSE_S: Final = 0.5
-LONGEST_HOLD_S: Final = 120.0
 
 log = logging.getLogger(__name__)
 
 
 class WorkerPods:
-    """Pods of workers; `pods` are the existing ones by worker. `noted(pod)` receives the pods that writes return.
-
-    `changed(uid)` requests a status write, `given_up(worker)` reports a worker whose pod was not created.
-    """
+    """Pods of workers; `pods` are the existing ones by worker, and `killed` are workers that were killed."""
 
     def __init__(
         self,
         book: Book,
         writer: Writer,
         settings: pod_builder.PodSettings,
+        reservations: Reservations,
         *,
-        emit: Callable[[scheduler.Event], None],
-        noted: Callable[[Pod], None],
-        changed: Callable[[str], None],
-        given_up: Callable[[Worker], None],
+        written_pods: WrittenPods,
+        statuses: StatusRequests,
+        events: JobPartEvents,
     ) -> None:
-        self._book, self._writer, self._settings = book, writer, settings
-        self._emit, self._noted, self._changed, self._given_up = emit, noted, changed, given_up
+        self._book, self._writer, self._settings, self._reservations = book, writer, settings, reservations
+        self._written_pods, self._statuses, self._events = written_pods, statuses, events
         self._pod = msgspec.json.Decoder(Pod)
-        self._secrets = JobSecrets(book, writer, settings, changed=changed)
+        self._secrets = JobSecrets(book, writer, settings, statuses)
         self.pods: dict[str, PodView] = {}
-        self.reservations: Reservations | None = None
+        self.killed: set[str] = set()
 
     def make(self, uid: str, workers: list[Worker]) -> None:
         """Create the workers' pods after their Secret: a kubelet retries a missing one only after a long pause."""
@@ -88,11 +85,11 @@ class WorkerPods:
     def _make_pod(self, uid: str, worker: Worker, assignment: DeviceAssignment | None = None) -> None:
         record = self._book.workers.get(worker.id)
         if record is None or record.released or uid not in self._book.runtime_states:
-            self._given_up(worker)
+            self._events.pod_not_created(worker)
             return
         job = self._book.jobs[uid]
-        if job.spec.shared and assignment is None and self.reservations is not None:
-            self._reserve(self.reservations, job, worker)
+        if job.spec.shared and assignment is None:
+            self._reserve(job, worker)
             return
         state, settings = self._book.runtime_states[uid], self._settings
         if settings.shards:
@@ -110,12 +107,12 @@ class WorkerPods:
         )
         self._writer.submit(write, partial(self._made, worker), partial(self._not_made, worker))
 
-    def _reserve(self, reservations: Reservations, job: JobRecord, worker: Worker) -> None:
+    def _reserve(self, job: JobRecord, worker: Worker) -> None:
         """Create the pod of a worker with shared GPUs when these are reserved and its part of them is free."""
         note = self.share_of(worker.id)
         assert note is not None, "a worker without a pod is in the book"
         ready, failed = partial(self._make_pod, job.uid, worker), partial(self._not_made, worker)
-        reservations.prepare(Sharer(note, ready, failed))
+        self._reservations.prepare(Sharer(note, ready, failed))
 
     def share_of(self, worker: str) -> ShareNote | None:
         """Return the worker's share of GPUs; None for an untracked worker."""
@@ -127,7 +124,7 @@ class WorkerPods:
         return note_of(self._book.jobs[record.worker.job_uid].spec, worker, pod, record.worker.started_at)
 
     def _made(self, worker: Worker, answer: bytes) -> None:
-        self._noted(self._pod.decode(answer))
+        self._written_pods.note(self._pod.decode(answer))
         record = self._book.workers.get(worker.id)
         if record is not None and record.released:  # released while its pod was being created
             self.delete(worker.id, self._book.jobs[worker.job_uid].spec.grace_period_s)
@@ -139,7 +136,9 @@ class WorkerPods:
         taken = isinstance(error, ApiError) and error.status == 409
         if not taken:
             self._hold_back(worker.job_uid, str(error))
-        asyncio.get_running_loop().call_later(NAME_TAKEN_PAUSE_S if taken else 0.0, self._given_up, worker)
+        asyncio.get_running_loop().call_later(
+            NAME_TAKEN_PAUSE_S if taken else 0.0, self._events.pod_not_created, worker
+        )
 
     def _hold_back(self, uid: str, why: str) -> None:
         """Create no pods of the job for a while after a refusal, with exponential backoff."""
@@ -148,25 +147,29 @@ class WorkerPods:
             return
         log.warning("pods of job %s are refused: %s", state.object.metadata.name, why)
         state.held_back = why
-        self._emit(scheduler.JobSuspended(uid))
-        asyncio.get_running_loop().call_later(state.hold_s, self._release_hold, uid)
-        state.hold_s = min(2 * state.hold_s, LONGEST_HOLD_S)
+        self._book.emit(scheduler.JobSuspended(uid))
+        asyncio.get_running_loop().call_later(state.hold_pauses.next_s(), self._release_hold, uid)
         job = self._book.jobs[uid]
         self._book.jobs[uid] = with_status(job, reason=Reason(code=ReasonCode.WORKER_FAILED, message=why))
-        self._changed(uid)
+        self._statuses.changed(uid)
 
     def _release_hold(self, uid: str) -> None:
         job = self._book.jobs.get(uid)
         if job is not None and uid in self._book.runtime_states:
             self._book.runtime_states[uid].held_back = ""
             if job.status.phase is not Phase.SUSPENDED and not job.status.phase.final and not job.ending:
-                self._emit(scheduler.JobResumed(uid))
+                self._book.emit(scheduler.JobResumed(uid))
+
+    def kill(self, worker: str) -> None:
+        """Kill the worker's process, which counts as a failure."""
+        self.killed.add(worker)
+        self.delete(worker, KILL_GRACE_S)
 
     def delete(self, worker: str, grace_s: float) -> None:
         """Delete the worker's pod; retried until it succeeds."""
         pod = self.pods.get(worker)
-        if self.reservations is not None and self.reservations.gives_up(worker):
-            self._given_up(self._book.workers[worker].worker)
+        if self._reservations.gives_up(worker):
+            self._events.pod_not_created(self._book.workers[worker].worker)
         elif pod is not None:
             write = requests.deletion(pod.namespace, pod.name, pod.uid, grace_s)
             self._writer.submit(write, lambda _: None, partial(self._not_deleted, worker, grace_s))

@@ -12,97 +12,87 @@ deletion is the persistent record of the decision. Rejected: an annotation first
 
 from __future__ import annotations
 
-import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api import Phase, Reason, ReasonCode, Worker
+from kfp_gpuquota.api import Phase, Reason, ReasonCode
 from kfp_gpuquota.cluster.job_book import Change
+from kfp_gpuquota.cluster.kubernetes.client.status_writer import StatusWriter
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
+from kfp_gpuquota.cluster.kubernetes.elasticjob.job_status import job_status
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import JobMembership
 from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_events import WorkerPodEvents
 from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import WorkerPods
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
 from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_timeout import Readiness
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status import record_of, unmanaged_size, without_pods
-from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
 from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import JobTimers
 from kfp_gpuquota.cluster.records import Intent, with_status
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from kfp_gpuquota.api import Node
-    from kfp_gpuquota.api.affinity import NodeTerm
-    from kfp_gpuquota.cluster.kubernetes.client.event_recorder import Subject
+    from kfp_gpuquota.api import Worker
+    from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
+    from kfp_gpuquota.cluster.kubernetes.client.status_writer import Built
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
+    from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
+    from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import ElasticJobEvents
     from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
     from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
-    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
     from kfp_gpuquota.cluster.records import JobRecord
 
 
 class ElasticJobs:
     """All ElasticJobs. All methods run in the event loop.
 
-    `noted(pod)` receives the pods that writes return, `changed(uid)` requests a status write and `decided(uid)` an
-    urgent one, `requests_in(namespace)` returns the default requests of containers, `volume_terms(namespace, claims)`
-    the terms of the nodes on which the claims' volumes can be mounted, `avoided(pod)` excludes the pod's node for its
-    job's next workers, and `warn_user(subject, message)` warns users.
+    `limits` and `volumes` add default requests and volumes' nodes to a job's specification, and `rules` cap its grace
+    period. Its parts report to it as `JobPartEvents`.
     """
 
     def __init__(
         self,
-        emit: Callable[[scheduler.Event], None],
+        book: Book,
         allocator: DeviceAllocator,
-        nodes: Mapping[str, Node],
         writer: Writer,
         settings: PodSettings,
+        reservations: Reservations,
         *,
+        limits: LimitRanges,
+        volumes: Volumes,
+        rules: RulesBook,
         ready: ReadyRules,
-        noted: Callable[[Pod], None],
-        changed: Callable[[str], None],
-        decided: Callable[[str], None],
-        requests_in: Callable[[str], Mapping[str, Any]],
-        volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]],
-        avoided: Callable[[PodView], None],
-        warn_user: Callable[[Subject, str], None],
+        written_pods: WrittenPods,
+        events: ElasticJobEvents,
         epoch: int = 0,
     ) -> None:
-        self._requests_in, self._volume_terms, self._settings = requests_in, volume_terms, settings
-        self.max_grace_s: Callable[[], float] = lambda: math.inf  # of a released worker
-        self.book = Book(emit, allocator, nodes)
-        self._emit, self._changed, self._decided = emit, changed, decided
-        self.membership = JobMembership(self.book, settings, kill=self._kill, changed=changed, epoch=epoch)
+        self.book, self._settings = book, settings
+        self._limits, self._volumes, self._rules = limits, volumes, rules
+        self.statuses = statuses = StatusWriter(writer, self._status)
         self.workers = WorkerPods(
-            self.book, writer, settings, emit=emit, noted=noted, changed=changed, given_up=self._never_made
+            book, writer, settings, reservations, written_pods=written_pods, statuses=statuses, events=self
         )
-        parts = self.membership, self.workers
-        self.decisions = Decisions(self.book, *parts, changed=changed, decided=self._after_change)
+        self.membership = JobMembership(book, settings, self.workers, statuses, epoch=epoch)
+        self.decisions = Decisions(book, self.membership, self.workers, statuses=statuses, events=self)
+        self._timers = JobTimers(book, writer, self.decisions, self)
         self.pod_events = WorkerPodEvents(
-            self.book, allocator, *parts, self.decisions, changed=changed, moved=self._workers_changed
+            book, allocator, self.membership, self.workers, self.decisions, statuses=statuses, events=self
         )
         self.readiness = Readiness(
-            self.book,
-            writer,
-            self.workers.pods,
-            self.decisions,
-            self.pod_events,
-            ready,
-            emit=emit,
-            warn_user=warn_user,
-            avoid=avoided,
-            changed=changed,
-            decided=decided,
+            book, writer, self.workers, self.decisions, self.pod_events, ready, statuses=statuses, events=events
         )
-        self._timers = JobTimers(self.book, writer, stop=self.decisions.stop, found=self.put_job)
+
+    def _status(self, uid: str) -> Built | None:
+        return job_status(self.book, self.membership, uid)
 
     def start(self) -> None:
         """Continue the work of an earlier controller, after all objects have been listed."""
@@ -117,7 +107,7 @@ class ElasticJobs:
                 self.book.record(without_pods(job, time.time()))
             if alive and job.intent is not Intent.RUN:
                 self.decisions.stop_all([record.worker.id for record in alive])
-            self._after_change(uid)
+            self.job_decided(uid)
             self.readiness.carry_out(uid)
             self.readiness.look_soon(uid)
 
@@ -146,7 +136,7 @@ class ElasticJobs:
     def _tell_avoided(self, uid: str) -> None:
         job = self.book.jobs[uid]
         if not (job.status.phase.final or job.ending):
-            self._emit(scheduler.NodesBarred(uid, self.book.runtime_states[uid].excluded_nodes))
+            self.book.emit(scheduler.NodesBarred(uid, self.book.runtime_states[uid].excluded_nodes))
 
     # Objects
 
@@ -201,20 +191,21 @@ class ElasticJobs:
             record = self._record_of(job)
         except (GpuQuotaError, ValueError) as error:
             state.refused = str(error)
-            self._changed(uid)
+            self.statuses.changed(uid)
             return
         self.book.commit(Change(jobs={uid: record}))
         if not (record.status.phase.final or record.ending):
             self.readiness.announce(uid)
         self._follow_spec(uid)
-        self._after_change(uid)
+        self.job_decided(uid)
 
     def _record_of(self, job: ElasticJob) -> JobRecord:
         """Return the job's record, its grace period capped by the cluster's rules. Raises InvalidFieldError."""
-        record = record_of(job, self._requests_in(job.metadata.namespace), self._volume_terms)
-        if record.spec.grace_period_s <= self.max_grace_s():
+        record = record_of(job, self._limits.requests_in(job.metadata.namespace), self._volumes.terms)
+        longest = self._rules.rules.reclaim.max_grace_s
+        if record.spec.grace_period_s <= longest:
             return record
-        spec = msgspec.structs.replace(record.spec, grace_period_s=self.max_grace_s())
+        spec = msgspec.structs.replace(record.spec, grace_period_s=longest)
         return msgspec.structs.replace(record, spec=spec)
 
     def _follow_spec(self, uid: str) -> None:
@@ -273,13 +264,18 @@ class ElasticJobs:
         """Process the deletion of a worker's pod."""
         self.pod_events.drop_pod(pod)
 
-    def _kill(self, worker: str) -> None:
-        self.pod_events.kill(worker)
+    # As `JobPartEvents`
 
-    def _never_made(self, worker: Worker) -> None:
+    def job_read(self, job: ElasticJob) -> None:
+        """Process a job's object that was read beside the watch."""
+        self.put_job(job)
+
+    def pod_not_created(self, worker: Worker) -> None:
+        """Process that no pod was created for the worker."""
         self.pod_events.never_made(worker)
 
-    def _workers_changed(self, uid: str) -> None:
+    def workers_changed(self, uid: str) -> None:
+        """Process that a worker of the job was added, has changed, or has ended."""
         job = self.book.jobs[uid]
         if not self.pod_events.started:
             return
@@ -291,9 +287,9 @@ class ElasticJobs:
         else:
             self.membership.update_target(uid)
             self.book.record(unmanaged_size(job, self.book.alive_of(uid), time.time()))
-        self._after_change(uid)
+        self.job_decided(uid)
 
-    def _after_change(self, uid: str) -> None:
-        """Write the job's status, and set the timer of its next deadline."""
-        self._decided(uid)
+    def job_decided(self, uid: str) -> None:
+        """Write the job's status at once, and recompute its deadlines."""
+        self.statuses.decided(uid)
         self._timers.set(uid)

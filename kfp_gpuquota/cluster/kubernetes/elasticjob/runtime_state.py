@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
+from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import complaints_of, retry_of
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 
 FIRST_HOLD_S: Final = 2.0
+LONGEST_HOLD_S: Final = 120.0
 
 
 class RuntimeState:
@@ -28,7 +30,7 @@ class RuntimeState:
         self.lease_seen_at = now
         self.refused = ""  # why its specification is invalid
         self.held_back = ""  # why its pods could not be created
-        self.hold_s = FIRST_HOLD_S
+        self.hold_pauses = Backoff(FIRST_HOLD_S, LONGEST_HOLD_S)
         self.start_failure: dict[str, str] = {}  # worker -> why it does not start
         self.complaints = complaints_of(job.status.not_ready)  # index -> (since, message) of the reported failure
         self.last_warnings: dict[str, str] = {}  # worker -> its last warning event, if its status has no reason

@@ -102,14 +102,14 @@ def requeued(
     """Return the retry of a whole job with so many `workers`; without `until` the job fails."""
     count = 1 if before is None else before.count + 1
     if lost.hopeless:
-        return Retry(count, now, None, f"its workers can never come up: {_why(lost)}", attempt)
+        return Retry(count, now, None, f"its workers cannot start: {_why(lost)}", attempt)
     what = f"{_none_of(len(lost.late), workers)} in {rules.timeout_s:g} s"
     if rules.tries and count >= rules.tries:
         times = "" if count == 1 else f", {count} times in a row"
         return Retry(count, now, None, f"{what}{times}: {_why(lost)}", attempt)
     until = now + pause_s(count, rules.pause_s)
     of = f" of {rules.tries}" if rules.tries else ""
-    then = f"it gave its GPUs back, and is tried again at {_clock(until)} (try {count + 1}{of})"
+    then = f"it released its GPUs, and is retried at {_clock(until)} (attempt {count + 1}{of})"
     return Retry(count, now, until, f"{what}: {_why(lost)}; {then}", attempt)
 
 
@@ -118,13 +118,14 @@ def shrunk(lost: LateWorkers, before: Retry | None, rules: ReadyRules, now: floa
     count = 1 if before is None else before.count + 1
     until = now + pause_s(count, rules.pause_s)
     indices = tuple(worker.index for worker in lost.late)
-    who = f"{len(indices)} more workers" if len(indices) > 1 else "one more worker"
-    what = f"{who} did not come up in {rules.timeout_s:g} s: {_why(lost)}"
-    return Retry(count, now, until, f"{what}; it goes on without, and does not grow before {_clock(until)}", 0, indices)
+    subject = f"{len(indices)} more workers" if len(indices) > 1 else "one more worker"
+    what = f"{subject} did not start in {rules.timeout_s:g} s: {_why(lost)}"
+    then = f"the job continues without, and does not grow before {_clock(until)}"
+    return Retry(count, now, until, f"{what}; {then}", 0, indices)
 
 
-def has_come_up(workers: Iterable[StartingWorker], needed: int) -> bool:
-    """Return whether as many workers are up as the job needs to start, which resets its retries."""
+def has_started(workers: Iterable[StartingWorker], needed: int) -> bool:
+    """Return whether as many workers are up as the job needs, which resets its retries."""
     return sum(worker.up for worker in workers) >= needed
 
 
@@ -140,17 +141,17 @@ def _over_at(worker: StartingWorker, timeout_s: float) -> float:
 
 def _none_of(late: int, workers: int) -> str:
     if workers == 1:
-        return "its worker did not come up"
-    none = f"none of its {workers} workers came up"
-    return none if late == workers else f"{late} of its {workers} workers did not come up"
+        return "its worker did not start"
+    none = f"none of its {workers} workers started"
+    return none if late == workers else f"{late} of its {workers} workers did not start"
 
 
 def _why(lost: LateWorkers) -> str:
     """Return the failure of one late worker, if possible of one with a reported reason."""
     worker = next((w for w in lost.late if w.start_failure), lost.late[0])
-    said = worker.start_failure or "its volumes or its network are not there, and nobody has said why"
+    failure = worker.start_failure or "its volumes or its network are not ready, and no reason was reported"
     where = f" on node {worker.node}" if worker.node else ""
-    return f"worker {worker.index}{where}: {said}"
+    return f"worker {worker.index}{where}: {failure}"
 
 
 def _clock(at: float) -> str:

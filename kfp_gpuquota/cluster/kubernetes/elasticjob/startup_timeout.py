@@ -28,49 +28,42 @@ from kfp_gpuquota.cluster.records import Intent, with_status
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import ElasticJobEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_events import WorkerPodEvents
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import WorkerPods
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.records import JobRecord
 
 LOOK_AFTER_S: Final = 0.5  # simultaneous changes are processed together
-ASK_AFTER_S: Final = 30.0
-ASK_AGAIN_S: Final = 60.0
+READ_EVENTS_AFTER_S: Final = 30.0
+READ_EVENTS_AGAIN_S: Final = 60.0
 AT_FAULT_FROM: Final = 2  # from this attempt on nodes may be at fault, even if no worker is up elsewhere
 
 log = logging.getLogger(__name__)
 
 
 class Readiness:
-    """Startup timeouts of all jobs. `avoid(pod)` excludes the pod's node for its job's next workers.
-
-    `warn_user(subject, message)` warns users; `changed(uid)` requests a status write, and `decided(uid)` an urgent one.
-    """
+    """Startup timeouts of all jobs."""
 
     def __init__(
         self,
         book: Book,
         writer: Writer,
-        pods: dict[str, PodView],
+        workers: WorkerPods,
         decisions: Decisions,
         pod_events: WorkerPodEvents,
         rules: ReadyRules,
         *,
-        emit: Callable[[scheduler.Event], None],
-        warn_user: Callable[[Subject, str], None],
-        avoid: Callable[[PodView], None],
-        changed: Callable[[str], None],
-        decided: Callable[[str], None],
+        statuses: StatusRequests,
+        events: ElasticJobEvents,
     ) -> None:
-        self._book, self._writer, self._pods, self._rules = book, writer, pods, rules
+        self._book, self._writer, self._pods, self._rules = book, writer, workers.pods, rules
         self._decisions, self._pod_events = decisions, pod_events
-        self._emit, self._warn_user, self._avoid = emit, warn_user, avoid
-        self._changed, self._decided = changed, decided
+        self._statuses, self._events = statuses, events
 
     def look_soon(self, uid: str) -> None:
         """Check the job's workers soon, after a change."""
@@ -89,10 +82,10 @@ class Readiness:
         if (state.requeue is None and state.grow is None) or job.status.phase.final or job.ending:
             return
         state.requeue = state.grow = None
-        self._emit(scheduler.JobDeferred(uid, 0.0, _reason("")))
-        self._decided(uid)
+        self._book.emit(scheduler.JobDeferred(uid, 0.0, _reason("")))
+        self._statuses.decided(uid)
 
-    # What is seen
+    # Checks
 
     def _look_in(self, uid: str, delay_s: float) -> None:
         state, loop = self._book.runtime_states.get(uid), asyncio.get_running_loop()
@@ -112,8 +105,8 @@ class Readiness:
         if job is None or job.status.phase.final or job.intent is not Intent.RUN:
             return
         workers = self._workers_of(job, state, now)
-        self._forgive(job, state, workers)
-        self._ask(job, state, workers, now)
+        self._reset_retries(job, state, workers)
+        self._read_events(job, state, workers, now)
         rules = self._rules_of(state)
         if not rules.timeout_s:
             return
@@ -122,7 +115,7 @@ class Readiness:
         needed = 0 if trains and job.completing else _needed(job)
         lost = startup_backoff.given_up(workers, needed=needed, trains=trains, timeout_s=rules.timeout_s, now=now)
         if lost is not None:
-            self._give_up(job, state, lost, len(workers), rules, now)
+            self._record_release(job, state, lost, len(workers), rules, now)
         elif (over_at := startup_backoff.next_look(workers, rules.timeout_s)) is not None:
             self._look_in(uid, over_at - now)
 
@@ -134,7 +127,7 @@ class Readiness:
             if not record.released and record.worker.id in self._pods
         ]
         if before != state.complaints:
-            self._changed(job.uid)
+            self._statuses.changed(job.uid)
         return found
 
     def _starting_worker(
@@ -151,15 +144,15 @@ class Readiness:
         reported = state.last_warnings.get(worker, "") if pod.bound else "kube-scheduler has not bound it"
         return StartingWorker(index, pod.node, up=False, since=silent_since, start_failure=reported)
 
-    def _forgive(self, job: JobRecord, state: RuntimeState, workers: list[StartingWorker]) -> None:
+    def _reset_retries(self, job: JobRecord, state: RuntimeState, workers: list[StartingWorker]) -> None:
         """Reset the retries after workers have started."""
-        if state.requeue is not None and startup_backoff.has_come_up(workers, _needed(job)):
+        if state.requeue is not None and startup_backoff.has_started(workers, _needed(job)):
             state.requeue = None
-            self._changed(job.uid)
+            self._statuses.changed(job.uid)
         grown = [w for w in workers if w.up and state.grow and self._created(job, w.index) > state.grow.at]
         if grown:
             state.grow = None
-            self._changed(job.uid)
+            self._statuses.changed(job.uid)
 
     def _created(self, job: JobRecord, index: int) -> float:
         return self._pods[f"{job.uid}-{index}"].created
@@ -170,13 +163,13 @@ class Readiness:
 
     # Events of workers without a reported failure
 
-    def _ask(self, job: JobRecord, state: RuntimeState, workers: list[StartingWorker], now: float) -> None:
+    def _read_events(self, job: JobRecord, state: RuntimeState, workers: list[StartingWorker], now: float) -> None:
         silent = [w for w in workers if w.since is not None and not w.start_failure]
         if not silent:
             return
         oldest = min(silent, key=lambda w: w.since or 0.0)
-        patience_s = min(ASK_AFTER_S, self._rules_of(state).timeout_s / 2 or ASK_AFTER_S)
-        at = max((oldest.since or 0.0) + patience_s, state.events_read_at + min(ASK_AGAIN_S, patience_s))
+        silence_s = min(READ_EVENTS_AFTER_S, self._rules_of(state).timeout_s / 2 or READ_EVENTS_AFTER_S)
+        at = max((oldest.since or 0.0) + silence_s, state.events_read_at + min(READ_EVENTS_AGAIN_S, silence_s))
         if now < at:
             self._look_in(job.uid, at - now)
             return
@@ -189,12 +182,12 @@ class Readiness:
         state = self._book.runtime_states.get(uid)
         if state is not None and worker in self._pods and (reported := last_warning(answer)):
             state.last_warnings[worker] = state.start_failure[worker] = reported
-            self._changed(uid)
+            self._statuses.changed(uid)
         self.look_soon(uid)
 
-    # What is decided
+    # Decisions
 
-    def _give_up(
+    def _record_release(
         self, job: JobRecord, state: RuntimeState, lost: LateWorkers, workers: int, rules: ReadyRules, now: float
     ) -> None:
         """Record the release in the status; `carry_out` performs it after it was stored."""
@@ -207,7 +200,7 @@ class Readiness:
             if state.grow is not None and late <= set(state.grow.workers):
                 return
             state.grow = startup_backoff.shrunk(lost, state.grow, rules, now)
-        self._decided(job.uid)
+        self._statuses.decided(job.uid)
 
     def carry_out(self, uid: str) -> None:
         """Carry out a release that the API server has stored."""
@@ -222,31 +215,31 @@ class Readiness:
             self._shrink(job, state, state.grow)
 
     def _stop(self, job: JobRecord, state: RuntimeState, retry: Retry) -> None:
-        pods = self._not_told_to_go(job)
+        pods = self._not_released(job)
         if sum(pod.running for pod in pods) >= _needed(job):
             self.look_soon(job.uid)  # it has started in the meantime
         elif retry.until is None:
-            self._tell_user(state, retry.message)
+            self._warn_user(state, retry.message)
             self._decisions.stop(job, Intent.FAIL, _reason(retry.message))
         elif pods:
-            self._tell_user(state, retry.message)
+            self._warn_user(state, retry.message)
             self._note_nodes(job, state, pods, retry.count)
             self._defer(job.uid, retry)
             self._decisions.stop(job, Intent.REQUEUE, _reason(retry.message))
 
     def _shrink(self, job: JobRecord, state: RuntimeState, retry: Retry) -> None:
-        pods = self._not_told_to_go(job)
+        pods = self._not_released(job)
         late = [pod for pod in pods if pod.index in retry.workers and not pod.running]
         if not late:
             return
-        self._tell_user(state, retry.message)
+        self._warn_user(state, retry.message)
         self._note_nodes(job, state, pods, retry.count)
         self._defer(job.uid, retry)
         self._book.record(with_status(job, reason=_reason(retry.message)))
         for pod in late:
             self._pod_events.remake(pod)
 
-    def _not_told_to_go(self, job: JobRecord) -> list[PodView]:
+    def _not_released(self, job: JobRecord) -> list[PodView]:
         alive = (record for record in self._book.alive_of(job.uid) if not record.released)
         return [self._pods[record.worker.id] for record in alive if record.worker.id in self._pods]
 
@@ -261,14 +254,15 @@ class Readiness:
                 check_fits(job.spec, Project(name=job.spec.project), left)
             except InvalidFieldError:
                 continue
-            self._avoid(pod)
+            self._events.node_failed(pod)
 
     def _defer(self, uid: str, retry: Retry) -> None:
-        self._emit(scheduler.JobDeferred(uid, retry.until or 0.0, _reason(retry.message)))
+        self._book.emit(scheduler.JobDeferred(uid, retry.until or 0.0, _reason(retry.message)))
 
-    def _tell_user(self, state: RuntimeState, message: str) -> None:
+    def _warn_user(self, state: RuntimeState, message: str) -> None:
         meta = state.object.metadata
-        self._warn_user(Subject("ElasticJob", meta.name, meta.namespace, meta.uid, labels.API_VERSION), message)
+        job = Subject("ElasticJob", meta.name, meta.namespace, meta.uid, labels.API_VERSION)
+        self._events.workers_not_ready(job, message)
 
 
 def _needed(job: JobRecord) -> int:

@@ -1,7 +1,7 @@
 """The records of all ElasticJobs and their workers.
 
 The local cluster stores them in SQLite; here they are stored in the objects' status and in the pods. The rules that
-change them are the same (cluster/lifecycle.py, cluster/transcript.py).
+change them are the same (cluster/lifecycle.py, cluster/change_recorder.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Book(JobBook):
         self, emit: Callable[[scheduler.Event], None], allocator: DeviceAllocator, nodes: Mapping[str, Node]
     ) -> None:
         super().__init__(nodes)
-        self._emit, self._allocator = emit, allocator
+        self.emit, self._allocator = emit, allocator
         self.runtime_states: dict[str, RuntimeState] = {}
 
     def record(self, job: JobRecord) -> None:
@@ -40,7 +40,7 @@ class Book(JobBook):
         events = list(self.scheduler_events(change))
         self.apply_change(change)
         for event in events:
-            self._emit(event)
+            self.emit(event)
 
     def put_worker(self, record: WorkerRecord) -> None:
         """Add or update a worker; it holds its devices until it has exited."""

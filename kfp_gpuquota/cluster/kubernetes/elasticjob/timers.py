@@ -17,12 +17,12 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
-from kfp_gpuquota.cluster.records import Intent, JobRecord
+from kfp_gpuquota.cluster.records import Intent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import OwnerReference
 
@@ -35,17 +35,10 @@ PROMPT_S: Final = 5.0  # a slower response means that the API server was unavail
 
 
 class JobTimers:
-    """Timers of all jobs. `stop(job, intent, reason)` stops a job; `found(job)` receives an object from a read."""
+    """Timers of all jobs."""
 
-    def __init__(
-        self,
-        book: Book,
-        writer: Writer,
-        *,
-        stop: Callable[[JobRecord, Intent, Reason], None],
-        found: Callable[[ElasticJob], None],
-    ) -> None:
-        self._book, self._writer, self._stop, self._found = book, writer, stop, found
+    def __init__(self, book: Book, writer: Writer, decisions: Decisions, events: JobPartEvents) -> None:
+        self._book, self._writer, self._decisions, self._events = book, writer, decisions, events
 
     def set(self, uid: str) -> None:
         """Set the timer of the job's next deadline."""
@@ -73,12 +66,12 @@ class JobTimers:
             self._writer.submit(write, found, lambda _: self._extend_lease(uid))
         else:
             why = f"it ran for {state.object.spec.max_runtime_seconds:g} s, which is its maxRuntimeSeconds"
-            self._stop(job, Intent.FAIL, Reason(code=ReasonCode.USER, message=why))
+            self._decisions.stop(job, Intent.FAIL, Reason(code=ReasonCode.USER, message=why))
 
     def _later(self, uid: str) -> None:
         asyncio.get_running_loop().call_later(AGAIN_S, self._due, uid, Due.FORGET)
 
-    def _lease_ended(self, uid: str, asked_at: float, answer: bytes) -> None:
+    def _lease_ended(self, uid: str, requested_at: float, answer: bytes) -> None:
         """Handle a lease that seems to have expired. Its client cannot renew it while the API server is unavailable.
 
         So the object is read first; if the response was slow, the lease is extended by its whole duration.
@@ -87,26 +80,26 @@ class JobTimers:
         if state is None or job is None or job.status.phase.final or job.ending:
             return
         found = msgspec.json.decode(answer, type=ElasticJob)
-        if time.time() - asked_at > PROMPT_S:
+        if time.time() - requested_at > PROMPT_S:
             self._extend_lease(uid)
         elif found.spec.lease != state.object.spec.lease:
-            self._found(found)
+            self._events.job_read(found)
         elif found.spec.lease is not None and found.spec.lease.duration_seconds and (run := _run_of(found)):
-            self._ask_run(uid, run, found)
+            self._read_run(uid, run, found)
         else:
             self._abandon(uid)
 
-    def _ask_run(self, uid: str, run: OwnerReference, job: ElasticJob) -> None:
+    def _read_run(self, uid: str, run: OwnerReference, job: ElasticJob) -> None:
         """Extend the lease while the pipeline's run still waits for the step, which may be retried.
 
         If the controller may not read the run (an installation without that right), the lease alone decides.
         """
         meta = job.metadata
-        place = (meta.annotations or {}).get(labels.STEP, "")
+        step = (meta.annotations or {}).get(labels.STEP, "")
 
         def answered(answer: bytes) -> None:
             try:
-                waits = workflows.awaits(msgspec.json.decode(answer, type=workflows.Workflow), run.uid, place)
+                waits = workflows.awaits(msgspec.json.decode(answer, type=workflows.Workflow), run.uid, step)
             except msgspec.ValidationError as error:
                 log.warning("Workflow %s/%s cannot be read: %s", meta.namespace, run.name, error)
                 waits = False
@@ -128,10 +121,10 @@ class JobTimers:
             return
         lease = state.object.spec.lease
         if lease is None or lease.duration_seconds == 0:
-            self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=_CANCELLED))
+            self._decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.USER, message=_CANCELLED))
             return
-        why = f"its lease of {lease.duration_seconds:g} s has expired: its launcher has ended, and no other one came"
-        self._stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=why))
+        why = f"its lease of {lease.duration_seconds:g} s has expired: its launcher has ended, and none has taken over"
+        self._decisions.stop(job, Intent.CANCEL, Reason(code=ReasonCode.LEASE_ENDED, message=why))
 
     def _extend_lease(self, uid: str) -> None:
         if (state := self._book.runtime_states.get(uid)) and uid in self._book.jobs:

@@ -70,6 +70,7 @@ class ElasticJobSpec(Struct, frozen=True):
     gpu_fraction_limit: Any = None
     gpu_memory: Any = None
     gpu_memory_limit: Any = None
+    gpu_compute: Any = None
     gpu_devices: int | None = None
     priority: int | None = None
     preemptible: bool | None = None

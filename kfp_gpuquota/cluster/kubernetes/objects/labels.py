@@ -1,4 +1,4 @@
-"""Names of labels, annotations and resources, documented in docs/kubernetes.md."""
+"""Names of labels, annotations and resources, documented in docs/reference/kubernetes.md."""
 
 from __future__ import annotations
 

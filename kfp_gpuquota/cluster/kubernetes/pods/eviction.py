@@ -20,7 +20,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, is_disruption_budget
 from kfp_gpuquota.cluster.kubernetes.convert import requests
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 
 RETRY_S: Final = 5.0
@@ -43,41 +44,53 @@ class _Ending:
     """The eviction of one pod. `bounded`: it holds borrowed GPUs, so the reclaim bound applies."""
 
     pod: PodView
-    asked_at: float
+    requested_at: float
     bounded: bool
     noted: bool = False
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
 
-class Evictions:
-    """Evictions in progress. `pods` are all tracked pods by uid; `report(pod, reason, message)` records an event.
+class EvictionContext(Protocol):
+    """What an eviction depends on, and where it is counted; implemented by the controller."""
 
-    `count(step)` and `ended(seconds)` update metrics; `borrows(namespace)` returns whether a team is over quota.
-    """
+    def borrows(self, namespace: str, /) -> bool:
+        """Return whether the team is over its guaranteed quota."""
+
+    def eviction_step(self, step: str, /) -> None:
+        """Count a step of an eviction."""
+
+    def eviction_ended(self, seconds: float, /) -> None:
+        """Count an eviction that took this long."""
+
+
+class Evictions:
+    """Evictions in progress. `pods` are all tracked pods by uid."""
 
     def __init__(
         self,
         pods: Mapping[str, PodView],
         writer: Writer,
         rules: RulesBook,
-        report: Callable[[PodView, str, str], None],
-        *,
-        count: Callable[[str], None] = lambda _step: None,
-        ended: Callable[[float], None] = lambda _seconds: None,
-        borrows: Callable[[str], bool] = lambda _namespace: False,
+        recorder: PodEventRecorder,
+        context: EvictionContext,
     ) -> None:
-        self._pods, self._writer, self._rules, self._report = pods, writer, rules, report
-        self._count, self._ended, self._borrows = count, ended, borrows
+        self._pods, self._writer, self._rules, self._recorder = pods, writer, rules, recorder
+        self._context = context
         self._endings: dict[str, _Ending] = {}
+
+    @property
+    def blocked(self) -> int:
+        """Return the number of pods whose eviction was refused and is repeated."""
+        return sum("retry" in ending.timers for ending in self._endings.values())
 
     def evict(self, pod: PodView, *, bounded: bool) -> None:
         """Evict a pod; the reclaim bound applies if its GPUs are reclaimed or its team holds borrowed ones."""
         if pod.uid in self._endings:
             return
-        now, bounded = time.time(), bounded or self._borrows(pod.namespace)
-        ending = self._endings[pod.uid] = _Ending(pod, self._asked_at(pod, now), bounded)
-        ending.noted = ending.asked_at < now
-        self._count("evicted")
+        now, bounded = time.time(), bounded or self._context.borrows(pod.namespace)
+        ending = self._endings[pod.uid] = _Ending(pod, self._requested_at(pod, now), bounded)
+        ending.noted = ending.requested_at < now
+        self._context.eviction_step("evicted")
         if bounded:
             self._set(ending, "delete", self._last_moment(ending) - now, self._delete)
         if now < self._last_moment(ending) or not bounded:
@@ -93,7 +106,7 @@ class Evictions:
         if (ending := self._endings.pop(uid, None)) is not None:
             for timer in ending.timers.values():
                 timer.cancel()
-            self._ended(time.time() - ending.asked_at)
+            self._context.eviction_ended(time.time() - ending.requested_at)
 
     def close(self) -> None:
         """Cancel all timers."""
@@ -102,7 +115,7 @@ class Evictions:
                 timer.cancel()
         self._endings.clear()
 
-    def _asked_at(self, pod: PodView, now: float) -> float:
+    def _requested_at(self, pod: PodView, now: float) -> float:
         """Return when the eviction began: the annotation of an earlier controller counts, unless it is outdated."""
         recent = now - 2 * self._rules.rules.reclaim.bound_s < pod.reclaimed_at <= now
         return pod.reclaimed_at if recent else now
@@ -112,7 +125,7 @@ class Evictions:
 
     def _last_moment(self, ending: _Ending) -> float:
         """Return the latest time at which the pod must be deleted to end within the bound."""
-        return ending.asked_at + self._rules.rules.reclaim.bound_s - self._grace_of(ending.pod) - SLACK_S
+        return ending.requested_at + self._rules.rules.reclaim.bound_s - self._grace_of(ending.pod) - SLACK_S
 
     def _evict(self, uid: str) -> None:
         ending, pod = self._endings.get(uid), self._pods.get(uid)
@@ -125,41 +138,43 @@ class Evictions:
         ending = self._endings.get(uid)
         if ending is None or (isinstance(error, ApiError) and error.not_found):
             return  # the watch reports it as well; 409 may be another pod with that name, or a transient conflict
-        if not ending.bounded and self._borrows(ending.pod.namespace):
+        if not ending.bounded and self._context.borrows(ending.pod.namespace):
             # another job may wait for this pod's GPUs: the plan counts GPUs of terminating pods as free soon
-            ending.bounded, ending.asked_at = True, time.time()
-            self._set(ending, "delete", self._last_moment(ending) - ending.asked_at, self._delete)
-        self._count("refused")
-        self._report(ending.pod, "EvictionBlocked", self._why_blocked(ending, error))
+            ending.bounded, ending.requested_at = True, time.time()
+            self._set(ending, "delete", self._last_moment(ending) - ending.requested_at, self._delete)
+        self._context.eviction_step("refused")
+        self._recorder.record(ending.pod, "EvictionBlocked", self._why_blocked(ending, error))
         if ending.bounded and not ending.noted:
             ending.noted = True
-            self._writer.submit(requests.reclaim_note(ending.pod, ending.asked_at), lambda _: None, lambda _: None)
+            self._writer.submit(requests.reclaim_note(ending.pod, ending.requested_at), lambda _: None, lambda _: None)
         self._set(ending, "retry", RETRY_S, self._evict)
 
     def _why_blocked(self, ending: _Ending, error: Exception) -> str:
         cause = "a disruption budget forbids it" if is_refused_by_budgets(error) else f"{error}"
         if not ending.bounded:
-            return f"it is to run elsewhere, or to end for a higher priority of its own team, but {cause}"
+            return f"it must move to another node, or stop for a job of higher priority of its own team, but {cause}"
         bound = self._rules.rules.reclaim.bound_s
-        return f"its team's borrowed GPUs are reclaimed, but {cause}; they are back in {bound:g} s all the same"
+        return f"its team's borrowed GPUs are reclaimed, but {cause}; it is deleted within {bound:g} s in any case"
 
     def _delete(self, uid: str) -> None:
         """Delete the pod near the end of the bound, if the eviction API has not ended it."""
         ending, pod = self._endings.get(uid), self._pods.get(uid)
         if ending is None or pod is None:
             return
-        deadline = ending.asked_at + self._rules.rules.reclaim.bound_s
+        deadline = ending.requested_at + self._rules.rules.reclaim.bound_s
         if pod.stage is Stage.TERMINATING:
             if pod.ends_at > deadline:
-                self._count("overdue")
+                self._context.eviction_step("overdue")
                 late = f"{pod.ends_at - deadline:.0f} s"
-                self._report(pod, "ReclaimOverdue", f"it was deleted with a grace period that ends {late} too late")
+                self._recorder.record(
+                    pod, "ReclaimOverdue", f"it was deleted with a grace period that ends {late} too late"
+                )
             return
         grace = max(1.0, min(self._grace_of(pod), deadline - time.time() - SLACK_S))
-        self._count("deleted")
-        why = f"its borrowed GPUs are reclaimed since {time.time() - ending.asked_at:.0f} s"
+        self._context.eviction_step("deleted")
+        why = f"the reclaim of its borrowed GPUs began {time.time() - ending.requested_at:.0f} s ago"
         bound = f"{self._rules.rules.reclaim.bound_s:g} s are allowed (QuotaPolicy, reclaim.boundSeconds)"
-        self._report(pod, "ReclaimForced", f"{why}, {bound}: deleted with a grace period of {grace:g} s")
+        self._recorder.record(pod, "ReclaimForced", f"{why}, {bound}: it is deleted with {grace:g} s of grace period")
         write = requests.deletion(pod.namespace, pod.name, pod.uid, grace)
         self._writer.submit(write, lambda _: None, partial(self._not_deleted, uid))
 

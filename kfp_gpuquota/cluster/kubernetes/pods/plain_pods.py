@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, pod_job
-from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import DEFAULT_RULES
+from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -75,16 +75,16 @@ class Member:
 class PlainPods:
     """All pods of other controllers. `emit` receives the scheduler's events, none before `settle`.
 
-    `recreated(pod)` returns whether the pod's owner recreates a deleted pod.
+    By the `rules` in effect a pod's owner recreates a deleted pod, or does not.
     """
 
     def __init__(
         self,
         emit: Callable[[scheduler.Event], None],
         allocator: DeviceAllocator,
-        recreated: Callable[[PodView], bool] = DEFAULT_RULES.recreates,
+        rules: RulesBook | None = None,
     ) -> None:
-        self._emit, self._allocator, self._recreated = emit, allocator, recreated
+        self._emit, self._allocator, self._rules = emit, allocator, rules or RulesBook()
         self.members: dict[str, Member] = {}
         self.jobs: dict[str, PodJob] = {}
         self.gathering: dict[GroupKey, dict[str, Member]] = {}
@@ -278,7 +278,7 @@ class PlainPods:
             member.job = job
         parts = _split(members)
         movable = all(
-            self._recreated(member.view) for member in members
+            self._rules.rules.recreates(member.view) for member in members
         )  # without a new pod a move would lose the work
         spec = pod_job(first.view, 1 if parts else len(members))
         self._emit(scheduler.JobSubmitted(job.uid, spec, first.view.created, movable=movable, parts=parts))

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Reason
+    from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
     from kfp_gpuquota.cluster.kubernetes.client.request import Write
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
+    from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
 
@@ -40,22 +42,19 @@ log = logging.getLogger(__name__)
 
 
 class PodActions:
-    """Admissions and evictions. `noted(pod)` receives the pods that writes return, before the watch delivers them.
-
-    `report(pod, reason, message)` records an event for users.
-    """
+    """Admissions and evictions."""
 
     def __init__(
         self,
         pods: PlainPods,
         writer: Writer,
-        noted: Callable[[Pod], None],
-        report: Callable[[PodView, str, str], None],
         reservations: Reservations,
         rules: RulesBook,
         evictions: Evictions,
+        recorder: PodEventRecorder,
+        written_pods: WrittenPods,
     ) -> None:
-        self._pods, self._writer, self._noted, self._report = pods, writer, noted, report
+        self._pods, self._writer, self._recorder, self._written_pods = pods, writer, recorder, written_pods
         self._reservations, self._rules = reservations, rules
         self._evictions = evictions
         self._pod = msgspec.json.Decoder(Pod)
@@ -77,7 +76,7 @@ class PodActions:
                 self._pods.take_back(uid)  # it has not started: it waits for another placement
             elif member := self._pods.members.get(uid):
                 self._pods.assume_leaving(uid)
-                self._report(member.view, "Evicted", self._explained(member.view, reason))
+                self._recorder.record(member.view, "Evicted", self._explained(member.view, reason))
                 self._evictions.evict(member.view, bounded=reason.code in _RECLAIMS)
 
     def _explained(self, pod: PodView, reason: Reason) -> str:
@@ -89,7 +88,7 @@ class PodActions:
         """Evict a pod that cannot stay on its node, so that its owner recreates it."""
         if pod.uid in self._pods.members:
             self._pods.assume_leaving(pod.uid)
-            self._report(pod, reason, why)
+            self._recorder.record(pod, reason, why)
             self._evictions.evict(pod, bounded=False)
 
     def _prepare(self, pod: PodView, admission: Write) -> None:
@@ -99,7 +98,7 @@ class PodActions:
             note_of(pod_job(pod), pod.uid, name, time.time()),
             ready=partial(self._configure, pod, admission),
             failed=partial(self._admission_failed, pod),
-            report=partial(self._report, pod),
+            report=partial(self._recorder.record, pod),
         )
         self._reservations.prepare(sharer)
 
@@ -117,7 +116,7 @@ class PodActions:
         self._writer.submit(admission, self._answered, partial(self._admission_failed, pod))
 
     def _answered(self, answer: bytes) -> None:
-        self._noted(self._pod.decode(answer))
+        self._written_pods.note(self._pod.decode(answer))
 
     def _admission_failed(self, pod: PodView, error: Exception) -> None:
         """Undo the assumptions after a pause, in which the watch reports the pod's state."""

@@ -7,14 +7,29 @@ pod is evicted, so that its owner recreates it. A pod that would not be recreate
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
+    from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
+    from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
+    from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
+    from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+
 STUCK_S: Final = 15.0  # longer than a node needs to free capacity, and than an autoscaler's first steps
+_NOT_RECREATED: Final = "no controller recreates it: delete it, and create it again"
+
+
+class ReleaseCounter(Protocol):
+    """Counts the pods whose GPUs are released because they do not start."""
+
+    def inc(self) -> None:
+        """Count one."""
 
 
 class StuckPods:
@@ -54,18 +69,103 @@ class StuckPods:
             self._found(pod)
 
 
-def lacks_its_place(pod: PodView) -> bool:
+def is_not_bindable(pod: PodView) -> bool:
     """Return whether the pod was admitted to a node, and kube-scheduler reports that it does not fit there."""
     waits = pod.stage is Stage.ASSIGNED and not pod.bound and pod.start_failure.startswith("Unschedulable")
     return waits and not pod.stand_in
 
 
-def awaits_a_node(pod: PodView) -> bool:
+def awaits_node(pod: PodView) -> bool:
     """Return whether the pod was admitted to an autoscaled pool, and is not bound to a node yet."""
     return pod.stage is Stage.ASSIGNED and not pod.bound and bool(pod.stand_in)
 
 
-def does_not_come_up(pod: PodView) -> bool:
+def does_not_start(pod: PodView) -> bool:
     """Return whether the kubelet reports a failure, or has not created the sandbox yet; image pulls may take long."""
     starts = pod.stage is Stage.ASSIGNED and pod.bound and not pod.running
     return starts and not pod.job_uid and (bool(pod.start_failure) or not pod.prepared)
+
+
+class PodRecovery:
+    """Recreates pods that hold GPUs and do not start, or informs their users where no owner would recreate them.
+
+    `pods` are all tracked pods by uid. A pod that does not start is recreated after `timeout_s`; 0: never.
+    """
+
+    def __init__(
+        self,
+        pods: Mapping[str, PodView],
+        plain: PlainPods,
+        elastic: ElasticJobs,
+        actions: PodActions,
+        exclusions: NodeExclusions,
+        rules: RulesBook,
+        recorder: PodEventRecorder,
+        released: ReleaseCounter,
+        timeout_s: float,
+    ) -> None:
+        self._plain, self._elastic, self._actions, self._exclusions = plain, elastic, actions, exclusions
+        self._rules, self._recorder, self._released, self._timeout_s = rules, recorder, released, timeout_s
+        self._stuck = [StuckPods(pods, self._not_bindable, is_not_bindable)]
+        if timeout_s:
+            self._stuck.append(StuckPods(pods, self._not_ready, does_not_start, timeout_s))
+            self._stuck.append(StuckPods(pods, self._no_node_added, awaits_node, timeout_s))
+
+    def note(self, pod: PodView) -> None:
+        """Process an update of a pod."""
+        for stuck in self._stuck:
+            stuck.note(pod)
+
+    def close(self) -> None:
+        """Cancel all timers."""
+        for stuck in self._stuck:
+            stuck.close()
+
+    def gpu_changed(self, holder: str, why: str) -> None:
+        """Replace a sharer whose GPU is no longer reserved; its next pod gets the reserved one."""
+        member, worker = self._plain.members.get(holder), self._elastic.workers.pods.get(holder)
+        if member is not None and self._rules.rules.recreates(member.view):
+            self._actions.remake(member.view, "GpuChanged", why)
+        elif member is not None:
+            self._recorder.record(member.view, "GpuChanged", f"{why}; {_NOT_RECREATED}")
+        elif worker is not None:
+            self._recorder.record(worker, "GpuChanged", why)
+            self._elastic.pod_events.remake(worker)
+
+    def _not_bindable(self, pod: PodView) -> None:
+        """Recreate a pod that kube-scheduler cannot bind to its node, and exclude that node for its owner."""
+        why = f"it could not be bound to node {pod.node}, which was planned for it: {pod.start_failure}"
+        recreated = self._rules.rules.recreates(pod)
+        if recreated:
+            self._exclusions.note(pod)
+        if self._elastic.owns(pod):
+            self._elastic.pod_events.remake(pod)
+            self._recorder.record(pod, "PlaceTaken", why)
+        elif recreated:
+            self._actions.remake(pod, "PlaceTaken", why)
+        else:
+            self._recorder.record(pod, "PlaceTaken", f"{why}; {_NOT_RECREATED}")
+
+    def _not_ready(self, pod: PodView) -> None:
+        """Evict a pod that does not start; its owner's next pod waits at the gate, and gets another node."""
+        if pod.uid not in self._plain.members:
+            return
+        failure = pod.start_failure or "its volumes or its network are not ready"
+        why = f"it did not start on node {pod.node} in {self._timeout_s:g} s: {failure}"
+        if self._rules.rules.recreates(pod):
+            self._released.inc()
+            self._exclusions.note(pod)
+            self._actions.remake(pod, "NotReady", f"{why}; its GPUs are released")
+        else:
+            why += "; it keeps its GPUs, because no controller recreates it: delete it"
+            self._recorder.record(pod, "NotReady", why)
+
+    def _no_node_added(self, pod: PodView) -> None:
+        """Evict a pod for which the autoscaler adds no node, if its owner recreates it, so that it is queued again."""
+        failure = pod.start_failure or "kube-scheduler has reported no reason"
+        why = f"the autoscaler added no node for it in {self._timeout_s:g} s: {failure}"
+        if pod.uid in self._plain.members and self._rules.rules.recreates(pod):
+            self._released.inc()
+            self._actions.remake(pod, "NoNodeCame", f"{why}; its GPUs are released")
+        else:
+            self._recorder.record(pod, "NoNodeCame", f"{why}; it keeps its quota, and stays pending")

@@ -15,11 +15,12 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
+    from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
 
 LOOK_EVERY_S: Final = 5.0
 MIN_WAIT_S: Final = 3.0
@@ -36,10 +37,10 @@ class Reported(NamedTuple):
 
 
 class WaitEvents:
-    """Waiting pods and their last events. `report(pod, reason, message)` records an event."""
+    """Waiting pods and their last events."""
 
-    def __init__(self, pods: PlainPods, report: Callable[[PodView, str, str], None]) -> None:
-        self._pods, self._report = pods, report
+    def __init__(self, pods: PlainPods, recorder: PodEventRecorder) -> None:
+        self._pods, self._recorder = pods, recorder
         self._reasons: Mapping[str, Reason] = {}
         self._reported: dict[str, Reported] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -65,7 +66,7 @@ class WaitEvents:
         due = (found for found in old if self._is_due(found[0].uid, found[1], found[2], now))
         for (pod, code, message), _ in zip(due, range(MAX_EVENTS), strict=False):
             self._reported[pod.uid] = Reported(code, message, now)
-            self._report(pod, "Waiting", message)
+            self._recorder.record(pod, "Waiting", message)
         if waiting:
             self.note(self._reasons)
 
@@ -81,7 +82,7 @@ class WaitEvents:
                 yield (
                     first,
                     "gathering",
-                    f"{have} of the {size} pods of group {first.group} are there; they start together",
+                    f"{have} of the {size} pods of group {first.group} exist; they start together",
                 )
 
     def _is_due(self, uid: str, code: str, message: str, now: float) -> bool:

@@ -107,7 +107,7 @@ class Profiles:
         try:
             project = project_of_plugin(name, bytes(raw))
         except InvalidFieldError as error:
-            self._warn(name, "InvalidGpuQuota", f"{error.message}; the last good quota stays in force")
+            self._warn(name, "InvalidGpuQuota", f"{error.message}; the last valid quota stays in effect")
             return
         wanted = quota_spec(project)
         if quota is not None and quota.metadata.labels.get(labels.SOURCE) == DEFAULT:

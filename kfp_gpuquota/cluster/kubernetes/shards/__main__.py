@@ -1,6 +1,6 @@
 """`python -m kfp_gpuquota.cluster.kubernetes.shards` runs a membership shard, which serves workers and the leader.
 
-To the API server it needs one right only: to read the certificate and the key, in the namespace of the keys.
+It needs only one permission: to read the certificate and the key in the namespace of the keys.
 """
 
 from __future__ import annotations

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import ssl
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import aiohttp
 import msgspec
 
+from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.kubernetes.shards.messages import (
     CONTROL_PATH,
     SILENCE_S,
@@ -30,13 +31,12 @@ from kfp_gpuquota.cluster.kubernetes.shards.messages import (
     lines,
 )
 from kfp_gpuquota.errors import NotFoundError, RunError
-from kfp_gpuquota.server.membership import NotStoredYetError
+from kfp_gpuquota.server.membership import Notices, NotStoredYetError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from kfp_gpuquota.membership import Limits
-    from kfp_gpuquota.server.membership import Notices
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
@@ -51,29 +51,27 @@ class _Job:
         self.state, self.shard = state, shard
 
 
+class ShardedJobs(Notices, Protocol):
+    """The jobs whose memberships are in shards."""
+
+    @property
+    def authority(self) -> bytes:
+        """Return the certificate with which the shards' own are signed."""
+
+    def shard_of(self, uid: str, /) -> int:
+        """Return the number of the job's shard."""
+
+    def reopen(self, uid: str, /) -> None:
+        """Open a job that its shard has lost."""
+
+
 class ShardedMembership:
-    """Memberships in shards at `urls`.
+    """Memberships of `jobs` in shards at `urls`."""
 
-    `shard_of(uid)` returns the number of a job's shard, `reopen(uid)` opens a job that its shard has lost, and
-    `authority()` returns the certificate with which the shards' own are signed.
-    """
-
-    def __init__(
-        self,
-        notices: Notices,
-        urls: Sequence[str],
-        key: bytes,
-        epoch: int,
-        *,
-        shard_of: Callable[[str], int],
-        reopen: Callable[[str], None],
-        authority: Callable[[], bytes],
-    ) -> None:
-        self._notices, self._shard_of, self._reopen = notices, shard_of, reopen
+    def __init__(self, jobs: ShardedJobs, urls: Sequence[str], key: bytes, epoch: int) -> None:
+        self._owner = jobs
         self._jobs: dict[str, _Job] = {}
-        self._links = [
-            _Link(self, number, url, control_token(key), epoch, authority) for number, url in enumerate(urls)
-        ]
+        self._links = [_Link(self, jobs, number, url, control_token(key), epoch) for number, url in enumerate(urls)]
 
     # As `server.membership.MembershipService` has it
 
@@ -105,7 +103,7 @@ class ShardedMembership:
             ended={},
             worker_prefix=worker_prefix,
         )
-        self._jobs[job_uid] = _Job(state, self._shard_of(job_uid))
+        self._jobs[job_uid] = _Job(state, self._owner.shard_of(job_uid))
         self._send(job_uid)
 
     def close(self, job_uid: str) -> None:
@@ -165,7 +163,7 @@ class ShardedMembership:
     def restarted(self, shard: int) -> None:
         """Open the jobs of a restarted shard again, with generation numbers that were never used."""
         for uid in [uid for uid, job in self._jobs.items() if job.shard == shard]:
-            self._reopen(uid)
+            self._owner.reopen(uid)
 
     def all_of(self, shard: int) -> list[JobState]:
         """Return the state of each of the shard's jobs."""
@@ -175,7 +173,7 @@ class ShardedMembership:
         """Process a notice of the shard; notices about closed jobs are dropped."""
         if isinstance(message, Hello) or message.uid not in self._jobs:
             return
-        uid, notices = message.uid, self._notices
+        uid, notices = message.uid, self._owner
         match message:
             case NumberNeeded(generation=generation):
                 try:
@@ -201,15 +199,16 @@ class _Link:
     def __init__(
         self,
         membership: ShardedMembership,
+        jobs: ShardedJobs,
         number: int,
         url: str,
         token: str,
         epoch: int,
-        authority: Callable[[], bytes],
     ) -> None:
+        self._jobs = jobs
         self._membership, self._number, self._url = membership, number, url.rstrip("/") + CONTROL_PATH
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._epoch, self._authority = epoch, authority
+        self._epoch = epoch
         self._outbox: Outbox | None = None
         self._process = ""  # the shard's, as last seen
 
@@ -225,17 +224,17 @@ class _Link:
 
     async def run(self) -> None:
         """Keep the connection open until cancelled."""
-        pause = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:
                 await self._converse()
-                pause = FIRST_PAUSE_S
             except (aiohttp.ClientError, OSError, TimeoutError, RunError, msgspec.DecodeError, ssl.SSLError) as error:
                 log.warning("membership shard %s: %s", self._url, error or type(error).__name__)
             finally:
+                if self._outbox is not None:  # it was connected
+                    backoff.reset()
                 self._outbox = None
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def _converse(self) -> None:
         outbox = Outbox()
@@ -271,5 +270,5 @@ class _Link:
         log.info("membership shard %s is connected, process %s", self._url, message.process)
 
     def _trust(self) -> ssl.SSLContext | bool:
-        authority = self._authority()
+        authority = self._jobs.authority
         return ssl.create_default_context(cadata=authority.decode()) if self._url.startswith("https:") else True

@@ -36,7 +36,7 @@ class JobState(_Message, frozen=True):
 
     `first_generation` counts where the shard does not have the job; `stored` is the highest generation number that may
     be sent. `alive` are the workers whose processes may still run, `wanted` those that should, in order, `trained`
-    those that were in the generation in force when the leader came, `ended` those that ended: whether with success.
+    those that were in the current generation when the leader started, `ended` the exited ones and their success.
     The ids of all of them begin with `worker_prefix`.
     """
 
@@ -140,7 +140,7 @@ async def lines(content: StreamReader) -> AsyncIterator[bytes]:
             return
         *complete, rest = (rest + chunk).split(b"\n")
         if len(rest) > MAX_LINE_BYTES:
-            raise RunError(f"a line of more than {MAX_LINE_BYTES} bytes came from the other end")
+            raise RunError(f"a line of more than {MAX_LINE_BYTES} bytes was received from the other process")
         for line in complete:
             yield line
 

@@ -13,7 +13,6 @@ import msgspec
 from aiohttp import web
 
 from kfp_gpuquota.cluster.kubernetes.client.sockets import listen
-from kfp_gpuquota.cluster.kubernetes.elasticjob.membership_service import LIMITS
 from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards.messages import (
     CONTROL_PATH,
@@ -25,7 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.shards.messages import (
 )
 from kfp_gpuquota.cluster.kubernetes.shards.tls_memory import bound_tls_memory
 from kfp_gpuquota.errors import RunError
-from kfp_gpuquota.server.connections import LimitedRunner, raise_descriptor_limit
+from kfp_gpuquota.server.connections import WORKER_LIMITS, LimitedRunner, raise_descriptor_limit
 
 if TYPE_CHECKING:
     import ssl
@@ -58,10 +57,14 @@ class ControlEndpoint:
         """Process a leader's messages until its connection ends, and send it the shard's notices."""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._token.encode()):
-            return web.Response(status=401, text="the token is not that of the controller; do both read one key?")
+            return web.Response(
+                status=401, text="the token is not the controller's; check that both processes read the same key"
+            )
         epoch = int(request.query.get("epoch", "0"))
         if epoch < self._epoch:
-            return web.Response(status=409, text=f"a leader of epoch {self._epoch} was connected, this one has {epoch}")
+            return web.Response(
+                status=409, text=f"a leader of epoch {self._epoch} was connected, the new one has {epoch}"
+            )
         self._epoch = epoch
         if self._current is not None:
             self._current.cancel()
@@ -134,7 +137,7 @@ async def serving(
         tls.num_tickets = 0  # workers resume no session; making tickets costs a fifth of a handshake
     raise_descriptor_limit()
     runner = LimitedRunner(
-        build_app(jobs, control), LIMITS, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+        build_app(jobs, control), WORKER_LIMITS, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
     )
     await runner.setup()
     try:

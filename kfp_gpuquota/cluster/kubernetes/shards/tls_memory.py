@@ -16,10 +16,10 @@ def bound_tls_memory() -> None:
     """Make each TLS connection that is accepted from now on read into a buffer of one record instead of 256 KiB.
 
     A worker sends some hundred bytes a second. The buffer's size is `SSLProtocol.max_size`, a class attribute that
-    asyncio offers no parameter for (CPython 3.11 to 3.14). Where it is not there, connections cost more and work.
+    asyncio has no parameter for (CPython 3.11 to 3.14). Without it connections work, and need more memory.
     """
     protocol = asyncio.sslproto.SSLProtocol
     if not isinstance(getattr(protocol, "max_size", None), int):
-        log.warning("asyncio's TLS buffers cannot be bounded: SSLProtocol.max_size is gone")
+        log.warning("asyncio's TLS buffers cannot be bounded: this Python has no SSLProtocol.max_size")
         return
     protocol.max_size = BUFFER_BYTES

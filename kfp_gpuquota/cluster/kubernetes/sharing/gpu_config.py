@@ -10,6 +10,7 @@ of it is for the pod's first container, as RUNAI_GPU_MEMORY_LIMIT is.
 | ELASTIC_SIMULATED_DEVICES                    | the ConfigMap, on nodes with simulated devices                   |
 | ELASTIC_MEMORY_DIR                           | a volume of the pod, where the node's agent writes its allowance |
 | RUNAI_GPU_MEMORY_LIMIT                       | its limit, by default its request                                |
+| CUDA_MPS_ACTIVE_THREAD_PERCENTAGE            | its part of the computing power, where it requests one           |
 
 An ElasticJob's worker is created when its GPUs are known, so its variables hold them and there is no ConfigMap.
 """
@@ -20,7 +21,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.annotations import LIMIT_VARIABLE
-from kfp_gpuquota.api.share import limit_text
+from kfp_gpuquota.api.share import compute_variables, limit_text
 from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH
 from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -61,6 +62,7 @@ def variables(name: str, spec: JobSpec) -> list[dict[str, Any]]:
         reference(SIMULATED, optional=True),
         {"name": MEMORY_VARIABLE, "value": MEMORY_DIRECTORY},
         {"name": LIMIT_VARIABLE, "value": limit_text(spec)},
+        *({"name": name, "value": value} for name, value in compute_variables(spec.gpu_compute).items()),
     ]
 
 
@@ -98,7 +100,12 @@ def with_assignment(body: dict[str, Any], spec: JobSpec, assignment: DeviceAssig
     """Return the pod of an ElasticJob's worker with its shared GPUs."""
     pod = {**body["spec"]}
     main = {**pod["containers"][0]}
-    values = {**_data(assignment), MEMORY_VARIABLE: MEMORY_DIRECTORY, LIMIT_VARIABLE: limit_text(spec)}
+    values = {
+        **_data(assignment),
+        MEMORY_VARIABLE: MEMORY_DIRECTORY,
+        LIMIT_VARIABLE: limit_text(spec),
+        **compute_variables(spec.gpu_compute),
+    }
     kept = [variable for variable in main.get("env") or [] if variable.get("name") not in values]
     main["env"] = [*kept, *({"name": name, "value": value} for name, value in values.items())]
     main["volumeMounts"] = [*(main.get("volumeMounts") or []), mount()]

@@ -159,7 +159,7 @@ class NodeAgent:
             with self.metrics.rounds.time():
                 self.round()
         except (DeviceError, OSError) as error:
-            log.error("GPU memory cannot be read, so nobody who shares a GPU starts: %s", error)
+            log.error("GPU memory cannot be read, so no process that shares a GPU starts: %s", error)
             self._schedule(AFTER_TROUBLE_S)
         else:
             self._schedule(INTERVAL_S)
@@ -255,7 +255,7 @@ def _memory(options: AgentOptions) -> DeviceMemory:
     if not options.simulated:
         return NvmlMemory()
     folders = {folder.name: folder for folder in sorted(Path(options.simulated).iterdir()) if folder.is_dir()}
-    log.warning("GPUs are simulated: %s", ", ".join(folders) or "there is none")
+    log.warning("GPUs are simulated: %s", ", ".join(folders) or "none")
     return SimulatedMemory(folders)
 
 

@@ -23,13 +23,14 @@ from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write, pods_pat
 from kfp_gpuquota.cluster.kubernetes.convert.requests import REQUIRED, deletion, escape_json_pointer, node_term
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICES, bounded_number
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 
 NAMESPACE: Final = "gpuquota-reservations"
 AGENTS_NAMESPACE: Final = "gpuquota-node-agents"
-IMAGE: Final = "kfp-gpuquota/reservation:0.1.0"
+IMAGE: Final = f"kfp-gpuquota/reservation:{__version__}"
 USER: Final = 65532
 MAX_GRACE_S: Final = 1.0
 # A device plugin puts the device's UUID into the variable, unless it is configured otherwise; then nvidia-smi, which

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -34,6 +34,7 @@ from kfp_gpuquota.errors import RunError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
     from kfp_gpuquota.cluster.kubernetes.client.request import Write
     from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
@@ -85,12 +86,18 @@ class SharedDevice:
         return self.pod.gpu if held and self.pod is not None else ""
 
 
-class Reservations:
-    """All reservations of a cluster. `noted(pod)` receives the pods that writes return.
+class Sharers(Protocol):
+    """The pods and workers that hold parts of GPUs; implemented by the controller."""
 
-    `recall(holder)` returns the share note of a started holder, from its request; `later` sets a timer.
-    `displaced(holder, why)` is called once for a holder that runs on a GPU that is no longer reserved.
-    """
+    def share_of(self, holder: str, /) -> ShareNote | None:
+        """Return the share note of a started holder, from its request."""
+
+    def gpu_changed(self, holder: str, why: str, /) -> None:
+        """Replace a holder that runs on a GPU that is no longer reserved; called once for each."""
+
+
+class Reservations:
+    """All reservations of a cluster. `later` sets a timer."""
 
     def __init__(
         self,
@@ -98,14 +105,13 @@ class Reservations:
         nodes: Mapping[str, Node],
         writer: Writer,
         settings: ReservationSettings,
-        noted: Callable[[Pod], None],
-        recall: Callable[[str], ShareNote | None],
-        displaced: Callable[[str, str], None],
+        written_pods: WrittenPods,
+        sharers: Sharers,
         later: Callable[[float, Callable[[], None]], object] | None = None,
     ) -> None:
         self._allocator, self._nodes, self._writer, self._settings = allocator, nodes, writer, settings
-        self._noted, self._recall, self._later = noted, recall, later or _on_the_loop
-        self._displaced, self._reported_displaced = displaced, set[str]()
+        self._written_pods, self._holders, self._later = written_pods, sharers, later or _on_the_loop
+        self._reported_displaced = set[str]()
         self._devices: dict[tuple[str, int], SharedDevice] = {}
         self._agents: dict[str, str] = {}  # uid of an agent's pod -> its node
         self._configs: dict[str, str] = {}  # uid of a sharer's pod -> the ConfigMap that it refers to
@@ -114,7 +120,7 @@ class Reservations:
         self._notes: dict[str, ShareNote] = {}  # of sharers that were started
         self._pod = msgspec.json.Decoder(Pod)
         self._started = False
-        allocator.shared_changed = self._shared_changed
+        allocator.observe(self)
 
     def start(self) -> None:
         """Reconcile all reservations, after all objects were listed and all devices were assigned."""
@@ -136,7 +142,7 @@ class Reservations:
         noted = share_annotations.read(entry.pod.sharers) if entry.pod is not None else ()
         self._notes |= {note.holder: note for note in noted if note.holder in sharers}
         for holder in sharers - self._notes.keys():
-            if (note := self._recall(holder)) is not None:
+            if (note := self._holders.share_of(holder)) is not None:
                 self._notes[holder] = note
         for uid, (holder, gpus) in self._bound.items():
             self._note_bound(holder, uid, gpus)
@@ -205,9 +211,9 @@ class Reservations:
                 continue
             self._reported_displaced.add(holder)
             held = ", ".join(note.gpus)
-            self._displaced(
+            self._holders.gpu_changed(
                 holder,
-                f"it runs on {held}; the reservation was made anew and has {entry.gpu} of {entry.node}",
+                f"it runs on {held}; the recreated reservation has {entry.gpu} of {entry.node}",
             )
 
     # Desired state
@@ -226,7 +232,8 @@ class Reservations:
             self._sync_devices_of(holder)
         return waited
 
-    def _shared_changed(self, holder: str, node: str, devices: tuple[int, ...]) -> None:
+    def shared_changed(self, holder: str, node: str, devices: tuple[int, ...]) -> None:
+        """Reserve and release devices after parts of them were taken or released."""
         if self._allocator.held(holder) is None:
             self._waiting.pop(holder, None)
             self._notes.pop(holder, None)
@@ -285,7 +292,8 @@ class Reservations:
         lacking = [entry for entry in self._devices_of(holder) if not entry.gpu]
         if not lacking:
             sharer.report(
-                "WaitsForGpuMemory", "the memory agent of its node makes room for what it has requested; it starts then"
+                "WaitsForGpuMemory",
+                "the memory agent of its node frees the memory that it has requested, then it starts",
             )
             self._later(REMIND_AFTER_S, partial(self._remind, sharer))
             return
@@ -350,7 +358,7 @@ class Reservations:
             entry.ended = ended if entry.pod is not None and entry.pod.uid == ended else ""
             self._sync(entry)
         else:
-            self._noted(self._pod.decode(answer))
+            self._written_pods.note(self._pod.decode(answer))
             self._look_at(entry)
 
     def _refused(self, entry: SharedDevice, error: Exception) -> None:
@@ -370,7 +378,7 @@ def _on_the_loop(seconds: float, action: Callable[[], None]) -> None:
 
 
 def _may_start(entry: SharedDevice, ticket: str, *, watched: bool) -> bool:
-    assert entry.pod is not None, "its GPU is known"
+    assert entry.pod is not None, "its GPU was reported"
     return ticket in entry.pod.ready if watched else ticket in entry.pod.sharers
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.api.share import limit_mib, request_mib
+from kfp_gpuquota.api.share import limit_mib, request_mib, share_fields
 from kfp_gpuquota.fractions.claims import Claim
 
 if TYPE_CHECKING:
@@ -57,11 +57,8 @@ def note_of(spec: JobSpec, holder: str, pod: str, since: float) -> ShareNote:
         ticket=f"{holder}@{since:.6f}",
         pod=pod,
         since=since,
-        gpu_fraction=spec.gpu_fraction,
-        gpu_fraction_limit=spec.gpu_fraction_limit,
-        gpu_memory_mib=spec.gpu_memory_mib,
-        gpu_memory_limit_mib=spec.gpu_memory_limit_mib,
         priority=spec.effective_priority,
+        **share_fields(spec),
     )
 
 

@@ -1,6 +1,6 @@
 """Kubernetes cluster for users: the same calls as the local cluster's, with the user's own credentials.
 
-Nothing stands between a user and the API server: what this client may do is what RBAC lets its user do.
+It calls the API server directly: RBAC decides what its user may do.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RETRY_FOR_S: Final = 30.0
 _GROUP: Final = f"/apis/{labels.API_VERSION}"
 QUOTAS: Final = f"{_GROUP}/gpuquotas"
 _CANCELLED: Final = "gpuquota-cancel"
-_FOR_GOOD: Final = frozenset({Intent.CANCEL, Intent.FAIL, Intent.DELETE})
+_PERMANENT: Final = frozenset({Intent.CANCEL, Intent.FAIL, Intent.DELETE})
 _TAKE_OVERS: Final = 10
 
 
@@ -109,10 +109,10 @@ class KubernetesClient:
     def set_project(self, project: Project, *, expected: Project | None = None) -> ProjectView:
         """Create a project, or replace its quota.
 
-        ConflictError where a Profile says it, and where it is not as `expected` any more.
+        Raises ConflictError if a Profile defines it, or if it differs from `expected`.
         """
         if expected is not None and self.get_project(project.name).project != expected:
-            raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; look at it and try again")
+            raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; read it again and retry")
         path, wanted = f"{QUOTAS}/{quote(project.name)}", views.gpu_quota(project)
         try:
             before = _decode(self.calls.get(path), custom_types.GpuQuota)
@@ -120,7 +120,7 @@ class KubernetesClient:
             return self.create_project(project)
         if before.metadata.labels.get(labels.SOURCE) == "profile":
             raise ConflictError(
-                f"the quota of {project.name!r} stands in its Profile; change it there: kubectl edit profile "
+                f"the quota of {project.name!r} is defined in its Profile; change it there: kubectl edit profile "
                 f"{project.name} (spec.plugins, kind GpuQuota)"
             )
         cleared = dict.fromkeys(custom_types.GpuQuotaSpec.__struct_encode_fields__)
@@ -132,7 +132,7 @@ class KubernetesClient:
         try:
             found = _decode(self.calls.get(f"/api/v1/namespaces/{quote(name)}"), _Namespace)
         except NotFoundError:
-            return f"there is no namespace {name!r}, which a team has and a department has not"
+            return f"namespace {name!r} does not exist; a team needs one, a department does not"
         if found.metadata.labels.get(labels.MANAGED) == "true":
             return ""
         return (
@@ -231,11 +231,11 @@ class KubernetesClient:
     def list_jobs(
         self, project: str = "", *, name: str = "", after: int | None = None, timeout_s: float = 0.0
     ) -> JobList:
-        """All jobs, a project's, or its job of that `name` alone. With `after`: once one of them has changed since that
-        revision, or `timeout_s` is over.
+        """Return all jobs, those of a project, or only its job `name`. With `after`: when one of them has changed since
+        that revision, or after `timeout_s`.
 
-        With a name the API server sends and watches that one only: a project's launchers would else read all its jobs
-        on each change of any, which costs the square of their number.
+        With a name the API server sends and watches only that job: otherwise each launcher of a project would read all
+        its jobs after each change, at a cost of the square of their number.
         """
         if after is not None and timeout_s > 0:
             self._await_change(project, name, after, timeout_s)
@@ -249,7 +249,7 @@ class KubernetesClient:
         return JobList(revision=int(listed["metadata"]["resourceVersion"]), jobs=tuple(jobs))
 
     def job_pages(self, project: str, size: int) -> Iterator[JobList]:
-        """All jobs, or a project's, in one list: the API server's cache answers it as a whole."""
+        """Yield all jobs, or those of a project, in one list, which the API server answers from its cache."""
         del size
         yield self.list_jobs(project)
 
@@ -302,10 +302,10 @@ class KubernetesClient:
                     {"op": "replace", "path": "/spec/lease", "value": renewed},
                 ],
             )
-        except UsageError as error:  # the test failed, or there is no lease: both mean that it is not ours
+        except UsageError as error:  # the test failed, or there is no lease
             if isinstance(error, NotFoundError):
                 raise
-            raise ConflictError(f"job {name!r} is held by somebody else than {lease.holder!r}: {error}") from None
+            raise ConflictError(f"job {name!r} is not held by {lease.holder!r}: {error}") from None
 
     def _take_over(self, project: str, name: str, lease: Lease) -> None:
         """Acquire the lease in the version that was read; of two concurrent attempts only one succeeds."""
@@ -322,7 +322,9 @@ class KubernetesClient:
             except (ConflictError, UsageError):  # it has changed since it was read
                 continue
             return
-        raise ConflictError(f"job {name!r} changes all the time, and could not be taken over")
+        raise ConflictError(
+            f"job {name!r} was changed {_TAKE_OVERS} times during the attempt to take it over; try again"
+        )
 
     def watch_jobs(self, project: str = "") -> Iterator[JobList]:
         """Yield the list now and after each change, without end."""
@@ -335,7 +337,7 @@ class KubernetesClient:
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
         """Raise UsageError: Kubernetes has its own events, see `kubectl get events`."""
         del after, timeout_s
-        raise UsageError("on Kubernetes the history is that of the objects; see: kubectl get events -n NAMESPACE")
+        raise UsageError("on Kubernetes events are objects; see: kubectl get events -n NAMESPACE")
 
     def secret_value(self, project: str, name: str, key: str) -> str:
         """Return a value of a Secret; "" if it does not exist."""
@@ -372,9 +374,9 @@ class KubernetesClient:
 
     def stop_cluster(self) -> None:
         """Raise UsageError: a Kubernetes cluster cannot be stopped by this client."""
-        raise UsageError("a Kubernetes cluster is not stopped from here; remove the controller with: kubectl delete -k")
+        raise UsageError("this command cannot stop a Kubernetes cluster; remove the controller with: kubectl delete -k")
 
-    # Inside
+    # Requests
 
     def _found(self, project: str, name: str) -> Json:
         try:
@@ -416,7 +418,7 @@ def _is_stopping(stored: custom_types.ElasticJob) -> bool:
     """Return whether the job has ended or is being stopped permanently, so that its lease cannot be acquired."""
     held = stored.spec.lease
     cancelled = held is not None and (held.holder == _CANCELLED or held.duration_seconds == 0)
-    ending = Phase(stored.status.phase).final or stored.status.intent in _FOR_GOOD
+    ending = Phase(stored.status.phase).final or stored.status.intent in _PERMANENT
     return cancelled or ending or stored.metadata.deletion_timestamp is not None
 
 

@@ -43,16 +43,16 @@ class PodLog:
                 time.sleep(POLL_S)
         try:
             text = self._stream.read1(PIECE)
-        except (OSError, http.client.HTTPException):  # nothing for a while, or the server went away
+        except (OSError, http.client.HTTPException):  # no output within SILENCE_S, or the connection was closed
             self.close()
             return b"", True
         self.offset += len(text)
         if text:
             return text, True
         self.close()
-        return b"", self._goes_on()
+        return b"", self._may_continue()
 
-    def _goes_on(self) -> bool:
+    def _may_continue(self) -> bool:
         """Return whether more may follow: a stream ends with its pod, but also when the API server stops.
 
         A log has been read to its end when a stream that was opened after the pod's end has ended.

@@ -1,6 +1,6 @@
 """Converts between `api` types and the API server's objects. Pure.
 
-What a client shows is derived from the object and its pods; what it asks for becomes an object.
+A job is converted to an object, and an object with its pods to the job that a client shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
-from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_RESTARTS
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.queue import Queued
 from kfp_gpuquota.api.wire import NodeView, ProjectView
@@ -21,6 +20,7 @@ from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.size_history import progress_of, reason_of, resizes_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from kfp_gpuquota.cluster.kubernetes.quota import quotas
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import set_by
 from kfp_gpuquota.errors import InvalidFieldError
@@ -37,29 +37,6 @@ Json = dict[str, Any]
 
 MAIN: Final = "main"
 REQUEST_ID: Final = f"{labels.GROUP}/request-id"
-# field of JobSpec: (name on the wire, the value that need not be written)
-_FIELDS: Final = {
-    "gpus": ("gpus", None),
-    "min_gpus": ("minGpus", None),
-    "max_gpus": ("maxGpus", None),
-    "gpus_per_worker": ("gpusPerWorker", None),
-    "gpu_fraction": ("gpuFraction", None),
-    "gpu_fraction_limit": ("gpuFractionLimit", None),
-    "gpu_memory_mib": ("gpuMemory", None),
-    "gpu_memory_limit_mib": ("gpuMemoryLimit", None),
-    "gpu_devices": ("gpuDevices", None),
-    "priority": ("priority", None),
-    "preemptible": ("preemptible", None),
-    "grace_period_s": ("gracePeriodSeconds", DEFAULT_GRACE_PERIOD_S),
-    "max_restarts": ("maxRestarts", DEFAULT_MAX_RESTARTS),
-    "cool_down_s": ("coolDownSeconds", DEFAULT_COOL_DOWN_S),
-    "min_run_time_s": ("minRunTimeSeconds", 0.0),
-    "node_pool": ("nodePool", ""),
-    "required_topology": ("requiredTopology", None),
-    "preferred_topology": ("preferredTopology", None),
-    "spread": ("spread", False),
-}
-_MEMORY: Final = frozenset({"gpuMemory", "gpuMemoryLimit"})
 
 
 class _Container(msgspec.Struct, frozen=True):
@@ -81,16 +58,12 @@ class _Template(msgspec.Struct, frozen=True):
 _PHASES: Final = {"Pending": WorkerPhase.STARTING, "Running": WorkerPhase.RUNNING}
 
 
-# What is asked for
+# To objects
 
 
 def elastic_job(spec: JobSpec, template: Json, *, request_id: str, lease: Lease | None, now: float) -> Json:
     """Return the ElasticJob object to create. `template` is a pod template whose first container runs the job."""
-    asked: Json = {"kind": spec.kind.value, "template": template}
-    for field, (name, default) in _FIELDS.items():
-        value = getattr(spec, field)
-        if value is not None and value != default and not (spec.shared and field == "gpus"):
-            asked[name] = f"{value}Mi" if name in _MEMORY else value
+    asked: Json = {**as_written(spec), "template": template}
     if lease is not None:
         asked["lease"] = job_lease(lease, now)
     return {
@@ -150,7 +123,7 @@ def timestamp(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-# What is there
+# From objects
 
 
 def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
@@ -230,8 +203,8 @@ def queued_pods(pods: Iterable[Pod]) -> list[Queued]:
         with suppress(InvalidFieldError):
             view = translate.pod_view(pod)
             if view.stage is translate.Stage.WAITING:
-                whose, each = view.group or view.controller_uid or view.uid, _queued_pod(pod, view)
-                found[whose] = min(found.get(whose, each), each, key=lambda one: one.key)
+                owner, each = view.group or view.controller_uid or view.uid, _queued_pod(pod, view)
+                found[owner] = min(found.get(owner, each), each, key=lambda one: one.key)
     return list(found.values())
 
 
@@ -260,7 +233,7 @@ def project_view(quota: GpuQuota) -> ProjectView:
 def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ()) -> NodeView:
     """Return a node and the pods that hold its devices, including pods outside the quota.
 
-    Which these are only the kubelet knows: they are taken to be the first that nobody else has.
+    Only the kubelet knows the devices of those: the first unassigned ones are shown for them.
     """
     here = [pod for pod in pods if pod.spec.node_name == node.metadata.name and _holds(pod)]
     shown, held = nodes.node_of(node), dict[int, tuple[str, ...]]()

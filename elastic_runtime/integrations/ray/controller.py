@@ -1,0 +1,221 @@
+"""The actor that runs one training: its coordinator, its attempts, its reports and checkpoints, its result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.fs
+import ray
+from ray.train import Result, UserCallback
+
+from elastic_runtime.errors import RunError
+from elastic_runtime.integrations.ray.coordinator import CoordinatorProcess
+from elastic_runtime.integrations.ray.group import End, Group, Shape
+from elastic_runtime.integrations.ray.ray_internals import (
+    CheckpointManager,
+    ControllerError,
+    TrainingFailedError,
+    TrainingReport,
+    TrainRunContext,
+    WorkerGroupError,
+    report_index,
+    result_of,
+)
+from elastic_runtime.integrations.ray.reports import Point, Reports
+from elastic_runtime.integrations.ray.worker import Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAMESPACE = "elastic_runtime"
+UNLIMITED = -1
+
+_log = logging.getLogger("ray.train.elastic_runtime")
+
+
+class Controller:
+    """One training. Its methods run in one event loop; it ends with the program that called `fit`."""
+
+    def __init__(self, run: TrainRunContext, shape: Shape, functions: tuple[Any, ...], shards: Any) -> None:
+        self._run, self._shape, self._functions, self._shards = run, shape, functions, shards
+        config = run.run_config
+        self._storage = config.storage_context
+        self._checkpoints = CheckpointManager(config.checkpoint_config, self._storage)
+        self._callbacks = [callback for callback in config.callbacks if isinstance(callback, UserCallback)]
+        self._coordinator: CoordinatorProcess | None = None
+        self._group: Group | None = None
+        self._reports: Reports[TrainingReport] = Reports()
+        self._directories: dict[Point, str] = {}
+        self._workers = 0
+        self._most = shape.most
+        self._job = self._token = ""
+        self._size = 0
+
+    async def run(self) -> Result:
+        """Run the training to its end, with the attempts that its FailureConfig allows."""
+        error: TrainingFailedError | None = None
+        value, listening = None, None
+        try:
+            self._coordinator = await CoordinatorProcess.start(str(ray.util.get_node_ip_address()))
+            listening = asyncio.create_task(self._listen(self._coordinator))
+            error, value = await self._attempts()
+        except RunError as failure:
+            error = ControllerError(failure)
+        finally:
+            if listening:
+                listening.cancel()
+            if self._coordinator:
+                await self._coordinator.stop()
+            self._drop_own_checkpoints()
+        result = result_of(self._checkpoints, self._storage, error)
+        result.return_value = value
+        return result
+
+    async def _attempts(self) -> tuple[TrainingFailedError | None, Any]:
+        allowed, failures = self._run.run_config.failure_config.max_failures, 0
+        while True:
+            end = await self._attempt(failures)
+            if not end.errors:
+                return None, end.value
+            if -1 in end.errors:
+                return ControllerError(end.errors[-1]), None
+            for callback in self._callbacks:
+                callback.after_exception(run_context=self._run, worker_exceptions=end.errors)
+            failures += 1
+            error = WorkerGroupError(end.text, end.errors)
+            if allowed != UNLIMITED and failures > allowed:
+                return error, None
+            _log.warning("attempt %d has failed, and the training is started again: %s", failures, error)
+
+    async def _attempt(self, number: int) -> End:
+        assert self._coordinator is not None
+        self._job, self._token = f"{self._run.run_id}-{number}", secrets.token_hex(16)
+        self._reports, self._directories, self._size = Reports(), {}, 0
+        self._send("open", token=self._token, min_workers=self._shape.least)
+        self._group = Group(self._shape, self._name_worker, self._task, self._send, self._on_end)
+        self._group.limit(self._most)
+        try:
+            return await self._group.run()
+        finally:
+            self._send("close")
+
+    def _send(self, order: str, **fields: object) -> None:
+        assert self._coordinator is not None
+        with contextlib.suppress(RunError):  # its end is noticed by `_listen`
+            self._coordinator.send(order, job=self._job, **fields)
+
+    async def _listen(self, coordinator: CoordinatorProcess) -> None:
+        async for notice in coordinator.notices():
+            if self._group is None or notice["job"] != self._job:
+                continue
+            if notice["notice"] == "kill":
+                self._group.kill(notice["worker"], notice["why"])
+            elif notice["notice"] == "committed" and notice["complete"]:
+                self._note_size(notice)
+        if self._group is not None:
+            self._group.fail(RunError("the coordinator of the training has ended unexpectedly"))
+
+    def _note_size(self, notice: dict[str, Any]) -> None:
+        before, self._size = self._size, len(notice["members"])
+        _log.info(
+            "%d -> %d workers at step %d, pause %.1f ms, %d steps lost",
+            before, self._size, notice["step"], notice["pause_ms"], notice["lost_steps"],
+        )  # fmt: skip
+
+    def _name_worker(self) -> str:
+        self._workers += 1
+        return f"w{self._workers - 1}"
+
+    def _task(self, worker: str, provisional: tuple[str, ...]) -> Task:
+        assert self._coordinator is not None
+        newest = self._checkpoints.latest_checkpoint_result
+        return Task(
+            worker=worker,
+            job=self._job,
+            functions=self._functions,
+            run=self._run,
+            provisional=provisional,
+            url=self._coordinator.url,
+            authority=self._coordinator.authority,
+            token=self._token,
+            checkpoints=self._own_checkpoints(),
+            checkpoint=newest.checkpoint if newest else None,
+            report_index=report_index(self._checkpoints),
+            shards=self._shards,
+        )
+
+    def _own_checkpoints(self) -> str:
+        """Return where elastic_runtime keeps its own checkpoints, for the next attempt; "" on object stores."""
+        if not isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+            return ""
+        return str(Path(self._storage.experiment_fs_path) / ".elastic_runtime" / self._run.run_id)
+
+    def _drop_own_checkpoints(self) -> None:
+        if directory := self._own_checkpoints():
+            shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # there is none, or another run's is there
+                Path(directory).parent.rmdir()
+
+    # Called by workers
+
+    async def directory_of(self, point: Point, wanted: str | None) -> str:
+        """Return the name of the checkpoint directory of this point, the same for all workers."""
+        return self._directories.setdefault(point, wanted or self._storage.make_default_checkpoint_dir_name())
+
+    async def report(self, worker: str, point: Point, members: tuple[str, ...], report: TrainingReport) -> None:
+        """Receive one worker's report."""
+        self._consolidate(lambda: self._reports.add(point, worker, members, report))
+
+    async def nodes_of(self, workers: tuple[str, ...]) -> list[str]:
+        """Return the nodes of these workers."""
+        assert self._group is not None
+        return [self._group.node_of(worker) for worker in workers]
+
+    async def get_all_reported_checkpoints(
+        self, index: int, consistency_mode: Any, timeout_s: float | None
+    ) -> list[Any]:
+        """Return the checkpoints that are kept, as Ray's controller does."""
+        return list(await self._checkpoints.get_all_reported_checkpoints(index, consistency_mode, timeout_s))
+
+    def _on_end(self, worker: str) -> None:
+        self._consolidate(lambda: self._reports.end(worker))
+
+    def _consolidate(self, take: Callable[[], list[list[TrainingReport]]]) -> None:
+        """Record what is complete now. What fails here (storage, a callback of the user's) ends the training."""
+        try:
+            for reports in take():
+                if reports:
+                    self._record(reports)
+        except Exception as error:  # noqa: BLE001  (a callback may raise anything)
+            _log.exception("a report could not be recorded")
+            if self._group is not None:
+                self._group.fail(error)
+
+    def _record(self, reports: list[TrainingReport]) -> None:
+        checkpoint = next((report.checkpoint for report in reports if report.checkpoint), None)
+        metrics = [report.metrics for report in reports]
+        self._checkpoints.after_report(TrainingReport(checkpoint, metrics[0], validation=False), metrics)
+        for callback in self._callbacks:
+            callback.after_report(run_context=self._run, metrics=metrics, checkpoint=checkpoint)
+
+    # Called by users
+
+    async def limit_workers(self, workers: int | None) -> str:
+        """Limit the number of workers; return why this is impossible, or ""."""
+        least, most = self._shape.least, self._shape.most
+        if workers is not None and not least <= workers <= most:
+            return f"workers={workers} is not between {least} and {most}, the num_workers of its ScalingConfig"
+        self._most = most if workers is None else workers
+        if self._group is not None:
+            self._group.limit(self._most)
+        return ""
+
+    async def size(self) -> int:
+        """Return how many workers train now."""
+        return self._size

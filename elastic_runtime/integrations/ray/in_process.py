@@ -1,0 +1,98 @@
+"""`fit` in a worker of an elastic job: the loop runs in this process, and the cluster's quota decides the size.
+
+Under our daemon (`gpuquota submit --elastic -- python train.py`), on Kubernetes, or wherever ELASTIC_COORDINATOR is
+set, each worker's process runs the whole script, as under torchrun. No Ray process is needed. Rank 0 records the
+reports, in the storage of the run: so the next rank 0 continues with what is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+from elastic_runtime.errors import UsageError
+from elastic_runtime.integrations.ray.datasets import Shards
+from elastic_runtime.integrations.ray.loop_api import ElasticTrainContext
+from elastic_runtime.integrations.ray.ray_internals import (
+    CheckpointManager,
+    TrainingReport,
+    TrainRunContext,
+    WorkerGroupError,
+    result_of,
+)
+from elastic_runtime.integrations.ray.worker import FAILED, Outcome, outcome_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ray.train import Result
+
+    from elastic_runtime.integrations.ray.reports import Point
+
+UNNAMED = "ray_train_run-"
+
+
+class StoredReports:
+    """A `loop_api.Channel` without a controller: what all workers have in common is the storage of the run."""
+
+    actor = None
+
+    def __init__(self, run: TrainRunContext) -> None:
+        self._run = run
+        self._recorded: CheckpointManager | None = None  # while no other worker records
+
+    def checkpoints(self) -> CheckpointManager:
+        """Return the checkpoints as they are in the storage now."""
+        config = self._run.run_config
+        return CheckpointManager(config.checkpoint_config, config.storage_context)
+
+    def directory_of(self, point: Point, wanted: str | None) -> str:
+        """Return a name made of the point: no worker asks another one."""
+        return wanted or f"checkpoint_{point.step:09d}_{point.call}"
+
+    def report(self, worker: str, point: Point, members: tuple[str, ...], report: TrainingReport) -> None:  # noqa: ARG002
+        """Record the report of rank 0. It does not wait for parts of the checkpoint that other workers upload."""
+        if worker != members[0]:
+            self._recorded = None
+            return
+        self._recorded = self._recorded or self.checkpoints()
+        asyncio.run(self._record(self._recorded, report))
+
+    def nodes_of(self, workers: tuple[str, ...]) -> list[str]:
+        """Return a node for each worker: it sees its own devices only, so its local rank is 0."""
+        return list(workers)
+
+    async def _record(self, checkpoints: CheckpointManager, report: TrainingReport) -> None:
+        checkpoints.after_report(report, [report.metrics])
+        for callback in self._run.run_config.callbacks:
+            callback.after_report(run_context=self._run, metrics=[report.metrics], checkpoint=report.checkpoint)
+
+
+def in_elastic_job() -> bool:
+    """Whether this process is a worker of an elastic job."""
+    return bool(os.environ.get("ELASTIC_COORDINATOR"))
+
+
+def fit(run: TrainRunContext, function: Callable[[], Any], *, with_datasets: bool) -> Result:
+    """Run the training function in this process, and return the run's result; WorkerGroupError as TorchTrainer."""
+    if with_datasets:
+        raise UsageError(
+            "datasets={...} needs ElasticTorchTrainer's own workers; in a job of the cluster read the data in the loop"
+        )
+    if run.run_config.name.startswith(UNNAMED):  # a date, which differs between workers
+        run.run_config.name = f"{os.environ.get('JOB_NAME', 'job')}-{os.environ.get('JOB_UUID', '')[:8]}".strip("-")
+    channel = StoredReports(run)
+    worker = os.environ.get("ELASTIC_WORKER_ID", "")
+    newest = channel.checkpoints().latest_checkpoint_result
+    context = ElasticTrainContext.make(
+        run, channel, worker, (worker,), newest.checkpoint if newest else None, 0, Shards({})
+    )
+    context.install()
+    outcome: Outcome = outcome_of(context, function, leave=True)
+    if outcome.kind == FAILED:
+        assert outcome.error is not None
+        raise WorkerGroupError(outcome.text, {outcome.rank: outcome.error})
+    result = result_of(channel.checkpoints(), run.run_config.storage_context)
+    result.return_value = outcome.value
+    return result

@@ -1,0 +1,46 @@
+"""The state of Trainer and its callbacks from step to step, as a part of the job's state.
+
+Early stopping counts evaluations and compares with the best one. A worker that joins, or resumes from a checkpoint,
+would otherwise count from zero and stop later than the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_callback import ExportableState, TrainerControl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import Trainer
+
+REMEMBERED = ("best_metric", "best_global_step", "best_model_checkpoint", "log_history")
+
+
+class TrackedState:
+    """Trainer's state for `job.track`, with that of callbacks that are an ExportableState."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the newest values."""
+        state = self._trainer.state
+        return {
+            "state": {name: getattr(state, name, None) for name in REMEMBERED},
+            "callbacks": [each.state()["attributes"] for each in self._callbacks()],
+        }
+
+    def load_state_dict(self, found: dict[str, Any]) -> None:
+        """Another worker's, or a checkpoint's; of the same callbacks in the same order."""
+        for name, value in found["state"].items():
+            setattr(self._trainer.state, name, value)
+        for callback, attributes in zip(self._callbacks(), found["callbacks"], strict=True):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+
+    def _callbacks(self) -> Iterator[Any]:
+        for each in self._trainer.callback_handler.callbacks:
+            if isinstance(each, ExportableState) and not isinstance(each, TrainerControl):
+                yield each

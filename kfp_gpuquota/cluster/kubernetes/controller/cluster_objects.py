@@ -1,0 +1,46 @@
+"""The cluster's objects as last seen, and the scheduler's state that was built of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
+from kfp_gpuquota.errors import GpuQuotaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.api import Node as ApiNode
+    from kfp_gpuquota.api import Project
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
+
+log = logging.getLogger(__name__)
+
+
+class ClusterObjects:
+    """Data only; `Snapshot` updates it. Nodes, quotas and projects are by name, pods by uid.
+
+    `emitted_nodes` are the nodes in the scheduler's state. `wake()` requests a plan.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+        self.state = scheduler.State()
+        self.allocator = DeviceAllocator()
+        self.nodes: dict[str, Node] = {}
+        self.emitted_nodes: dict[str, ApiNode] = {}
+        self.quotas: dict[str, GpuQuota] = {}
+        self.projects: dict[str, Project] = {}
+        self.pods: dict[str, PodView] = {}
+
+    def emit(self, event: scheduler.Event) -> None:
+        """Apply an event to the scheduler's state; a refused event is a defect, but must not stop the controller."""
+        try:
+            self.state.apply(event)
+        except GpuQuotaError as error:
+            log.error("the scheduler refused %r: %s", event, error)
+        self.wake()

@@ -1,0 +1,47 @@
+"""Builds a GpuQuota's status, as it is to be written. Pure."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.client.status_writer import Built
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status import with_condition
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuotaStatus
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
+
+
+def quota_status(snapshot: Snapshot, name: str, conditions: dict[str, tuple[Condition, ...]]) -> Built | None:
+    """Return a GpuQuota's status; None if it was deleted. `conditions` are the previous conditions, by name."""
+    quota = snapshot.quotas.get(name)
+    if quota is None:
+        conditions.pop(name, None)
+        return None
+    held, project = snapshot.held(name), snapshot.projects.get(name)
+    refused = snapshot.refused_quotas.get(name, "")
+    accepted = Condition("Accepted", "True", "Valid", "it is in effect")
+    if refused:
+        kept = "the last valid one stays in effect" if project is not None else "no quota is in effect"
+        accepted = Condition("Accepted", "False", "Invalid", f"{refused}; {kept}")
+    known = with_condition(conditions.get(name, quota.status.conditions), accepted, time.time())
+    conditions[name] = known
+    status = GpuQuotaStatus(
+        gpus=held.gpus,
+        borrowed=held.borrowed,
+        requested=held.requested,
+        waiting=held.waiting,
+        conditions=known,
+    )
+    body = {
+        "apiVersion": labels.API_VERSION,
+        "kind": "GpuQuota",
+        "metadata": {"name": name},
+        "status": {"gpus": 0, "borrowed": 0, "waiting": 0, **msgspec.to_builtins(status)},
+    }
+    return Built(f"/apis/{labels.API_VERSION}/gpuquotas/{name}", name, body, (accepted.status, accepted.message))

@@ -1,0 +1,71 @@
+"""The fields that a JobSpec and an ElasticJob's spec have in common, derived from the two structs.
+
+A field of JobSpec has its unit in its name, as `grace_period_s` and `gpu_memory_mib`; an ElasticJob names durations as
+Kubernetes does (`gracePeriodSeconds`) and has amounts of memory as quantities (`gpuMemory: 4Gi`). To add a field, add
+it to both structs, and its description to `crd/schemas.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from kfp_gpuquota.api import JobSpec
+from kfp_gpuquota.api.quantity import parse_mib
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_UNITS: Final = {"_s": "_seconds", "_mib": ""}
+
+
+class JobField(NamedTuple):
+    """A field: its name in JobSpec, its attribute of ElasticJobSpec, its JSON name, and JobSpec's default."""
+
+    name: str
+    attribute: str
+    wire: str
+    default: object
+
+    @property
+    def is_memory(self) -> bool:
+        """Return whether it is a quantity of memory in the object, and MiB in the JobSpec."""
+        return self.name.endswith("_mib")
+
+
+def _common() -> Iterator[JobField]:
+    wires = dict(zip(ElasticJobSpec.__struct_fields__, ElasticJobSpec.__struct_encode_fields__, strict=True))
+    for field in msgspec.structs.fields(JobSpec):
+        unit = next((unit for unit in _UNITS if field.name.endswith(unit)), "")
+        attribute = field.name.removesuffix(unit) + _UNITS.get(unit, "")
+        if attribute in wires:
+            default = None if field.default is msgspec.NODEFAULT else field.default
+            yield JobField(field.name, attribute, wires[attribute], default)
+
+
+JOB_FIELDS: Final = {field.wire: field for field in _common()}
+"""All fields by their JSON names."""
+
+
+def as_written(spec: JobSpec) -> dict[str, Any]:
+    """Return the fields of an ElasticJob's spec that differ from the defaults, and `kind` and `gpus` always."""
+    found: dict[str, Any] = {}
+    for field in JOB_FIELDS.values():
+        value = getattr(spec, field.name)
+        if value is not None and (value != field.default or field.name in {"kind", "gpus"}):
+            found[field.wire] = f"{value}Mi" if field.is_memory else msgspec.to_builtins(value)
+    if spec.shared:
+        del found["gpus"]  # it is gpuDevices
+    return found
+
+
+def as_read(spec: ElasticJobSpec) -> dict[str, Any]:
+    """Return the given fields under JobSpec's names. Raises InvalidFieldError for memory that is no quantity."""
+    given = {field: getattr(spec, field.attribute) for field in JOB_FIELDS.values()}
+    return {
+        field.name: parse_mib(field.wire, str(value)) if field.is_memory else value
+        for field, value in given.items()
+        if value is not None
+    }

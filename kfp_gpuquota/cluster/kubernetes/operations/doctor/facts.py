@@ -1,0 +1,185 @@
+"""Reads what the checks need from the API server, with the administrator's rights. What may not be read is noted."""
+
+from __future__ import annotations
+
+import base64
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.operations import inventory
+from kfp_gpuquota.cluster.kubernetes.operations.doctor.certificate_dates import not_after
+from kfp_gpuquota.cluster.kubernetes.operations.inventory import Inventory, Kind
+from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
+
+Json = dict[str, Any]
+
+_GROUP: Final = f"/apis/{labels.API_VERSION}"
+_SECRET: Final = "gpuquota-webhook"  # noqa: S105 (a name)
+CONTROLLER: Final = "gpuquota-controller"
+KINDS: Final = {
+    "nodes": inventory.NODES,
+    "namespaces": inventory.NAMESPACE_KIND,
+    "pods": inventory.PODS,
+    "definitions": inventory.DEFINITIONS,
+    "policies": inventory.POLICIES,
+    "bindings": inventory.POLICY_BINDINGS,
+    "webhooks": inventory.WEBHOOKS,
+    "resource_quotas": Kind("/api/v1", "resourcequotas", namespaced=True),
+    "quotas": Kind(_GROUP, "gpuquotas"),
+    "rules": Kind(_GROUP, "quotapolicies"),
+    "local_queues": Kind("/apis/kueue.x-k8s.io/v1beta1", "localqueues", namespaced=True),
+    "node_pools": Kind("/apis/karpenter.sh/v1", "nodepools"),
+}
+"""The fields of `Facts` that are lists of objects."""
+RIGHTS: Final = (
+    ("list", "", "pods", ""),
+    ("patch", "", "pods", ""),
+    ("create", "", "pods", "eviction"),
+    ("delete", "", "pods", ""),
+    ("list", "", "nodes", ""),
+    ("watch", labels.GROUP, "elasticjobs", ""),
+    ("patch", labels.GROUP, "elasticjobs", "status"),
+    ("watch", labels.GROUP, "gpuquotas", ""),
+    ("create", "", "secrets", ""),
+    ("patch", "admissionregistration.k8s.io", "mutatingwebhookconfigurations", ""),
+)
+"""What the controller cannot work without: verb, API group, resource, subresource."""
+
+
+@dataclass
+class Facts:
+    """What was read. Lists are of objects as the API server has them."""
+
+    now: float = 0.0  # the API server's clock, in seconds since 1970
+    local_now: float = 0.0
+    version: tuple[int, int] = (0, 0)
+    system: str = "gpuquota-system"
+    nodes: list[Json] = field(default_factory=list)
+    namespaces: list[Json] = field(default_factory=list)
+    pods: list[Json] = field(default_factory=list)
+    programs: list[Json] = field(default_factory=list)  # Deployments, StatefulSets and DaemonSets of ours
+    definitions: list[Json] = field(default_factory=list)
+    policies: list[Json] = field(default_factory=list)
+    bindings: list[Json] = field(default_factory=list)
+    webhooks: list[Json] = field(default_factory=list)
+    resource_quotas: list[Json] = field(default_factory=list)
+    quotas: list[Json] = field(default_factory=list)
+    rules: list[Json] = field(default_factory=list)
+    local_queues: list[Json] = field(default_factory=list)
+    node_pools: list[Json] = field(default_factory=list)
+    lease: Json | None = None
+    certificate_expires: float | None = None  # None: no Secret
+    gated: bool = False  # a pod that asks for a GPU, created as a trial
+    refusal: str = ""  # of that pod
+    denied_rights: list[str] = field(default_factory=list)  # of RIGHTS, that the controller lacks
+    unreadable: dict[str, str] = field(default_factory=dict)  # by what was to be read
+
+    @property
+    def managed(self) -> set[str]:
+        """Return the namespaces under the quota."""
+        return {
+            one["metadata"]["name"]
+            for one in self.namespaces
+            if (one["metadata"].get("labels") or {}).get(labels.MANAGED) == "true"
+        }
+
+
+class Reader:
+    """Reads the facts of one cluster."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls, self._inventory = calls, Inventory(calls)
+        self._facts = Facts(local_now=time.time())
+
+    def read(self) -> Facts:
+        """Return the facts. Raises ClusterUnavailableError if the API server does not respond."""
+        facts = self._facts
+        facts.now = self._clock()
+        facts.version = self._version()
+        for name, kind in KINDS.items():
+            self._try(kind.plural, partial(self._list, name, kind))
+        for kind in inventory.WORKLOADS:
+            self._try(kind.plural, partial(self._list_programs, kind))
+        for one in facts.programs:
+            if one["metadata"]["name"] == CONTROLLER:
+                facts.system = one["metadata"]["namespace"]
+        if facts.programs:
+            self._try("leases", self._read_lease)
+            self._try(f"Secret {_SECRET}", self._read_certificate)
+            self._try("subjectaccessreviews", self._read_rights)
+            self._read_gate()
+        return facts
+
+    def _list(self, name: str, kind: Kind) -> None:
+        setattr(self._facts, name, self._inventory.listed(kind))
+
+    def _list_programs(self, kind: Kind) -> None:
+        self._facts.programs += self._inventory.ours(kind)
+
+    def _try(self, what: str, read: Callable[[], object]) -> None:
+        try:
+            read()
+        except NotFoundError:
+            return
+        except UnauthorizedError as error:
+            self._facts.unreadable[what] = error.message
+
+    def _clock(self) -> float:
+        with self._calls.open("/version", timeout_s=15.0) as response:
+            response.read()
+            return parsedate_to_datetime(response.headers["Date"]).timestamp()
+
+    def _version(self) -> tuple[int, int]:
+        found = self._calls.get("/version")
+        return int(found["major"]), int("".join(filter(str.isdigit, found["minor"])))
+
+    def _read_lease(self) -> None:
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{self._facts.system}/leases/{CONTROLLER}"
+        self._facts.lease = self._calls.get(path)
+
+    def _read_certificate(self) -> None:
+        secret = self._calls.get(inventory.SECRETS.path(_SECRET, inventory.KEYS))
+        self._facts.certificate_expires = not_after(base64.b64decode(secret["data"]["tls.crt"]).decode())
+
+    def _read_rights(self) -> None:
+        user = f"system:serviceaccount:{self._facts.system}:{CONTROLLER}"
+        groups = ["system:serviceaccounts", f"system:serviceaccounts:{self._facts.system}", "system:authenticated"]
+        for verb, group, resource, subresource in RIGHTS:
+            wanted = {"verb": verb, "group": group, "resource": resource, "subresource": subresource}
+            if resource == "mutatingwebhookconfigurations":
+                wanted["name"] = "gpuquota"
+            body = {
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "SubjectAccessReview",
+                "spec": {"user": user, "groups": groups, "resourceAttributes": wanted},
+            }
+            answer = self._calls.create("/apis/authorization.k8s.io/v1/subjectaccessreviews", body)
+            if not answer["status"]["allowed"]:
+                self._facts.denied_rights.append(" ".join(filter(None, (verb, resource, subresource))))
+
+    def _read_gate(self) -> None:
+        """Create a pod that asks for a GPU as a trial: the webhook reviews it, and nothing is stored."""
+        container = {"name": "trial", "image": "none", "resources": {"limits": {labels.GPU_RESOURCE: "1"}}}
+        metadata = {"generateName": "gpuquota-doctor-", "labels": {labels.MANAGED: "true"}}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}}
+        try:
+            made = self._calls.create("/api/v1/namespaces/default/pods?dryRun=All", pod)
+        except GpuQuotaError as error:
+            self._facts.refusal = error.message
+        else:
+            self._facts.gated = inventory.is_gated(made)
+
+
+def seconds(text: str) -> float:
+    """Return a time of Kubernetes in seconds since 1970."""
+    return datetime.fromisoformat(text).timestamp()

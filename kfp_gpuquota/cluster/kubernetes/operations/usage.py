@@ -1,0 +1,79 @@
+"""GPU-hours of each project over a time, from the Prometheus that scrapes the controller.
+
+The controller adds up GPU-seconds while it leads and keeps none of them, so that only Prometheus has a history. A gap
+in which no controller led counts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HELD: Final = "sum by (project, kind) (increase(gpuquota_gpu_seconds_total[{since}s]))"
+IDLE: Final = "sum(increase(gpuquota_idle_gpu_seconds_total[{since}s]))"
+IDLE_NAME: Final = "(idle)"
+TIMEOUT_S: Final = 60.0
+_HOUR_S: Final = 3600.0
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """GPU-hours of a project, or idle ones (`IDLE_NAME`)."""
+
+    project: str
+    guaranteed: float = 0.0
+    borrowed: float = 0.0
+    total: float = 0.0
+
+
+def usage(prometheus: str, since_s: float) -> list[Usage]:
+    """Return the projects' GPU-hours, the most first, then the idle ones.
+
+    Raises UsageError for a URL that is not Prometheus', ClusterUnavailableError if it does not respond.
+    """
+    since, held = int(since_s), dict[str, dict[str, float]]()
+    for labels, seconds in _query(prometheus, HELD.format(since=since)):
+        held.setdefault(labels.get("project", ""), {})[labels.get("kind", "")] = seconds / _HOUR_S
+    rows = [
+        Usage(
+            project=project,
+            guaranteed=round(kinds.get("guaranteed", 0.0), 2),
+            borrowed=round(kinds.get("borrowed", 0.0), 2),
+            total=round(sum(kinds.values()), 2),
+        )
+        for project, kinds in held.items()
+    ]
+    idle = sum(seconds for _, seconds in _query(prometheus, IDLE.format(since=since))) / _HOUR_S
+    rows.sort(key=lambda row: (-row.total, row.project))
+    return [*rows, Usage(project=IDLE_NAME, total=round(idle, 2))]
+
+
+def _query(prometheus: str, expression: str) -> Iterator[tuple[dict[str, str], float]]:
+    parts = urllib.parse.urlsplit(prometheus)
+    if parts.scheme not in {"http", "https"} or not parts.netloc:
+        raise UsageError(f"--prometheus is {prometheus!r}, but must be a URL such as http://localhost:9090")
+    url = f"{prometheus.rstrip('/')}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # noqa: S310 (checked above)
+            answer: dict[str, Any] = json.loads(response.read())
+        results = answer["data"]["result"]
+    except urllib.error.HTTPError as error:
+        raise UsageError(f"{prometheus} responded with {error.code} {error.reason}; is it Prometheus?") from error
+    except OSError as error:
+        raise ClusterUnavailableError(
+            f"{prometheus} does not respond ({error}); forward its port: kubectl -n monitoring port-forward "
+            "service/prometheus 9090"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{prometheus} did not respond as Prometheus does; is the URL right?") from error
+    for result in results:
+        yield result["metric"], float(result["value"][1])

@@ -1,0 +1,245 @@
+"""The application that serves the pages: its routes, its errors as pages, and the headers of every answer.
+
+An address answers with HTML, or with a stream of what changes on that page where `text/event-stream` is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlencode
+
+from aiohttp import web
+from markupsafe import Markup
+
+from kfp_gpuquota.errors import GpuQuotaError
+from kfp_gpuquota.server.audit import CLIENT_CLOSED
+from kfp_gpuquota.web.access import COOKIE, HEADERS, guarded
+from kfp_gpuquota.web.actions import Actions
+from kfp_gpuquota.web.live import Live
+from kfp_gpuquota.web.pages import Pages
+from kfp_gpuquota.web.rendering import render
+from kfp_gpuquota.web.views import logs
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterable
+
+    from aiohttp.typedefs import Handler, Middleware
+
+    from kfp_gpuquota.web.access import Access
+    from kfp_gpuquota.web.pages import Page
+    from kfp_gpuquota.web.source import Source
+
+RETRY_MS: Final = 1000
+MAX_FORM_BYTES: Final = 1 << 14
+STATIC: Final = Path(__file__).with_name("static")
+_AGAIN: Final = "Run gpuquota ui in a terminal to open the page."
+
+log = logging.getLogger(__name__)
+
+
+def build_pages(
+    source: Source, access: Access, *, base: str, hosts: frozenset[str], outer: Iterable[Middleware] = ()
+) -> web.Application:
+    """Return the application. `base` begins every path, `hosts` are the names that it is reached by.
+
+    `outer` are middlewares around all others, such as the audit log.
+    """
+
+    def refuse(request: web.Request, status: int, sentence: str) -> web.Response:
+        if not request.headers.get("Accept", "").startswith("text/html"):
+            return web.Response(text=sentence, status=status)
+        return _message(
+            base, status, "Not opened", sentence, step=_AGAIN if status == web.HTTPUnauthorized.status_code else ""
+        )
+
+    application = web.Application(
+        client_max_size=MAX_FORM_BYTES,
+        middlewares=[*outer, _finished(base), guarded(access, base, hosts, refuse)],
+    )
+    site = _Site(source, access, base)
+    job = f"{base}/jobs/{{project}}/{{name}}"
+    application.add_routes([
+        web.get(f"{base}/", site.start),
+        web.get(f"{base}/enter", site.enter),
+        web.get(f"{base}/teams", site.page),
+        web.get(f"{base}/queue", site.page),
+        web.get(f"{base}/nodes", site.page),
+        web.get(job, site.page),
+        web.get(f"{job}/log", site.log),
+        web.get(f"{job}/log.txt", site.download),
+        web.post(f"{job}/{{action}}", site.act),
+        web.static(f"{base}/static", STATIC),
+    ])  # fmt: skip
+    return application
+
+
+class _Site:
+    """The handlers."""
+
+    def __init__(self, source: Source, access: Access, base: str) -> None:
+        self._source, self._access, self._base = source, access, base
+        self._live = Live(source)
+        self._pages = Pages(source, base)
+        self._actions = Actions(source, base)
+
+    async def start(self, _request: web.Request) -> web.Response:
+        raise web.HTTPSeeOther(f"{self._base}/teams")
+
+    async def enter(self, request: web.Request) -> web.Response:
+        """Take a one-time token, and give the browser its cookie.
+
+        The answer is a page that leads on, not a redirect: a cookie that is `SameSite=Strict` would not be sent with
+        the next request of a navigation that another program began.
+        """
+        cookie = self._access.enter(request.query.get("token", ""))
+        if cookie is None:
+            return _message(self._base, 401, "Not opened", "This link was used before, or is too old.", step=_AGAIN)
+        answer = _message(self._base, 200, "gpuquota", "The page opens.", leads_to=f"{self._base}/teams")
+        answer.set_cookie(COOKIE, cookie, path=self._base, httponly=True, samesite="Strict")
+        return answer
+
+    async def page(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the page, or with its stream."""
+        page = self._pages.at(request.path, request.match_info, request.query)
+        if _wants_stream(request):
+            return await self._stream(request, page)
+        revision = self._source.revision()
+        elements = page.live.render()
+        lists = {name: Markup("").join(Markup(row) for row in rows.values()) for name, rows in elements.lists.items()}  # noqa: S704
+        token = self._access.form_token(request.cookies.get(COOKIE, ""))
+        html = render(
+            page.template,
+            base=self._base,
+            title=page.title,
+            active=page.active,
+            revision=revision,
+            parts=elements.parts,
+            lists=lists,
+            token=token,
+            **page.values,
+        )
+        return _html(html)
+
+    async def _stream(self, request: web.Request, page: Page) -> web.StreamResponse:
+        query = sorted((key, value) for key, value in request.query.items() if key != "after")
+        messages = self._live.messages(f"{request.path}?{urlencode(query)}", page.live, _last_id(request))
+        return await _sent(request, "page", messages)
+
+    async def log(self, request: web.Request) -> web.StreamResponse:
+        """Answer with a worker's log, or with the stream of what it prints."""
+        project, name = request.match_info["project"], request.match_info["name"]
+        worker = request.query.get("worker", "")
+        if not _wants_stream(request):
+            found = await logs.page(self._source, project, name, worker, request.query.get("q", ""), self._base)
+            return _html(render("log.html", base=self._base, title=f"Log of {name}", active="queue", **found))
+        self._source.job(project, name)
+        pieces = logs.follow(self._source, project, name, worker, _last_id(request))
+        return await _sent(request, "log", pieces)
+
+    async def download(self, request: web.Request) -> web.StreamResponse:
+        """Answer with all of a worker's log, byte for byte."""
+        project, name = request.match_info["project"], request.match_info["name"]
+        job, worker = self._source.job(project, name), request.query.get("worker", "")
+        headers = {"Content-Disposition": f'attachment; filename="{job.spec.name}.log"', **HEADERS}
+        answer = web.StreamResponse(headers=headers)
+        answer.content_type = "text/plain"
+        await answer.prepare(request)
+        async for text in logs.whole(self._source, project, name, worker):
+            await answer.write(text)
+        return answer
+
+    async def act(self, request: web.Request) -> web.Response:
+        """Do what a form asks for, and lead back to where that shows."""
+        form = {name: str(value) for name, value in (await request.post()).items()}
+        there = await self._actions.do(
+            request.match_info["action"], request.match_info["project"], request.match_info["name"], form
+        )
+        if request.headers.get("Accept") == "text/plain":
+            return web.Response(status=204)
+        raise web.HTTPSeeOther(there)
+
+
+def _finished(base: str) -> Middleware:
+    """Return a middleware that shows errors as pages, and adds the headers that every answer has."""
+
+    @web.middleware
+    async def finish(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            answer = await handler(request)
+        except GpuQuotaError as error:
+            answer = _failure(base, request, error.http_status, error.message)
+        except web.HTTPMove as moved:
+            answer = web.Response(status=moved.status, headers={"Location": str(moved.location)})
+        except web.HTTPException as error:
+            answer = _failure(base, request, error.status, f"{request.method} {request.path}: {error.reason}")
+        except ConnectionError:  # the browser went elsewhere; nobody reads this answer
+            answer = web.Response(status=CLIENT_CLOSED)
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            answer = _failure(base, request, 500, "The page could not be made; daemon.log says why.")
+        if not answer.prepared:
+            for name, value in HEADERS.items():
+                answer.headers.setdefault(name, value)
+        return answer
+
+    return finish
+
+
+def _failure(base: str, request: web.Request, status: int, sentence: str) -> web.Response:
+    """A page, or the sentence alone for the page's own script."""
+    if request.headers.get("Accept") == "text/plain":
+        answer = web.Response(text=sentence, status=status)
+    else:
+        answer = _message(base, status, "This did not work", sentence)
+    answer["error"] = sentence
+    return answer
+
+
+def _message(base: str, status: int, title: str, sentence: str, *, step: str = "", leads_to: str = "") -> web.Response:
+    html = render("message.html", base=base, title=title, sentence=sentence, step=step, next=leads_to)
+    return web.Response(text=html, content_type="text/html", charset="utf-8", status=status)
+
+
+def _html(html: str) -> web.Response:
+    answer = web.Response(text=html, content_type="text/html", charset="utf-8", headers={"Vary": "Accept"})
+    answer.enable_compression()
+    return answer
+
+
+def _wants_stream(request: web.Request) -> bool:
+    return "text/event-stream" in request.headers.get("Accept", "")
+
+
+def _last_id(request: web.Request) -> int:
+    """What the browser has seen: the last event's id after a reconnect, else that of its page."""
+    text = request.headers.get("Last-Event-ID") or request.query.get("after", "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else 0
+
+
+async def _sent(
+    request: web.Request, kind: str, messages: AsyncGenerator[tuple[int, bytes] | None, None]
+) -> web.StreamResponse:
+    """Send each (id, data) as an event of that kind, and an empty comment for None; at the end an event `end`.
+
+    A stream that fails is cut off, so that the browser opens it again.
+    """
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", **HEADERS})
+    await answer.prepare(request)
+    await answer.write(f"retry: {RETRY_MS}\n\n".encode())
+    try:
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                await answer.write(b": \n\n" if message is None else _event(kind, *message))
+        await answer.write(b"event: end\ndata: \n\n")
+    except (GpuQuotaError, ConnectionError) as error:
+        log.info("a stream of %s ends: %s", request.path, error)
+    except Exception:
+        log.exception("the stream of %s failed", request.path)
+    return answer
+
+
+def _event(kind: str, number: int, data: bytes) -> bytes:
+    return b"event: %s\nid: %d\ndata: %s\n\n" % (kind.encode(), number, data)

@@ -1,0 +1,106 @@
+"""Which page an address shows, and what of it is static: the values of its filters and forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode
+
+from kfp_gpuquota.web.live import LivePage
+from kfp_gpuquota.web.views import job, nodes, queue, supposing, teams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kfp_gpuquota.web.source import Source
+
+_MEASURED_S: Final = 10.0
+"""How often the Teams page is rendered although nothing changed: its charts move on."""
+_MEMORY_S: Final = 2.0
+_SECOND_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Page:
+    """One address: what of it is live, and the values that its template needs besides."""
+
+    title: str
+    active: str
+    template: str
+    live: LivePage
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Pages:
+    """The pages of one cluster. `base` begins the path of every address."""
+
+    def __init__(self, source: Source, base: str) -> None:
+        self._source, self._base = source, base
+        self._rows = queue.Rows(base)
+
+    def at(self, path: str, names: Mapping[str, str], query: Mapping[str, str]) -> Page:
+        """Return the page of an address. Raises NotFoundError for a job that does not exist."""
+        if names:
+            return self._job(names["project"], names["name"])
+        match path.removeprefix(self._base):
+            case "/queue":
+                return self._queue(query)
+            case "/nodes":
+                return self._nodes(query.get("namespace") or query.get("project", ""))
+            case _:
+                return self._teams(query.get("namespace") or query.get("project", ""), query.get("span", ""))
+
+    def _teams(self, chosen: str, span: str) -> Page:
+        span = span if span in teams.SPANS else "hour"
+        live = LivePage(
+            lambda: teams.elements(self._source, span, chosen), _MEASURED_S, lambda: teams.inputs(self._source)
+        )
+        values = {"span": span, "chosen": chosen, "projects": self._projects(chosen)}
+        return Page("Teams", "teams", "teams.html", live, values)
+
+    def _queue(self, query: Mapping[str, str]) -> Page:
+        wanted = queue.Filter.of(query)
+        live = LivePage(lambda: queue.elements(self._source, wanted, self._rows))
+        supposed = supposing.Asked.of(query)
+        shown = sum(wanted.admits(each) for each in self._source.jobs())
+        values = {
+            "wanted": wanted,
+            "projects": self._projects(wanted.project),
+            "named_projects": [each for each in self._projects("") if each[0]],
+            "states": list(queue.STATES.items()),
+            "earlier": _other_page(query, wanted.page - 1) if wanted.page else "",
+            "later": _other_page(query, wanted.page + 1) if (wanted.page + 1) * queue.PAGE < shown else "",
+            "supposed": supposed,
+            "outlook": supposing.lines(self._source, supposed) if supposed.given else None,
+        }
+        return Page("Queue", "queue", "queue.html", live, values)
+
+    def _nodes(self, chosen: str) -> Page:
+        shared = any(view.shares for view in self._source.nodes())
+        live = LivePage(
+            lambda: nodes.elements(self._source, self._base, chosen),
+            _MEMORY_S if shared else _MEASURED_S,
+            lambda: nodes.inputs(self._source),
+        )
+        values = {"chosen": chosen, "projects": self._projects(chosen), "shared": shared}
+        return Page("Nodes and GPUs", "nodes", "nodes.html", live, values)
+
+    def _job(self, project: str, name: str) -> Page:
+        found = self._source.job(project, name)
+        here = f"{self._base}/jobs/{project}/{name}"
+        running = not found.status.phase.final
+        live = LivePage(
+            lambda: job.elements(self._source, project, name, here),
+            _SECOND_S if running else _MEASURED_S,
+            lambda: job.inputs(self._source, project, name),
+        )
+        return Page(name, "queue", "job.html", live, {"job": found, "here": here})
+
+    def _projects(self, chosen: str) -> list[tuple[str, str]]:
+        """Choices of a form: all, then each by name; also what was chosen and does not exist."""
+        names = [view.project.name for view in self._source.projects()]
+        return [("", "all"), *((name, name) for name in dict.fromkeys([*names, *filter(None, [chosen])]))]
+
+
+def _other_page(query: Mapping[str, str], page: int) -> str:
+    return "?" + urlencode({**query, "page": page})

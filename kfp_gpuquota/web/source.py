@@ -1,0 +1,70 @@
+"""What the pages read of a cluster, and what they ask of it. Each kind of cluster implements it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api.history import Report, Usage
+    from kfp_gpuquota.api.wire import Event, JobUpdate, LogChunk, NodeView, Outlook, ProjectView, Supposition
+
+
+class Source(Protocol):
+    """Reads are answered from memory; actions raise errors of `kfp_gpuquota.errors`."""
+
+    def revision(self) -> int:
+        """Return a number that grows with every change, also over restarts of the server."""
+
+    def now(self) -> float:
+        """Return the time in seconds since the epoch, as the cluster measures it."""
+
+    async def changed(self, after: int, timeout_s: float) -> None:
+        """Return once the revision is not `after` any more, or the time is over."""
+
+    def projects(self) -> tuple[ProjectView, ...]:
+        """Return all projects, by name."""
+
+    def jobs(self) -> tuple[Job, ...]:
+        """Return all jobs, oldest first; a job that did not change is the same object as before."""
+
+    def job(self, project: str, name: str) -> Job:
+        """Return one job. Raises NotFoundError."""
+
+    def nodes(self) -> tuple[NodeView, ...]:
+        """Return all nodes, and which workers hold their devices."""
+
+    def memory_of(self, worker: str, device: int) -> Sequence[tuple[float, int]]:
+        """Return (time, MiB) of what a worker used of a device that it shares, oldest first."""
+
+    def idle_since(self) -> Mapping[tuple[str, int], float]:
+        """Return when the last worker left each idle device, by (node, index); only where that is recorded."""
+
+    def events_of(self, uid: str) -> tuple[Event, ...]:
+        """Return the history of a job, oldest first."""
+
+    def reports_of(self, uid: str) -> tuple[Report, ...]:
+        """Return a training's reports, thinned out evenly, oldest first."""
+
+    def usage(self, width_s: int, since: float) -> Sequence[Usage]:
+        """Return each project's usage in intervals of `width_s` that begin after `since`, oldest first."""
+
+    def what_if(self, supposed: Supposition) -> Outlook:
+        """Return what would happen, without doing it."""
+
+    async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
+        """Return a piece of a worker's log from byte `offset` on; a negative offset counts from its end."""
+
+    async def suspend(self, project: str, name: str) -> None:
+        """Stop a job, and keep it out of the queue."""
+
+    async def resume(self, project: str, name: str) -> None:
+        """Put a suspended job back into the queue."""
+
+    async def update(self, project: str, name: str, changed: JobUpdate) -> None:
+        """Change a job's size bounds or priority."""
+
+    async def delete(self, project: str, name: str) -> None:
+        """Stop a job, then remove it."""

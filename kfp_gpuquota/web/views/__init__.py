@@ -1,0 +1,1 @@
+"""What each page shows: functions from a cluster's state to the HTML of a page's elements."""

@@ -1,0 +1,158 @@
+"""The page of one job: its size over time and why it changed, its figures, workers, checkpoints and events."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.quantity import as_number, show_gpus
+from kfp_gpuquota.api.wire import EventKind
+from kfp_gpuquota.errors import NotFoundError
+from kfp_gpuquota.web import charts
+from kfp_gpuquota.web.live import Elements
+from kfp_gpuquota.web.rendering import duration, render
+from kfp_gpuquota.web.views.queue import places
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kfp_gpuquota.api import Job, Worker
+    from kfp_gpuquota.api.history import Report
+    from kfp_gpuquota.api.wire import Event
+    from kfp_gpuquota.web.charts import Chart
+    from kfp_gpuquota.web.source import Source
+
+MAX_FIGURES: Final = 8
+SHOWN_EVENTS: Final = 100
+SHOWN_CHANGES: Final = 50
+_SIZE_EVENTS: Final = frozenset({EventKind.WORKER_STARTED, EventKind.WORKER_GONE})
+
+
+@dataclass(frozen=True)
+class WorkerLine:
+    """One worker; `pace` is how its part of a step compares with the mean, `throughput` its part of the job's."""
+
+    worker: Worker
+    pace: str
+    throughput: float | None
+
+
+def elements(source: Source, project: str, name: str, here: str) -> Elements:
+    """Return what the page shows, `here` is its address; of a job that was deleted that it was."""
+    try:
+        job = source.job(project, name)
+    except NotFoundError:
+        return Elements({"summary": render("job_deleted.html", name=name)})
+    place = _place(source, job)
+    events, reports, now = source.events_of(job.uid), source.reports_of(job.uid), source.now()
+    end = job.status.finished_at or now
+    size = size_chart(job, events, end)
+    return Elements(
+        {
+            "summary": render("job_summary.html", job=job, place=place),
+            "actions": render("job_actions.html", job=job, here=here),
+            "facts": render("job_facts.html", job=job, facts=list(facts(job))),
+            "size": render("job_size.html", job=job, chart=size, resizes=job.status.resizes[-SHOWN_CHANGES:]),
+            "figures": render("job_figures.html", charts=list(figure_charts(job, reports, end)), job=job),
+            "workers": render("job_workers.html", lines=list(worker_lines(job)), job=job),
+            "checkpoints": render("job_checkpoints.html", saved=checkpoints(reports), job=job),
+            "events": render("job_events.html", events=list(reversed(events))[:SHOWN_EVENTS], total=len(events)),
+        }
+    )
+
+
+def inputs(source: Source, project: str, name: str) -> object:
+    """Return what the page depends on but for time; each change of a job is one of its record, too."""
+    try:
+        job = source.job(project, name)
+    except NotFoundError:
+        return None
+    return job, _place(source, job)
+
+
+def facts(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield what the job asks for and where it stands, as (name, value)."""
+    spec, status = job.spec, job.status
+    asked = f"{spec.asks} of a GPU" if spec.shared else show_gpus(spec.gpus)
+    yield "Asks for", f"{asked}, from {spec.smallest} to {spec.largest}" if spec.elastic else asked
+    yield "Holds", show_gpus(status.gpus)
+    preemptible = "preemptible" if spec.may_be_preempted else "not preemptible"
+    yield "Type", f"{spec.kind.value}, priority {spec.effective_priority}, {preemptible}"
+    if status.progress is not None:
+        total = f" of {status.progress.total_steps:,}" if status.progress.total_steps else ""
+        yield "Step", f"{status.progress.step:,}{total}, epoch {status.progress.epoch:,}"
+    if status.started_at is not None and status.finished_at is not None:
+        yield "Ran for", duration(status.finished_at - status.started_at)
+    for word, count in (("Restarts", status.restarts), ("Preempted", status.evictions), ("Moved", status.moves)):
+        if count:
+            yield word, "once" if count == 1 else f"{count} times"
+    if status.exit_code is not None:
+        yield "Exit code", str(status.exit_code)
+    yield "Command", " ".join(spec.command)
+
+
+def size_chart(job: Job, events: Iterable[Event], end: float) -> Chart | None:
+    """Return the GPUs that the job held over time."""
+    points = list(sizes(events))
+    if not points:
+        return None
+    begin = min(points[0][0], job.status.submitted_at or points[0][0])
+    held = show_gpus(job.status.gpus)
+    return charts.steps(
+        "GPUs held", [(begin, 0.0), *points], begin=begin, end=end, top=max(value for _, value in points), latest=held
+    )
+
+
+def sizes(events: Iterable[Event]) -> Iterator[tuple[float, float]]:
+    """Yield (time, GPUs) after each moment at which workers started or exited."""
+    held = 0.0
+    changes = (event for event in events if event.kind in _SIZE_EVENTS)
+    for at, together in itertools.groupby(changes, key=lambda event: event.at):
+        held = max(0.0, held + sum(event.gpus for event in together))
+        yield at, as_number(held)
+
+
+def figure_charts(job: Job, reports: Sequence[Report], end: float) -> Iterator[Chart]:
+    """Yield a chart for each figure that the training reports, its steps, and its throughput."""
+    if not reports:
+        return
+    begin, marks = reports[0].at, [change.at for change in job.status.resizes]
+    end = min(end, reports[-1].at + 1.0)
+    named = dict.fromkeys(name for report in reports for name in report.metrics)
+    for name in list(named)[:MAX_FIGURES]:
+        points = [(report.at, report.metrics[name]) for report in reports if name in report.metrics]
+        if chart := charts.curve(name, points, begin=begin, end=end, marks=marks):
+            yield chart
+    progress = [(report.at, float(report.step)) for report in reports]
+    rates = [(report.at, report.throughput) for report in reports if report.throughput]
+    for title, points in (("step", progress), ("samples/s", rates)):
+        if chart := charts.curve(title, points, begin=begin, end=end, marks=marks):
+            yield chart
+
+
+def worker_lines(job: Job) -> Iterator[WorkerLine]:
+    """Yield the workers, those that run first."""
+    progress = job.status.progress
+    for worker in sorted(job.status.workers, key=lambda one: (one.phase == "Gone", one.index)):
+        slowness = progress.stragglers.get(worker.id) if progress else None
+        measured = progress is not None and bool(progress.workers) and worker.phase == "Running"
+        pace = f"takes {slowness:.1f} times the mean" if slowness else "in step" if measured else ""
+        shared = None
+        if measured and progress and progress.throughput and progress.workers:
+            shared = progress.throughput / progress.workers
+        yield WorkerLine(worker, pace, shared)
+
+
+def checkpoints(reports: Iterable[Report]) -> list[tuple[float, int]]:
+    """Return (time, the first step reported after it) of the last checkpoints, newest first."""
+    saved: dict[float, int] = {}
+    for report in reports:
+        if report.checkpoint_at is not None:
+            saved.setdefault(report.checkpoint_at, report.step)
+    return sorted(saved.items(), reverse=True)[:10]
+
+
+def _place(source: Source, job: Job) -> str:
+    return places(source.jobs()).get(job.uid, "") if job.status.phase is Phase.PENDING else ""

@@ -1,0 +1,99 @@
+"""Logs of workers on the page: the end of one, lines that contain a text, what is printed from now on, all of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.web.plain_text import plain_log
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.web.source import Source
+
+SHOWN_BYTES: Final = 200_000
+SEARCHED_BYTES: Final = 20_000_000
+FOUND_LINES: Final = 1000
+POLL_S: Final = 15.0
+LONGEST_LINE: Final = 8192
+
+
+async def page(source: Source, project: str, name: str, worker: str, wanted: str, base: str) -> dict[str, Any]:
+    """Return the values of the page: the log's end, or its last lines with a text. Raises NotFoundError."""
+    job = source.job(project, name)
+    reached = SEARCHED_BYTES if wanted else SHOWN_BYTES
+    text, offset = await _end(source, project, name, worker, reached)
+    cut = len(text) >= reached
+    if cut:
+        text = text.partition(b"\n")[2]
+    shown = plain_log(text)
+    lines: deque[str] = deque(maxlen=FOUND_LINES)
+    if wanted:
+        lines.extend(line for line in shown.split("\n") if wanted.lower() in line.lower())
+        shown = "\n".join(lines)
+    return {
+        "job": job,
+        "here": f"{base}/jobs/{project}/{name}",
+        "worker": worker,
+        "workers": _choices(job),
+        "q": wanted,
+        "found": len(lines),
+        "text": shown,
+        "cut": cut,
+        "offset": offset,
+        "revision": 0,
+    }
+
+
+async def follow(
+    source: Source, project: str, name: str, worker: str, offset: int
+) -> AsyncGenerator[tuple[int, bytes] | None, None]:
+    """Yield (offset behind it, JSON of its text) for what is printed from `offset` on, None where nothing was."""
+    rest = b""
+    while True:
+        chunk = await source.read_log(project, name, worker, offset, POLL_S)
+        if chunk.next_offset - len(chunk.text) > offset and rest:  # the file system took back what came before
+            rest = b""
+        offset, rest = chunk.next_offset, rest + chunk.text
+        whole = rest if not chunk.more else _whole_lines(rest)
+        rest = rest[len(whole) :]
+        if whole:
+            yield offset - len(rest), msgspec.json.encode(plain_log(whole))
+        elif chunk.more:
+            yield None
+        if not chunk.more:
+            return
+
+
+async def whole(source: Source, project: str, name: str, worker: str) -> AsyncIterator[bytes]:
+    """Yield a log from its beginning to what was printed until now."""
+    offset = 0
+    while (chunk := await source.read_log(project, name, worker, offset, 0.0)).text:
+        yield chunk.text
+        offset = chunk.next_offset
+
+
+def _whole_lines(text: bytes) -> bytes:
+    """Return the text up to its last end of a line, so that no character is cut; a very long line as it is."""
+    end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+    return text[:end] if end or len(text) < LONGEST_LINE else text
+
+
+async def _end(source: Source, project: str, name: str, worker: str, most: int) -> tuple[bytes, int]:
+    """Return the last bytes of a log, and the offset behind them."""
+    chunk = await source.read_log(project, name, worker, -most, 0.0)
+    parts = [chunk.text]
+    while chunk.text:
+        chunk = await source.read_log(project, name, worker, chunk.next_offset, 0.0)
+        parts.append(chunk.text)
+    return b"".join(parts)[-most:], chunk.next_offset
+
+
+def _choices(job: Job) -> list[tuple[str, str]]:
+    workers = [(str(worker.index), f"worker {worker.index}") for worker in job.status.workers]
+    first = "the job's result" if job.status.result_worker else "the first worker"
+    return [("", first), *workers]

@@ -1,0 +1,141 @@
+"""The Nodes page: the jobs on each GPU, shared GPUs, idle GPUs with their idle time, and remedies for fragmentation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api import Phase, ReasonCode
+from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.web.live import Elements
+from kfp_gpuquota.web.rendering import render
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api.wire import NodeView, ShareView
+    from kfp_gpuquota.web.source import Source
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one job holds of a GPU.
+
+    Where the GPU is shared, `share` is its row of the memory ledger, and `used` the path of a small chart: the part of
+    the device's memory that it used in the last minutes.
+    """
+
+    job: Job
+    percent: int
+    share: ShareView | None
+    used: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device; `idle_since` is in seconds since the epoch, `taken`: used by programs outside of the cluster."""
+
+    index: int
+    model: str
+    memory_mib: int
+    parts: tuple[Part, ...]
+    taken: bool
+    idle_since: float | None
+
+
+def elements(source: Source, base: str, project: str = "") -> Elements:
+    """Return what the page shows; with a project only the nodes on which it has workers."""
+    views, jobs, idle = source.nodes(), source.jobs(), source.idle_since()
+    holders = {worker.id: job for job in jobs for worker in job.status.workers}
+    shown = [view for view in views if not project or _has(view, holders, project)]
+    rows = {
+        f"node-{view.node.name}": render(
+            "node.html",
+            view=view,
+            gpus=gpus(source, view, holders, idle),
+            used=as_number(sum(view.used.values())),
+            base=base,
+        )
+        for view in shown
+    }
+    return Elements({"fragments": render("fragments.html", base=base, **fragmentation(views, jobs))}, {"nodes": rows})
+
+
+def inputs(source: Source) -> object:
+    """Return what the page depends on but for time."""
+    return source.nodes(), _kept_waiting(source.jobs())
+
+
+def gpus(
+    source: Source, view: NodeView, holders: Mapping[str, Job], idle: Mapping[tuple[str, int], float]
+) -> list[Gpu]:
+    """Return a node's devices with what each holds."""
+    shares = {(share.worker, share.device): share for share in view.shares}
+    return [
+        Gpu(
+            index=device.index,
+            model=device.model,
+            memory_mib=device.memory_mib,
+            parts=tuple(_parts(source, view.held.get(device.index, ()), device.index, holders, shares)),
+            taken=bool(view.used.get(device.index)) and not view.held.get(device.index),
+            idle_since=None if view.used.get(device.index) else idle.get((view.node.name, device.index)),
+        )
+        for device in view.node.devices
+    ]
+
+
+def fragmentation(views: Sequence[NodeView], jobs: Iterable[Job]) -> dict[str, object]:
+    """Return how many GPUs are idle, how many of them one node has at most, and which jobs wait for that reason."""
+    free = {view.node.name: len(view.node.devices) - sum(1 for used in view.used.values() if used) for view in views}
+    largest = max(free, key=lambda name: free[name], default="")
+    return {
+        "idle": sum(free.values()),
+        "parts": sum(1 for view in views for used in view.used.values() if 0 < used < 1),
+        "largest": free.get(largest, 0),
+        "largest_node": largest,
+        "kept_waiting": _kept_waiting(jobs)[:5],
+    }
+
+
+def _kept_waiting(jobs: Iterable[Job]) -> list[Job]:
+    """Return the jobs that wait because idle GPUs are on too many nodes."""
+    return [
+        job
+        for job in jobs
+        if job.status.phase is Phase.PENDING
+        and job.status.reason is not None
+        and job.status.reason.code is ReasonCode.FRAGMENTED
+    ]
+
+
+def _parts(
+    source: Source,
+    workers: Iterable[str],
+    device: int,
+    holders: Mapping[str, Job],
+    shares: Mapping[tuple[str, int], ShareView],
+) -> Iterable[Part]:
+    for worker in workers:
+        job = holders.get(worker)
+        if job is not None:
+            held, share = (
+                next(each.share for each in job.status.workers if each.id == worker),
+                shares.get((worker, device)),
+            )
+            used = _chart(source.memory_of(worker, device), share.total_mib) if share else ""
+            yield Part(job, round(held * 100), share, used)
+
+
+def _chart(used: Sequence[tuple[float, int]], total_mib: int) -> str:
+    """Return the SVG path of an area below memory in use, where 100 by 10 is all of the time and of the device."""
+    if len(used) < 2 or total_mib <= 0:
+        return ""
+    begin, span = used[0][0], used[-1][0] - used[0][0] or 1.0
+    points = [f"{100 * (at - begin) / span:.1f} {10 - 10 * min(1.0, mib / total_mib):.1f}" for at, mib in used]
+    return f"M0 10L{'L'.join(points)}L100 10Z"
+
+
+def _has(view: NodeView, holders: Mapping[str, Job], project: str) -> bool:
+    workers = (worker for held in view.held.values() for worker in held)
+    return any(worker in holders and holders[worker].spec.project == project for worker in workers)

@@ -1,0 +1,218 @@
+"""The Teams page: the tree of departments and projects, with what each holds, borrows, lends and waits for."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.quantity import as_number, show_gpus
+from kfp_gpuquota.web.live import Elements
+from kfp_gpuquota.web.rendering import render
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from kfp_gpuquota.api.history import Usage
+    from kfp_gpuquota.api.wire import ProjectView
+    from kfp_gpuquota.web.source import Source
+
+SPANS: Final = {"hour": (3600, 30), "day": (86_400, 600), "week": (604_800, 3600)}
+"""How far the charts go back, and how long each of their intervals is, in seconds."""
+CHART_WIDTH: Final = 160
+CHART_HEIGHT: Final = 32
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """GPUs of a project, or of a department with all below it."""
+
+    held: float
+    guaranteed: float
+    wanted: float
+    limit: float | None
+
+    @property
+    def borrowed(self) -> float:
+        """What is held beyond the guarantee."""
+        return max(0.0, self.held - self.guaranteed)
+
+    @property
+    def unused(self) -> float:
+        """What is guaranteed and not held."""
+        return max(0.0, self.guaranteed - self.held)
+
+    @property
+    def waiting(self) -> float:
+        """What jobs ask for and do not hold."""
+        return max(0.0, self.wanted - self.held)
+
+
+@dataclass(frozen=True)
+class Team:
+    """One line of the tree; `level` is 0 at the top."""
+
+    name: str
+    level: int
+    department: bool
+    amounts: Amounts
+    priority: int
+
+    def flags(self, *, borrowing: bool) -> Iterator[tuple[str, str]]:
+        """Yield (kind, words) for what stands out; `borrowing`: some project of the cluster borrows."""
+        amounts = self.amounts
+        if amounts.waiting and amounts.held < amounts.guaranteed:
+            yield "starved", f"waits for {show_gpus(min(amounts.waiting, amounts.unused))} of its guarantee"
+        elif amounts.waiting:
+            yield "waits", f"{show_gpus(amounts.waiting)} more asked for"
+        if amounts.borrowed:
+            yield "borrows", f"borrows {show_gpus(amounts.borrowed)}"
+        elif amounts.unused and not amounts.waiting:
+            verb = "lends up to" if borrowing else "leaves idle"
+            yield ("lends" if borrowing else "idle"), f"{verb} {show_gpus(amounts.unused)}"
+
+
+def elements(source: Source, span: str, chosen: str) -> Elements:
+    """Return what the page shows of the last hour, day or week; of one project and those below it where `chosen`."""
+    teams = list(tree(source.projects(), chosen))
+    scale = max((most(team.amounts) for team in teams), default=0.0) or 1.0
+    borrowing = any(team.amounts.borrowed for team in teams)
+    past = _past(source, span, teams)
+    rows = {
+        f"team-{team.name}": render(
+            "team.html",
+            team=team,
+            bar=bar(team.amounts, scale),
+            flags=list(team.flags(borrowing=borrowing)),
+            chart=spark(past.get(team.name, ()), source.now(), span),
+            span=span,
+        )
+        for team in teams
+    }
+    return Elements({"totals": totals(source)}, {"teams": rows})
+
+
+def inputs(source: Source) -> object:
+    """Return what the page depends on but for time."""
+    return source.projects(), totals(source)
+
+
+def tree(projects: Sequence[ProjectView], chosen: str = "") -> Iterator[Team]:
+    """Yield departments before what is in them; a department's amounts are those of all below it."""
+    by_name = {view.project.name: view for view in projects}
+    children: dict[str, list[str]] = {}
+    for view in projects:
+        parent = view.project.parent or ""
+        children.setdefault(parent if parent in by_name else "", []).append(view.project.name)
+
+    def below(name: str) -> Iterator[str]:
+        yield name
+        for child in children.get(name, ()):
+            yield from below(child)
+
+    def lines(name: str, level: int) -> Iterator[Team]:
+        department = name in children
+        views = [by_name[each] for each in below(name)] if department else [by_name[name]]
+        project = by_name[name].project
+        summed = Amounts(
+            held=sum(view.allocated for view in views),
+            guaranteed=project.guaranteed,
+            wanted=sum(view.requested for view in views),
+            limit=project.limit,
+        )
+        yield Team(name, level, department, summed, project.priority)
+        for child in children.get(name, ()):
+            yield from lines(child, level + 1)
+
+    for top in [chosen] if chosen in by_name else children.get("", []) if not chosen else []:
+        yield from lines(top, 0)
+
+
+def most(amounts: Amounts) -> float:
+    """Return the largest amount that a team's bar has to show."""
+    return max(amounts.guaranteed, amounts.held + amounts.waiting)
+
+
+def bar(amounts: Amounts, scale: float) -> dict[str, str]:
+    """Return the parts of a bar in percent of its width: where each begins, and how wide it is."""
+
+    def percent(value: float) -> str:
+        return f"{min(100.0, 100.0 * value / scale):.2f}".rstrip("0").rstrip(".")
+
+    own = min(amounts.held, amounts.guaranteed)
+    limit = amounts.limit
+    return {
+        "own": percent(own),
+        "borrowed": percent(amounts.borrowed),
+        "held": percent(amounts.held),
+        "waiting": percent(amounts.waiting),
+        "guaranteed": percent(amounts.guaranteed),
+        "limit": percent(limit) if limit is not None and limit <= scale else "",
+    }
+
+
+def totals(source: Source) -> str:
+    """Return the line of figures above the tree."""
+    views, nodes = source.projects(), source.nodes()
+    devices = sum(len(view.node.devices) for view in nodes)
+    used = sum(sum(view.used.values()) for view in nodes)
+    waiting = sum(job.status.phase is Phase.PENDING for job in source.jobs())
+    figures = [
+        ("GPUs", as_number(devices), ""),
+        ("in use", as_number(used), ""),
+        ("idle", as_number(max(0.0, devices - used)), ""),
+        ("borrowed", as_number(sum(view.over_quota for view in views)), "borrowed"),
+        ("jobs that wait", waiting, "waiting" if waiting else ""),
+    ]
+    return render("totals.html", figures=figures)
+
+
+def spark(past: Sequence[Usage], now: float, span: str) -> dict[str, object] | None:
+    """Return a small chart of GPUs held, as bars of SVG, with the guarantee as a line; None without any measurement."""
+    if not past:
+        return None
+    span_s, width_s = SPANS[span]
+    begin = now - span_s
+    top = max(max(one.held, one.guaranteed) for one in past) or 1.0
+    step = CHART_WIDTH * width_s / span_s
+
+    def y(value: float) -> float:
+        return round(CHART_HEIGHT * (1 - value / top), 1)
+
+    bars = "".join(
+        f"M{(one.at - begin) / span_s * CHART_WIDTH:.1f} {CHART_HEIGHT}V{y(one.held)}h{step:.2f}V{CHART_HEIGHT}Z"
+        for one in past
+        if one.held
+    )
+    mean = sum(one.held * one.seconds for one in past) / (sum(one.seconds for one in past) or 1.0)
+    return {"bars": bars, "guaranteed": y(past[-1].guaranteed), "mean": round(mean, 1), "top": round(top, 1)}
+
+
+def _past(source: Source, span: str, teams: Sequence[Team]) -> Mapping[str, list[Usage]]:
+    """Return the usage of each team in the span; a department's is that of all below it together."""
+    span_s, width_s = SPANS[span]
+    found: dict[str, list[Usage]] = {}
+    for one in source.usage(width_s, source.now() - span_s):
+        found.setdefault(one.project, []).append(one)
+    for i, team in enumerate(teams):
+        if team.department:
+            below = itertools.takewhile(lambda each: each.level > team.level, teams[i + 1 :])  # noqa: B023 (used at once)
+            members = [team.name, *(each.name for each in below)]
+            found[team.name] = _together(team, [one for name in members for one in found.get(name, ())])
+    return found
+
+
+def _together(team: Team, parts: Iterable[Usage]) -> list[Usage]:
+    """Return the sum of what several projects held in each interval."""
+    held: dict[int, float] = {}
+    last: dict[int, Usage] = {}
+    for part in parts:
+        held[part.at] = held.get(part.at, 0.0) + part.held
+        last[part.at] = part
+    return [
+        msgspec.structs.replace(last[at], project=team.name, held=held[at], guaranteed=team.amounts.guaranteed)
+        for at in sorted(last)
+    ]

@@ -1,0 +1,149 @@
+"""What is kept of the past is bounded, survives a restart, and adds up."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kfp_gpuquota.api import JobSpec, JobStatus, Node, Phase, Progress, Project
+from kfp_gpuquota.api.wire import NodeView, ProjectView, ShareView
+from kfp_gpuquota.cluster.job_book import Change
+from kfp_gpuquota.cluster.local.history import (
+    KEPT_S,
+    MEMORY_SAMPLES,
+    MOST_REPORTS,
+    MOST_REPORTS_OF_ENDED,
+    SAMPLE_S,
+    MemoryHistory,
+    ReportHistory,
+    UsageHistory,
+)
+from kfp_gpuquota.cluster.local.store import Store
+from kfp_gpuquota.cluster.records import JobRecord, with_status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path / "state.db")
+    yield opened
+    opened.close()
+
+
+def job() -> JobRecord:
+    return JobRecord(uid="u", spec=JobSpec(name="j", project="p", command=("c",)), status=JobStatus())
+
+
+def report(history: ReportHistory, store: Store, before: JobRecord, step: int, **more: object) -> JobRecord:
+    after = with_status(before, progress=Progress(step=step, at=float(step), **more))  # type: ignore[arg-type]
+    with store.transaction(durable=False):
+        history.write(Change(jobs={"u": after}), {"u": before})
+    return after
+
+
+def test_reports_are_thinned_out_evenly_and_never_more_than_the_limit(store: Store) -> None:
+    history, record = ReportHistory(store), job()
+    for step in range(10 * MOST_REPORTS):
+        record = report(history, store, record, step)
+        assert len(history.of("u")) <= MOST_REPORTS
+        if step % 777 == 0:  # a new daemon
+            assert ReportHistory(store).of("u") == history.of("u")
+            history = ReportHistory(store)
+    steps = [each.step for each in history.of("u")]
+    assert steps[0] == 0
+    gaps = {after - before for before, after in itertools.pairwise(steps)}
+    assert max(gaps) <= 2 * 16
+    assert len(steps) >= MOST_REPORTS / 2 - 20
+
+
+def test_of_a_job_that_has_ended_fewer_reports_are_kept_and_of_a_short_one_all(store: Store) -> None:
+    for count in (50, 3 * MOST_REPORTS):
+        history, record = ReportHistory(store), job()
+        for step in range(count):
+            record = report(history, store, record, step)
+        with store.transaction():
+            history.write(Change(jobs={"u": with_status(record, phase=Phase.SUCCEEDED)}), {"u": record})
+        kept = history.of("u")
+        assert ReportHistory(store).of("u") == kept
+        assert len(kept) == 50 if count == 50 else 50 <= len(kept) <= MOST_REPORTS_OF_ENDED
+        with store.transaction():
+            store.delete_job("u")
+
+
+def test_what_a_training_reports_is_bounded(store: Store) -> None:
+    history = ReportHistory(store)
+    metrics = {f"{i:03}" + "x" * 500: float("nan") if i == 0 else 1.0 for i in range(100)}
+    report(history, store, job(), 1, metrics=metrics)
+    (kept,) = ReportHistory(store).of("u")
+    assert len(kept.metrics) == 8
+    assert max(map(len, kept.metrics)) == 60
+    assert not any(name.startswith("000") for name in kept.metrics)
+
+
+def test_the_reports_of_a_deleted_job_are_deleted(store: Store) -> None:
+    history, record = ReportHistory(store), job()
+    report(history, store, record, 1)
+    with store.transaction():
+        history.write(Change(jobs={"u": None}), {"u": record})
+        store.delete_job("u")
+    assert history.of("u") == []
+    assert ReportHistory(store).of("u") == []
+
+
+def views(held: float, wanted: float = 0) -> list[ProjectView]:
+    project = Project(name="p", guaranteed=2)
+    return [ProjectView(project=project, allocated=held, over_quota=max(0, held - 2), requested=wanted)]
+
+
+def test_usage_is_added_up_by_interval_also_by_the_next_daemon(store: Store) -> None:
+    began = 1_000_020.0
+    history = UsageHistory(store)
+    history.sample(views(9), began)
+    history.sample(views(4, 6), began + 10)
+    after = UsageHistory(store)
+    after.sample(views(9), began + 10)
+    after.sample(views(1, 6), began + 20)
+    (one,) = store.load_usage(30, 0)
+    assert (one.at, one.seconds, one.held, one.borrowed, one.wanted, one.guaranteed) == (1_000_020, 20, 2.5, 1, 6, 2)
+    assert [len(store.load_usage(width, 0)) for width in KEPT_S] == [1, 1, 1, 1]
+
+
+def test_time_in_which_nothing_was_measured_counts_for_nothing(store: Store) -> None:
+    history = UsageHistory(store)
+    for now in (1000.0, 1000.0 + 3 * SAMPLE_S, 900.0):
+        history.sample(views(4), now)
+    assert store.load_usage(30, 0) == []
+
+
+def test_old_intervals_are_deleted(store: Store) -> None:
+    history = UsageHistory(store)
+    for now in (1_000_000.0, 1_000_010.0, 1_003_700.0, 1_003_710.0):
+        history.sample(views(4), now)
+    assert [one.at for one in store.load_usage(30, 0)] == [1_003_710 // 30 * 30]
+    assert len(store.load_usage(600, 0)) == 2
+
+
+def test_memory_is_kept_for_workers_that_run_and_for_some_minutes_only() -> None:
+    def look(*workers: str) -> list[NodeView]:
+        shares = tuple(
+            ShareView(
+                worker=worker, job="j", project="p", device=0,
+                total_mib=9, used_mib=4, request_mib=3, limit_mib=9, granted_mib=9,
+            )
+            for worker in workers
+        )  # fmt: skip
+        return [NodeView(node=Node(name="n", devices=()), held={}, shares=shares)]
+
+    history = MemoryHistory()
+    for now in range(2 * MEMORY_SAMPLES):
+        history.sample(look("a", "b"), now)
+    assert len(history.of("a", 0)) == MEMORY_SAMPLES
+    assert history.of("a", 0)[-1] == (2 * MEMORY_SAMPLES - 1, 4)
+    history.sample(look("b"), 999)
+    assert history.of("a", 0) == ()
+    assert len(history.of("b", 0)) == MEMORY_SAMPLES

@@ -1,0 +1,61 @@
+"""How a worker takes its leave of the coordinator."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from elastic_runtime.membership.coordinator_client import Coordinator
+from elastic_runtime.membership.environment import Environment
+from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
+from tests.membership.test_service import Recorder
+from tests.polling import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FINISHED = {"worker": "w0", "event": "TrainingFinished", "step": 7}
+
+
+def serve(recorder: Recorder, directory: Path) -> StandaloneCoordinator:
+    coordinator = StandaloneCoordinator(recorder)
+    coordinator.__enter__()
+    coordinator.call(lambda service: service.open("job", "secret", first_generation=2, running=["w0"]))
+    (directory / "address").write_text(coordinator.url("job"))
+    return coordinator
+
+
+def client(directory: Path, standing: list[dict[str, Any]], ordered: threading.Event) -> Coordinator:
+    (directory / "token").write_text("secret")
+    environment = Environment(worker_id="w0", coordinator=f"@{directory}/address", token_file=str(directory / "token"))
+    return Coordinator(environment, lambda _: ordered.set(), lambda: standing, lambda _: None)
+
+
+def test_what_a_worker_says_last_is_heard_though_the_coordinator_is_away_when_it_ends(tmp_path: Path) -> None:
+    recorder, ordered = Recorder(), threading.Event()
+    trains = {"worker": "w0", "event": "WorkerReconnected", "generation": 1, "members": ["w0"], "step": 6}
+    standing = [trains]
+    first = serve(recorder, tmp_path)
+    worker = client(tmp_path, standing, ordered)
+    worker.start()
+    assert ordered.wait(30)
+    first.__exit__(None, None, None)
+    standing.append(FINISHED)
+    worker.send("TrainingFinished", step=7)
+    leaving = threading.Thread(target=worker.close, args=(60.0,))
+    leaving.start()
+    second = serve(recorder, tmp_path)
+    try:
+        leaving.join(60)
+        assert not leaving.is_alive(), "the end of the request was never answered"
+        assert ("finished", "w0", 7) in recorder.rows
+    finally:
+        second.__exit__(None, None, None)
+
+
+def test_a_worker_ends_though_the_coordinator_stays_away(tmp_path: Path) -> None:
+    (tmp_path / "address").write_text("http://127.0.0.1:9/v1/membership/job")  # no server listens there
+    worker = client(tmp_path, [{"worker": "w0", "event": "WorkerJoined"}], threading.Event())
+    worker.start()
+    worker.close(timeout_s=0.1)
+    until(lambda: not worker._reader.is_alive() and not worker._writer.is_alive(), "the end of its threads")

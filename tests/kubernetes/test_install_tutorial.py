@@ -1,0 +1,107 @@
+"""docs/tutorials/install.md on a real node: chart, doctor, Profile, elastic job, and nothing left after the removal.
+
+As in test_manifests_running.py the image is loaded into the node instead of pulled, and the API server is given by its
+address.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from tests.kubernetes.conftest import built_or_skip, start_or_skip
+from tests.kubernetes.installation import NAMESPACE, PROFILES, QUOTAS, install_kubeflow, jobs_of
+from tests.kubernetes.test_chart import run_helm
+from tests.kubernetes.test_manifests_running import PROCESSES, logs
+from tests.kubernetes.test_uninstall import everything, gpuquota
+from tools.chart.__main__ import CHART
+from tools.devcluster import DevCluster, Options, binaries, control_plane, image
+
+pytestmark = pytest.mark.xdist_group("kubelet")
+
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorials" / "install.md"
+
+
+def documents() -> list[dict[str, Any]]:
+    """The YAML documents of the tutorial: the Profile and the ElasticJob."""
+    return [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", TUTORIAL.read_text(), re.DOTALL)]
+
+
+def values(cluster: DevCluster) -> dict[str, Any]:
+    """What of this machine differs from people's clusters."""
+    address = cluster.api.get(f"/api/v1/nodes/{control_plane.NODE}")["status"]["addresses"][0]["address"]
+    small = {"resources": {"requests": {"cpu": "50m", "memory": "64Mi"}}}
+    return {
+        "image": {"pullPolicy": "Never"},
+        "extraEnv": [
+            {"name": "KUBERNETES_SERVICE_HOST", "value": address},
+            {"name": "KUBERNETES_SERVICE_PORT", "value": cluster.server.rpartition(":")[2]},
+        ],
+        "kubeflow": {"enabled": True},
+        **dict.fromkeys(("controller", "webhook", "membership"), small),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)  # a cluster of its own, and six replicas that start in it
+def test_the_tutorial_installs_runs_a_job_and_removes_everything(tmp_path: Path) -> None:
+    archive = built_or_skip("controller")
+    cluster = start_or_skip(tmp_path / "cluster", Options(kubelet=True, gpus=2))
+    try:
+        cluster.import_image(archive)
+        install_kubeflow(cluster)
+        given = tmp_path / "values.json"
+        given.write_text(json.dumps(values(cluster)))
+        run_helm(
+            *("install", "gpuquota", str(CHART), "--namespace=default", f"--values={given}"),
+            kubeconfig=cluster.kubeconfig,
+        )
+        for kind, process in PROCESSES:
+            path = f"/apis/apps/v1/namespaces/{NAMESPACE}/{kind.lower()}s/gpuquota-{process}"
+            cluster.api.until(path, lambda one: one.get("status", {}).get("availableReplicas") == 2, 120.0)
+        verify(cluster, tmp_path)
+        profile, job = documents()
+        run_in_a_profile(cluster, tmp_path, profile, job)
+        code, shown = gpuquota(cluster, tmp_path, "uninstall", "--yes")
+        assert code == 0, shown
+        assert everything(cluster) == []
+    except (AssertionError, TimeoutError) as error:
+        raise type(error)(f"{error}\n{logs(cluster)}") from error
+    finally:
+        cluster.stop()
+
+
+def verify(cluster: DevCluster, folder: Path) -> None:
+    """charts/verify.sh, with the programs of this machine: doctor, a pod and an elastic job."""
+    programs = f"{Path(sys.executable).parent}:{binaries.provide()}"
+    environment = {**os.environ, "KUBECONFIG": str(cluster.kubeconfig), "HOME": str(folder)}
+    environment["PATH"] = f"{programs}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [CHART.parent / "verify.sh", image.BASE], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "an elastic job ran" in done.stdout
+
+
+def run_in_a_profile(cluster: DevCluster, folder: Path, profile: dict[str, Any], job: dict[str, Any]) -> None:
+    """The team's quota comes from its Profile, and its job runs to its end."""
+    team = cluster.make_namespace(profile["metadata"]["name"])  # Kubeflow makes it
+    cluster.api.create(PROFILES, profile)
+    cluster.api.until(f"{QUOTAS}/{team}", lambda one: one["spec"].get("limit") == 2)
+    cluster.api.until(f"/api/v1/namespaces/{team}", lambda one: one["metadata"]["labels"].get(labels.MANAGED) == "true")
+    main = job["spec"]["template"]["spec"]["containers"][0]
+    main |= {"image": image.BASE, "imagePullPolicy": "Never"}
+    cluster.api.create(jobs_of(team), job)
+    path = f"{jobs_of(team)}/{job['metadata']['name']}"
+    cluster.api.until(path, lambda one: one.get("status", {}).get("phase") == "Succeeded", 90.0)
+    assert "training on the GPU" in gpuquota(cluster, folder, "logs", "first", "-p", team)[1]
+    assert team in gpuquota(cluster, folder, "list", "projects")[1]

@@ -1,0 +1,88 @@
+"""The controller's metrics of usage, in the process and without an API server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from tests.kubernetes.detached import Detached, detached
+from tests.kubernetes.test_planning_failures import until
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
+
+TEAM = {"project": "team"}
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"gpuquota_{name}", labels)
+
+
+async def started(test: Detached, gpus: int) -> Metrics:
+    """A team with 4 guaranteed GPUs on a node with 8, whose pod asks for so many."""
+    test.node(gpus=8)
+    test.team("team")
+    uid = test.pod("team", "pod", gpus)
+    await test.start()
+    await until(test, lambda: test.sent(uid))
+    metrics = test.controller.metrics
+    metrics.look(test.controller)
+    return metrics
+
+
+def test_gpu_seconds_are_added_up_by_kind() -> None:
+    async def scenario() -> None:
+        async with detached() as test:
+            metrics = await started(test, 6)
+            assert value(metrics, "held_gpus", **TEAM) == 6
+            assert value(metrics, "borrowed_gpus", **TEAM) == 2
+            assert value(metrics, "gpus") == 8
+            kinds = {kind: value(metrics, "gpu_seconds_total", kind=kind, **TEAM) or 0.0 for kind in KINDS}
+            idle = value(metrics, "idle_gpu_seconds_total") or 0.0
+            now = (metrics._accounted_at or 0.0) + 10.0
+            metrics.account(test.controller.snapshot, now)
+            metrics.account(test.controller.snapshot, now + 0.5)  # too early
+            for kind, gpus in KINDS.items():
+                assert value(metrics, "gpu_seconds_total", kind=kind, **TEAM) == kinds[kind] + 10 * gpus
+            assert value(metrics, "idle_gpu_seconds_total") == idle + 20
+
+    asyncio.run(scenario())
+
+
+KINDS = {"guaranteed": 4, "borrowed": 2}
+
+
+def test_the_wait_until_the_first_start_is_observed_once_for_each_job() -> None:
+    async def scenario() -> None:
+        async with detached() as test:
+            metrics = await started(test, 1)
+            assert value(metrics, "wait_seconds_count", **TEAM) == 1
+            (job,) = test.controller.snapshot.state.jobs.values()
+            job.started_at = time.time()
+            metrics.started(job, time.time())
+            assert value(metrics, "wait_seconds_count", **TEAM) == 1, "it has run before"
+            assert value(metrics, "unmet_guarantee_gpus", **TEAM) == 0
+            assert value(metrics, "plan_overdue_seconds") == 0
+            assert value(metrics, "lists", path="/api/v1/pods") is not None
+
+    asyncio.run(scenario())
+
+
+def test_what_is_asked_for_within_the_guarantee_and_not_held_is_unmet() -> None:
+    async def scenario() -> None:
+        async with detached() as test:
+            test.team("team")
+            test.pod("team", "pod", 3)  # there is no node
+            await test.start()
+            metrics = test.controller.metrics
+
+            def unmet() -> float | None:
+                metrics.look(test.controller)
+                return value(metrics, "unmet_guarantee_gpus", **TEAM)
+
+            await until(test, unmet)
+            assert value(metrics, "unmet_guarantee_gpus", **TEAM) == 3
+            assert value(metrics, "waiting_jobs", **TEAM) == 1
+
+    asyncio.run(scenario())

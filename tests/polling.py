@@ -1,0 +1,27 @@
+"""Polling for the effect of another process, with a timeout."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Found = TypeVar("Found")
+
+TIMEOUT_S = 120.0
+"""Long, because CI machines are shared: a success ends the wait early, and only a failure takes the whole time."""
+
+
+def until(condition: Callable[[], Found | None], what: object = "", timeout_s: float = TIMEOUT_S) -> Found:
+    """Return the result of `condition` as soon as it is true.
+
+    Raises TimeoutError with `what`, or with its result if it is callable.
+    """
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what() if callable(what) else what}")
+        time.sleep(0.02)
+    return found

@@ -1,0 +1,188 @@
+"""ElasticTorchTrainer on a real Ray cluster of two raylets."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+import torch
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated import autoscaler_pb2
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+
+from elastic_runtime.errors import UsageError
+from elastic_runtime.integrations.ray import ElasticTorchTrainer, current_workers, limit_workers
+from tests.polling import until
+from tests.ray.conftest import STORE_BYTES
+from tests.ray.train_loops import STEPS_PER_EPOCH, Seen, fail, over_rows, train
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.xdist_group("ray-train"), pytest.mark.timeout(600)]
+
+EPOCHS = 20
+
+
+@pytest.fixture(scope="module")
+def raylets() -> Iterator[Any]:
+    """Two raylets with one CPU each."""
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 (takes a second)
+
+    shape = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=shape, shutdown_at_exit=False)
+    try:
+        cluster.add_node(**shape)
+        ray.init(cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+class Training:
+    """A training in a thread of its own, in a directory; `go()` lets it train as fast as possible."""
+
+    def __init__(self, directory: Path, name: str, **run: Any) -> None:
+        self.directory, self.name = directory, name
+        self.trainer = ElasticTorchTrainer(
+            train,
+            train_loop_config={"directory": str(directory), "epochs": EPOCHS, "alone": False},
+            scaling_config=ScalingConfig(num_workers=(1, 2)),
+            run_config=RunConfig(name=name, storage_path=str(directory / "results"), **run),
+        )
+        self._pool = ThreadPoolExecutor(1)
+        self.future = self._pool.submit(self.trainer.fit)
+
+    def wait_for(self, workers: int) -> None:
+        """Return when so many workers train."""
+        until(lambda: self._size() == workers, f"{workers} workers")
+
+    def _size(self) -> int:
+        if self.future.done():
+            self.future.result()
+        with contextlib.suppress(UsageError):
+            return current_workers(self.name)
+        return 0
+
+    def go(self) -> Any:
+        """Return the result."""
+        (self.directory / "go").touch()
+        return self.future.result(120)
+
+    def pid(self, rank: int) -> int:
+        """The newest process of this rank; 0: there is none yet."""
+        file = self.directory / f"pid-{rank}"
+        return int(file.read_text() or 0) if file.exists() else 0
+
+    def steps(self) -> list[int]:
+        """The steps that a rank 0 has applied."""
+        return [int(line) for line in (self.directory / "steps").read_text().split()]
+
+
+@functools.cache
+def trained_alone() -> dict[str, Any]:
+    """The model of the same loop without Ray."""
+    return train({"directory": "", "epochs": EPOCHS, "alone": True})
+
+
+@pytest.mark.slow
+def test_a_training_shrinks_and_grows_in_place_and_ends_with_the_model_of_one_worker(
+    raylets: Any, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+    training = Training(tmp_path, "resized", checkpoint_config=CheckpointConfig(num_to_keep=2), callbacks=[Seen(seen)])
+    training.wait_for(2)
+    stays = until(lambda: training.pid(0), "rank 0")
+    limit_workers("resized", 1)
+    training.wait_for(1)
+    with pytest.raises(UsageError, match=r"workers=3 is not between 1 and 2"):
+        limit_workers("resized", 3)
+    limit_workers("resized", None)
+    training.wait_for(2)
+    with pytest.raises(UsageError, match=r"a training named 'resized' runs on this Ray cluster"):
+        ElasticTorchTrainer(train, run_config=RunConfig(name="resized", storage_path=str(tmp_path))).fit()
+    result = training.go()
+
+    assert training.steps() == list(range(EPOCHS * STEPS_PER_EPOCH))
+    assert result.return_value == trained_alone()
+    assert training.pid(0) == stays
+    assert result.error is None
+    assert result.metrics["epoch"] == EPOCHS - 1
+    assert result.metrics["name"] == "resized"
+    assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [EPOCHS - 2, EPOCHS - 1]
+    with result.checkpoint.as_directory() as directory:
+        model = torch.load(os.path.join(directory, "model.pt"))  # noqa: PTH118
+    assert {name: value.tolist() for name, value in model.items()} == result.return_value
+    rows = seen.read_text().splitlines()
+    assert [int(row.split()[0]) for row in rows] == list(range(EPOCHS))
+    assert all(row.endswith("True") for row in rows)
+    assert {row.partition(" ")[2].rpartition(" ")[0] for row in rows} <= {"[0]", "[0, 1]"}
+    with pytest.raises(UsageError, match=r"no training named 'resized' runs"):
+        limit_workers("resized", 1)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced_and_a_node_that_drains_is_left_without_losing_a_step(
+    raylets: Any, tmp_path: Path
+) -> None:
+    training = Training(tmp_path, "moved")
+    training.wait_for(2)
+    killed = until(lambda: training.pid(1), "rank 1")
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: training.pid(1) not in {0, killed}, "another rank 1")
+    leaves = raylets.list_all_nodes()[-1]
+    drain(raylets.address, leaves.node_id)
+    training.wait_for(1)
+    raylets.remove_node(leaves)
+    raylets.add_node(num_cpus=1, object_store_memory=STORE_BYTES, include_dashboard=False)
+    training.wait_for(2)
+    result = training.go()
+
+    assert training.steps() == list(range(EPOCHS * STEPS_PER_EPOCH))
+    assert result.return_value == trained_alone()
+
+
+def drain(address: str, node_id: str) -> None:
+    """Announce that the node leaves in a minute."""
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, why = GcsClient(address=address).drain_node(node_id, reason, "test", int((time.time() + 60) * 1e3))
+    assert accepted, why
+
+
+def fit_alone(function: Any, directory: Path, **options: Any) -> Any:
+    """Train with one worker."""
+    run = RunConfig(name="alone", storage_path=str(directory), **options.pop("run", {}))
+    return ElasticTorchTrainer(function, run_config=run, **options).fit()
+
+
+@pytest.mark.slow
+def test_an_error_of_the_loop_is_that_of_fit_and_the_next_attempt_begins_at_the_checkpoint(
+    raylets: Any, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+    once_more = {"failure_config": FailureConfig(max_failures=1), "callbacks": [Seen(seen)]}
+    with pytest.raises(WorkerGroupError, match=r"is broken; began at checkpoint_") as failed:
+        fit_alone(fail, tmp_path, train_loop_config={}, run=once_more)
+    assert isinstance(failed.value.worker_failures[0], ValueError)
+    failures = [line for line in seen.read_text().splitlines() if line.startswith("failed")]
+    began = [line.partition("began at ")[2].partition("'")[0].partition("_")[0] for line in failures]
+    assert began == ["None", "checkpoint"]
+
+
+@pytest.mark.slow
+def test_each_row_of_a_ray_dataset_is_trained_once_an_epoch(raylets: Any, tmp_path: Path) -> None:
+    dataset = ray.data.from_items([{"x": number} for number in range(20)])
+    result = fit_alone(over_rows, tmp_path, train_loop_config={}, datasets={"train": dataset})
+    assert result.return_value == list(range(20))

@@ -1,0 +1,118 @@
+"""The parts of ElasticTorchTrainer that need no cluster, and those of Ray that are not public."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.train import RunConfig, ScalingConfig
+
+from elastic_runtime.errors import UsageError
+from elastic_runtime.integrations.ray import ElasticTorchTrainer, ray_internals
+from elastic_runtime.integrations.ray.coordinator import PROGRAM
+from elastic_runtime.integrations.ray.datasets import RowDataset, Shards
+from elastic_runtime.integrations.ray.loop_api import training_job
+from elastic_runtime.integrations.ray.reports import Point, Reports
+from elastic_runtime.integrations.ray.worker import used_job
+from tests.ray.train_loops import train
+
+FIRST, SECOND = Point(16, 0), Point(32, 0)
+
+
+def test_a_report_is_complete_when_all_who_trained_there_have_reported_and_is_ordered_by_rank() -> None:
+    reports: Reports[str] = Reports()
+    assert reports.add(FIRST, "w1", ("w0", "w1"), "b") == []
+    assert reports.add(FIRST, "w0", ("w0", "w1"), "a") == [["a", "b"]]
+
+
+def test_a_report_does_not_wait_for_a_worker_that_was_lost() -> None:
+    reports: Reports[str] = Reports()
+    assert reports.add(FIRST, "w1", ("w0", "w1"), "b") == []
+    assert reports.end("w0") == [["b"]]
+    assert reports.add(SECOND, "w1", ("w1",), "c") == [["c"]]
+
+
+def test_a_fast_worker_is_one_report_ahead() -> None:
+    reports: Reports[str] = Reports()
+    members = ("w0", "w1")
+    assert reports.add(FIRST, "w0", members, "a") == reports.add(SECOND, "w0", members, "c") == []
+    assert reports.add(FIRST, "w1", members, "b") == [["a", "b"]]
+    assert reports.add(SECOND, "w1", members, "d") == [["c", "d"]]
+
+
+def test_a_worker_that_joined_after_a_report_is_not_waited_for() -> None:
+    reports: Reports[str] = Reports()
+    assert reports.add(FIRST, "w0", ("w0",), "a") == [["a"]]
+    assert reports.add(SECOND, "w0", ("w0", "w1"), "b") == []
+
+
+@pytest.mark.parametrize(
+    ("scaling", "sentence"),
+    [
+        ({"num_workers": 0}, r"num_workers=0\) must be 1 at least"),
+        ({"num_workers": (0, 2)}, r"num_workers=\(0, 2\)\) must be 1 at least"),
+        ({"num_workers": (1, 2), "placement_strategy": "STRICT_PACK"}, r"'STRICT_PACK'\) holds for a fixed group only"),
+        ({"num_workers": (1, 2), "label_selector": [{}, {}]}, r"must be one dict: workers come and go"),
+        ({"num_workers": 1, "use_tpu": True}, r"use_tpu=True\) is not supported"),
+    ],
+)
+def test_what_cannot_be_elastic_is_refused_in_one_sentence(scaling: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence) as refused:
+        ElasticTorchTrainer(train, scaling_config=ScalingConfig(**scaling), run_config=RunConfig(name="refused"))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_private_parts_of_ray_train_are_as_they_were() -> None:
+    context = {"train_run_context", "distributed_context", "execution_context", "storage_context", "checkpoint",
+               "preemption_context", "controller_actor", "dataset_shard_provider", "current_report_index"}  # fmt: skip
+    assert context <= set(inspect.signature(ray_internals.TrainContext).parameters)
+    for method in ("report", "_sync_checkpoint_dir_name_across_ranks", "get_result_queue", "get_synchronization_actor"):
+        assert callable(getattr(ray_internals.TrainContext, method)), method
+    for method in ("after_report", "get_all_reported_checkpoints"):
+        assert callable(getattr(ray_internals.CheckpointManager, method)), method
+    assert list(inspect.signature(ray_internals.ExecutionContext).parameters) == [
+        "synchronization_actor", "result_queue", "training_thread_runner", "train_context_callbacks"
+    ]  # fmt: skip
+    assert ray_internals.resources_of(ScalingConfig(num_workers=1, use_gpu=True))["GPU"] == 1
+
+
+def test_a_report_before_the_training_says_where_it_belongs() -> None:
+    with pytest.raises(UsageError, match=r"before the training has begun; call it inside `for epoch in job.epochs"):
+        training_job()
+
+
+def test_a_loop_without_elastic_runtime_is_refused_at_its_end() -> None:
+    with pytest.raises(UsageError, match=r"train_loop_per_worker has ended without elastic_runtime.init\(\)"):
+        used_job()
+
+
+def test_a_row_of_a_dataset_is_found_in_its_block() -> None:
+    rows = RowDataset(["first", "empty", "second"], [2, 0, 3])
+    rows._fetched = {0: {"x": [10, 11]}, 1: {"x": [12, 13, 14]}}
+    assert [rows[index]["x"] for index in range(len(rows))] == [10, 11, 12, 13, 14]
+    assert pickle.loads(pickle.dumps(rows))._fetched == {}
+    with pytest.raises(IndexError):
+        rows[5]
+
+
+def test_an_unknown_dataset_is_named() -> None:
+    info = SimpleNamespace(dataset_name="valid")
+    with pytest.raises(
+        UsageError, match=r"get_dataset_shard\('valid'\): datasets=\{...\} of the trainer has \['train'\]"
+    ):
+        Shards({"train": RowDataset([], [])}).get_dataset_shard(info)
+
+
+def test_a_coordinator_that_cannot_listen_says_why_in_one_sentence() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", PROGRAM, "--address", "203.0.113.1"], input=b"", capture_output=True, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.decode().startswith("workers cannot be served at 203.0.113.1:0")

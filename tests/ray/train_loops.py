@@ -1,0 +1,127 @@
+"""Training functions of the tests of ElasticTorchTrainer, as a user writes them. Its workers import this module."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+import torch.nn.functional as F  # noqa: N812
+from ray.train import Checkpoint, CheckpointUploadMode, UserCallback
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic_runtime as elastic
+
+SAMPLES, BATCH = 256, 16
+STEPS_PER_EPOCH = SAMPLES // BATCH
+WAIT_S, PLENTY, LONG_WAIT_S = 0.02, 100, 0.5
+"""What happens to a training in between takes a second on a quiet machine, and a minute on a busy one."""
+
+
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    """The same model and data each time."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    inputs = torch.randn(SAMPLES, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    data = TensorDataset(inputs, inputs.prod(1, keepdim=True))
+    return model, torch.optim.Adam(model.parameters(), lr=1e-3), DataLoader(data, batch_size=BATCH, shuffle=True)
+
+
+def train(config: dict[str, Any]) -> dict[str, Any]:
+    """Train slowly until the file "go" is there, then as fast as possible; write down each step that rank 0 applied."""
+    directory = Path(config["directory"])
+    job = elastic.init(global_batch_size=BATCH, reduction="exact")
+    model, optimizer, loader = job.prepare(*make())
+    for epoch in job.epochs(config["epochs"]):
+        for inputs, targets in loader:
+            job.backward(F.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if config["alone"]:
+                continue
+            (directory / f"pid-{job.rank}").write_text(str(os.getpid()))
+            if job.is_leader and job.applied:
+                with (directory / "steps").open("a") as steps:
+                    steps.write(f"{job.step}\n")
+            if not (directory / "go").exists():
+                time.sleep(WAIT_S if job.step < PLENTY else LONG_WAIT_S)
+        if not config["alone"]:
+            report(epoch, model)
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def report(epoch: int, model: torch.nn.Module) -> None:
+    """Report as Ray Train's own examples do: rank 0 with a checkpoint, each second one uploaded in the background."""
+    context = ray.train.get_context()
+    metrics = {
+        "epoch": epoch,
+        "rank": context.get_world_rank(),
+        "workers": context.get_world_size(),
+        "local": (context.get_local_rank(), context.get_local_world_size()),
+        "node": context.get_node_rank(),
+        "name": context.get_experiment_name(),
+    }
+    if context.get_world_rank() == 0:
+        mode = CheckpointUploadMode.ASYNC if epoch % 2 else CheckpointUploadMode.SYNC
+        directory = tempfile.mkdtemp()
+        torch.save(model.state_dict(), Path(directory) / "model.pt")
+        checkpoint = Checkpoint.from_directory(directory)
+        ray.train.report(
+            metrics, checkpoint=checkpoint, checkpoint_upload_mode=mode, delete_local_checkpoint_after_upload=True
+        )
+    else:
+        ray.train.report(metrics)
+
+
+def fail(_config: dict[str, Any]) -> None:
+    """Fail in the first attempt after a checkpoint, and in the second one with what that began with."""
+    job = elastic.init(global_batch_size=BATCH)
+    model, optimizer, loader = job.prepare(*make())
+    before = ray.train.get_checkpoint()
+    for epoch in job.epochs(2):
+        for inputs, targets in loader:
+            job.backward(F.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        report(epoch, model)
+        raise ValueError(f"the data of epoch {epoch} is broken; began at {before and Path(before.path).name}")
+
+
+def over_rows(_config: dict[str, Any]) -> list[int]:
+    """Train on a Ray dataset; return which rows each epoch had."""
+    rows = ray.train.get_dataset_shard("train")
+    job = elastic.init(global_batch_size=4)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer, loader = job.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(rows, batch_size=4, shuffle=True)
+    )
+    seen: list[int] = []
+    for _ in job.epochs(1):
+        for batch in loader:
+            seen += batch["x"].tolist()
+            job.backward(model(batch["x"].float().unsqueeze(1)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return sorted(seen)
+
+
+class Seen(UserCallback):  # type: ignore[misc]
+    """Writes down what each report had."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        """Append the epoch, and the ranks that reported it."""
+        with self.file.open("a") as file:
+            file.write(f"{metrics[0]['epoch']} {[each['rank'] for each in metrics]} {checkpoint is not None}\n")
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Append what failed."""
+        with self.file.open("a") as file:
+            file.write(f"failed {worker_exceptions}\n")

@@ -1,0 +1,158 @@
+"""The page in a real Chromium: it stays live without being loaded again, and everybody can use it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from kfp_gpuquota.api import Project
+from tests.polling import until
+from tests.web.browser import Browser, chromium
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from selenium import webdriver
+
+    from tests.conftest import EmbeddedCluster
+
+pytestmark = pytest.mark.xdist_group("chromium")
+
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_digits.py")
+PATHS = ("/teams", "/queue?what-if=1&project=team-a&gpus=1", "/nodes", "/jobs/team-a/holder", "/jobs/team-b/waits")
+LOG = "/jobs/team-a/holder/log"
+CURVE = "return document.querySelector('#figures .line')?.getAttribute('d') ?? ''"
+REQUESTS = "return performance.getEntriesByType('resource').map(e => e.name.split('/').pop().split('?')[0])"
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[webdriver.Chrome]:
+    yield from chromium()
+
+
+@pytest.fixture
+def browser(driver: webdriver.Chrome, embedded_cluster: EmbeddedCluster) -> Iterator[Browser]:
+    """Team-a holds both GPUs, a job of team-b waits."""
+    embedded_cluster.project("team-a", 1)
+    embedded_cluster.project("team-b", 0, limit=1)
+    embedded_cluster.submit("holder", "sh", "-c", "echo 'one <b>line</b>'; exec sleep infinity", gpus=2)
+    embedded_cluster.wait_for_phase("holder", "Running")
+    embedded_cluster.submit("waits", project="team-b")
+    opened = Browser(driver, embedded_cluster)
+    opened.size(1440)
+    yield opened
+    opened.scheme("light")
+    opened.scripts(allowed=True)
+    driver.get("about:blank")
+
+
+def test_a_waiting_jobs_sentence_changes_when_its_reason_does(
+    browser: Browser, embedded_cluster: EmbeddedCluster
+) -> None:
+    browser.open("/queue")
+    row = f"#job-{embedded_cluster.job('waits', 'team-b').uid}"
+    first = browser.shows(row, "needs 1 GPU")
+    embedded_cluster.client.set_project(Project(name="team-b", limit=0))
+    until(lambda: browser.text(row) not in ("", first))
+    assert "limit" in browser.text(row)
+    assert not browser.was_reloaded
+    assert set(browser.driver.execute_script(REQUESTS)) <= {"page.css", "page.js", "icon.svg", "queue"}
+    assert not browser.problems()
+
+
+def test_a_job_is_suspended_and_resumed_by_click(browser: Browser, embedded_cluster: EmbeddedCluster) -> None:
+    browser.open("/jobs/team-a/holder")
+    browser.element("#suspend").click()
+    browser.shows("#summary", "Suspended")
+    assert embedded_cluster.job("holder").status.phase == "Suspended"
+    browser.shows("#events", "worker gone")
+    browser.element("#resume").click()
+    until(lambda: embedded_cluster.job("holder").status.phase != "Suspended")
+    assert not browser.was_reloaded
+    assert not browser.problems()
+
+
+def test_what_the_cluster_refuses_is_shown(browser: Browser) -> None:
+    browser.open("/jobs/team-a/holder")
+    browser.element("details summary").click()
+    field = browser.element("input[name=max_gpus]")
+    field.clear()
+    field.send_keys("99999", Keys.ENTER)
+    assert "max_gpus" in browser.shows("#notice", "99999")
+
+
+def test_everything_can_be_reached_by_keyboard(browser: Browser, embedded_cluster: EmbeddedCluster) -> None:
+    browser.open("/teams")
+    browser.focus_on("Skip to the content", most=1)
+    browser.focus_on("Queue", most=6)
+    browser.press(Keys.ENTER)
+    until(lambda: browser.driver.current_url.endswith("/queue"))
+    browser.focus_on("waits")
+    browser.press(Keys.ENTER)
+    until(lambda: browser.driver.current_url.endswith("/jobs/team-b/waits"))
+    focused = browser.focus_on("Suspend")
+    outline = focused.value_of_css_property("outline-style")
+    assert outline == "solid"
+    browser.press(Keys.ENTER)
+    browser.shows("#summary", "Suspended")
+    browser.focus_on("Delete")
+    browser.press(Keys.ENTER)
+    browser.focus_on("Delete waits", most=1)
+    browser.press(Keys.ENTER)
+    until(lambda: browser.driver.current_url.endswith("/queue"))
+    until(lambda: [job.spec.name for job in embedded_cluster.client.list_jobs().jobs] == ["holder"])
+
+
+def test_without_scripts_everything_is_shown_and_can_be_done(
+    browser: Browser, embedded_cluster: EmbeddedCluster
+) -> None:
+    browser.scripts(allowed=False)
+    for path, text in zip(PATHS, ("borrows 1 GPU", "would wait", "holder", "GPUs held", "needs 1 GPU"), strict=True):
+        browser.driver.get(browser.base + path)
+        assert text in browser.text("main"), path
+    browser.driver.get(browser.base + LOG)
+    assert browser.text("#log") == "one <b>line</b>"
+    browser.driver.get(browser.base + "/jobs/team-b/waits")
+    browser.element("#suspend").click()
+    embedded_cluster.wait_for_phase("waits", "Suspended", "team-b")
+    assert browser.driver.current_url.endswith("/jobs/team-b/waits")
+
+
+def test_every_page_fits_is_legible_and_has_names_for_all_controls(browser: Browser) -> None:
+    for path in (*PATHS, LOG):
+        for scheme in ("light", "dark"):
+            browser.scheme(scheme)
+            for width in (375, 1440):
+                browser.size(width)
+                browser.open(path)
+                wide = browser.driver.execute_script("return document.documentElement.scrollWidth")
+                assert wide <= width, (path, width)
+            assert browser.violations() == [], (path, scheme)
+    assert not browser.problems()
+
+
+@pytest.mark.slow
+def test_a_training_is_watched_live(driver: webdriver.Chrome, embedded_cluster: EmbeddedCluster) -> None:
+    embedded_cluster.project("team-a", 1)
+    embedded_cluster.project("team-b", 1)
+    command = (sys.executable, SCRIPT, "--epochs", "100000")
+    embedded_cluster.submit("train", *command, gpus=1, min_gpus=1, max_gpus=2, cool_down_s=0.0)
+    browser = Browser(driver, embedded_cluster)
+    browser.open("/jobs/team-a/train")
+    browser.shows("#figures", "loss")
+    browser.shows("#facts", "2 GPUs")
+    before = driver.execute_script(CURVE)
+    until(lambda: driver.execute_script(CURVE).count("L") > before.count("L") + 1)
+    embedded_cluster.submit("notebook", project="team-b", kind="build")
+    browser.shows("#size", "2 → 1")
+    browser.shows("#size", "team-b")
+    embedded_cluster.client.delete_job("team-b", "notebook")
+    rows = browser.shows("#size", "1 → 2").splitlines()
+    assert [row for row in rows if "→" in row]
+    assert not browser.was_reloaded
+    assert not browser.problems()
+    assert [each.lost_steps for each in embedded_cluster.job("train").status.resizes] == [0, 0]
