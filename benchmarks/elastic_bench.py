@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_runtime
-from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
+from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import MERGE_PATCH, Connection
-from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH, Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.convert.nodes import is_ready
 from kfp_gpuquota.cluster.kubernetes.objects import labels

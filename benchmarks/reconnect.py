@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.kwok_bench import REPOSITORY, cpu_s
 from kfp_gpuquota.cluster.certificates import maintained
-from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import LIMITS
-from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import token_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import LIMITS
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards.leader_end import ShardedMembership
 from kfp_gpuquota.cluster.kubernetes.shards.messages import shard_of
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
 from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
 from kfp_gpuquota.cluster.kubernetes.shards.tls_memory import bound_tls_memory
-from kfp_gpuquota.server.tls import load_pair
+from kfp_gpuquota.server.transport.tls import load_pair
 
 if TYPE_CHECKING:
     import argparse

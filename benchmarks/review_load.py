@@ -18,8 +18,8 @@ import aiohttp
 
 from benchmarks.kwok_bench import REPOSITORY
 from kfp_gpuquota.cluster.kubernetes.admission import server
-from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, Connection
-from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tools.devcluster.layout import free_ports
 

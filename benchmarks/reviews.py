@@ -33,7 +33,7 @@ from kfp_gpuquota.cluster.kubernetes.admission import server as webhook
 from kfp_gpuquota.cluster.certificates import maintained
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PolicyBook
-from kfp_gpuquota.server.tls import load_pair
+from kfp_gpuquota.server.transport.tls import load_pair
 async def main():
     material = maintained(None, ["127.0.0.1"], time.time())
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -23,7 +23,7 @@ from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.local.start import await_stop, start_with
-from kfp_gpuquota.cluster.local.store import Store
+from kfp_gpuquota.cluster.local.storage.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

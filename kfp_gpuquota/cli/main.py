@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kfp_gpuquota.cli.mistakes import Command
-from kfp_gpuquota.cli.terminal import say
+from kfp_gpuquota.cli.arguments.mistakes import Command
+from kfp_gpuquota.cli.display.terminal import say
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.version import __version__
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 import typer
 
-from kfp_gpuquota.cli.options import OutputOption  # noqa: TC001  # typer reads annotations at run time
-from kfp_gpuquota.cli.output import Format, show, table
-from kfp_gpuquota.cli.terminal import say
+from kfp_gpuquota.cli.arguments.options import OutputOption  # noqa: TC001  # typer reads annotations at run time
+from kfp_gpuquota.cli.display.output import Format, show, table
+from kfp_gpuquota.cli.display.terminal import say
 from kfp_gpuquota.errors import ClusterUnavailableError, DefinitionError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:

@@ -21,13 +21,13 @@ from kfp_gpuquota.cluster.local.home import Home, default_home, write_private
 from kfp_gpuquota.cluster.local.start import ensure_running
 from kfp_gpuquota.errors import UsageError
 from kfp_gpuquota.server.client import RETRY_FOR_S, Client
-from kfp_gpuquota.server.unix_sockets import socket_path
+from kfp_gpuquota.server.transport.unix_sockets import socket_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
-    from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
+    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.client.http.credentials import Credentials
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 URL_VARIABLE: Final = "GPUQUOTA_URL"
@@ -77,7 +77,7 @@ def connect(
 
 def kube_calls(retry_for_s: float = RETRY_FOR_S) -> Calls:
     """Return a blocking client of the selected context's API server, or of the kubeconfig's current one."""
-    from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls  # noqa: PLC0415 (the embedded cluster needs it not)
+    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls  # noqa: PLC0415 (the embedded cluster needs it not)
 
     return Calls(_credentials(kube_context() or "", os.environ), retry_for_s=retry_for_s)
 
@@ -152,7 +152,7 @@ def _kubernetes(context: str, environment: Mapping[str, str], image: str, retry_
 
 
 def _credentials(context: str, environment: Mapping[str, str]) -> Credentials:
-    from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials  # noqa: PLC0415
+    from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials  # noqa: PLC0415
 
     return load_credentials(environment.get("KUBECONFIG") or None, context or None)
 

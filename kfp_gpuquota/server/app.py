@@ -14,8 +14,8 @@ from kfp_gpuquota.api.wire import ErrorAnswer, ErrorBody, Health, PageLink
 from kfp_gpuquota.errors import GpuQuotaError, InvalidFieldError, NotFoundError, UnauthorizedError
 from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.audit import audited
-from kfp_gpuquota.server.connections import BODY_TIMEOUT_S
 from kfp_gpuquota.server.routes import ROUTES, Request, Route, decode_body
+from kfp_gpuquota.server.transport.connections import BODY_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable

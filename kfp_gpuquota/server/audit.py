@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
-from kfp_gpuquota.server.unix_sockets import peer
+from kfp_gpuquota.server.transport.unix_sockets import peer
 
 if TYPE_CHECKING:
     import logging

@@ -37,7 +37,7 @@ from kfp_gpuquota.api.wire import (
 )
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
-from kfp_gpuquota.server.unix_sockets import UnixConnection
+from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

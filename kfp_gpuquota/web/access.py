@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from kfp_gpuquota.server.connections import BODY_TIMEOUT_S
+from kfp_gpuquota.server.transport.connections import BODY_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

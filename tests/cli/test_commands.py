@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given
 
 import kfp_gpuquota.version
-from kfp_gpuquota.cli.logs import tail_start
+from kfp_gpuquota.cli.jobs.logs import tail_start
 from tests import forked, programs
 from tests.cli.conftest import PROGRAM
 

@@ -16,11 +16,11 @@ import pytest
 
 import kfp_gpuquota
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.cli.completion import complete_job, complete_project
+from kfp_gpuquota.cli.arguments.completion import complete_job, complete_project
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.errors import JobFailedError, NotFoundError
-from kfp_gpuquota.server.unix_sockets import UnixConnection
+from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 from tests.cli.conftest import PROGRAM, Cli
 from tests.conftest import running_cluster
 

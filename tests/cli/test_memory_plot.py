@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota.api import Device, Node
 from kfp_gpuquota.api.wire import NodeView, ShareView
-from kfp_gpuquota.cli.memory_plot import Look, by_device, draw
+from kfp_gpuquota.cli.display.memory_plot import Look, by_device, draw
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from kfp_gpuquota.cli.arguments.names import job_name, job_names, matches, resource
+from kfp_gpuquota.cli.display.output import table
 from kfp_gpuquota.cli.entry import HELP_FILE
-from kfp_gpuquota.cli.forwarding import port_pair
+from kfp_gpuquota.cli.jobs.forwarding import port_pair
+from kfp_gpuquota.cli.jobs.submit import whole_command, without_bare_command
 from kfp_gpuquota.cli.main import application
-from kfp_gpuquota.cli.names import job_name, job_names, matches, resource
-from kfp_gpuquota.cli.output import table
 from kfp_gpuquota.cli.pipeline import with_unknown_project
-from kfp_gpuquota.cli.submit import whole_command, without_bare_command
 from kfp_gpuquota.dsl.pipelines.check import Cluster, PipelineCheck
 from kfp_gpuquota.errors import UsageError
 

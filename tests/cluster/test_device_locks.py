@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import Device, Node
-from kfp_gpuquota.cluster.local.device_locks import Holder, hold
-from kfp_gpuquota.cluster.local.shim import start_time
+from kfp_gpuquota.cluster.local.workers.device_locks import Holder, hold
+from kfp_gpuquota.cluster.local.workers.shim import start_time
 from kfp_gpuquota.errors import ConflictError, DeviceError
 
 if TYPE_CHECKING:

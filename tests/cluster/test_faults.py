@@ -21,8 +21,8 @@ from kfp_gpuquota.api import JobSpec, Phase, Project, ReasonCode
 from kfp_gpuquota.api.wire import Lease
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.cluster.local.shim import start_time
 from kfp_gpuquota.cluster.local.start import await_stop, ensure_running
+from kfp_gpuquota.cluster.local.workers.shim import start_time
 from kfp_gpuquota.errors import ClusterStartError, StateFileError
 from tests.conftest import running_cluster
 from tests.polling import until

@@ -9,8 +9,9 @@ import pytest
 
 from kfp_gpuquota.api import JobSpec, JobStatus, Node, Phase, Progress, Project
 from kfp_gpuquota.api.wire import NodeView, ProjectView, ShareView
-from kfp_gpuquota.cluster.job_book import Change
-from kfp_gpuquota.cluster.local.history import (
+from kfp_gpuquota.cluster.jobs.job_book import Change
+from kfp_gpuquota.cluster.jobs.records import JobRecord, with_status
+from kfp_gpuquota.cluster.local.storage.history import (
     KEPT_S,
     MEMORY_SAMPLES,
     MOST_REPORTS,
@@ -20,8 +21,7 @@ from kfp_gpuquota.cluster.local.history import (
     ReportHistory,
     UsageHistory,
 )
-from kfp_gpuquota.cluster.local.store import Store
-from kfp_gpuquota.cluster.records import JobRecord, with_status
+from kfp_gpuquota.cluster.local.storage.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

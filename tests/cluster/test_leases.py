@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.cluster.local import shims
+from kfp_gpuquota.cluster.local.workers import shims
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
 from kfp_gpuquota.cluster.local.driver import Driver
 from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.cluster.local.state import ClusterState
-from kfp_gpuquota.cluster.local.store import Store
+from kfp_gpuquota.cluster.local.storage.state import ClusterState
+from kfp_gpuquota.cluster.local.storage.store import Store
 from kfp_gpuquota.cluster.planning import MAX_FAILURES, PlanningHealth
 from kfp_gpuquota.errors import PlanningFailedError
 

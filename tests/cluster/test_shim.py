@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.cluster.local import shim
+from kfp_gpuquota.cluster.local.workers import shim
 from tests.polling import TIMEOUT_S, until
 
 if TYPE_CHECKING:

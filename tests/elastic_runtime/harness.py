@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from kfp_gpuquota.membership import AnnounceCommit, Limits
-from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
+from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests.elastic_runtime.leftovers import processes_at, threads_and_sockets
 from tests.elastic_runtime.relay import Relay
 from tests.elastic_runtime.training import IN_EVALUATION, Gate, Plan, worker_main
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kfp_gpuquota.api import Progress
-    from kfp_gpuquota.server.membership import MembershipService
+    from kfp_gpuquota.server.membership.service import MembershipService
 
 JOB = "job"
 MOST_WORKERS = 24

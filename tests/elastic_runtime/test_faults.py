@@ -29,7 +29,7 @@ from elastic_runtime.membership.environment import Environment
 from elastic_runtime.membership.generations import Generation, Generations
 from elastic_runtime.membership.orders import Order
 from elastic_runtime.membership.process_group import Interrupt
-from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
+from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests import forked
 from tests.cluster.test_faults import CLOCK
 from tests.elastic_runtime.harness import JOB, Cluster

@@ -18,7 +18,7 @@ import elastic_runtime
 from elastic_runtime.errors import LoopError
 from elastic_runtime.state.packing import pack
 from elastic_runtime.state.training_state import TrainingState
-from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
+from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests.elastic_runtime.harness import JOB
 from tests.elastic_runtime.training import Points
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.membership.coordinator_client import Coordinator
 from elastic_runtime.membership.environment import Environment
-from kfp_gpuquota.server.membership_standalone import StandaloneCoordinator
+from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests.membership.test_service import Recorder
 from tests.polling import until
 

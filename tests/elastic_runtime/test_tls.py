@@ -15,7 +15,7 @@ from elastic_runtime.membership.coordinator_client import Coordinator
 from elastic_runtime.membership.environment import Environment
 from elastic_runtime.membership.rendezvous_store import CoordinatorStore
 from kfp_gpuquota.cluster.certificates import issue, new_authority
-from kfp_gpuquota.server.membership import MembershipService
+from kfp_gpuquota.server.membership.service import MembershipService
 from tests.membership.test_service import Recorder
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
-from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
-from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, Fence
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import Credentials
+from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE, Fence
 from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
-from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import WatchLine
 from kfp_gpuquota.errors import ClusterUnavailableError

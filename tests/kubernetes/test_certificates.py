@@ -23,10 +23,10 @@ from kfp_gpuquota.cluster.certificates import (
 )
 from kfp_gpuquota.cluster.kubernetes.admission import server as webhook
 from kfp_gpuquota.cluster.kubernetes.admission.mounted_certificate import MountedCertificate
-from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
-from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.errors import RunError
-from kfp_gpuquota.server.tls import load_pair
+from kfp_gpuquota.server.transport.tls import load_pair
 from tests import forked, programs
 from tests.kubernetes.controlled import free_port
 

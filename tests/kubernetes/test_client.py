@@ -15,7 +15,7 @@ from kfp_gpuquota.api import JobSpec, Phase, Project
 from kfp_gpuquota.api.queue import ahead_of
 from kfp_gpuquota.api.wire import Lease
 from kfp_gpuquota.cluster.connect import connect
-from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.errors import (

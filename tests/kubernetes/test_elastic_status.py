@@ -14,21 +14,26 @@ from hypothesis import strategies as st
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
 from kfp_gpuquota.api.job import Resize
 from kfp_gpuquota.api.wire import ShareView
-from kfp_gpuquota.cluster.kubernetes.client.status_writer import QUIET_S, Built, StatusWriter
+from kfp_gpuquota.cluster.jobs.records import Intent, with_status
+from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import QUIET_S, Built, StatusWriter
 from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Deadline, Due, next_deadline
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status import record_of, status_of, with_condition, without_pods
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import (
+    record_of,
+    status_of,
+    with_condition,
+    without_pods,
+)
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition, Metadata, Node, Pod
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobSpec, ElasticJobStatus, JobLease
 from kfp_gpuquota.cluster.kubernetes.user_client.views import job_of, node_view
-from kfp_gpuquota.cluster.records import Intent, with_status
 from tests.polling import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.client.request import Write
-    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
 
 TEMPLATE = msgspec.Raw(b'{"spec": {"containers": [{"name": "main"}]}}')
 META = Metadata(name="job", namespace="team", uid="u", creation_timestamp=datetime(2026, 11, 21, tzinfo=UTC))
@@ -178,7 +183,7 @@ class Answered:
 
 
 def test_what_is_urgent_is_not_held_up_by_what_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kfp_gpuquota.cluster.kubernetes.client.status_writer.SELDOM_S", 3600.0)
+    monkeypatch.setattr("kfp_gpuquota.cluster.kubernetes.client.writes.status_writer.SELDOM_S", 3600.0)
 
     async def write() -> list[Any]:
         loop, writer, status = asyncio.get_running_loop(), Answered(), Built("/path", "a", 0, urgent="runs")

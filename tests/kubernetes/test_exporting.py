@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
-from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.operations.exporting import Outcome, exported, restored
 from kfp_gpuquota.errors import UsageError

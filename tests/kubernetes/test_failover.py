@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.cluster.kubernetes.admission import server
-from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from tests import forked, programs
 from tests.kubernetes.controlled import Controlled, free_port
 from tests.kubernetes.faulty_proxy import FaultyProxy

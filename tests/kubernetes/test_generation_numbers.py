@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from kfp_gpuquota.cluster.job_book import Change
+from kfp_gpuquota.cluster.jobs.job_book import Change
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
-from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import EPOCH_SPAN, JobMembership
-from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import EPOCH_SPAN, JobMembership
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status import RESERVED_AT_ONCE, record_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import RESERVED_AT_ONCE, record_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, ElasticJobSpec, ElasticJobStatus
-from kfp_gpuquota.server.membership import NotStoredYetError
+from kfp_gpuquota.server.membership.service import NotStoredYetError
 
 META = Metadata(name="job", namespace="team", uid="uid")
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tests.dsl
-from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
-from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.dsl.pipelines.kfp_server import KfpServer
 from kfp_gpuquota.dsl.pipelines.pipeline_file import parse
 from kfp_gpuquota.dsl.pipelines.port_forward import PORT, forwarded, profile_token

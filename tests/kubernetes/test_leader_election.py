@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
-from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
-from kfp_gpuquota.cluster.kubernetes.client.fence import LeaseValidity, StaleLeaseError
-from kfp_gpuquota.cluster.kubernetes.client.leader_election import LeaderElection
-from kfp_gpuquota.cluster.kubernetes.client.request import Write
-from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.client.leader.fence import LeaseValidity, StaleLeaseError
+from kfp_gpuquota.cluster.kubernetes.client.leader.leader_election import LeaderElection
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
+from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:

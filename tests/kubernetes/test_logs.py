@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.client.logging_setup import JsonFormatter, TextFormatter, because_of, cause, fields
+from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import (
+    JsonFormatter,
+    TextFormatter,
+    because_of,
+    cause,
+    fields,
+)
 from tests.kubernetes.controlled import Controlled
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.cluster.kubernetes.admission import server
-from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
-from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
-from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from tests.kubernetes.installation import NAMESPACE
 
 if TYPE_CHECKING:

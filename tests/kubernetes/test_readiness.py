@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.cluster.kubernetes.client.event_recorder import last_warning
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import last_warning
 from kfp_gpuquota.cluster.kubernetes.convert.pods import pod_view
-from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import complaints_of, retry_fields, retry_of
-from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import (
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import complaints_of, retry_fields, retry_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import (
     LONGEST_PAUSE_S,
     ReadyRules,
     Retry,

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kfp_gpuquota.api import JobSpec
-from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
@@ -25,7 +25,7 @@ from kfp_gpuquota.cluster.kubernetes.sharing.reservations import AGENT, DeviceAs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.client.request import Write
+    from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 
 SETTINGS = ReservationSettings()
 NODES, GPUS, MOST = ("one", "two"), 2, 3

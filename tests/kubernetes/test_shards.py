@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import token_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards import server
 from kfp_gpuquota.cluster.kubernetes.shards.leader_end import FIRST_PAUSE_S, ShardedMembership
 from kfp_gpuquota.cluster.kubernetes.shards.messages import CONTROL_PATH, Outbox, control_token, shard_of
@@ -19,8 +19,8 @@ from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, servi
 from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
 from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.membership import Limits
-from kfp_gpuquota.server import connections
-from kfp_gpuquota.server.membership import NotStoredYetError
+from kfp_gpuquota.server.membership.service import NotStoredYetError
+from kfp_gpuquota.server.transport import connections
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -13,7 +13,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from elastic_runtime.process.simulated_memory import create_device, entries
-from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
-from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials, from_file
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import Credentials, from_file
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Namespace, Profile
 from tests.kubernetes.faulty_proxy import FaultyProxy

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.api import ReasonCode
-from kfp_gpuquota.cluster.kubernetes.client.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.dsl.launcher.job_messages import JobMessages, conclusion
 from tests.kubernetes.conftest import address_of

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfp_gpuquota.backoff import Backoff
-from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, Connection
-from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
-from kfp_gpuquota.cluster.kubernetes.client.event_recorder import NAMESPACE_BURST, Recorder, Subject
-from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE, Fence
-from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write
-from kfp_gpuquota.cluster.kubernetes.client.write_queue import SLOTS, Writer
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import Credentials
+from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE, Fence
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import NAMESPACE_BURST, Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import SLOTS, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

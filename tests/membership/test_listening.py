@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.server.listening import ListeningClock
+from kfp_gpuquota.server.membership.listening import ListeningClock
 
 
 class Hands:

@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 
 from kfp_gpuquota.membership import Limits
-from kfp_gpuquota.server.membership import MembershipService, NotStoredYetError
+from kfp_gpuquota.server.membership.service import MembershipService, NotStoredYetError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

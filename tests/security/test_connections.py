@@ -13,8 +13,8 @@ import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
 from kfp_gpuquota.cluster.local.daemon_log import BURST, PERIOD_S, RateLimit
-from kfp_gpuquota.server.connections import LimitedRunner, Limits
-from kfp_gpuquota.server.unix_sockets import UnixConnection, listen
+from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
+from kfp_gpuquota.server.transport.unix_sockets import UnixConnection, listen
 from tests.conftest import running_cluster
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import Device, Node
-from kfp_gpuquota.cluster.local.device_locks import Holder, hold
+from kfp_gpuquota.cluster.local.workers.device_locks import Holder, hold
 from tests.security.other_user import NOBODY, as_root
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.start import await_stop
 from kfp_gpuquota.errors import UnauthorizedError, UsageError
 from kfp_gpuquota.server.client import Client
-from kfp_gpuquota.server.unix_sockets import listen
+from kfp_gpuquota.server.transport.unix_sockets import listen
 from tests.conftest import running_cluster
 from tests.security.other_user import as_root, open_to_everybody, run, start
 

@@ -10,11 +10,11 @@ import pytest
 from kfp_gpuquota.errors import ClusterUnavailableError, ConflictError, InvalidFieldError
 from kfp_gpuquota.membership import Membership, TargetChanged, WorkerReconnected
 from kfp_gpuquota.membership.events import CollectiveFailed, GenerationAdopted
-from kfp_gpuquota.server import membership_messages
-from kfp_gpuquota.server.membership_messages import MAX_STEP, check, check_worker
-from kfp_gpuquota.server.membership_store import MAX_BYTES, MAX_KEYS, Store
-from kfp_gpuquota.server.training_reports import ProgressReported
-from kfp_gpuquota.server.unix_sockets import UnixConnection
+from kfp_gpuquota.server.membership import messages
+from kfp_gpuquota.server.membership.messages import MAX_STEP, check, check_worker
+from kfp_gpuquota.server.membership.rendezvous_store import MAX_BYTES, MAX_KEYS, Store
+from kfp_gpuquota.server.membership.training_reports import ProgressReported
+from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +44,7 @@ def machine() -> Membership:
         (WorkerReconnected("job-0", 3, ("job-0",) * 10_001), "members"),
     ],
 )
-def test_a_message_that_names_what_is_not_its_jobs_is_refused(message: membership_messages.Message, field: str) -> None:
+def test_a_message_that_names_what_is_not_its_jobs_is_refused(message: messages.Message, field: str) -> None:
     with pytest.raises(InvalidFieldError) as refused:
         check(message, "job-0", "job-", machine())
     assert refused.value.field == field
@@ -56,7 +56,7 @@ def test_a_worker_of_another_job_may_not_connect_with_this_jobs_token() -> None:
 
 
 def test_a_job_is_not_remembered_more_workers_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_messages, "MAX_WORKERS", 2)
+    monkeypatch.setattr(messages, "MAX_WORKERS", 2)
     check_worker("job-1", "job-", machine())
     with pytest.raises(ClusterUnavailableError, match="has 2 workers already"):
         check_worker("job-2", "job-", machine())

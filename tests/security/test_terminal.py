@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api.control_characters import visible
-from kfp_gpuquota.cli.output import Format, rendered, table
-from kfp_gpuquota.cli.terminal import visible_log
+from kfp_gpuquota.cli.display.output import Format, rendered, table
+from kfp_gpuquota.cli.display.terminal import visible_log
 
 if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster

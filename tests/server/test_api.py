@@ -15,7 +15,7 @@ from kfp_gpuquota.errors import ClusterUnavailableError, RunError
 from kfp_gpuquota.server import openapi
 from kfp_gpuquota.server.client import Client
 from kfp_gpuquota.server.routes import ROUTES
-from kfp_gpuquota.server.unix_sockets import UnixConnection
+from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
 if TYPE_CHECKING:
     import socket

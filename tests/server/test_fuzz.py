@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from kfp_gpuquota.server import openapi
-from kfp_gpuquota.server.unix_sockets import UnixConnection
+from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 from tests.conftest import EmbeddedCluster, running_cluster
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.client import logging_setup
-from kfp_gpuquota.cluster.kubernetes.client.signals import until_stopped
+from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup
+from kfp_gpuquota.cluster.kubernetes.client.process.signals import until_stopped
 from kfp_gpuquota.cluster.kubernetes.controller.process import Options, Replica
-from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.errors import GpuQuotaError
 

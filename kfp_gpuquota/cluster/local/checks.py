@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.findings import fail, ok, warn
-from kfp_gpuquota.cluster.local.exporting import quarantined
+from kfp_gpuquota.cluster.local.storage.exporting import quarantined
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.version import __version__
 

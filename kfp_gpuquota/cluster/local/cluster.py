@@ -30,19 +30,19 @@ from kfp_gpuquota.api.wire import (
     Supposition,
 )
 from kfp_gpuquota.cluster.admission import check_fits
-from kfp_gpuquota.cluster.local import retention
+from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, with_status
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
-from kfp_gpuquota.cluster.local.history import SAMPLE_S, MemoryHistory, UsageHistory
 from kfp_gpuquota.cluster.local.metrics import metrics_text
-from kfp_gpuquota.cluster.records import Intent, JobRecord, with_status
+from kfp_gpuquota.cluster.local.storage import retention
+from kfp_gpuquota.cluster.local.storage.history import SAMPLE_S, MemoryHistory, UsageHistory
 from kfp_gpuquota.cluster.whatif import outlook
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, StateFileError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.driver import Driver
     from kfp_gpuquota.cluster.local.home import Home
-    from kfp_gpuquota.cluster.local.state import ClusterState
-    from kfp_gpuquota.cluster.local.store import Store
+    from kfp_gpuquota.cluster.local.storage.state import ClusterState
+    from kfp_gpuquota.cluster.local.storage.store import Store
 
 PREVIOUS_RUN: Final = "previous"
 """In the place of a worker whose log is read: the first worker of the run before the present one."""

@@ -22,20 +22,20 @@ from aiohttp import web
 from kfp_gpuquota.api.wire import Health
 from kfp_gpuquota.cluster.local.cluster import LocalCluster
 from kfp_gpuquota.cluster.local.daemon_log import audit_log, write_log_to
-from kfp_gpuquota.cluster.local.device_locks import Holder, hold
 from kfp_gpuquota.cluster.local.devices import ClusterConfig, discover_nodes
 from kfp_gpuquota.cluster.local.driver import Driver, Settings
 from kfp_gpuquota.cluster.local.home import Home
-from kfp_gpuquota.cluster.local.page_server import PageServer
-from kfp_gpuquota.cluster.local.page_source import LocalPages
-from kfp_gpuquota.cluster.local.shim import start_time
+from kfp_gpuquota.cluster.local.page.server import PageServer
+from kfp_gpuquota.cluster.local.page.source import LocalPages
 from kfp_gpuquota.cluster.local.start import READY
-from kfp_gpuquota.cluster.local.state import ClusterState
-from kfp_gpuquota.cluster.local.store import Store
+from kfp_gpuquota.cluster.local.storage.state import ClusterState
+from kfp_gpuquota.cluster.local.storage.store import Store
+from kfp_gpuquota.cluster.local.workers.device_locks import Holder, hold
+from kfp_gpuquota.cluster.local.workers.shim import start_time
 from kfp_gpuquota.errors import ClusterStartError, ConflictError, GpuQuotaError
 from kfp_gpuquota.server.app import build_app
-from kfp_gpuquota.server.connections import LimitedRunner, Limits, raise_descriptor_limit
-from kfp_gpuquota.server.unix_sockets import BACKLOG, listen
+from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits, raise_descriptor_limit
+from kfp_gpuquota.server.transport.unix_sockets import BACKLOG, listen
 from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:

@@ -19,26 +19,26 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
-from kfp_gpuquota.cluster.change_recorder import ChangeRecorder
-from kfp_gpuquota.cluster.lifecycle import after_reboot, after_worker_gone, progressed, resized, unexplained_loss
-from kfp_gpuquota.cluster.local import shims
+from kfp_gpuquota.cluster.jobs.change_recorder import ChangeRecorder
+from kfp_gpuquota.cluster.jobs.lifecycle import after_reboot, after_worker_gone, progressed, resized, unexplained_loss
+from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 from kfp_gpuquota.cluster.local.home import Home, write_private
-from kfp_gpuquota.cluster.local.runtime import LocalRuntime
-from kfp_gpuquota.cluster.local.sharing import Sharing
+from kfp_gpuquota.cluster.local.workers import shims
+from kfp_gpuquota.cluster.local.workers.runtime import LocalRuntime
+from kfp_gpuquota.cluster.local.workers.sharing import Sharing
 from kfp_gpuquota.cluster.plan_pacing import PlanPacing, RestAfterPlans
 from kfp_gpuquota.cluster.planning import PlanningHealth
-from kfp_gpuquota.cluster.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 from kfp_gpuquota.errors import NotFoundError, PlanningFailedError, StateFileError
 from kfp_gpuquota.fractions import Policy
 from kfp_gpuquota.membership import Limits
-from kfp_gpuquota.server.membership import MembershipService
+from kfp_gpuquota.server.membership.service import MembershipService
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kfp_gpuquota.api import Node
-    from kfp_gpuquota.cluster.local.runtime import WorkerRuntime
-    from kfp_gpuquota.cluster.local.state import ClusterState
+    from kfp_gpuquota.cluster.local.storage.state import ClusterState
+    from kfp_gpuquota.cluster.local.workers.runtime import WorkerRuntime
     from kfp_gpuquota.membership import AnnounceCommit
 
 RETRY_S: Final = 1.0

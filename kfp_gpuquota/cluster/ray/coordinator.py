@@ -22,7 +22,7 @@ import msgspec
 
 from kfp_gpuquota.cluster.ray.membership import serving
 from kfp_gpuquota.errors import GpuQuotaError
-from kfp_gpuquota.server.membership import MembershipService
+from kfp_gpuquota.server.membership.service import MembershipService
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Progress

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import ray
 
-from kfp_gpuquota.cluster.local import shims
-from kfp_gpuquota.cluster.local.environment import INHERITED
 from kfp_gpuquota.cluster.local.home import Home, write_private
-from kfp_gpuquota.cluster.local.runtime import read_from
+from kfp_gpuquota.cluster.local.workers import shims
+from kfp_gpuquota.cluster.local.workers.environment import INHERITED
+from kfp_gpuquota.cluster.local.workers.runtime import read_from
 from kfp_gpuquota.cluster.ray.messages import Task
 from kfp_gpuquota.errors import StateFileError
 from kfp_gpuquota.version import __version__

@@ -19,14 +19,14 @@ from kfp_gpuquota.cluster.certificates import Material, maintained
 from kfp_gpuquota.cluster.local.home import write_private
 from kfp_gpuquota.cluster.ray.workers import Coordinates
 from kfp_gpuquota.errors import ClusterStartError
-from kfp_gpuquota.server.connections import WORKER_LIMITS, LimitedRunner
-from kfp_gpuquota.server.tls import load_pair
+from kfp_gpuquota.server.transport.connections import WORKER_LIMITS, LimitedRunner
+from kfp_gpuquota.server.transport.tls import load_pair
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from kfp_gpuquota.server.membership import MembershipService
+    from kfp_gpuquota.server.membership.service import MembershipService
 
 SHUTDOWN_S: Final = 1.0
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.local import shims
+from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.ray import messages
 from kfp_gpuquota.cluster.ray.membership import serving
 from kfp_gpuquota.cluster.ray.messages import NODE_ID
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Iterable
 
     from kfp_gpuquota.api import JobSpec, Node, Worker
+    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.local.driver import Settings
     from kfp_gpuquota.cluster.local.home import Home
-    from kfp_gpuquota.cluster.local.runtime import Reports
+    from kfp_gpuquota.cluster.local.workers.runtime import Reports
     from kfp_gpuquota.cluster.ray.config import RayConfig
     from kfp_gpuquota.cluster.ray.workers import Coordinates
-    from kfp_gpuquota.cluster.records import JobRecord
-    from kfp_gpuquota.server.membership import MembershipService
+    from kfp_gpuquota.server.membership.service import MembershipService
 
 FIRST_CONNECT_S: Final = 90.0
 CONNECT_S: Final = 15.0

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.cluster.local.environment import LOOPBACK
 from kfp_gpuquota.cluster.local.home import Home
+from kfp_gpuquota.cluster.local.workers.environment import LOOPBACK
 from kfp_gpuquota.cluster.ray.messages import Task
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Worker
+    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.ray.config import RayConfig
-    from kfp_gpuquota.cluster.records import JobRecord
 
 
 class Coordinates(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from kfp_gpuquota.api import WorkerPhase
-from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
+from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.dsl.launcher.relay import Relay

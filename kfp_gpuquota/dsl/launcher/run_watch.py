@@ -19,7 +19,7 @@ from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
 
 Json = dict[str, Any]
 

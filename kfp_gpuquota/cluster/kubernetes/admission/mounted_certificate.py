@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kfp_gpuquota.cluster.certificates import KeyPair, expires_at
 from kfp_gpuquota.cluster.kubernetes.admission.server import REFRESH_EVERY_S
 from kfp_gpuquota.errors import RunError
-from kfp_gpuquota.server.tls import load_pair
+from kfp_gpuquota.server.transport.tls import load_pair
 
 if TYPE_CHECKING:
     from pathlib import Path

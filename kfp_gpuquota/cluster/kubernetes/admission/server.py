@@ -19,17 +19,17 @@ from aiohttp import web
 
 from kfp_gpuquota.cluster.certificates import KeyPair, Material, check, expires_at, maintained
 from kfp_gpuquota.cluster.kubernetes.admission import pods
-from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.errors import RunError
-from kfp_gpuquota.server.connections import LimitedRunner, Limits
-from kfp_gpuquota.server.tls import load_pair
+from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
+from kfp_gpuquota.server.transport.tls import load_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kfp_gpuquota.cluster.kubernetes.admission.pods import Verdict
-    from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PolicyBook
 

@@ -19,14 +19,14 @@ import aiohttp
 import msgspec
 
 from kfp_gpuquota.backoff import Backoff
-from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, StatusBody
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, StatusBody
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import ListMetadata, Metadata, Page, WatchLine
 from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 
 PAGE: Final = 1000

@@ -20,13 +20,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.cluster.kubernetes.client.event_recorder import Recorder, Subject
-from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE
-from kfp_gpuquota.cluster.kubernetes.client.logging_setup import because_of
+from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
+from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import because_of
 from kfp_gpuquota.cluster.kubernetes.client.quarantine import Quarantine
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
-from kfp_gpuquota.cluster.kubernetes.client.status_writer import StatusWriter
-from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
+from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
 from kfp_gpuquota.cluster.kubernetes.controller.cache import Snapshot
 from kfp_gpuquota.cluster.kubernetes.controller.cluster_objects import ClusterObjects
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
@@ -36,8 +36,8 @@ from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage, counted_view, recovered_pod
 from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
-from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
 from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
@@ -59,10 +59,10 @@ from kfp_gpuquota.garbage import collector_paused
 if TYPE_CHECKING:
     import ssl
 
-    from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
-    from kfp_gpuquota.cluster.kubernetes.client.fence import Fence
-    from kfp_gpuquota.cluster.kubernetes.client.request import Lane
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
+    from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.client.leader.fence import Fence
+    from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
 
 LONGEST_REST_S: Final = 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.cluster.kubernetes.client.logging_setup import fields
+from kfp_gpuquota.cluster.kubernetes.client.process.logging_setup import fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,18 +21,18 @@ import msgspec
 
 from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.admission.mounted_certificate import MountedCertificate
-from kfp_gpuquota.cluster.kubernetes.client import probes
-from kfp_gpuquota.cluster.kubernetes.client.async_client import MERGE_PATCH, ApiError, Connection
-from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
-from kfp_gpuquota.cluster.kubernetes.client.fence import NO_FENCE
-from kfp_gpuquota.cluster.kubernetes.client.leader_election import LeaderElection
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH, ApiError, Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE
+from kfp_gpuquota.cluster.kubernetes.client.leader.leader_election import LeaderElection
+from kfp_gpuquota.cluster.kubernetes.client.process import probes
+from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
-from kfp_gpuquota.cluster.kubernetes.client.signals import first_to_end
 from kfp_gpuquota.cluster.kubernetes.controller import metrics
 from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
-from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service
-from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
-from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.objects import custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.quota import quota_policy
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook

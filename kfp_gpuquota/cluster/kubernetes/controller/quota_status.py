@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client.status_writer import Built
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status import with_condition
+from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import with_condition
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuotaStatus

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON_PATCH, MERGE_PATCH
-from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write, pods_path
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH, MERGE_PATCH
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert.stand_in_names import pool_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.cluster.change_recorder import ChangeRecorder
-from kfp_gpuquota.cluster.job_book import Change
-from kfp_gpuquota.cluster.records import with_status
+from kfp_gpuquota.cluster.jobs.change_recorder import ChangeRecorder
+from kfp_gpuquota.cluster.jobs.job_book import Change
+from kfp_gpuquota.cluster.jobs.records import with_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kfp_gpuquota.api import Reason, Worker
+    from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import JobMembership
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import WorkerPods
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
-    from kfp_gpuquota.cluster.records import Intent, JobRecord
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
 
 
 class Decisions:

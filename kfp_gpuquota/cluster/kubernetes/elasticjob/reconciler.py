@@ -19,37 +19,37 @@ import msgspec
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Reason, ReasonCode
-from kfp_gpuquota.cluster.job_book import Change
-from kfp_gpuquota.cluster.kubernetes.client.status_writer import StatusWriter
+from kfp_gpuquota.cluster.jobs.job_book import Change
+from kfp_gpuquota.cluster.jobs.records import Intent, with_status
+from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import StatusWriter
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
-from kfp_gpuquota.cluster.kubernetes.elasticjob.job_status import job_status
-from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import JobMembership
-from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_events import WorkerPodEvents
-from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_manager import WorkerPods
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
 from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
-from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_timeout import Readiness
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status import record_of, unmanaged_size, without_pods
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import record_of, unmanaged_size, without_pods
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.job_status import job_status
 from kfp_gpuquota.cluster.kubernetes.elasticjob.timers import JobTimers
-from kfp_gpuquota.cluster.records import Intent, with_status
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_events import WorkerPodEvents
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_timeout import Readiness
 from kfp_gpuquota.errors import GpuQuotaError
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Worker
+    from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
-    from kfp_gpuquota.cluster.kubernetes.client.status_writer import Built
-    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import Built
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.convert.limit_ranges import LimitRanges
     from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import ElasticJobEvents
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import PodSettings
-    from kfp_gpuquota.cluster.kubernetes.elasticjob.startup_backoff import ReadyRules
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
-    from kfp_gpuquota.cluster.records import JobRecord
 
 
 class ElasticJobs:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.backoff import Backoff
-from kfp_gpuquota.cluster.kubernetes.elasticjob.retries import complaints_of, retry_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import complaints_of, retry_of
 
 if TYPE_CHECKING:
     import asyncio

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.cluster.job_book import Change, JobBook
+from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Node
+    from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
-    from kfp_gpuquota.cluster.records import JobRecord, WorkerRecord
 
 
 class Book(JobBook):

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.api import Reason, ReasonCode
-from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
-from kfp_gpuquota.cluster.kubernetes.client.request import Write
+from kfp_gpuquota.cluster.jobs.records import Intent
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
-from kfp_gpuquota.cluster.records import Intent
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book

@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError, is_disruption_budget
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_disruption_budget
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook

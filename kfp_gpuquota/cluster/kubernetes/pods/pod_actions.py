@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kfp_gpuquota import scheduler
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
-    from kfp_gpuquota.cluster.kubernetes.client.request import Write
-    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods

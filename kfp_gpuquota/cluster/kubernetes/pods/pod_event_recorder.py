@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.cluster.kubernetes.client.event_recorder import Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder, Subject
 
 if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
-from kfp_gpuquota.cluster.kubernetes.client.request import Write
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.convert.owners import ALONE, GangSize, gang_size
 from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.owners import Owner
 
 CACHED_S: Final = 30.0

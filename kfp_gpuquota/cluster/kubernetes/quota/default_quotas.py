@@ -13,15 +13,15 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
-from kfp_gpuquota.cluster.kubernetes.client.request import Write
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import Unmanaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Namespace
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import ClusterRules, RulesBook

@@ -11,8 +11,8 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
-from kfp_gpuquota.cluster.kubernetes.client.request import Write
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, MERGE_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.quota.quotas import has_spec, project_of_plugin, quota_spec
 from kfp_gpuquota.errors import InvalidFieldError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Namespace, Profile
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import GpuQuota
 

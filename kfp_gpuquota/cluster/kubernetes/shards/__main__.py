@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry, Gauge
 
 from kfp_gpuquota.cluster.kubernetes.admission import server
-from kfp_gpuquota.cluster.kubernetes.client import logging_setup, probes
-from kfp_gpuquota.cluster.kubernetes.client.async_client import Connection
-from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
-from kfp_gpuquota.cluster.kubernetes.client.signals import first_to_end, until_stopped
-from kfp_gpuquota.cluster.kubernetes.elasticjob import membership_service
-from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import LIMITS
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup, probes
+from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end, until_stopped
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import LIMITS
 from kfp_gpuquota.cluster.kubernetes.shards.server import ControlEndpoint, serving
 from kfp_gpuquota.cluster.kubernetes.shards.shard_end import ShardJobs
 from kfp_gpuquota.errors import GpuQuotaError

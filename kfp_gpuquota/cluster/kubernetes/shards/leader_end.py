@@ -31,7 +31,7 @@ from kfp_gpuquota.cluster.kubernetes.shards.messages import (
     lines,
 )
 from kfp_gpuquota.errors import NotFoundError, RunError
-from kfp_gpuquota.server.membership import Notices, NotStoredYetError
+from kfp_gpuquota.server.membership.service import Notices, NotStoredYetError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

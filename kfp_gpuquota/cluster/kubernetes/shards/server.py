@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from aiohttp import web
 
-from kfp_gpuquota.cluster.kubernetes.client.sockets import listen
-from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import token_of
+from kfp_gpuquota.cluster.kubernetes.client.http.sockets import listen
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards.messages import (
     CONTROL_PATH,
     FromLeader,
@@ -24,7 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.shards.messages import (
 )
 from kfp_gpuquota.cluster.kubernetes.shards.tls_memory import bound_tls_memory
 from kfp_gpuquota.errors import RunError
-from kfp_gpuquota.server.connections import WORKER_LIMITS, LimitedRunner, raise_descriptor_limit
+from kfp_gpuquota.server.transport.connections import WORKER_LIMITS, LimitedRunner, raise_descriptor_limit
 
 if TYPE_CHECKING:
     import ssl

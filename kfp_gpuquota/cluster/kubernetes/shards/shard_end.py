@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.elasticjob.pod_builder import token_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import token_of
 from kfp_gpuquota.cluster.kubernetes.shards.messages import (
     Committed,
     Finished,
@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.shards.messages import (
     Progressed,
     Released,
 )
-from kfp_gpuquota.server.membership import MembershipService, NotStoredYetError
+from kfp_gpuquota.server.membership.service import MembershipService, NotStoredYetError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

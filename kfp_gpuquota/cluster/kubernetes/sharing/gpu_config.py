@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.api.annotations import LIMIT_VARIABLE
 from kfp_gpuquota.api.share import compute_variables, limit_text
-from kfp_gpuquota.cluster.kubernetes.client.async_client import APPLY_PATCH
-from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 
 if TYPE_CHECKING:

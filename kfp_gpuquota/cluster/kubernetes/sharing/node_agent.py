@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client import logging_setup, probes
-from kfp_gpuquota.cluster.kubernetes.client.async_client import MERGE_PATCH, Connection
-from kfp_gpuquota.cluster.kubernetes.client.credentials import load_credentials
-from kfp_gpuquota.cluster.kubernetes.client.event_recorder import Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import MERGE_PATCH, Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup, probes
+from kfp_gpuquota.cluster.kubernetes.client.process.signals import until_stopped
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
-from kfp_gpuquota.cluster.kubernetes.client.request import Write, pods_path
-from kfp_gpuquota.cluster.kubernetes.client.signals import until_stopped
-from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+from kfp_gpuquota.cluster.kubernetes.client.writes.event_recorder import Recorder, Subject
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write, pods_path
+from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger, reservation_pods

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import JSON_PATCH
-from kfp_gpuquota.cluster.kubernetes.client.request import Lane, Write, pods_path
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON_PATCH
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
 from kfp_gpuquota.cluster.kubernetes.convert.requests import REQUIRED, deletion, escape_json_pointer, node_term
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import MAX_DEVICES, bounded_number
 from kfp_gpuquota.cluster.kubernetes.objects import labels

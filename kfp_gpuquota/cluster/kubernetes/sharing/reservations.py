@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
-from kfp_gpuquota.cluster.kubernetes.client.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
 from kfp_gpuquota.cluster.kubernetes.convert.pods import elastic_owner
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
-    from kfp_gpuquota.cluster.kubernetes.client.request import Write
-    from kfp_gpuquota.cluster.kubernetes.client.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings, ReservationView

@@ -19,12 +19,12 @@ import msgspec
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
-from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
+from kfp_gpuquota.cluster.jobs.records import Intent
+from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
 from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
-from kfp_gpuquota.cluster.records import Intent
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job, JobSpec, Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
-    from kfp_gpuquota.cluster.kubernetes.client.credentials import Credentials
+    from kfp_gpuquota.cluster.kubernetes.client.http.credentials import Credentials
 
 Json = dict[str, Any]
 T = TypeVar("T")

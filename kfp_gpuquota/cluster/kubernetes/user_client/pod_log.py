@@ -10,7 +10,7 @@ from urllib.parse import quote
 from kfp_gpuquota.errors import NotFoundError, RunError, UsageError
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.client.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
 
 PIECE: Final = 1 << 16
 POLL_S: Final = 0.5

@@ -18,7 +18,7 @@ from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
-from kfp_gpuquota.cluster.kubernetes.elasticjob.size_history import progress_of, reason_of, resizes_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of, reason_of, resizes_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.job_fields import as_written
 from kfp_gpuquota.cluster.kubernetes.quota import quotas

@@ -1,0 +1,1 @@
+"""Commands of administrators: clusters, projects, policies, reports, simulations and installations."""

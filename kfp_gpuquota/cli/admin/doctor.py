@@ -1,0 +1,61 @@
+"""`gpuquota doctor`: what is wrong with a cluster, and what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
+from kfp_gpuquota.cli.display.output import Format, show, table
+from kfp_gpuquota.cluster.findings import Level, worst
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kfp_gpuquota.cluster.findings import Finding
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("doctor", short_help="Check an installation and show remedies.")(doctor)
+
+
+def doctor(output: OutputOption = Format.TABLE) -> None:
+    """Check the cluster: its programs, webhook, kinds, policies, rights, clocks, GPUs, and other quotas in the way.
+
+    Nothing is changed: the webhook is asked with a trial pod that is not stored. The exit status is 1 if a check fails,
+    and 0 with warnings.
+
+    Examples:
+      gpuquota doctor
+      gpuquota --context NAME doctor -o json
+    """
+    findings = _findings()
+    show(findings, output, "\n".join(_lines(findings)))
+    if worst(findings) is Level.FAIL:
+        raise typer.Exit(1)
+
+
+def _findings() -> tuple[Finding, ...]:
+    if on_kubernetes():
+        from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415 (the embedded cluster needs it not)
+        from kfp_gpuquota.cluster.kubernetes.operations.doctor.examination import examine  # noqa: PLC0415
+
+        return examine(kube_calls())
+    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.cluster.local import checks  # noqa: PLC0415
+
+    return tuple(checks.examine(embedded_home(), client))
+
+
+def _lines(findings: tuple[Finding, ...]) -> Iterator[str]:
+    yield table(("RESULT", "CHECK", "FOUND"), [(found.level, found.check, found.message) for found in findings])
+    wrong = [found for found in findings if found.remedy]
+    if wrong:
+        yield ""
+    for found in wrong:
+        yield f"{found.check}: {found.remedy}"
+    counts = {level: sum(found.level is level for found in findings) for level in Level}
+    yield ""
+    yield ", ".join(f"{count} {level}" for level, count in counts.items() if count)

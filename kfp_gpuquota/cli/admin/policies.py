@@ -1,0 +1,110 @@
+"""`gpuquota policy`: what admission gives, bounds or forces for the workloads of a project, of a kind, or of all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kfp_gpuquota.api import Kind  # noqa: TC001 (typer reads annotations at run time)
+from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
+from kfp_gpuquota.api.quantity import parse_gpu_memory, show_mib
+from kfp_gpuquota.cli.arguments.options import OutputOption, client
+from kfp_gpuquota.cli.display.output import Format, show, table
+from kfp_gpuquota.cli.display.terminal import say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+app = typer.Typer(help="What admission gives, bounds or forces.", no_args_is_help=True)
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
+_PART = "of a GPU, for workloads that ask for a fraction"
+_SIZE = "for workloads that ask for GPU memory, as 8G"
+
+
+@app.command("set", short_help="Make or change a policy.")
+def set_policy(
+    name: NameArgument,
+    project: Annotated[str | None, typer.Option("--project", "-p", help="For this project only; else for all.")] = None,
+    kind: Annotated[Kind | None, typer.Option("--kind", help="For sessions (build) or training (train) only.")] = None,
+    gpu_limit: Annotated[
+        float | None, typer.Option("--gpu-limit", help=f"The limit, where none is given: a part {_PART}.")
+    ] = None,
+    gpu_limit_most: Annotated[
+        float | None, typer.Option("--gpu-limit-most", help=f"The highest limit: a part {_PART}.")
+    ] = None,
+    gpu_limit_forced: Annotated[
+        float | None, typer.Option("--gpu-limit-forced", help=f"The limit, whatever is given: a part {_PART}.")
+    ] = None,
+    gpu_memory_limit: Annotated[
+        str | None, typer.Option("--gpu-memory-limit", help=f"The limit, where none is given, {_SIZE}.")
+    ] = None,
+    gpu_memory_limit_most: Annotated[
+        str | None, typer.Option("--gpu-memory-limit-most", help=f"The highest limit, {_SIZE}.")
+    ] = None,
+    gpu_memory_limit_forced: Annotated[
+        str | None, typer.Option("--gpu-memory-limit-forced", help=f"The limit, whatever is given, {_SIZE}.")
+    ] = None,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Create or replace a policy. It applies to later submissions; a more specific policy is applied first.
+
+    Examples:
+      gpuquota policy set sessions -p research-vision1 --kind build --gpu-limit 1
+      gpuquota policy set tight --gpu-limit-most 0.8 --gpu-memory-limit-most 40G
+    """
+    parts = PartRule(default=gpu_limit, most=gpu_limit_most, forced=gpu_limit_forced)
+    amounts = MemoryRule(
+        default=_mib("gpu_memory_limit", gpu_memory_limit),
+        most=_mib("gpu_memory_limit_most", gpu_memory_limit_most),
+        forced=_mib("gpu_memory_limit_forced", gpu_memory_limit_forced),
+    )
+    policy = WorkloadPolicy(
+        name=name,
+        project=project,
+        kind=kind,
+        gpu_fraction_limit=None if parts == PartRule() else parts,
+        gpu_memory_limit_mib=None if amounts == MemoryRule() else amounts,
+    )
+    show(client().set_policy(policy), output, _table((policy,)))
+
+
+@app.command("list", short_help="List policies.")
+def list_policies(*, output: OutputOption = Format.TABLE) -> None:
+    """List policies, by name.
+
+    Examples:
+      gpuquota policy list
+    """
+    policies = client().list_policies()
+    show(policies, output, _table(policies))
+
+
+@app.command("delete", short_help="Delete a policy.")
+def delete_policy(name: NameArgument) -> None:
+    """Delete a policy. What it has set for jobs that exist stays.
+
+    Examples:
+      gpuquota policy delete sessions
+    """
+    client().delete_policy(name)
+    say(f"policy {name} deleted")
+
+
+def _table(policies: tuple[WorkloadPolicy, ...]) -> str:
+    columns = ("POLICY", "PROJECT", "KIND", "RULES")
+    return table(columns, ([p.name, p.project or "all", p.kind or "all", ", ".join(_rules(p))] for p in policies))
+
+
+def _rules(policy: WorkloadPolicy) -> Iterator[str]:
+    words = {"default": "is", "most": "at most", "forced": "always"}
+    for name, rule in (("gpu limit", policy.gpu_fraction_limit), ("gpu memory limit", policy.gpu_memory_limit_mib)):
+        for field, word in words.items():
+            value = getattr(rule, field, None)
+            if value is not None:
+                yield f"{name} {word} {show_mib(value) if isinstance(rule, MemoryRule) else f'{value:g}'}"
+
+
+def _mib(field: str, text: str | None) -> int | None:
+    return None if text is None else parse_gpu_memory(field, text)

@@ -1,0 +1,279 @@
+"""`gpuquota project` and `gpuquota config`: quotas, and what a user has set once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from kfp_gpuquota.api import PoolQuota, Project
+from kfp_gpuquota.api.quantity import as_number, parse_cores, parse_mib, show_gpus
+from kfp_gpuquota.cli.arguments.amounts import gpu_quota, pairs
+from kfp_gpuquota.cli.arguments.completion import complete_project
+from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
+from kfp_gpuquota.cli.display.output import Format, show
+from kfp_gpuquota.cli.display.project_table import project_table
+from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.errors import ConflictError, UnauthorizedError, UsageError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api.wire import ProjectView
+    from kfp_gpuquota.server.cluster_client import ClusterClient
+
+app = typer.Typer(help="Projects and their quotas.", no_args_is_help=True)
+config = typer.Typer(help="What other commands use where nothing is given.", no_args_is_help=True)
+
+NewNameArgument = Annotated[str, typer.Argument(metavar="NAME")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete_project)]
+GuaranteedOption = Annotated[
+    float | None,
+    typer.Option("--guaranteed", "-g", metavar="N", help="GPUs the project can always get back; 0.5 is half of one."),
+]
+LimitOption = Annotated[
+    str | None, typer.Option("--limit", "-l", help="The most GPUs it may hold: a number, or 'none' to borrow all idle.")
+]
+PriorityOption = Annotated[int | None, typer.Option("--priority", help="Higher borrows first (default 100).")]
+WeightOption = Annotated[
+    float | None, typer.Option("--weight", help="Its share of what is idle, within one priority (default 1).")
+]
+CpuOption = Annotated[
+    str | None,
+    typer.Option("--cpu", metavar="CORES", help="CPU cores guaranteed, for jobs that ask for some; or 'all'."),
+]
+CpuLimitOption = Annotated[
+    str | None, typer.Option("--cpu-limit", metavar="CORES", help="The most CPU cores, or 'none'.")
+]
+MemoryOption = Annotated[
+    str | None, typer.Option("--memory", metavar="SIZE", help="Main memory guaranteed, as 64Gi; or 'all'.")
+]
+MemoryLimitOption = Annotated[
+    str | None, typer.Option("--memory-limit", metavar="SIZE", help="The most main memory, or 'none'.")
+]
+PoolOption = Annotated[
+    list[str] | None,
+    typer.Option("--pool", metavar="POOL=N[:LIMIT]", help="The quota in a node pool; may be repeated."),
+]
+ParentOption = Annotated[str | None, typer.Option("--parent", help="The department it belongs to.")]
+
+
+@app.command("create", short_help="Create a project.")
+def create(
+    name: NewNameArgument,
+    guaranteed: GuaranteedOption = None,
+    limit: LimitOption = None,
+    priority: PriorityOption = None,
+    weight: WeightOption = None,
+    parent: ParentOption = None,
+    cpu: CpuOption = None,
+    cpu_limit: CpuLimitOption = None,
+    memory: MemoryOption = None,
+    memory_limit: MemoryLimitOption = None,
+    pool: PoolOption = None,
+) -> None:
+    """Create a project with its quota.
+
+    Without a limit it may borrow every idle GPU; a limit that equals the guaranteed quota is a static allocation.
+
+    Examples:
+      gpuquota project create team-a --guaranteed 2
+      gpuquota project create team-b --guaranteed 20 --limit 30
+      gpuquota project create static --guaranteed 4 --limit 4
+      gpuquota project create team-c --guaranteed 8 --cpu 64 --memory-limit 512Gi
+      gpuquota project create team-d --pool h100=8:16 --pool t4=4
+    """
+    others = _amounts(cpu, cpu_limit, memory, memory_limit)
+    given = _given(guaranteed, limit, priority, weight, parent)
+    project = Project(name=name, **given, **others, pools=_pools(pool or []))
+    reached = client()
+    view = reached.create_project(project)
+    say(f"project {name} created: {_quota(view)}")
+    for note in (reached.quota_gap(name), _overcommitted(reached)):
+        _note(note)
+
+
+@app.command("set", short_help="Change a project's quota.")
+def set_quota(
+    name: NameArgument,
+    guaranteed: GuaranteedOption = None,
+    limit: LimitOption = None,
+    priority: PriorityOption = None,
+    weight: WeightOption = None,
+    parent: ParentOption = None,
+    cpu: CpuOption = None,
+    cpu_limit: CpuLimitOption = None,
+    memory: MemoryOption = None,
+    memory_limit: MemoryLimitOption = None,
+    pool: PoolOption = None,
+) -> None:
+    """Change what is given; the rest stays as it is. With nothing but a name, work in that project from now on.
+
+    Examples:
+      gpuquota project set team-a --guaranteed 4
+      gpuquota project set team-a --limit none
+      gpuquota project set team-a
+    """
+    changed = _given(guaranteed, limit, priority, weight, parent) | _amounts(cpu, cpu_limit, memory, memory_limit)
+    if not changed and not pool:
+        config_project(name)
+        return
+    reached = client()
+    view = _changed(reached, name, changed, _pools(pool or []))
+    say(f"project {name} changed: {_quota(view)}")
+    _note(_overcommitted(reached))
+
+
+def _changed(reached: ClusterClient, name: str, changed: dict[str, Any], pools: dict[str, PoolQuota]) -> ProjectView:
+    """Change some fields, on top of what others change at the same time. ConflictError as `set_project`."""
+    before = reached.get_project(name).project
+    while True:
+        after = msgspec.structs.replace(before, **changed, pools={**before.pools, **pools})
+        try:
+            return reached.set_project(after, expected=before)
+        except ConflictError:
+            found = reached.get_project(name).project
+            if found == before:  # it was refused for another reason
+                raise
+            before = found
+
+
+@app.command("list", short_help="List projects.")
+def list_projects(output: OutputOption = Format.TABLE) -> None:
+    """List projects with their quota and what they hold.
+
+    Examples:
+      gpuquota project list
+      gpuquota project list -o json
+    """
+    views = client().list_projects()
+    show(views, output, project_table(views, wide=output is Format.WIDE))
+
+
+@app.command("delete", short_help="Delete empty projects.")
+def delete(names: Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=complete_project)]) -> None:
+    """Delete projects that have no jobs.
+
+    Example:
+      gpuquota project delete team-a
+    """
+    reached = client()
+    from kfp_gpuquota.cluster.connect import load_settings, save_settings  # noqa: PLC0415
+
+    for name in names:
+        reached.delete_project(name)
+        say(f"project {name} deleted")
+        if load_settings().project == name and not on_kubernetes():
+            save_settings(msgspec.structs.replace(load_settings(), project=""))
+            _note("it was the project to work in; choose another one with: gpuquota config project NAME")
+
+
+@config.command("project", short_help="Set the project to work in.")
+def config_project(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", autocompletion=complete_project)] = "",
+) -> None:
+    """Set the project that other commands use; without a name, show it.
+
+    Examples:
+      gpuquota config project team-a
+      gpuquota config project
+    """
+    from kfp_gpuquota.cluster.connect import current_project, load_settings, save_settings  # noqa: PLC0415
+
+    if not name:
+        say(current_project())
+        return
+    if on_kubernetes():
+        raise UsageError(
+            "on Kubernetes the project is the namespace of your context, as for kubectl; set it with: "
+            f"kubectl config set-context --current --namespace={name}"
+        )
+    client().get_project(name)
+    save_settings(msgspec.structs.replace(load_settings(), project=name))
+    say(f"project {name} is used from now on")
+
+
+@config.command("context", short_help="Set the cluster to work with.")
+def config_context(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") -> None:
+    """Set the cluster that other commands use; without a name, show it.
+
+    A context of your kubeconfig, "." for its current one, "embedded" for the cluster of this machine.
+
+    Examples:
+      gpuquota config context production
+      gpuquota config context embedded
+    """
+    from kfp_gpuquota.cluster.connect import EMBEDDED, kube_context, load_settings, save_settings  # noqa: PLC0415
+
+    if not name:
+        context = kube_context()
+        say(EMBEDDED if context is None else context or "the current context")
+        return
+    save_settings(msgspec.structs.replace(load_settings(), context=name))
+    client().health()
+    say(f"context {name} is used from now on")
+
+
+def _note(text: str) -> None:
+    if text:
+        say(f"note: {text}", err=True)
+
+
+def _overcommitted(reached: ClusterClient) -> str:
+    """A sentence where more is guaranteed than there is, which cannot all be kept. Pools stand for themselves."""
+    try:
+        nodes = reached.list_nodes()
+    except UnauthorizedError:
+        return ""
+    there = sum(len(view.node.devices) for view in nodes if not view.node.pool)
+    projects = (view.project for view in reached.list_projects())
+    guaranteed = as_number(sum(project.guaranteed for project in projects if project.parent is None))
+    if guaranteed <= there:
+        return ""
+    return f"{show_gpus(guaranteed)} are guaranteed to all projects together, and the cluster has {there}"
+
+
+def _quota(view: ProjectView) -> str:
+    limit = view.project.limit
+    most = "may borrow what is idle" if limit is None else f"at most {limit}"
+    return f"{show_gpus(view.project.guaranteed)} guaranteed, {most}"
+
+
+def _given(
+    guaranteed: float | None, limit: str | None, priority: int | None, weight: float | None, parent: str | None
+) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "guaranteed": guaranteed,
+        "priority": priority,
+        "over_quota_weight": weight,
+        "parent": parent,
+    }
+    given = {name: value for name, value in fields.items() if value is not None}
+    if limit is not None:
+        given["limit"] = None if limit == "none" else gpu_quota("limit", limit)
+    return given
+
+
+def _amounts(cpu: str | None, cpu_limit: str | None, memory: str | None, memory_limit: str | None) -> dict[str, Any]:
+    """Quotas of CPU and memory; 'all' and 'none' take them away."""
+    given: dict[str, Any] = {}
+    for field, text, parse in (
+        ("guaranteed_cpu", cpu, parse_cores),
+        ("limit_cpu", cpu_limit, parse_cores),
+        ("guaranteed_memory_mib", memory, parse_mib),
+        ("limit_memory_mib", memory_limit, parse_mib),
+    ):
+        if text is not None:
+            given[field] = None if text in {"all", "none"} else parse(field, text)
+    return given
+
+
+def _pools(given: list[str]) -> dict[str, PoolQuota]:
+    """POOL=N, or POOL=N:LIMIT."""
+    quotas = {}
+    for name, text in pairs(
+        "pool", given, "a node pool's quota is given as POOL=GUARANTEED or POOL=GUARANTEED:LIMIT"
+    ).items():
+        guaranteed, _, limit = text.partition(":")
+        most = None if limit in {"", "none"} else gpu_quota("pool", limit)
+        quotas[name] = PoolQuota(guaranteed=gpu_quota("pool", guaranteed), limit=most)
+    return quotas

@@ -1,0 +1,90 @@
+"""`gpuquota report`: GPU-hours of each project."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+import typer
+
+from kfp_gpuquota.cli.arguments.options import on_kubernetes
+from kfp_gpuquota.cli.display.output import in_json, table
+from kfp_gpuquota.cli.display.terminal import say, say_data
+from kfp_gpuquota.errors import InvalidFieldError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfp_gpuquota.cluster.kubernetes.operations.usage import Usage
+
+_UNITS: Final = {"h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+
+
+class ReportFormat(StrEnum):
+    """What `-o` takes here."""
+
+    TABLE = "table"
+    CSV = "csv"
+    JSON = "json"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("report", short_help="Show GPU-hours by project, on Kubernetes.")(report)
+
+
+def report(
+    since: Annotated[str, typer.Option("--since", metavar="TIME", help="How far back: 12h, 30d, 4w.")] = "30d",
+    prometheus: Annotated[
+        str,
+        typer.Option("--prometheus", metavar="URL", envvar="GPUQUOTA_PROMETHEUS", help="Prometheus' address."),
+    ] = "",
+    output: Annotated[ReportFormat, typer.Option("--output", "-o", help="How to show it.")] = ReportFormat.TABLE,
+) -> None:
+    """Show how many GPU-hours each project held, within its guarantee and borrowed, and how many were idle.
+
+    The history is that of the Prometheus that scrapes the controller.
+
+    Examples:
+      kubectl -n monitoring port-forward service/prometheus 9090 &
+      gpuquota --context NAME report --since 30d --prometheus http://localhost:9090 -o csv
+    """
+    if not on_kubernetes():
+        raise UsageError("report is for a Kubernetes cluster; choose one with --context NAME")
+    if not prometheus:
+        raise UsageError(
+            "the history is in Prometheus; name it with --prometheus URL or GPUQUOTA_PROMETHEUS, for example after: "
+            "kubectl -n monitoring port-forward service/prometheus 9090"
+        )
+    from kfp_gpuquota.cluster.kubernetes.operations.usage import usage  # noqa: PLC0415 (the embedded cluster needs it not)
+
+    rows = usage(prometheus, _seconds(since))
+    if output is ReportFormat.JSON:
+        say_data(in_json(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode()))
+    elif output is ReportFormat.CSV:
+        say_data(_csv(rows))
+    else:
+        say(table(("PROJECT", "GUARANTEED", "BORROWED", "GPU-HOURS"), map(_row, rows)))
+
+
+def _row(row: Usage) -> tuple[str, float, float, float]:
+    return row.project, row.guaranteed, row.borrowed, row.total
+
+
+def _csv(rows: Sequence[Usage]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("project", "guaranteed_gpu_hours", "borrowed_gpu_hours", "gpu_hours"))
+    writer.writerows(map(_row, rows))
+    return text.getvalue().rstrip("\n")
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"([1-9][0-9]{0,4})([hdw])", text)
+    if match is None:
+        raise InvalidFieldError("--since", text, "it must be a number of hours, days or weeks", hint="for example 30d")
+    return int(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,53 @@
+"""`gpuquota ui`: the web page of the embedded cluster."""
+
+from __future__ import annotations
+
+import html
+import webbrowser
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from kfp_gpuquota.cli.arguments.options import client, on_kubernetes
+from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.errors import UsageError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.server.client import Client
+
+NoBrowserOption = Annotated[bool, typer.Option("--no-browser", help="Print the link instead; it opens once.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("ui", short_help="Open the web page.")(ui)
+
+
+def ui(*, no_browser: NoBrowserOption = False) -> None:
+    """Open the cluster's web page in a browser: teams, the queue, each job, nodes and GPUs.
+
+    The page is served on a port of 127.0.0.1, to browsers that this command has let in since the cluster's daemon
+    started. From another machine: ssh -N -L PORT:127.0.0.1:PORT HOST, then open the link there.
+
+    Examples:
+      gpuquota ui
+      gpuquota ui --no-browser
+    """
+    if on_kubernetes():
+        raise UsageError("the web page is one of the embedded cluster; leave out the context")
+    link = cast("Client", client()).open_page()
+    if no_browser or not _opened(link.url):
+        say(f"open this link within {link.valid_s / 60:.0f} minutes, once: {link.url}")
+    else:
+        say("the page opens in your browser; if it does not: gpuquota ui --no-browser")
+
+
+def _opened(url: str) -> bool:
+    """Open the link by way of a private file: other users of the machine see the command lines of programs."""
+    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+    from kfp_gpuquota.cluster.local.home import write_private  # noqa: PLC0415
+
+    file = embedded_home().root / "open-page.html"
+    refresh = f'<meta http-equiv="refresh" content="0; url={html.escape(url)}">'
+    write_private(file, f"<!doctype html><title>gpuquota</title>{refresh}\n")
+    return webbrowser.open(file.as_uri())

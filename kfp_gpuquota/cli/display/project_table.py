@@ -1,0 +1,57 @@
+"""Projects as a table: quotas, and what is held, borrowed and lent. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api.quantity import show_mib
+from kfp_gpuquota.cli.display.output import table
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import Project
+    from kfp_gpuquota.api.wire import ProjectView
+
+
+def project_table(views: tuple[ProjectView, ...], *, wide: bool = False, headers: bool = True) -> str:
+    """Return quotas and holdings: LENT is the part of ALLOCATED above the requests, which others may use."""
+    columns = ["PROJECT", "GUARANTEED", "LIMIT", "ALLOCATED", "BORROWED", "LENT", "REQUESTED"]
+    more = ["PRIORITY", "WEIGHT", "PARENT", "CPU", "MEMORY", "NODE POOLS"] if wide else []
+    rows = ([*_row(view), *(_wide_row(view) if wide else [])] for view in views)
+    return table(columns + more, rows, headers=headers)
+
+
+def _row(view: ProjectView) -> list[object]:
+    project = view.project
+    limit = "none" if project.limit is None else project.limit
+    return [project.name, project.guaranteed, limit, view.allocated, view.over_quota, view.lent, view.requested]
+
+
+def _wide_row(view: ProjectView) -> list[object]:
+    project = view.project
+    cores = [None if value is None else f"{value:g}" for value in (project.guaranteed_cpu, project.limit_cpu)]
+    sizes = (project.guaranteed_memory_mib, project.limit_memory_mib)
+    shown = [None if mib is None else show_mib(mib) for mib in sizes]
+    return [
+        project.priority,
+        project.over_quota_weight,
+        project.parent,
+        _both(cores),
+        _both(shown),
+        _shown_pools(project),
+    ]
+
+
+def _shown_pools(project: Project) -> str:
+    """ "h100: 8 of at most 16, t4: 4"."""
+    pools = project.pools.items()
+    return ", ".join(
+        f"{name}: {_both([str(q.guaranteed), None if q.limit is None else str(q.limit)])}" for name, q in pools
+    )
+
+
+def _both(amounts: list[str | None]) -> str:
+    """Guaranteed and limit: "4 of at most 8"; nothing where there is no quota."""
+    guaranteed, limit = amounts
+    if limit is None:
+        return guaranteed or ""
+    return f"at most {limit}" if guaranteed is None else f"{guaranteed} of at most {limit}"

@@ -1,0 +1,96 @@
+"""Jobs, nodes and events as tables. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.cli.display.output import Format, age, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api.wire import Event, NodeView
+
+_JOB_COLUMNS = ("JOB", "PROJECT", "TYPE", "STATUS", "GPUS", "REQUESTED", "PROGRESS", "AGE", "REASON")
+_MORE_COLUMNS = ("MIN", "MAX", "PRIORITY", "NODES", "UID")
+
+
+def job_table(
+    jobs: Sequence[Job], output: Format = Format.TABLE, *, width: int | None = None, headers: bool = True
+) -> str:
+    """A line for each job; in the wide form, which is never cut, with more columns."""
+    wide = output is Format.WIDE
+    rows = ([*_job_row(job), *(_wide_row(job) if wide else [])] for job in jobs)
+    columns = _JOB_COLUMNS + (_MORE_COLUMNS if wide else ())
+    return table(columns, rows, width=None if wide else width, headers=headers)
+
+
+def node_table(nodes: Sequence[NodeView], *, headers: bool = True) -> str:
+    """A line for each node; with its pool where any node is in one."""
+    pooled = any(view.node.pool for view in nodes)
+    rows = (
+        [
+            view.node.name,
+            "ready" if view.node.ready else "not ready",
+            len(view.node.devices),
+            as_number(sum(view.used.values())),
+            len(view.node.devices) - len(view.held),
+            ", ".join(sorted({device.model for device in view.node.devices})),
+            *([view.node.pool] if pooled else []),
+        ]
+        for view in nodes
+    )
+    columns = ("NODE", "STATUS", "GPUS", "IN USE", "IDLE", "MODEL", *(["POOL"] if pooled else []))
+    return table(columns, rows, headers=headers)
+
+
+def event_table(events: Sequence[Event], *, width: int | None = None, headers: bool = True) -> str:
+    """A line for each event, in the order given."""
+    rows = (
+        [age(event.at), event.kind.value, event.project, event.job, event.gpus or "", _why(event)] for event in events
+    )
+    return table(("AGE", "EVENT", "PROJECT", "JOB", "GPUS", "REASON"), rows, width=width, headers=headers)
+
+
+def progress_text(job: Job) -> str:
+    """The step that the job's training last reported; "" where it reported none."""
+    progress = job.status.progress
+    if progress is None:
+        return ""
+    total = f"/{progress.total_steps}" if progress.total_steps else ""
+    return f"step {progress.step}{total}"
+
+
+def phase_text(phase: Phase) -> str:
+    """The phase as a verb: "is running", "has failed"."""
+    if phase in {Phase.SUCCEEDED, Phase.FAILED}:
+        return f"has {phase.value.lower()}"
+    return f"{'was' if phase is Phase.CANCELLED else 'is'} {phase.value.lower()}"
+
+
+def _job_row(job: Job) -> list[object]:
+    spec, status = job.spec, job.status
+    return [
+        spec.name,
+        spec.project,
+        spec.kind.value,
+        status.phase.value,
+        status.gpus,
+        spec.asks if spec.shared else spec.gpus,
+        progress_text(job),
+        age(status.submitted_at),
+        status.reason.message if status.reason is not None and status.phase is not Phase.RUNNING else "",
+    ]
+
+
+def _wide_row(job: Job) -> list[object]:
+    nodes = sorted({worker.node for worker in job.status.workers if worker.phase != "Gone"})
+    return [job.spec.smallest, job.spec.largest, job.spec.effective_priority, ",".join(nodes), job.uid]
+
+
+def _why(event: Event) -> str:
+    worker = f"worker {event.worker.rpartition('-')[2]}" if event.worker else ""
+    return ": ".join(part for part in (worker, event.reason.message if event.reason else "") if part)

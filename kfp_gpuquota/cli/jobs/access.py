@@ -1,0 +1,140 @@
+"""`gpuquota exec`, `bash`, `attach` and `port-forward`: reaching into a running job."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kfp_gpuquota.cli.arguments.options import JobArgument, ProjectOption, client, on_kubernetes, project_or_configured
+from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
+from kfp_gpuquota.errors import ConflictError, UsageError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import Job, Worker
+
+WorkerOption = Annotated[int | None, typer.Option("--worker", help="The worker's index; else the first.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command("exec", short_help="Run a command beside a job's worker.")(execute)
+    app.command("bash", short_help="Open a shell beside a job's worker.")(bash)
+    app.command("attach", short_help="Follow a running job's log, and end with its status.")(attach)
+    app.command("port-forward", short_help="Reach a port of a job from this machine.")(port_forward)
+
+
+def execute(
+    job: JobArgument,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARG]")],
+    project: ProjectOption = "",
+    worker: WorkerOption = None,
+) -> None:
+    """Run a command with the environment, the directory and the GPUs of a running worker.
+
+    Examples:
+      gpuquota exec train1 -- nvidia-smi
+      gpuquota exec train1 -- bash
+    """
+    found, running = _running_worker(project, job, worker)
+    sys.exit(_run_beside(found, running, command))
+
+
+def bash(job: JobArgument, project: ProjectOption = "", worker: WorkerOption = None) -> None:
+    """Open a shell with the environment, the directory and the GPUs of a running worker.
+
+    Example:
+      gpuquota bash train1
+    """
+    found, running = _running_worker(project, job, worker)
+    sys.exit(_run_beside(found, running, ["bash"]))
+
+
+def attach(job: JobArgument, project: ProjectOption = "") -> None:
+    """Show what a job prints until it has ended, and end with its exit status; Ctrl-C only stops that.
+
+    A job's standard input is empty: to type something into it, open a shell beside it with `gpuquota bash`.
+
+    Example:
+      gpuquota attach train1
+    """
+    raise typer.Exit(follow_to_the_end(client(), project_or_configured(project), job))
+
+
+def port_forward(
+    job: JobArgument,
+    ports: Annotated[list[str] | None, typer.Argument(metavar="[LOCAL:]REMOTE...")] = None,
+    project: ProjectOption = "",
+    worker: WorkerOption = None,
+    port: Annotated[
+        list[str] | None, typer.Option("--port", metavar="[LOCAL:]REMOTE", help="The same, as an option.")
+    ] = None,
+) -> None:
+    """Listen on a local port and pass what comes on to a port of a job's worker, until Ctrl-C.
+
+    Jobs of the embedded cluster run on this machine, so that their ports can be reached without this as well.
+
+    Examples:
+      gpuquota port-forward notebook 8888
+      gpuquota port-forward notebook 9000:8888
+    """
+    from kfp_gpuquota.cli.jobs import forwarding  # noqa: PLC0415 (only this command listens)
+
+    pairs = [forwarding.port_pair(text) for text in [*(ports or []), *(port or [])]]
+    if not pairs:
+        raise UsageError(f"name a port of the job: gpuquota port-forward {job} [LOCAL:]REMOTE")
+    found, running = _running_worker(project, job, worker)
+    if on_kubernetes():
+        sys.exit(_kubectl("port-forward", found, [running.id, *(f"{local}:{remote}" for local, remote in pairs)]))
+    forwarding.forward(pairs)
+
+
+def _running_worker(project: str, job: str, index: int | None) -> tuple[Job, Worker]:
+    found = client().get_job(project_or_configured(project), job)
+    running = [w for w in found.status.workers if w.phase == "Running" and index in (None, w.index)]
+    if not running:
+        raise ConflictError(f"job {job!r} has no such worker running; see its workers with: gpuquota describe {job}")
+    return found, running[0]
+
+
+def _run_beside(job: Job, worker: Worker, command: list[str]) -> int:
+    if on_kubernetes():
+        streams = "-it" if sys.stdin.isatty() and sys.stdout.isatty() else "-i"
+        return _kubectl("exec", job, [streams, worker.id, "--", *command])
+    return _exec_here(job, worker.id, command)
+
+
+def kubectl_line(context: str, namespace: str, verb: str, words: list[str]) -> list[str]:
+    """Return the words of a kubectl command."""
+    named = [f"--context={context}"] if context else []
+    return ["kubectl", *named, verb, f"--namespace={namespace}", *words]
+
+
+def _kubectl(verb: str, job: Job, words: list[str]) -> int:
+    """Run kubectl, to reuse its handling of terminals and streams, and return its exit status."""
+    from kfp_gpuquota.cluster.connect import kube_context  # noqa: PLC0415
+
+    line = kubectl_line(kube_context() or "", job.spec.project, verb, words)
+    try:
+        return _status(subprocess.run(line, check=False))
+    except OSError as error:
+        raise UsageError(f"kubectl, which does this, cannot be run ({error.strerror}): {shlex.join(line)}") from error
+
+
+def _exec_here(job: Job, worker: str, command: list[str]) -> int:
+    from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
+
+    spec = json.loads((embedded_home().worker(job.uid, worker) / "spec.json").read_text())
+    try:
+        return _status(subprocess.run(command, env=spec["environment"], cwd=spec["working_directory"], check=False))
+    except OSError as error:
+        raise UsageError(f"cannot run {command[0]!r}: {error.strerror}") from error
+
+
+def _status(ended: subprocess.CompletedProcess[bytes]) -> int:
+    """Return the exit status as a shell reports it: 128 + the signal where one ended the process."""
+    return ended.returncode if ended.returncode >= 0 else 128 - ended.returncode

@@ -1,0 +1,163 @@
+"""`gpuquota suspend`, `resume`, `wait` and `delete`: stopping jobs, and waiting for them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cli.arguments.completion import complete_job
+from kfp_gpuquota.cli.arguments.names import job_names, matches
+from kfp_gpuquota.cli.arguments.options import ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.display.tables import phase_text
+from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.errors import JobFailedError, NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.server.cluster_client import ClusterClient
+
+JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...", autocompletion=complete_job)]
+POLL_S = 5.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command("suspend", short_help="Stop jobs and keep them out of the queue.")(suspend)
+    app.command("resume", short_help="Put suspended jobs back into the queue.")(resume)
+    app.command("wait", short_help="Wait until jobs have ended, or reached a status.")(wait)
+    app.command("delete", short_help="Stop jobs and forget them.")(delete)
+
+
+def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
+    """Stop jobs: a training made with elastic_runtime saves a checkpoint first, and resumes from it.
+
+    Example:
+      gpuquota suspend train1 train2
+    """
+    reached, project = client(), project_or_configured(project)
+    for name in job_names(jobs):
+        reached.suspend_job(project, name)
+        say(f"job {name} suspended")
+
+
+def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
+    """Return suspended jobs to the queue with their age.
+
+    Example:
+      gpuquota resume train1
+    """
+    reached, project = client(), project_or_configured(project)
+    for name in job_names(jobs):
+        reached.resume_job(project, name)
+        say(f"job {name} resumed")
+
+
+def wait(
+    jobs: JobsArgument,
+    project: ProjectOption = "",
+    until: Annotated[
+        str, typer.Option("--for", metavar="STATUS", help="A status such as Running; else until they have ended.")
+    ] = "",
+    timeout: Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", help="Give up after this.")] = None,
+) -> None:
+    """Wait for jobs. Ends with 1 when one failed or was cancelled, or when the time is over.
+
+    Examples:
+      gpuquota wait train1
+      gpuquota wait notebook --for Running --timeout 60
+    """
+    wanted = _phase(until)
+    reached, project = client(), project_or_configured(project)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    failed = [
+        job
+        for job in (_wait_for(reached, project, name, wanted, deadline) for name in job_names(jobs))
+        if _is_failure(job, wanted)
+    ]
+    for job in failed:
+        why = f": {job.status.reason.message}" if job.status.reason else ""
+        say(f"job {job.spec.name} {phase_text(job.status.phase)}{why}", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def delete(
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB...]", autocompletion=complete_job)] = None,
+    project: ProjectOption = "",
+    *,
+    ended: Annotated[bool, typer.Option("--ended", help="All jobs of the project that have ended.")] = False,
+    all_jobs: Annotated[bool, typer.Option("--all", help="All jobs of the project, also those that run.")] = False,
+    selector: Annotated[
+        str, typer.Option("--selector", "-l", metavar="K=V,...", help="All jobs of the project with these labels.")
+    ] = "",
+    wait_for_end: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when they are deleted.")] = True,
+) -> None:
+    """Stop jobs and forget them, their logs and their checkpoints.
+
+    Examples:
+      gpuquota delete elastic1 filler1
+      gpuquota delete job/train1
+      gpuquota delete --ended
+      gpuquota delete --all -l team=vision
+    """
+    jobs = job_names(jobs or [])
+    several = ended or all_jobs or bool(selector)
+    if bool(jobs) == several:
+        raise UsageError("name the jobs, or give --ended for all that have ended: gpuquota delete JOB...")
+    reached, project = client(), project_or_configured(project)
+    listed = reached.list_jobs(project).jobs
+    uids = {job.spec.name: job.uid for job in listed}
+    jobs = jobs or [
+        job.spec.name for job in listed if matches(job.spec.labels, selector) and (job.status.phase.final or not ended)
+    ]
+    if missing := [name for name in jobs if name not in uids]:
+        raise NotFoundError(
+            f"project {project!r} has no job {', '.join(map(repr, missing))}, and nothing was deleted; see what it has "
+            f"with: gpuquota list -p {project}"
+        )
+    for name in jobs:
+        reached.delete_job(project, name)
+    if wait_for_end:
+        _wait_until_deleted(reached, project, {uids[name] for name in jobs})
+    for name in jobs:
+        say(f"job {name} deleted")
+
+
+def _phase(text: str) -> Phase | None:
+    if not text:
+        return None
+    try:
+        return Phase(text.capitalize())
+    except ValueError:
+        raise UsageError(
+            f"there is no status {text!r}; there are {', '.join(phase.value for phase in Phase)}"
+        ) from None
+
+
+def _wait_for(reached: ClusterClient, project: str, name: str, wanted: Phase | None, deadline: float | None) -> Job:
+    reached.get_job(project, name)
+    after: int | None = None
+    while True:
+        left = POLL_S if deadline is None else deadline - time.monotonic()
+        listed = reached.list_jobs(project, after=after, timeout_s=max(0.0, min(left, POLL_S)))
+        after = listed.revision
+        job = next((job for job in listed.jobs if job.spec.name == name), None)
+        if job is None:
+            raise NotFoundError(f"job {name!r} was deleted")
+        if job.status.phase.final or job.status.phase is wanted:
+            return job
+        if left <= 0:
+            raise JobFailedError(f"job {name!r} is still {job.status.phase.value.lower()} when the time is over")
+
+
+def _is_failure(job: Job, wanted: Phase | None) -> bool:
+    return job.status.phase not in (wanted, Phase.SUCCEEDED)
+
+
+def _wait_until_deleted(reached: ClusterClient, project: str, uids: set[str]) -> None:
+    for listed in reached.watch_jobs(project):
+        if not uids.intersection(job.uid for job in listed.jobs):
+            return

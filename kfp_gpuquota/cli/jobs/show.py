@@ -1,0 +1,217 @@
+"""`gpuquota describe` and `explain`: all about one job."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kfp_gpuquota.api.quantity import show_gpus, show_mib
+from kfp_gpuquota.api.queue import ahead_of, queued
+from kfp_gpuquota.cli.arguments.completion import complete_job
+from kfp_gpuquota.cli.arguments.names import job_name
+from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
+from kfp_gpuquota.cli.display.gpus import gibibytes
+from kfp_gpuquota.cli.display.output import Format, age, show, table
+from kfp_gpuquota.cli.display.tables import phase_text, progress_text
+from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.errors import UnauthorizedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kfp_gpuquota.api import Eviction, Job, Occurrence
+    from kfp_gpuquota.api.wire import ShareView
+    from kfp_gpuquota.server.cluster_client import ClusterClient
+
+NAMED_BEFORE: Final = 3
+
+JobWords = Annotated[list[str], typer.Argument(metavar="[job] JOB", autocompletion=complete_job)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command("describe", short_help="Show everything about a job.")(describe)
+    app.command("explain", short_help="Show why a job waits, shrank or was stopped.")(explain)
+
+
+def describe(job: JobWords, project: ProjectOption = "", output: OutputOption = Format.TABLE) -> None:
+    """Show a job: what it asks for, what it has, its workers, and how its size changed.
+
+    Examples:
+      gpuquota describe elastic1
+      gpuquota describe job elastic1
+      gpuquota describe elastic1 -o yaml
+    """
+    reached = client()
+    found = reached.get_job(project_or_configured(project), job_name(job))
+    if output in {Format.JSON, Format.YAML, Format.NAME}:
+        show(found, output)
+        return
+    parts = [table(("JOB", found.spec.name), _facts(found, _place_in_queue(reached, found)))]
+    if found.status.workers:
+        columns = ("WORKER", "RANK", "NODE", "GPUS", "PHASE", "PID", "EXIT CODE")
+        parts.append(table(columns, _worker_rows(found)))
+    if shares := _shares(reached, found):
+        parts.append(table(("GPU", "NODE", "USED", "REQUEST", "LIMIT", "MAY USE NOW"), shares))
+    if found.status.resizes:
+        parts.append(table(("SIZE CHANGED", "FROM", "TO", "STEP", "PAUSE", "WHY"), _resize_rows(found)))
+    say("\n\n".join(parts))
+
+
+def explain(job: JobWords, project: ProjectOption = "") -> None:
+    """Show in one sentence why a job waits, shrank or was stopped, and what would change that.
+
+    Example:
+      gpuquota explain train1
+    """
+    reached = client()
+    found = reached.get_job(project_or_configured(project), job_name(job))
+    status = found.status
+    why = f": {status.reason.message}" if status.reason is not None else ""
+    holds = "" if status.phase.final else f" with {show_gpus(status.gpus)}"
+    say(f"{found.spec.name} {phase_text(status.phase)}{holds}{why}")
+    if place := _place_in_queue(reached, found):
+        say(place)
+    if (stopped := status.last_eviction) is not None and stopped.reason != status.reason:
+        say(f"it was last stopped {age(stopped.at)} ago: {stopped.reason.message}")
+    for what, happened in (("lost a worker", status.last_failure), ("was moved", status.last_move)):
+        if happened is not None and happened.reason != status.reason:
+            say(f"it last {what} {age(happened.at)} ago: {happened.reason.message}")
+
+
+def _throughput(job: Job) -> str:
+    """Both figures with the time that they are means of: they differ where the training speeds up or slows down."""
+    progress = job.status.progress
+    if progress is None or not progress.throughput:
+        return ""
+    took = "" if progress.step_ms is None else f"; {progress.step_ms:.3g} ms a step over the last steps"
+    rate = progress.throughput
+    shown = f"{rate:,.0f}" if rate >= 1000 else f"{rate:.3g}"
+    return f"{shown} samples/s since it has this size{took}"
+
+
+def _stragglers(job: Job) -> str:
+    found = job.status.progress.stragglers if job.status.progress else {}
+    return ", ".join(f"{worker} takes {times:.1f} times the mean for its part" for worker, times in found.items())
+
+
+def _place_in_queue(reached: ClusterClient, job: Job) -> str:
+    """Return a sentence on the jobs that precede a waiting job in its project; "" if it does not wait, or is first."""
+    mine = queued(job)
+    if mine is None:
+        return ""
+    waiting = [each for each in reached.queue(job.spec.project) if each.pool == mine.pool]
+    before, where = ahead_of(mine, waiting), f"in project {job.spec.project}"
+    if not before:
+        return f"it is the first of {len(waiting)} that wait {where}" if len(waiting) > 1 else ""
+    names = ", ".join(each.name for each in before[:NAMED_BEFORE])
+    more = f" and {len(before) - NAMED_BEFORE} more" if len(before) > NAMED_BEFORE else ""
+    verb = "comes" if len(before) == 1 else "come"
+    return f"{len(before)} of {len(waiting)} that wait {where} {verb} before it: {names}{more}"
+
+
+def _facts(job: Job, place: str) -> list[tuple[str, object]]:
+    spec, status = job.spec, job.status
+    metrics = (
+        ", ".join(f"{name} {value:.4g}" for name, value in status.progress.metrics.items()) if status.progress else ""
+    )
+    facts: list[tuple[str, object]] = [
+        ("project", spec.project),
+        ("uid", job.uid),
+        ("type", f"{spec.kind.value}, priority {spec.effective_priority}, {_preemptible(job)}"),
+        ("labels", ", ".join(f"{key}={value}" for key, value in spec.labels.items())),
+        ("command", shlex.join(spec.command)),
+        ("asks for", _asks(job)),
+        ("policies", ", ".join(_set_by(job, field, policy) for field, policy in status.set_by.items())),
+        ("status", f"{status.phase.value} with {show_gpus(status.gpus)}"),
+        ("because", status.reason.message if status.reason else ""),
+        ("queue", place),
+        ("progress", ", ".join(part for part in (progress_text(job), metrics, _throughput(job)) if part)),
+        ("stragglers", _stragglers(job)),
+        ("submitted", f"{age(status.submitted_at)} ago"),
+        ("ran for", age(status.started_at, status.finished_at)),
+        ("restarts", status.restarts or ""),
+        ("lost a worker", _occurred(status.last_failure)),
+        ("preempted", _times(status.evictions, status.last_eviction)),
+        ("moved", _times(status.moves, status.last_move)),
+        ("exit code", "" if status.exit_code is None else status.exit_code),
+    ]
+    return [(name, value) for name, value in facts if value != ""]
+
+
+def _preemptible(job: Job) -> str:
+    return "preemptible" if job.spec.may_be_preempted else "not preemptible"
+
+
+def _occurred(last: Occurrence | Eviction | None) -> str:
+    return "" if last is None else f"{age(last.at)} ago: {last.reason.message}"
+
+
+def _times(count: int, last: Occurrence | Eviction | None) -> str:
+    if last is None:
+        return ""
+    return f"{'once' if count == 1 else f'{count} times'}, {_occurred(last)}"
+
+
+def _asks(job: Job) -> str:
+    spec = job.spec
+    if spec.shared:
+        compute = "" if spec.gpu_compute is None else f", {spec.gpu_compute:g} of the computing power"
+        return f"{spec.asks} of {'a GPU' if spec.gpus == 1 else 'GPUs'}{_limit(job)}{compute}"
+    if not spec.elastic:
+        return show_gpus(spec.gpus)
+    return f"{show_gpus(spec.gpus)}, elastic from {spec.smallest} to {spec.largest}"
+
+
+def _limit(job: Job) -> str:
+    """Return the limit as it was given, for a share with a limit above its request."""
+    for field in ("gpu_fraction_limit", "gpu_memory_limit_mib"):
+        if (value := getattr(job.spec, field)) is not None:
+            return f", up to {_shown(value)} while it is idle"
+    return ""
+
+
+def _set_by(job: Job, field: str, policy: str) -> str:
+    return f"{field} is set to {_shown(getattr(job.spec, field))} by {policy}"
+
+
+def _shown(value: float) -> str:
+    return show_mib(value) if isinstance(value, int) and value > 1 else f"{value:g}"
+
+
+def _shares(reached: ClusterClient, job: Job) -> list[list[object]]:
+    """A line for each GPU of which the job holds a share; none where its user may not see nodes."""
+    if not job.spec.shared or not job.status.gpus:
+        return []
+    try:
+        nodes = reached.list_nodes()
+    except UnauthorizedError:
+        return []
+    mine = {worker.id for worker in job.status.workers}
+    return [_share_row(view.node.name, share) for view in nodes for share in view.shares if share.worker in mine]
+
+
+def _share_row(node: str, share: ShareView) -> list[object]:
+    amounts = (share.used_mib, share.request_mib, share.limit_mib, share.granted_mib)
+    return [share.device, node, *map(gibibytes, amounts)]
+
+
+def _worker_rows(job: Job) -> Iterator[list[object]]:
+    for worker in job.status.workers:
+        devices = ",".join(str(index) for index in worker.devices)
+        yield [worker.index, worker.rank, worker.node, devices, worker.phase.value, worker.pid, worker.exit_code]
+
+
+def _resize_rows(job: Job) -> Iterator[list[object]]:
+    for change in job.status.resizes:
+        pause = "" if change.pause_ms is None else f"{change.pause_ms:.0f} ms"
+        yield [
+            f"{age(change.at)} ago",
+            change.from_gpus,
+            change.to_gpus,
+            change.step or "",
+            pause,
+            change.reason.message,
+        ]

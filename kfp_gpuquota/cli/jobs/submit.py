@@ -1,0 +1,300 @@
+"""`gpuquota submit`: from a command line to a JobSpec."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.job import DEFAULT_COOL_DOWN_S, DEFAULT_GRACE_PERIOD_S
+from kfp_gpuquota.api.quantity import parse_cores, parse_gpu_memory, parse_mib, show_mib
+from kfp_gpuquota.cli.arguments.amounts import gpus_or_fraction, pairs, toleration_of, whole_number
+from kfp_gpuquota.cli.arguments.mistakes import Command
+from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
+from kfp_gpuquota.cli.display.output import Format, show
+from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
+from kfp_gpuquota.cli.jobs.rehearsal import rehearse_here
+from kfp_gpuquota.cluster.submission import forwarded_environment, most_gpus
+from kfp_gpuquota.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_VARIABLE: Final = "a variable is given as NAME=VALUE"
+
+GpusOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus", "-g", "--gpu-portion-request", metavar="N", help="GPUs it asks for (1), or a part of one, as 0.25."
+    ),
+]
+FractionLimitOption = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-limit", "--gpu-portion-limit", metavar="PART", help="The part it may use while it is idle, as 0.8."
+    ),
+]
+GpuMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-memory", "--gpu-memory-request", metavar="SIZE", help="GPU memory instead of GPUs, as 4G, or 2500 (MiB)."
+    ),
+]
+GpuMemoryLimitOption = Annotated[
+    str | None,
+    typer.Option("--gpu-memory-limit", metavar="SIZE", help="The memory it may use while it is idle, as 8G."),
+]
+GpuComputeOption = Annotated[
+    float | None,
+    typer.Option("--gpu-compute", metavar="PART", help="With a share: the part of a GPU's computing power, as 0.25."),
+]
+GpuDevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-devices", "--gpu-devices-request", metavar="N", help="That share of each of so many GPUs of one node."
+    ),
+]
+CpuOption = Annotated[
+    str | None, typer.Option("--cpu", metavar="CORES", help="CPU cores of each worker, as 2 or 500m.")
+]
+MemoryOption = Annotated[
+    str | None, typer.Option("--memory", metavar="SIZE", help="Main memory of each worker, as 8Gi.")
+]
+ElasticOption = Annotated[
+    bool, typer.Option("--elastic", help="May run with 1 GPU up to what the project may hold, and change on the way.")
+]
+MinOption = Annotated[str | None, typer.Option("--min-gpus", metavar="N", help="The fewest GPUs it runs with.")]
+MaxOption = Annotated[str | None, typer.Option("--max-gpus", metavar="N", help="The most GPUs it makes use of.")]
+PerWorkerOption = Annotated[
+    str | None, typer.Option("--gpus-per-worker", metavar="N", help="GPUs of one process, on one node.")
+]
+InteractiveOption = Annotated[
+    bool, typer.Option("--interactive", help="A build session: within quota only, never preempted.")
+]
+PreemptibleOption = Annotated[
+    bool | None, typer.Option("--preemptible/--not-preemptible", help="Whether others may take its GPUs back.")
+]
+PriorityOption = Annotated[int | None, typer.Option("--priority", help="Within the project; default 50, sessions 100.")]
+NodeOption = Annotated[str | None, typer.Option("--node", metavar="NAME", help="Run on this node only.")]
+SelectorOption = Annotated[
+    list[str] | None,
+    typer.Option("--node-selector", metavar="K=V", help="A label its nodes must have; may be repeated."),
+]
+TolerationOption = Annotated[
+    list[str] | None,
+    typer.Option("--toleration", metavar="K[=V][:EFFECT]", help="A taint it puts up with; may be repeated."),
+]
+PoolOption = Annotated[str, typer.Option("--node-pool", metavar="POOL", help="Run on nodes of this pool.")]
+RequiredTopologyOption = Annotated[
+    str | None,
+    typer.Option("--required-topology", metavar="LABEL", help="All workers on nodes with one value of this label."),
+]
+PreferredTopologyOption = Annotated[
+    str | None, typer.Option("--preferred-topology", metavar="LABEL", help="The same, where that is possible.")
+]
+SpreadOption = Annotated[bool, typer.Option("--spread", help="Workers on as many nodes as possible, not as few.")]
+EnvironmentOption = Annotated[
+    list[str] | None, typer.Option("--environment", "-e", metavar="K=V", help="Set a variable; may be repeated.")
+]
+ImageOption = Annotated[str | None, typer.Option("--image", "-i", metavar="IMAGE", help="On Kubernetes only.")]
+DirectoryOption = Annotated[
+    str | None, typer.Option("--working-dir", metavar="DIR", help="Where the command runs; else here.")
+]
+GraceOption = Annotated[
+    float, typer.Option("--grace-period", metavar="SECONDS", help="From SIGTERM to SIGKILL when it must stop.")
+]
+CoolDownOption = Annotated[
+    float, typer.Option("--cool-down", metavar="SECONDS", help="After it has grown, not grown again for this long.")
+]
+MinRunTimeOption = Annotated[
+    float, typer.Option("--min-run-time", metavar="SECONDS", help="Not stopped for others before it has run this long.")
+]
+FollowOption = Annotated[
+    bool,
+    typer.Option(
+        "--follow", "-f", help="Show its log until it has ended, and end with its exit status; Ctrl-C only stops that."
+    ),
+]
+ProgramOption = Annotated[
+    str | None,
+    typer.Option("--command", metavar="PROGRAM", help="The command; else what follows --."),
+]
+ProgramArgsOption = Annotated[
+    list[str] | None, typer.Option("--args", metavar="ARG", help="With --command: an argument; may be repeated.")
+]
+LabelOption = Annotated[
+    list[str] | None, typer.Option("--label", "-l", metavar="K=V", help="A label of the job; may be repeated.")
+]
+RehearseOption = Annotated[
+    bool,
+    typer.Option(
+        "--rehearse",
+        help="Run the command here with ELASTIC_REHEARSE=1 first; submit it where that finds nothing.",
+    ),
+]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
+CommandArgument = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND [ARG]")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("submit", short_help="Submit a job.", cls=SubmitCommand)(submit)
+
+
+class SubmitCommand(Command):
+    """Also takes `--command` without a value, before `--` or another option, as runai does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words behind `submit`."""
+        return super().parse_args(ctx, without_bare_command(args))
+
+
+def without_bare_command(words: list[str]) -> list[str]:
+    """Return the words without a `--command` that has no value."""
+    end = words.index("--") if "--" in words else len(words)
+    options = [*words[: end + 1], "--"]
+    bare = {i for i, word in enumerate(words[:end]) if word == "--command" and options[i + 1].startswith("-")}
+    return [word for i, word in enumerate(words) if i not in bare]
+
+
+def submit(
+    name: NameArgument,
+    command: CommandArgument = None,
+    gpus: GpusOption = None,
+    *,
+    elastic: ElasticOption = False,
+    min_gpus: MinOption = None,
+    max_gpus: MaxOption = None,
+    gpus_per_worker: PerWorkerOption = None,
+    gpu_limit: FractionLimitOption = None,
+    gpu_memory: GpuMemoryOption = None,
+    gpu_memory_limit: GpuMemoryLimitOption = None,
+    gpu_compute: GpuComputeOption = None,
+    gpu_devices: GpuDevicesOption = None,
+    cpu: CpuOption = None,
+    memory: MemoryOption = None,
+    node_selector: SelectorOption = None,
+    toleration: TolerationOption = None,
+    node_pool: PoolOption = "",
+    required_topology: RequiredTopologyOption = None,
+    preferred_topology: PreferredTopologyOption = None,
+    spread: SpreadOption = False,
+    interactive: InteractiveOption = False,
+    preemptible: PreemptibleOption = None,
+    priority: PriorityOption = None,
+    node: NodeOption = None,
+    environment: EnvironmentOption = None,
+    image: ImageOption = None,
+    working_dir: DirectoryOption = None,
+    grace_period: GraceOption = DEFAULT_GRACE_PERIOD_S,
+    cool_down: CoolDownOption = DEFAULT_COOL_DOWN_S,
+    min_run_time: MinRunTimeOption = 0.0,
+    follow: FollowOption = False,
+    label: LabelOption = None,
+    rehearse: RehearseOption = False,
+    program: ProgramOption = None,
+    args: ProgramArgsOption = None,
+    project: ProjectOption = "",
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Submit a job: a training, or with --interactive a build session.
+
+    It runs here, in this directory, with PATH, VIRTUAL_ENV, PYTHONPATH and the like of this shell.
+
+    Examples:
+      gpuquota submit train1 -g 1 -- python train.py
+      gpuquota submit elastic1 -g 1 --elastic -- python train.py
+      gpuquota submit elastic1 -g 1 --elastic --rehearse -- python train.py
+      gpuquota submit elastic2 -g 2 --min-gpus 1 --max-gpus 4 -- python train.py
+      gpuquota submit train2 -g 1 --follow -- python train.py
+      gpuquota submit notebook -g 1 --interactive -- jupyter lab
+      gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
+      gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
+      gpuquota submit sleeper -g 1 --command sleep --args infinity
+    """
+    if follow and output not in {Format.TABLE, Format.WIDE}:
+        raise UsageError(f"--follow shows the job's log where -o {output.value} shows its record; choose one of them")
+    if rehearse:
+        rehearse_here(
+            list(whole_command(command or [], program, args or [])),
+            pairs("environment", environment or [], _VARIABLE),
+            working_dir,
+        )
+    reached = client(image or "")
+    here = not on_kubernetes()
+    project = project_or_configured(project)
+    requested, fraction = gpus_or_fraction(gpus, memory=gpu_memory)
+    smallest, largest = _count("min_gpus", min_gpus), _count("max_gpus", max_gpus)
+    if elastic:
+        smallest = 1 if smallest is None else smallest
+        largest = max(requested, most_gpus(reached, project)) if largest is None else largest
+    spec = JobSpec(
+        name=name,
+        project=project,
+        command=whole_command(command or [], program, args or []),
+        gpus=requested,
+        min_gpus=smallest,
+        max_gpus=largest,
+        gpus_per_worker=_count("gpus_per_worker", gpus_per_worker),
+        gpu_fraction=fraction,
+        gpu_fraction_limit=gpu_limit,
+        gpu_memory_mib=_gpu_memory("gpu_memory", gpu_memory),
+        gpu_memory_limit_mib=_gpu_memory("gpu_memory_limit", gpu_memory_limit),
+        gpu_compute=gpu_compute,
+        gpu_devices=_count("gpu_devices", gpu_devices),
+        cpu=None if cpu is None else parse_cores("cpu", cpu),
+        memory_mib=None if memory is None else parse_mib("memory", memory),
+        node_selector=pairs("node_selector", node_selector or [], "a label is given as KEY=VALUE"),
+        node_pool=node_pool,
+        required_topology=required_topology,
+        preferred_topology=preferred_topology,
+        spread=spread,
+        tolerations=tuple(toleration_of(text) for text in toleration or []),
+        kind=Kind.BUILD if interactive else Kind.TRAIN,
+        preemptible=preemptible,
+        priority=priority,
+        node=node,
+        environment={
+            **(forwarded_environment() if here else {}),
+            **pairs("environment", environment or [], _VARIABLE),
+        },
+        working_directory=str(Path(working_dir or ".").absolute()) if here else working_dir or "",
+        grace_period_s=grace_period,
+        cool_down_s=cool_down,
+        min_run_time_s=min_run_time,
+        labels=pairs("label", label or [], "a label is given as KEY=VALUE"),
+    )
+    job = reached.submit(spec)
+    if output is Format.TABLE:
+        for field, policy in job.status.set_by.items():
+            value = getattr(job.spec, field)
+            shown = show_mib(value) if field.endswith("_mib") else f"{value:g}"
+            say(f"{field} is {shown}: policy {policy} says so", err=follow)
+        see = f"see it with: gpuquota describe {name} -p {project}"
+        say(f"job {name} submitted to project {project}; {see}", err=follow)  # what follows is the job's
+    show(job, output)
+    if follow:
+        raise typer.Exit(follow_to_the_end(reached, project, name))
+
+
+def whole_command(words: Sequence[str], program: str | None, args: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of what follows `--`, or of --command and --args. Raises UsageError for both."""
+    if program is None:
+        if args:
+            raise UsageError("--args is given without --command: name the program with --command PROGRAM")
+        return tuple(words)
+    if words:
+        raise UsageError(f"--command gives the command, and so does what follows --: {shlex.join(words)}; choose one")
+    return (*shlex.split(program), *args)
+
+
+def _gpu_memory(field: str, text: str | None) -> int | None:
+    return None if text is None else parse_gpu_memory(field, text)
+
+
+def _count(field: str, text: str | None) -> int | None:
+    return None if text is None else whole_number(field, text)

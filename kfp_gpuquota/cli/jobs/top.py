@@ -1,0 +1,125 @@
+"""`gpuquota top`: projects, nodes and running jobs with what they use, and the memory of shared GPUs."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path  # noqa: TC003 (typer reads annotations at run time)
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kfp_gpuquota.cli.arguments.options import OutputOption, WatchOption, client, project_or_configured
+from kfp_gpuquota.cli.display.output import Format, show, terminal_width
+from kfp_gpuquota.cli.display.output import watch as watch_pictures
+from kfp_gpuquota.cli.display.project_table import project_table
+from kfp_gpuquota.cli.display.tables import job_table, node_table
+from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.errors import InvalidFieldError, UnauthorizedError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.server.cluster_client import ClusterClient
+
+GPU_REFRESH_S: Final = 0.5
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("top", short_help="Show the use of GPUs.")(top)
+
+
+def top(
+    *,
+    watch: WatchOption = False,
+    gpus: Annotated[bool, typer.Option("--gpus", help="The memory of GPUs that several jobs share.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="With --gpus: draw it over time, until Ctrl-C.")
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="With --plot: for so long at most.")] = 60.0,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Show projects, nodes and running jobs with what they use.
+
+    Examples:
+      gpuquota top
+      gpuquota top -w
+      gpuquota top -o json
+      gpuquota top --gpus -w
+      gpuquota top --gpus --plot memory.png --seconds 120
+    """
+    reached = client()
+    if plot is not None:
+        say(_plot_memory(reached, plot, seconds))
+        return
+    if gpus:
+        watch_pictures(_gpu_pictures(reached, once=not watch))
+        return
+    if output in {Format.JSON, Format.YAML}:
+        jobs = reached.list_jobs().jobs
+        show({"projects": reached.list_projects(), "nodes": reached.list_nodes(), "jobs": jobs}, output)
+        return
+    project = _visible_project(reached)
+    if watch:
+        watch_pictures(_overview(reached, project) for _ in reached.watch_jobs(project))
+    say(_overview(reached, project))
+
+
+def _overview(reached: ClusterClient, project: str) -> str:
+    """Projects, nodes and running jobs, one below the other; in the place of what its user may not see, a sentence."""
+    parts = (
+        _if_allowed("quotas", lambda: project_table(reached.list_projects())),
+        _if_allowed("nodes", lambda: node_table(reached.list_nodes())),
+        job_table(_running(reached, project), width=terminal_width()),
+    )
+    return "\n\n".join(parts)
+
+
+def _running(reached: ClusterClient, project: str) -> list[Job]:
+    return [job for job in reached.list_jobs(project).jobs if not job.status.phase.final]
+
+
+def _if_allowed(what: str, picture: Callable[[], str]) -> str:
+    try:
+        return picture()
+    except UnauthorizedError:
+        return f"({what} are not shown: your account may not see them)"
+
+
+def _visible_project(reached: ClusterClient) -> str:
+    """All, or on Kubernetes the one namespace in which a team's user may see jobs."""
+    try:
+        reached.list_jobs()
+    except UnauthorizedError:
+        return project_or_configured("")
+    return ""
+
+
+def _gpu_pictures(reached: ClusterClient, *, once: bool) -> Iterator[str]:
+    """Memory changes without anything else changing, so it is asked for again and again."""
+    from kfp_gpuquota.cli.display.gpus import gpu_table  # noqa: PLC0415
+
+    yield gpu_table(reached.list_nodes())
+    while not once:
+        time.sleep(GPU_REFRESH_S)
+        yield gpu_table(reached.list_nodes())
+
+
+def _plot_memory(reached: ClusterClient, path: Path, seconds: float) -> str:
+    """Sample until the time is over or an interrupt, then draw; return a sentence about the picture."""
+    try:
+        from kfp_gpuquota.cli.display.memory_plot import Look, draw  # noqa: PLC0415
+    except ImportError as error:
+        raise UsageError("pictures need matplotlib; install it with: pip install 'kfp-gpuquota[plots]'") from error
+    if not path.parent.is_dir():
+        raise InvalidFieldError("plot", str(path), "its directory does not exist")
+    looks: list[Look] = []
+    began = time.monotonic()
+    with suppress(KeyboardInterrupt):
+        while (at := time.monotonic() - began) <= seconds or not looks:
+            looks.append(Look(at, reached.list_nodes()))
+            time.sleep(GPU_REFRESH_S)
+    drawn = draw(looks, path)
+    return f"{path}: {drawn} workloads, {len(looks)} looks in {looks[-1].at if looks else 0.0:.0f} s"

@@ -1,0 +1,63 @@
+"""`gpuquota update`: other size bounds, or another priority, for a job that was submitted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from kfp_gpuquota.api.wire import JobUpdate
+from kfp_gpuquota.cli.arguments.amounts import whole_number
+from kfp_gpuquota.cli.arguments.options import (
+    JobArgument,
+    OutputOption,
+    ProjectOption,
+    client,
+    on_kubernetes,
+    project_or_configured,
+)
+from kfp_gpuquota.cli.display.output import Format, show
+from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.jobs.submit import (  # noqa: TC001 (typer reads annotations at run time)
+    MaxOption,
+    MinOption,
+    PriorityOption,
+)
+from kfp_gpuquota.errors import UsageError
+
+if TYPE_CHECKING:
+    import typer
+
+    from kfp_gpuquota.server.client import Client
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("update", short_help="Change a job's size bounds or priority.")(update)
+
+
+def update(
+    job: JobArgument,
+    min_gpus: MinOption = None,
+    max_gpus: MaxOption = None,
+    priority: PriorityOption = None,
+    project: ProjectOption = "",
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Change what is given, of a job that waits or runs. One that holds more than its new maximum shrinks.
+
+    Examples:
+      gpuquota update elastic1 --max-gpus 8
+      gpuquota update train1 --priority 80
+    """
+    if on_kubernetes():
+        raise UsageError(f"on Kubernetes, change the object itself: kubectl edit elasticjob {job}")
+    changed = JobUpdate(
+        min_gpus=None if min_gpus is None else whole_number("min_gpus", min_gpus),
+        max_gpus=None if max_gpus is None else whole_number("max_gpus", max_gpus),
+        priority=priority,
+    )
+    if changed == JobUpdate():
+        raise UsageError(f"name what to change: gpuquota update {job} --min-gpus N, --max-gpus N or --priority N")
+    updated = cast("Client", client()).update_job(project_or_configured(project), job, changed)
+    say(f"job {job} updated")
+    if output is not Format.TABLE:
+        show(updated, output)

@@ -1,0 +1,120 @@
+"""`gpuquota what-if`: what would start, grow, shrink or stop, before anything is done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, cast
+
+import msgspec
+import typer
+
+from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.quantity import parse_gpu_memory
+from kfp_gpuquota.api.wire import JobName, Supposition
+from kfp_gpuquota.cli.arguments.amounts import gpu_quota, gpus_or_fraction, pairs, whole_number
+from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
+from kfp_gpuquota.cli.display.output import Format, show
+from kfp_gpuquota.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kfp_gpuquota.api import Project
+    from kfp_gpuquota.api.wire import Effect
+    from kfp_gpuquota.server.client import Client
+
+GpusOption = Annotated[
+    str | None, typer.Option("--gpus", "-g", metavar="N", help="A job that asks for so many GPUs, or a part of one.")
+]
+MinOption = Annotated[str | None, typer.Option("--min-gpus", metavar="N", help="The fewest GPUs that job runs with.")]
+MemoryOption = Annotated[str | None, typer.Option("--gpu-memory", metavar="SIZE", help="GPU memory that job asks for.")]
+InteractiveOption = Annotated[bool, typer.Option("--interactive", help="That job is a build session.")]
+GuaranteedOption = Annotated[
+    list[str] | None,
+    typer.Option("--guaranteed", metavar="PROJECT=N", help="A project's guaranteed quota; may be repeated."),
+]
+LimitOption = Annotated[
+    list[str] | None, typer.Option("--limit", metavar="PROJECT=N", help="A project's limit; may be repeated.")
+]
+DeleteOption = Annotated[
+    list[str] | None, typer.Option("--delete", metavar="JOB", help="A job of the project is deleted; may be repeated.")
+]
+NodeOption = Annotated[
+    list[str] | None, typer.Option("--without-node", metavar="NODE", help="A node is lost; may be repeated.")
+]
+NAME = "this-job"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("what-if", short_help="Show what would happen, and do nothing.")(what_if)
+
+
+def what_if(
+    gpus: GpusOption = None,
+    *,
+    min_gpus: MinOption = None,
+    gpu_memory: MemoryOption = None,
+    interactive: InteractiveOption = False,
+    guaranteed: GuaranteedOption = None,
+    limit: LimitOption = None,
+    delete: DeleteOption = None,
+    without_node: NodeOption = None,
+    project: ProjectOption = "",
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Show which jobs would start, grow, shrink or stop if jobs, quotas or nodes changed.
+
+    Examples:
+      gpuquota what-if -g 4 --interactive
+      gpuquota what-if --guaranteed team-b=4 --limit team-b=8
+      gpuquota what-if --delete train1 -g 2
+      gpuquota what-if --without-node node-3
+    """
+    if on_kubernetes():
+        raise UsageError("what-if is answered by the embedded cluster only; leave out the context")
+    reached = cast("Client", client())
+    jobs: tuple[JobSpec, ...] = ()
+    if gpus is not None or gpu_memory is not None:
+        jobs = (_job(gpus, min_gpus, gpu_memory, project_or_configured(project), interactive=interactive),)
+    supposed = Supposition(
+        submit=jobs,
+        projects=tuple(_projects(reached, guaranteed or [], limit or [])),
+        delete=tuple(JobName(project=project_or_configured(project), name=name) for name in delete or []),
+        without_nodes=tuple(without_node or []),
+    )
+    if supposed == Supposition():
+        raise UsageError("name a change, for example: gpuquota what-if -g 2, or --guaranteed team-a=4")
+    outlook = reached.what_if(supposed)
+    show(outlook, output, "\n".join(_line(*effect) for effect in outlook.effects()) or "nothing would change")
+
+
+def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: str, *, interactive: bool) -> JobSpec:
+    requested, fraction = gpus_or_fraction(gpus, memory=memory)
+    return JobSpec(
+        name=NAME,
+        project=project,
+        command=("true",),
+        gpus=requested,
+        min_gpus=None if min_gpus is None else whole_number("min_gpus", min_gpus),
+        gpu_fraction=fraction,
+        gpu_memory_mib=None if memory is None else parse_gpu_memory("gpu_memory", memory),
+        kind=Kind.BUILD if interactive else Kind.TRAIN,
+    )
+
+
+def _projects(reached: Client, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:
+    """The projects as they would be."""
+    rule = "a quota is given as PROJECT=N"
+    least, most = pairs("guaranteed", guaranteed, rule), pairs("limit", limit, rule)
+    for name in dict.fromkeys([*least, *most]):
+        changed: dict[str, float | None] = {}
+        if name in least:
+            changed["guaranteed"] = gpu_quota("guaranteed", least[name])
+        if name in most:
+            changed["limit"] = None if most[name] == "none" else gpu_quota("limit", most[name])
+        yield msgspec.structs.replace(reached.get_project(name).project, **changed)
+
+
+def _line(verb: str, effect: Effect) -> str:
+    why = f": {effect.reason.message}" if effect.reason is not None else ""
+    return f"{effect.job} of {effect.project} {verb}{why}"

@@ -1,0 +1,89 @@
+"""The indexed records of jobs and workers, and the scheduler events that follow from their changes.
+
+Shared by all kinds of cluster; each one's subclass adds its persistent store and further indexes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota.cluster.jobs.scheduling import job_announced, job_changed, worker_changed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from kfp_gpuquota import scheduler
+    from kfp_gpuquota.api import Node, Project
+    from kfp_gpuquota.api.wire import Event
+    from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
+
+
+@dataclass
+class Change:
+    """The records that one decision changes; None deletes a record."""
+
+    projects: dict[str, Project | None] = field(default_factory=dict)
+    jobs: dict[str, JobRecord | None] = field(default_factory=dict)
+    workers: dict[str, WorkerRecord] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+
+class JobBook:
+    """Jobs by uid, workers by id. `nodes` are the scheduler's nodes by name."""
+
+    def __init__(self, nodes: Mapping[str, Node]) -> None:
+        self.nodes = nodes
+        self.jobs: dict[str, JobRecord] = {}
+        self.workers: dict[str, WorkerRecord] = {}
+        self._workers_of: dict[str, list[str]] = {}
+
+    def workers_of(self, uid: str) -> list[WorkerRecord]:
+        """Return all stored workers of a job, oldest first."""
+        return [self.workers[worker] for worker in self._workers_of.get(uid, ())]
+
+    def attempt_of(self, job: JobRecord) -> list[WorkerRecord]:
+        """Return the workers of the job's present attempt."""
+        return [worker for worker in self.workers_of(job.uid) if worker.attempt == job.attempt]
+
+    def alive_of(self, uid: str) -> list[WorkerRecord]:
+        """Return the workers of a job that may still hold devices."""
+        return [worker for worker in self.workers_of(uid) if worker.alive]
+
+    def scheduler_events(self, change: Change) -> Iterator[scheduler.Event]:
+        """Yield the scheduler events of a change; must be called before `apply_change`."""
+        for uid, job in change.jobs.items():
+            yield from job_announced(self.jobs.get(uid), job)
+        for name, worker in change.workers.items():
+            yield from worker_changed(self.workers.get(name), worker)
+        for uid, job in change.jobs.items():
+            yield from job_changed(self.jobs.get(uid), job)
+
+    def apply_change(self, change: Change) -> None:
+        """Apply a change to the records; a job of None is removed with its workers."""
+        for worker in change.workers.values():
+            self.put_worker(worker)
+        for uid, job in change.jobs.items():
+            if job is None:
+                self.remove_job(uid)
+            else:
+                self.put_job(job)
+
+    def put_job(self, job: JobRecord) -> None:
+        """Add or replace the job's record."""
+        self.jobs[job.uid] = job
+
+    def put_worker(self, record: WorkerRecord) -> None:
+        """Add or replace the worker's record."""
+        worker = record.worker
+        if worker.id not in self.workers:
+            self._workers_of.setdefault(worker.job_uid, []).append(worker.id)
+        self.workers[worker.id] = record
+
+    def remove_job(self, uid: str) -> list[str]:
+        """Remove the job and its workers; return the workers' ids."""
+        self.jobs.pop(uid, None)
+        workers = self._workers_of.pop(uid, [])
+        for worker in workers:
+            del self.workers[worker]
+        return workers

@@ -1,0 +1,240 @@
+"""Decides what happens to a job when one of its workers exits. Pure; the same for every kind of cluster.
+
+| the worker                                   | the job                                                         |
+|----------------------------------------------|-----------------------------------------------------------------|
+| was asked to leave                           | continues; its intent decides once no worker is left            |
+| exited with 0                                | gets no more workers; succeeds once no worker is left           |
+| failed, the job is not managed               | fails with its exit code, the other workers are stopped         |
+| failed by itself, soon after an expansion    | continues without it, and is not expanded again in this run     |
+| failed, managed, other workers are left      | continues without it, up to `max_restarts` times, then fails    |
+| killed by a signal, managed, the last worker | returns to the queue, up to `max_restarts` times, then fails    |
+| failed by itself, managed, the last worker   | fails with its exit code                                        |
+| killed after the training, others are left   | continues: another worker has or will have its result           |
+| failed by itself after the training          | fails with its exit code, the other workers are stopped         |
+| ended because the machine was restarted      | returns to the queue, also if not managed; not counted          |
+
+Restarts are counted by incident: workers that are lost within `INCIDENT_S` of each other are one incident, so that the
+failure of a node with several workers counts once. After `WINDOW_S` without an incident the count starts again at 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kfp_gpuquota.api import Occurrence, Phase, Reason, ReasonCode, Resize
+from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfp_gpuquota.api import Progress
+
+KILLED_ABOVE = 128
+INCIDENT_S = 10.0
+GROWTH_S = 60.0
+"""A worker that fails by itself within this time of an expansion is taken to fail because of the expansion."""
+WINDOW_S = 6 * 3600.0
+_MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
+
+
+def after_worker_gone(
+    job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str = ""
+) -> JobRecord:
+    """Return the job after the worker `gone` has exited; `workers` are all of its present attempt, including `gone`.
+
+    `killed_for` is why this cluster killed the worker, "" where it did not.
+    """
+    if not gone.released and job.intent is Intent.RUN:
+        job = _after_own_end(job, gone, workers, now, killed_for)
+    if any(worker.alive for worker in workers):
+        return job
+    return settled(job, workers, now)
+
+
+def _after_own_end(
+    job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str
+) -> JobRecord:
+    code = gone.worker.exit_code or 0
+    if code == 0:
+        message = f"worker {gone.worker.index} has ended with exit code 0"
+        reason = Reason(code=ReasonCode.WORKER_ENDED, message=message, details={"worker": gone.worker.id})
+        return msgspec.structs.replace(job, completing=True, resize_reason=reason)
+    others = any(worker.alive or _finished(worker) for worker in workers)
+    if job.completing and others and not _failed_by_itself(job, gone):
+        return job  # the training is over, and another worker has or will have its result
+    if _is_failed_growth(job, gone, workers, now):
+        return _without_growth(job, gone, code, now)
+    job = _forgiven(job, now)
+    counted = _is_new_incident(job, now)
+    may_restart = not counted or job.status.restarts < job.spec.max_restarts
+    recoverable = job.managed and (others or code > KILLED_ABOVE) and may_restart
+    recoverable = recoverable and not (job.completing and _failed_by_itself(job, gone))
+    why = _failure(gone, code, job, killed_for, recoverable=recoverable, counted=counted)
+    job = with_status(job, restarts=job.status.restarts + (recoverable and counted), exit_code=code, reason=why)
+    job = msgspec.structs.replace(job, resize_reason=why, incident_at=now if counted else job.incident_at)
+    job = _with_failure(job, gone, why, now)
+    if not recoverable:
+        return msgspec.structs.replace(job, intent=Intent.FAIL)
+    return job if others else msgspec.structs.replace(job, intent=Intent.REQUEUE)
+
+
+def _is_failed_growth(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> bool:
+    """Return whether a worker failed by itself while joining a training, or within GROWTH_S of the expansion."""
+    code = gone.worker.exit_code or 0
+    if not job.managed or not job.size or code > KILLED_ABOVE or not any(worker.alive for worker in workers):
+        return False
+    if gone.worker.rank is None:
+        return True
+    last = job.status.resizes[-1] if job.status.resizes else None
+    return last is not None and last.to_gpus > last.from_gpus and 0 <= now - last.at <= GROWTH_S
+
+
+def unexplained_loss(job: JobRecord, lost: WorkerRecord) -> JobRecord:
+    """Return the job whose training goes on without a worker that nothing here asked to stop.
+
+    Its exit code follows when its process has ended, and is then the reason of the change of size.
+    """
+    message = f"worker {lost.worker.index} left by itself, or was lost"
+    reason = Reason(code=ReasonCode.WORKER_ENDED, message=message, details={"worker": lost.worker.id})
+    return msgspec.structs.replace(job, resize_reason=reason)
+
+
+def _with_failure(job: JobRecord, gone: WorkerRecord, why: Reason, now: float) -> JobRecord:
+    """The job with the loss of `gone` as its last failure, and as the reason of the change of size that it caused."""
+    resizes = job.status.resizes
+    last = resizes[-1].reason if resizes else None
+    if last and last.code is ReasonCode.WORKER_ENDED and last.details.get("worker") == gone.worker.id:
+        resizes = (*resizes[:-1], msgspec.structs.replace(resizes[-1], reason=why))
+    return with_status(job, last_failure=Occurrence(at=now, reason=why), resizes=resizes)
+
+
+def _without_growth(job: JobRecord, gone: WorkerRecord, code: int, now: float) -> JobRecord:
+    reason = Reason(
+        code=ReasonCode.WORKER_FAILED,
+        message=(
+            f"worker {gone.worker.index} ended with exit code {code} when the job grew; the others train on, and it "
+            f"does not grow again in this run: see gpuquota logs {job.spec.name} --worker {gone.worker.index}"
+        ),
+        details={"exit_code": code, "worker": gone.worker.id},
+    )
+    job = msgspec.structs.replace(job, resize_reason=reason, growth_failed=reason)
+    return _with_failure(with_status(job, reason=reason), gone, reason, now)
+
+
+def _is_new_incident(job: JobRecord, now: float) -> bool:
+    """Return whether a loss now is a new incident, not a part of the one that was counted last."""
+    return job.incident_at is None or not 0 <= now - job.incident_at <= INCIDENT_S
+
+
+def _forgiven(job: JobRecord, now: float) -> JobRecord:
+    """Return the job with its restarts reset to 0 if the last incident is longer than WINDOW_S ago."""
+    if job.incident_at is None or now - job.incident_at < WINDOW_S:
+        return job
+    return with_status(job, restarts=0)
+
+
+def after_reboot(job: JobRecord) -> JobRecord:
+    """Return the job after a restart of the machine has ended its workers: it returns to the queue."""
+    if job.status.phase.final or job.intent is not Intent.RUN:
+        return job
+    message = "the machine was restarted; the job returns to the queue"
+    reason = Reason(code=ReasonCode.WORKER_FAILED, message=message)
+    job = msgspec.structs.replace(job, intent=Intent.REQUEUE, resize_reason=reason)
+    return with_status(job, phase=Phase.STOPPING, reason=reason)
+
+
+def _failed_by_itself(job: JobRecord, gone: WorkerRecord) -> bool:
+    """Return whether the worker's program failed (not a signal) and it took part in the training, if there is one."""
+    trained = gone.worker.rank is not None or not job.managed
+    return trained and 0 < (gone.worker.exit_code or 0) <= KILLED_ABOVE
+
+
+def resized(
+    job: JobRecord,
+    size: int,
+    now: float,
+    *,
+    generation: int = 0,
+    step: int = 0,
+    pause_ms: float | None = None,
+    lost_steps: int = 0,
+) -> JobRecord:
+    """Return the job at `size` GPUs; a change from another size is added to its history with `resize_reason`."""
+    before, job = job.size, msgspec.structs.replace(job, size=size)
+    if before in {0, size} or size == 0:
+        return job
+    change = Resize(
+        at=now,
+        from_gpus=before,
+        to_gpus=size,
+        generation=generation,
+        step=step,
+        reason=job.resize_reason or Reason(code=ReasonCode.FITS, message=""),
+        pause_ms=pause_ms,
+        lost_steps=lost_steps,
+    )
+    return with_status(job, resizes=(*job.status.resizes, change))
+
+
+def progressed(job: JobRecord, progress: Progress) -> JobRecord:
+    """Return the job with the reported progress; a new rank 0 does not report checkpoints that another worker saved."""
+    before = job.status.progress
+    if progress.checkpoint_at is None and before is not None:
+        progress = msgspec.structs.replace(progress, checkpoint_at=before.checkpoint_at)
+    return with_status(job, progress=progress)
+
+
+def settled(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+    """Return the job after its last worker has exited: its intent decides its phase."""
+    match job.intent:
+        case Intent.REQUEUE:
+            return _requeued(job)
+        case Intent.SUSPEND:
+            return with_status(_requeued(job), phase=Phase.SUSPENDED)
+        case Intent.CANCEL | Intent.DELETE:
+            return with_status(job, phase=Phase.CANCELLED, finished_at=now)
+        case Intent.FAIL:
+            return with_status(job, phase=Phase.FAILED, finished_at=now)
+        case Intent.RUN:
+            return _completed(job, workers, now)
+
+
+def _completed(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
+    finishers = [worker for worker in workers if _finished(worker)]
+    if not finishers:  # every worker was asked to leave, one by one
+        return _requeued(job)
+    result = min(finishers, key=lambda w: (w.worker.rank is None, w.worker.rank or 0, w.worker.index))
+    return with_status(
+        job, phase=Phase.SUCCEEDED, reason=None, exit_code=0, finished_at=now, result_worker=result.worker.id
+    )
+
+
+def _requeued(job: JobRecord) -> JobRecord:
+    job = msgspec.structs.replace(job, intent=Intent.RUN, completing=False, managed=False, size=0, growth_failed=None)
+    return with_status(job, phase=Phase.PENDING, started_at=None)
+
+
+def _finished(worker: WorkerRecord) -> bool:
+    return not worker.alive and not worker.released and worker.worker.exit_code == 0
+
+
+def _failure(
+    gone: WorkerRecord, code: int, job: JobRecord, killed_for: str, *, recoverable: bool, counted: bool
+) -> Reason:
+    how = f"was killed by signal {code - KILLED_ABOVE}" if code > KILLED_ABOVE else f"ended with exit code {code}"
+    how += f" ({killed_for})" if killed_for else ""
+    how += _MEANINGS.get(code, "")
+    then = ""
+    if job.completing and _failed_by_itself(job, gone):
+        then = ", after its training had ended" if job.managed else ", after another one had ended with 0"
+    elif recoverable:
+        then = f"; restart {job.status.restarts + counted} of at most {job.spec.max_restarts}"
+    elif job.managed and job.spec.max_restarts and job.status.restarts >= job.spec.max_restarts:
+        then = f"; it had been restarted {job.spec.max_restarts} times, which is its max_restarts"
+    return Reason(
+        code=ReasonCode.WORKER_FAILED,
+        message=f"worker {gone.worker.index} {how}{then}",
+        details={"exit_code": code, "worker": gone.worker.id},
+    )

@@ -1,0 +1,87 @@
+"""Derives the scheduler's events from changes of records, in one module so that no change is missed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Phase
+from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NEVER_AGAIN = 1e12
+"""A time in seconds since the epoch, later than the end of any run."""
+
+
+def job_announced(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
+    """Yield the event for a new job, which must precede the events of its workers.
+
+    Also for a job that is being stopped permanently when the cluster's process starts: its workers hold GPUs.
+    """
+    if before is None and after is not None and not after.status.phase.final:
+        yield scheduler.JobSubmitted(after.uid, after.spec, after.status.submitted_at)
+
+
+def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[scheduler.Event]:
+    """Yield the events for a changed job, which must follow the events of its workers."""
+    job = before or after
+    if job is None or job.status.phase.final or (before is not None and _over(before)):
+        return
+    if after is None or _over(after):
+        yield scheduler.JobRemoved(job.uid)
+        return
+    if _suspended(after) != (before is not None and _suspended(before)):
+        yield scheduler.JobSuspended(after.uid) if _suspended(after) else scheduler.JobResumed(after.uid)
+    if before is not None and before.spec is not after.spec and _sizes(before) != _sizes(after):
+        yield scheduler.JobUpdated(after.uid, after.spec)
+    if after.completing and not (before is not None and before.completing):
+        yield scheduler.JobCompleting(after.uid)
+    yield from _growth(before, after)
+    yield from _progress(before, after)
+
+
+def _growth(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Event]:
+    """Defer a job after a failed expansion, until it has returned to the queue."""
+    failed, failed_before = after.growth_failed, before.growth_failed if before else None
+    if failed is not None and failed != failed_before:
+        yield scheduler.JobDeferred(after.uid, NEVER_AGAIN, failed)
+    elif failed is None and failed_before is not None:
+        yield scheduler.JobDeferred(after.uid, 0.0, failed_before)
+
+
+def worker_changed(before: WorkerRecord | None, after: WorkerRecord) -> Iterator[scheduler.Event]:
+    """Yield the events for a worker that was started, was asked to leave, or has exited."""
+    worker = after.worker
+    if before is None and after.alive:
+        yield scheduler.WorkerStarted(worker.id, worker.job_uid, worker.node, worker.devices, worker.started_at)
+    if after.alive and after.released and not (before is not None and before.released):
+        yield scheduler.WorkerLeaving(worker.id, after.released_at)
+    if before is not None and before.alive and not after.alive:
+        yield scheduler.WorkerGone(worker.id, worker.finished_at)
+
+
+def _progress(before: JobRecord | None, after: JobRecord) -> Iterator[scheduler.Event]:
+    """Yield an event for progress that was not reported before."""
+    new = after.status.progress
+    if new is None or (before is not None and before.status.progress == new):
+        return
+    yield scheduler.ProgressReported(
+        after.uid, new.step, new.at, new.checkpoint_at, throughput=new.throughput, workers=new.workers
+    )
+
+
+def _sizes(job: JobRecord) -> tuple[int, int, int, int, int]:
+    """Return the values that an update of a job can change for the scheduler."""
+    spec = job.spec
+    return spec.smallest, spec.gpus, spec.largest, spec.worker_gpus, spec.effective_priority
+
+
+def _over(job: JobRecord) -> bool:
+    """Return whether the job has ended or is being stopped permanently."""
+    return job.status.phase.final or job.ending
+
+
+def _suspended(job: JobRecord) -> bool:
+    return job.status.phase is Phase.SUSPENDED or job.intent is Intent.SUSPEND

@@ -1,0 +1,1 @@
+"""HTTP to the API server: asynchronous and blocking clients, and their credentials."""

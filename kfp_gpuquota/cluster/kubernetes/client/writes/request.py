@@ -1,0 +1,46 @@
+"""Requests to the API server, as the write queue sends them. `Write.about` names the object for logs and events."""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON
+
+
+class Lane(StrEnum):
+    """Category of a request; each has slots of its own in the writer."""
+
+    ADMIT = "admit"  # removes a pod's scheduling gate
+    RELEASE = "release"  # evicts or deletes a pod
+    CREATE = "create"  # creates a pod or an object that it mounts
+    STATUS = "status"
+    EVENT = "event"
+    OTHER = "other"
+
+
+class Write(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. `about` is "namespace/name" of its object, or only a name. `level` is the level of its log line:
+    frequent writes are logged for debugging only.
+    """
+
+    verb: str
+    path: str
+    about: str
+    lane: Lane = Lane.OTHER
+    body: Any = None
+    content_type: str = JSON
+    level: int = logging.INFO
+
+    @property
+    def namespace(self) -> str:
+        """Return the object's namespace; "" if it is cluster-scoped."""
+        return self.about.partition("/")[0] if "/" in self.about else ""
+
+
+def pods_path(namespace: str) -> str:
+    """Return the API path of a namespace's pods."""
+    return f"/api/v1/namespaces/{namespace}/pods"

@@ -1,0 +1,118 @@
+"""Writes the status of jobs and quotas by server-side apply, at a limited rate.
+
+An unchanged status is not written. Fields that change constantly (progress, a team's GPUs) are written every few
+seconds; a change of phase at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import APPLY_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
+
+QUIET_S: Final = 0.05
+SELDOM_S: Final = 5.0
+AGAIN_S: Final = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class StatusWriter:
+    """Writes statuses that differ from the last written one. `build(key)` returns the status to write, if any."""
+
+    def __init__(self, writer: Writer, build: Callable[[str], Built | None]) -> None:
+        self._writer, self._build = writer, build
+        self._dirty: dict[str, asyncio.TimerHandle] = {}
+        self._written: dict[str, tuple[float, bytes, Any]] = {}
+        self._under_way: set[str] = set()
+
+    def changed(self, key: str) -> None:
+        """Write the status soon, if it has changed."""
+        if key not in self._dirty and key not in self._under_way:
+            self._dirty[key] = asyncio.get_running_loop().call_later(QUIET_S, self._look, key)
+
+    def decided(self, key: str) -> None:
+        """Write the status at once if an urgent field has changed, even if a delayed write is pending."""
+        timer = self._dirty.get(key)
+        if timer is not None and timer.when() > asyncio.get_running_loop().time() + QUIET_S:
+            timer.cancel()
+            del self._dirty[key]
+        self.changed(key)
+
+    def forget(self, key: str) -> None:
+        """Drop a deleted object."""
+        self._written.pop(key, None)
+        if timer := self._dirty.pop(key, None):
+            timer.cancel()
+
+    def close(self) -> None:
+        """Cancel all timers."""
+        for timer in self._dirty.values():
+            timer.cancel()
+        self._dirty.clear()
+
+    def _look(self, key: str) -> None:
+        self._dirty.pop(key, None)
+        built = self._build(key)
+        if built is None:
+            self.forget(key)
+            return
+        at, body, urgent = self._written.get(key, (0.0, b"", None))
+        encoded = msgspec.json.encode(built.body)
+        if encoded == body:
+            return
+        loop = asyncio.get_running_loop()
+        wait = 0.0 if built.urgent != urgent else at + SELDOM_S - loop.time()
+        if wait > 0:
+            self._dirty[key] = loop.call_later(wait, self._look, key)
+            return
+        self._written[key] = (loop.time(), encoded, built.urgent)
+        self._under_way.add(key)
+        self._writer.submit(_apply(built), partial(self._done, key, built), partial(self._failed, key))
+
+    def _done(self, key: str, built: Built, _answer: bytes) -> None:
+        self._under_way.discard(key)
+        if built.stored is not None:
+            built.stored()
+        self.changed(key)  # it may have changed in the meantime
+
+    def _failed(self, key: str, error: Exception) -> None:
+        self._under_way.discard(key)
+        self._written.pop(key, None)
+        if isinstance(error, ApiError) and error.status == 404:
+            return
+        log.warning("the status of %s is written again in %g s: %s", key, AGAIN_S, error)
+        self._dirty[key] = asyncio.get_running_loop().call_later(AGAIN_S, self._look, key)
+
+
+class Built(msgspec.Struct, frozen=True):
+    """A status to write. A change of `urgent` is written at once; `stored` is called after the write."""
+
+    path: str
+    about: str
+    body: Any
+    urgent: Any
+    stored: Callable[[], None] | None = None
+
+
+def _apply(built: Built) -> Write:
+    return Write(
+        verb="PATCH",
+        path=f"{built.path}/status?fieldManager={labels.FIELD_MANAGER}&force=true",
+        about=built.about,
+        lane=Lane.STATUS,
+        body=built.body,
+        content_type=APPLY_PATCH,
+        level=logging.DEBUG,
+    )

@@ -1,0 +1,1 @@
+"""The membership service for ElasticJobs: its server, workers' credentials, and reports to the records."""

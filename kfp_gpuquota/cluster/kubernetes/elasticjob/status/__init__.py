@@ -1,0 +1,1 @@
+"""Conversion between an ElasticJob's status and the controller's records. Pure."""

@@ -1,0 +1,225 @@
+"""Converts a job's object to its record, and back. Pure. A restarted controller restores all state from the status."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kfp_gpuquota.api import Eviction, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
+from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.cluster.jobs.lifecycle import resized
+from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.cluster.kubernetes.convert import pods
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import bounded_number
+from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.retries import NO_RETRIES, RetryFields
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of, resizes_of, size_changes
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import pod_name
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJobStatus, LastEviction, TrainingProgress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from kfp_gpuquota.api.affinity import NodeTerm
+    from kfp_gpuquota.cluster.kubernetes.objects.core_types import Condition
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+
+RESERVED_AT_ONCE: Final = 32
+"""Generations are reserved in blocks of this size, with one write long before they are needed."""
+
+
+def record_of(
+    job: ElasticJob,
+    requests: Mapping[str, Any] | None = None,
+    volume_terms: Callable[[str, tuple[str, ...]], tuple[NodeTerm, ...]] = lambda _namespace, _claims: (),
+) -> JobRecord:
+    """Return the record of a job's object, with its namespace's default `requests` and its volumes' nodes.
+
+    Raises InvalidFieldError for an invalid specification.
+    """
+    meta, status = job.metadata, job.status
+    evicted = status.last_eviction
+    return JobRecord(
+        uid=meta.uid,
+        spec=pods.elastic_job(job, requests, volume_terms),
+        status=JobStatus(
+            phase=Phase(status.phase),
+            reason=_reason(status.reason, status.message),
+            restarts=status.restarts,
+            evictions=status.evictions,
+            last_eviction=None
+            if evicted is None
+            else Eviction(at=evicted.time.timestamp(), reason=_reason(evicted.reason, evicted.message) or _UNKNOWN),
+            exit_code=status.exit_code,
+            submitted_at=_seconds(meta.creation_timestamp) or 0.0,
+            started_at=_seconds(status.start_time),
+            finished_at=_seconds(status.completion_time),
+            result_worker=_id_of(meta.uid, meta.name, status.result_worker),
+            progress=progress_of(status.progress),
+            resizes=resizes_of(status.resizes),
+        ),
+        size=status.training_gpus,
+        intent=Intent(status.intent),
+        attempt=status.attempt,
+        next_index=status.next_index,
+        managed=status.generation > 0,
+        generation_high=status.generation_reserved,
+    )
+
+
+_UNKNOWN: Final = Reason(code=ReasonCode.RECLAIMED, message="")
+
+
+def _reason(code: str, message: str) -> Reason | None:
+    if not code:
+        return None
+    try:
+        return Reason(code=ReasonCode(code), message=message)
+    except ValueError:
+        return None
+
+
+def _seconds(time: datetime | None) -> float | None:
+    return None if time is None else time.timestamp()
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(int(seconds), UTC)
+
+
+def _id_of(job_uid: str, job: str, pod: str | None) -> str | None:
+    return None if pod is None else worker_id(job_uid, bounded_number(pod.removeprefix(f"{job}-")) or 0)
+
+
+def worker_record(
+    pod: PodView, devices: tuple[int, ...], share: float, before: WorkerRecord | None, now: float
+) -> WorkerRecord:
+    """Return the record of a worker's pod; `before` is the previous one. A pod that is being deleted was released."""
+    worker = Worker(
+        id=worker_id(pod.job_uid, pod.index),
+        job_uid=pod.job_uid,
+        index=pod.index,
+        node=pod.node,
+        devices=devices,
+        share=share,
+        started_at=pod.created,
+    )
+    known = before.worker if before is not None else worker
+    released = before is not None and before.released
+    if pod.stage is Stage.TERMINATING and not released:
+        return WorkerRecord(
+            worker=msgspec.structs.replace(known, phase=WorkerPhase.LEAVING),
+            attempt=pod.attempt,
+            released=True,
+            released_at=now,
+        )
+    phase = WorkerPhase.RUNNING if pod.running else WorkerPhase.STARTING
+    phase = WorkerPhase.LEAVING if released else phase
+    return WorkerRecord(
+        worker=msgspec.structs.replace(known, phase=phase),
+        attempt=pod.attempt,
+        released=released,
+        released_at=before.released_at if before is not None else None,
+    )
+
+
+def counting(job: JobRecord, pod: PodView) -> JobRecord:
+    """Return the job's record including a worker that an earlier controller started."""
+    job = msgspec.structs.replace(
+        job, next_index=max(job.next_index, pod.index + 1), attempt=max(job.attempt, pod.attempt)
+    )
+    if job.status.phase is Phase.PENDING and pod.stage is Stage.ASSIGNED:
+        job = with_status(job, phase=Phase.STARTING, started_at=pod.created)
+    return job
+
+
+def unmanaged_size(job: JobRecord, alive: Iterable[WorkerRecord], now: float) -> JobRecord:
+    """Return the job with the size of its running workers, if it has no membership."""
+    if job.managed or job.intent is not Intent.RUN:
+        return job
+    running = [w.worker for w in alive if not w.released and w.worker.phase is WorkerPhase.RUNNING]
+    return resized(job, sum(len(worker.devices) for worker in running), now)
+
+
+def without_pods(job: JobRecord, now: float) -> JobRecord:
+    """Return the state of a job whose status shows a run without any remaining pod: that run has ended."""
+    fresh = msgspec.structs.replace(job, intent=Intent.RUN, managed=False, completing=False, size=0)
+    match job.intent:
+        case Intent.CANCEL | Intent.DELETE:
+            return with_status(job, phase=Phase.CANCELLED, finished_at=now)
+        case Intent.FAIL:
+            return with_status(job, phase=Phase.FAILED, finished_at=now)
+        case Intent.SUSPEND:
+            return with_status(fresh, phase=Phase.SUSPENDED, started_at=None)
+        case _:
+            return with_status(fresh, phase=Phase.PENDING, started_at=None)
+
+
+def status_of(
+    job: ElasticJob,
+    record: JobRecord,
+    workers: Sequence[WorkerRecord],
+    *,
+    generation: int,
+    reserved: int,
+    membership_digest: str = "",
+    membership_shard: int = -1,
+    conditions: Iterable[Condition],
+    ended: Iterable[int],
+    ran_s: float,
+    ranks: Iterable[int] = (),
+    retries: RetryFields = NO_RETRIES,
+) -> ElasticJobStatus:
+    """Return the status of the job's object."""
+    status = record.status
+    alive = [worker.worker for worker in workers if worker.alive]
+    evicted, progress = status.last_eviction, status.progress
+    result = next((w.worker.index for w in workers if w.worker.id == status.result_worker), None)
+    return ElasticJobStatus(
+        phase=status.phase.value,
+        gpus=as_number(sum(worker.gpus for worker in alive)),
+        workers=len(alive),
+        generation=generation,
+        message=status.reason.message if status.reason else "",
+        reason=status.reason.code.value if status.reason else "",
+        conditions=tuple(conditions),
+        observed_generation=job.metadata.generation,
+        start_time=_time(status.started_at),
+        completion_time=_time(status.finished_at),
+        exit_code=status.exit_code,
+        result_worker=job.status.result_worker if result is None else pod_name(job.metadata.name, result),
+        restarts=status.restarts,
+        evictions=status.evictions,
+        last_eviction=None
+        if evicted is None
+        else LastEviction(
+            time=datetime.fromtimestamp(int(evicted.at), UTC),
+            reason=evicted.reason.code.value,
+            message=evicted.reason.message,
+        ),
+        progress=None if progress is None else msgspec.convert(progress, TrainingProgress, from_attributes=True),
+        attempt=record.attempt,
+        next_index=record.next_index,
+        generation_reserved=reserved,
+        membership_digest=membership_digest,
+        membership_shard=membership_shard,
+        intent=record.intent.value,
+        ended=tuple(sorted(ended)),
+        ran_seconds=round(ran_s, 1),
+        training_gpus=record.size,
+        ranks=tuple(ranks),
+        resizes=size_changes(status.resizes),
+        **retries,
+    )
+
+
+def with_condition(known: Sequence[Condition], wanted: Condition, now: float) -> tuple[Condition, ...]:
+    """Return the conditions with this one; its transition time changes only with its status."""
+    old = next((c for c in known if c.type == wanted.type), None)
+    same = old is not None and old.status == wanted.status
+    at = old.last_transition_time if same and old is not None else _time(now)
+    dated = msgspec.structs.replace(wanted, last_transition_time=at)
+    return (*(c for c in known if c.type != wanted.type), dated)

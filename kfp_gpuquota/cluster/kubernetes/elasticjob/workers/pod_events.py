@@ -1,0 +1,182 @@
+"""Processes changes of workers' pods: they are created, run, terminate and end; and updates their jobs."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kfp_gpuquota.api import Phase, Worker, WorkerPhase
+from kfp_gpuquota.cluster.jobs.job_book import Change
+from kfp_gpuquota.cluster.jobs.lifecycle import after_worker_gone
+from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.cluster.kubernetes.convert.pods import KILLED, PodView, Stage
+from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import counting, worker_record
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import KILL_GRACE_S
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.reporting import JobMembership
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.runtime_state import RuntimeState
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import WorkerPods
+
+
+class WorkerPodEvents:
+    """Changes of workers' pods. Until `started`, all pods are those of an earlier controller."""
+
+    def __init__(
+        self,
+        book: Book,
+        allocator: DeviceAllocator,
+        membership: JobMembership,
+        workers: WorkerPods,
+        decisions: Decisions,
+        *,
+        statuses: StatusRequests,
+        events: JobPartEvents,
+    ) -> None:
+        self._book, self._allocator, self._membership = book, allocator, membership
+        self._workers, self._decisions = workers, decisions
+        self._statuses, self._events = statuses, events
+        self.started = False
+
+    def put_pod(self, pod: PodView) -> None:
+        """Process a new or changed pod of a worker."""
+        worker = worker_id(pod.job_uid, pod.index)
+        before = self._book.workers.get(worker)
+        if before is not None and not before.alive:
+            return
+        if pod.stage is Stage.ENDED:
+            if before is not None or pod.index not in self._book.runtime_states[pod.job_uid].ended:
+                self._ended(pod, pod.exit_code)
+            else:
+                self._restore_ended(pod, worker)
+            return
+        if not pod.holds:
+            return
+        known = self._workers.pods.get(worker)
+        if known is not None and known.uid != pod.uid:
+            return  # another pod with the worker's index
+        self._workers.pods[worker] = pod
+        self._hold(pod, worker, before)
+
+    def drop_pod(self, pod: PodView) -> None:
+        """Process the deletion of a worker's pod."""
+        record = self._book.workers.get(worker_id(pod.job_uid, pod.index))
+        if record is not None and record.alive:
+            self._ended(pod, pod.exit_code)
+
+    def _hold(self, pod: PodView, worker: str, before: WorkerRecord | None) -> None:
+        if worker in self._workers.killed and pod.stage is Stage.TERMINATING:
+            pod = msgspec.structs.replace(pod, stage=Stage.ASSIGNED)  # its exit is a failure, not a release
+        job, state = self._book.jobs[pod.job_uid], self._book.runtime_states[pod.job_uid]
+        after = worker_record(pod, self._devices_of(pod, worker), self._share_of(pod), before, time.time())
+        self._note_trouble(state, worker, pod)
+        if before is None:
+            job = counting(job, pod)
+        if pod.running and job.status.phase is Phase.STARTING:
+            job = with_status(job, phase=Phase.RUNNING)
+            state.held_back = ""
+            state.hold_pauses.reset()
+        if after == before and job is self._book.jobs[job.uid]:
+            return
+        self._book.commit(Change(jobs={job.uid: job}, workers={worker: after}))
+        self._events.workers_changed(job.uid)
+        if before is None and self.started and (job.status.phase.final or job.ending):
+            self._workers.delete(worker, job.spec.grace_period_s)
+
+    def _devices_of(self, pod: PodView, worker: str) -> tuple[int, ...]:
+        held = self._allocator.held(worker)
+        if held is None:
+            wanted = pod.devices or ()
+            shared = self._book.jobs[pod.job_uid].spec.shared
+            return self._allocator.take(worker, pod.node, max(1, pod.gpus, len(wanted)), pod.devices, part=shared)
+        return held[1]
+
+    def _share_of(self, pod: PodView) -> float:
+        spec, node = self._book.jobs[pod.job_uid].spec, self._book.nodes.get(pod.node)
+        return spec.share_of(node.gpu_memory_mib) if spec.shared and node is not None else 1.0
+
+    def _note_trouble(self, state: RuntimeState, worker: str, pod: PodView) -> None:
+        if pod.running or pod.prepared:
+            state.last_warnings.pop(worker, None)
+        start_failure = pod.start_failure or state.last_warnings.get(worker, "")
+        if start_failure != state.start_failure.get(worker, ""):
+            state.start_failure[worker] = start_failure
+            self._statuses.changed(state.object.metadata.uid)
+
+    def _ended(self, pod: PodView, exit_code: int | None) -> None:
+        """Record the worker's exit; cluster/lifecycle.py determines the job's next state."""
+        worker = worker_id(pod.job_uid, pod.index)
+        before = self._book.jobs[pod.job_uid]
+        known = self._book.workers.get(worker) or worker_record(pod, (), 1.0, None, time.time())
+        now = time.time()
+        gone = msgspec.structs.replace(
+            known.worker,
+            phase=WorkerPhase.GONE,
+            finished_at=now,
+            exit_code=KILLED if exit_code is None or worker in self._workers.killed else exit_code,
+        )
+        record = msgspec.structs.replace(known, worker=gone)
+        workers = [w for w in self._book.attempt_of(before) if w.worker.id != worker]
+        after = before
+        if pod.attempt == before.attempt and not before.status.phase.final:
+            after = after_worker_gone(before, record, [*workers, record], now)
+        self._carry_on(before, after, record, [w.worker.id for w in workers if w.alive])
+        self._workers.pods.pop(worker, None)
+        self._workers.killed.discard(worker)
+        self._membership.service.worker_gone(gone.job_uid, worker, finished=gone.exit_code == 0 and not record.released)
+        self._events.workers_changed(gone.job_uid)
+
+    def _restore_ended(self, pod: PodView, worker: str) -> None:
+        """Restore a worker whose exit an earlier controller has processed; exit code 0 means that the job completes."""
+        job = self._book.jobs[pod.job_uid]
+        known = worker_record(pod, (), 1.0, None, time.time())
+        gone = msgspec.structs.replace(known.worker, phase=WorkerPhase.GONE, exit_code=pod.exit_code)
+        if pod.attempt == job.attempt and pod.exit_code == 0 and not job.status.phase.final:
+            job = msgspec.structs.replace(job, completing=True)
+        record = msgspec.structs.replace(known, worker=gone)
+        self._book.commit(Change(jobs={job.uid: job}, workers={worker: record}))
+
+    def _carry_on(self, before: JobRecord, after: JobRecord, gone: WorkerRecord, others: list[str]) -> None:
+        state = self._book.runtime_states[before.uid]
+        state.ended.add(gone.worker.index)
+        state.start_failure.pop(gone.worker.id, None)
+        state.last_warnings.pop(gone.worker.id, None)
+        if after.status.started_at is None and before.status.started_at is not None:
+            state.ran_s += max(0.0, time.time() - before.status.started_at)
+            state.ended.clear()
+        with self._decisions.recording() as recorder:
+            recorder.change.workers[gone.worker.id] = gone
+            recorder.change.jobs[after.uid] = after
+            if after.intent is Intent.FAIL and before.intent is not Intent.FAIL and not after.status.phase.final:
+                recorder.fail(after, others)
+
+    def never_made(self, worker: Worker) -> None:
+        """Record that the worker's pod could not be created."""
+        record = self._book.workers.get(worker.id)
+        if record is None or not record.alive or worker.id in self._workers.pods:
+            return
+        job = self._book.jobs[worker.job_uid]
+        self._book.workers[worker.id] = record = msgspec.structs.replace(record, released=True)
+        gone = msgspec.structs.replace(record.worker, phase=WorkerPhase.GONE, finished_at=time.time())
+        record = msgspec.structs.replace(record, worker=gone)
+        others = [w for w in self._book.attempt_of(job) if w.worker.id != worker.id]
+        after = after_worker_gone(job, record, [*others, record], time.time())
+        self._carry_on(job, after, record, [])
+        self._membership.service.worker_gone(job.uid, worker.id)
+        self._events.workers_changed(job.uid)
+
+    def remake(self, pod: PodView) -> None:
+        """Replace a worker that cannot stay on its node, which does not count as a failure."""
+        worker = worker_id(pod.job_uid, pod.index)
+        record = self._book.workers.get(worker)
+        if record is not None and record.alive and not record.released:
+            leaving = msgspec.structs.replace(record, released=True, released_at=time.time())
+            self._book.commit(Change(workers={worker: leaving}))
+            self._workers.delete(worker, KILL_GRACE_S)

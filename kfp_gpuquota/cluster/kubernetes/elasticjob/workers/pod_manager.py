@@ -1,0 +1,180 @@
+"""Creates and deletes workers' pods, and handles refusals of the API server.
+
+If a pod's name exists already, the next worker has another name. After any other refusal (a ResourceQuota, pod
+security, an invalid template) no pods of the job are created for a while, and a condition states the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Phase, Reason, ReasonCode
+from kfp_gpuquota.cluster.jobs.records import with_status
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, pods_path
+from kfp_gpuquota.cluster.kubernetes.convert import requests
+from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.job_credentials import JobSecrets
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers import pod_builder
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import with_assignment
+from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Sharer
+from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import note_of
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.api import Worker
+    from kfp_gpuquota.cluster.jobs.records import JobRecord
+    from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
+    from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
+
+DELETE_AGAIN_S: Final = 5.0
+KILL_GRACE_S: Final = 1.0
+NAME_TAKEN_PAUSE_S: Final = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class WorkerPods:
+    """Pods of workers; `pods` are the existing ones by worker, and `killed` are workers that were killed."""
+
+    def __init__(
+        self,
+        book: Book,
+        writer: Writer,
+        settings: pod_builder.PodSettings,
+        reservations: Reservations,
+        *,
+        written_pods: WrittenPods,
+        statuses: StatusRequests,
+        events: JobPartEvents,
+    ) -> None:
+        self._book, self._writer, self._settings, self._reservations = book, writer, settings, reservations
+        self._written_pods, self._statuses, self._events = written_pods, statuses, events
+        self._pod = msgspec.json.Decoder(Pod)
+        self._secrets = JobSecrets(book, writer, settings, statuses)
+        self.pods: dict[str, PodView] = {}
+        self.killed: set[str] = set()
+
+    def make(self, uid: str, workers: list[Worker]) -> None:
+        """Create the workers' pods after their Secret: a kubelet retries a missing one only after a long pause."""
+
+        def make_pods() -> None:
+            for worker in workers:
+                self._make_pod(uid, worker)
+
+        def failed(error: Exception) -> None:
+            for worker in workers:
+                self._not_made(worker, error)
+
+        self._secrets.ensure(uid, make_pods, failed)
+
+    def renew_secret(self, uid: str) -> None:
+        """Replace the Secret of a running job if it does not hold this controller's token and authority."""
+        self._secrets.renew(uid)
+
+    def _make_pod(self, uid: str, worker: Worker, assignment: DeviceAssignment | None = None) -> None:
+        record = self._book.workers.get(worker.id)
+        if record is None or record.released or uid not in self._book.runtime_states:
+            self._events.pod_not_created(worker)
+            return
+        job = self._book.jobs[uid]
+        if job.spec.shared and assignment is None:
+            self._reserve(job, worker)
+            return
+        state, settings = self._book.runtime_states[uid], self._settings
+        if settings.shards:
+            settings = msgspec.structs.replace(settings, coordinator=settings.shards[state.shard])
+        body = pod_builder.worker_pod(state.object, job, worker, settings)
+        if assignment is not None:
+            body = with_assignment(body, job.spec, assignment)
+        namespace = body["metadata"]["namespace"]
+        write = Write(
+            verb="POST",
+            path=pods_path(namespace),
+            about=f"{namespace}/{body['metadata']['name']}",
+            lane=Lane.CREATE,
+            body=body,
+        )
+        self._writer.submit(write, partial(self._made, worker), partial(self._not_made, worker))
+
+    def _reserve(self, job: JobRecord, worker: Worker) -> None:
+        """Create the pod of a worker with shared GPUs when these are reserved and its part of them is free."""
+        note = self.share_of(worker.id)
+        assert note is not None, "a worker without a pod is in the book"
+        ready, failed = partial(self._make_pod, job.uid, worker), partial(self._not_made, worker)
+        self._reservations.prepare(Sharer(note, ready, failed))
+
+    def share_of(self, worker: str) -> ShareNote | None:
+        """Return the worker's share of GPUs; None for an untracked worker."""
+        record = self._book.workers.get(worker)
+        if record is None:
+            return None
+        meta = self._book.runtime_states[record.worker.job_uid].object.metadata
+        pod = f"{meta.namespace}/{pod_builder.pod_name(meta.name, record.worker.index)}"
+        return note_of(self._book.jobs[record.worker.job_uid].spec, worker, pod, record.worker.started_at)
+
+    def _made(self, worker: Worker, answer: bytes) -> None:
+        self._written_pods.note(self._pod.decode(answer))
+        record = self._book.workers.get(worker.id)
+        if record is not None and record.released:  # released while its pod was being created
+            self.delete(worker.id, self._book.jobs[worker.job_uid].spec.grace_period_s)
+
+    def _not_made(self, worker: Worker, error: Exception) -> None:
+        """Give up the worker if its pod's name exists (409); after any other refusal hold the job back as well."""
+        if worker.id in self.pods:
+            return  # an earlier attempt of the same write succeeded, and the watch has reported the pod
+        taken = isinstance(error, ApiError) and error.status == 409
+        if not taken:
+            self._hold_back(worker.job_uid, str(error))
+        asyncio.get_running_loop().call_later(
+            NAME_TAKEN_PAUSE_S if taken else 0.0, self._events.pod_not_created, worker
+        )
+
+    def _hold_back(self, uid: str, why: str) -> None:
+        """Create no pods of the job for a while after a refusal, with exponential backoff."""
+        state = self._book.runtime_states.get(uid)
+        if state is None or state.held_back == why:
+            return
+        log.warning("pods of job %s are refused: %s", state.object.metadata.name, why)
+        state.held_back = why
+        self._book.emit(scheduler.JobSuspended(uid))
+        asyncio.get_running_loop().call_later(state.hold_pauses.next_s(), self._release_hold, uid)
+        job = self._book.jobs[uid]
+        self._book.jobs[uid] = with_status(job, reason=Reason(code=ReasonCode.WORKER_FAILED, message=why))
+        self._statuses.changed(uid)
+
+    def _release_hold(self, uid: str) -> None:
+        job = self._book.jobs.get(uid)
+        if job is not None and uid in self._book.runtime_states:
+            self._book.runtime_states[uid].held_back = ""
+            if job.status.phase is not Phase.SUSPENDED and not job.status.phase.final and not job.ending:
+                self._book.emit(scheduler.JobResumed(uid))
+
+    def kill(self, worker: str) -> None:
+        """Kill the worker's process, which counts as a failure."""
+        self.killed.add(worker)
+        self.delete(worker, KILL_GRACE_S)
+
+    def delete(self, worker: str, grace_s: float) -> None:
+        """Delete the worker's pod; retried until it succeeds."""
+        pod = self.pods.get(worker)
+        if self._reservations.gives_up(worker):
+            self._events.pod_not_created(self._book.workers[worker].worker)
+        elif pod is not None:
+            write = requests.deletion(pod.namespace, pod.name, pod.uid, grace_s)
+            self._writer.submit(write, lambda _: None, partial(self._not_deleted, worker, grace_s))
+
+    def _not_deleted(self, worker: str, grace_s: float, error: Exception) -> None:
+        if isinstance(error, ApiError) and error.status == 404:
+            return  # the watch reports it as well; 409 may be a transient conflict
+        asyncio.get_running_loop().call_later(DELETE_AGAIN_S, self.delete, worker, grace_s)

@@ -1,0 +1,1 @@
+"""The web page of the embedded cluster: its port, and what it shows."""

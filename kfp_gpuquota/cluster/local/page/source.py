@@ -1,0 +1,154 @@
+"""The embedded cluster as the web page reads it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.api.history import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api.history import Usage
+    from kfp_gpuquota.api.wire import Event, JobUpdate, LogChunk, NodeView, Outlook, ProjectView, Supposition
+    from kfp_gpuquota.cluster.jobs.records import JobRecord, WorkerRecord
+    from kfp_gpuquota.cluster.local.cluster import LocalCluster
+    from kfp_gpuquota.cluster.local.home import Home
+    from kfp_gpuquota.cluster.local.storage.state import ClusterState
+    from kfp_gpuquota.cluster.local.storage.store import Store
+
+CACHED_EVENTS: Final = 64
+
+
+class LocalPages:
+    """`web.source.Source` over the cluster's state in memory."""
+
+    def __init__(self, home: Home, store: Store, state: ClusterState, cluster: LocalCluster) -> None:
+        self._home, self._store, self._state, self._cluster = home, store, state, cluster
+        self._views: dict[str, tuple[JobRecord, list[WorkerRecord], Job]] = {}
+        self._listed: tuple[int, tuple[Job, ...]] = (-1, ())
+        self._events: dict[str, tuple[int, tuple[Event, ...]]] = {}
+
+    def revision(self) -> int:
+        """Return the state's revision."""
+        return self._state.revision
+
+    def now(self) -> float:
+        """Return the state's time."""
+        return self._state.clock()
+
+    async def changed(self, after: int, timeout_s: float) -> None:
+        """Wait for a change."""
+        await self._state.wait_for_change(after, timeout_s)
+
+    def projects(self) -> tuple[ProjectView, ...]:
+        """Return all projects."""
+        return self._state.list_projects()
+
+    def jobs(self) -> tuple[Job, ...]:
+        """Return all jobs; the view of one whose records did not change is the same object as before."""
+        revision = self._state.revision
+        if self._listed[0] != revision:
+            jobs = tuple(self._view(job) for job in self._state.jobs.values())
+            if len(self._views) > len(jobs):
+                self._views = {uid: view for uid, view in self._views.items() if uid in self._state.jobs}
+            self._listed = (revision, jobs)
+        return self._listed[1]
+
+    def job(self, project: str, name: str) -> Job:
+        """Return one job. Raises NotFoundError."""
+        return self._view(self._state.job_named(project, name))
+
+    def nodes(self) -> tuple[NodeView, ...]:
+        """Return all nodes."""
+        return self._cluster.list_nodes()
+
+    def memory_of(self, worker: str, device: int) -> tuple[tuple[float, int], ...]:
+        """Return what a worker used of a device."""
+        return self._cluster.memory.of(worker, device)
+
+    def idle_since(self) -> dict[tuple[str, int], float]:
+        """Return when the last worker of a job that is still listed left each device."""
+        found: dict[tuple[str, int], float] = {}
+        for record in self._state.workers.values():
+            worker = record.worker
+            if worker.finished_at is not None:
+                for device in worker.devices:
+                    place = (worker.node, device)
+                    found[place] = max(found.get(place, 0.0), worker.finished_at)
+        return found
+
+    def events_of(self, uid: str) -> tuple[Event, ...]:
+        """Return a job's history, from the state file where something was added since it was last read."""
+        newest = self._store.revision()
+        if self._events.get(uid, (-1, ()))[0] != newest:
+            if len(self._events) >= CACHED_EVENTS:
+                self._events.clear()
+            self._events[uid] = (newest, tuple(self._store.load_job_events(uid)))
+        return self._events[uid][1]
+
+    def reports_of(self, uid: str) -> tuple[Report, ...]:
+        """Return a training's reports, the last one included."""
+        job, stored = self._state.jobs.get(uid), self._state.reports.of(uid)
+        progress = job.status.progress if job is not None else None
+        if progress is None or (stored and stored[-1].at >= progress.at):
+            return tuple(stored)
+        last = Report(progress.at, progress.step, progress.metrics, progress.throughput, progress.workers)
+        return (*stored, last)
+
+    def usage(self, width_s: int, since: float) -> Sequence[Usage]:
+        """Return the projects' usage."""
+        return self._store.load_usage(width_s, since)
+
+    def what_if(self, supposed: Supposition) -> Outlook:
+        """Return what would happen. Raises NotFoundError for a project that does not exist."""
+        for spec in supposed.submit:
+            self._state.project(spec.project)
+        return self._cluster.what_if(supposed)
+
+    async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
+        """Return a piece of a log. Raises NotFoundError."""
+        if offset < 0:
+            offset = max(0, self._log_size(project, name, worker) + offset)
+        return await self._cluster.read_log(project, name, worker, offset, timeout_s)
+
+    async def suspend(self, project: str, name: str) -> None:
+        """Suspend the job."""
+        self._cluster.suspend_job(project, name)
+
+    async def resume(self, project: str, name: str) -> None:
+        """Resume the job."""
+        self._cluster.resume_job(project, name)
+
+    async def update(self, project: str, name: str, changed: JobUpdate) -> None:
+        """Change the job."""
+        self._cluster.update_job(project, name, changed)
+
+    async def delete(self, project: str, name: str) -> None:
+        """Delete the job."""
+        self._cluster.delete_job(project, name)
+
+    def _view(self, job: JobRecord) -> Job:
+        workers = self._state.workers_of(job.uid)
+        found = self._views.get(job.uid)
+        if found is None or found[0] is not job or not _same(found[1], workers):
+            found = self._views[job.uid] = (job, workers, self._state.view(job.uid))
+        return found[2]
+
+    def _log_size(self, project: str, name: str, worker: str) -> int:
+        """Return the length of a log on this machine in bytes; 0 where it is on another one, or is not there."""
+        job = self._state.job_named(project, name)
+        workers = self._state.workers_of(job.uid)
+        chosen = [record.worker.id for record in workers if worker in (record.worker.id, str(record.worker.index))]
+        if not worker:
+            attempt = [record.worker.id for record in workers if record.attempt == job.attempt]
+            chosen = [job.status.result_worker] if job.status.result_worker else attempt
+        try:
+            return (self._home.worker(job.uid, chosen[0]) / "log").stat().st_size if chosen else 0
+        except OSError:
+            return 0
+
+
+def _same(before: Sequence[WorkerRecord], now: Sequence[WorkerRecord]) -> bool:
+    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))

@@ -1,0 +1,1 @@
+"""What the embedded cluster stores: its SQLite file, the copy in memory, history and retention."""

@@ -1,0 +1,23 @@
+"""Which ended jobs are deleted by themselves, with their logs and checkpoints. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfp_gpuquota.cluster.jobs.records import JobRecord
+
+INTERVAL_S: Final = 600.0
+
+
+def outdated(jobs: Iterable[JobRecord], now: float, keep_s: float, keep_jobs: int) -> list[JobRecord]:
+    """Return the jobs that ended longer than `keep_s` ago, and the oldest ones beyond the newest `keep_jobs`.
+
+    `now` in seconds since the epoch: a clock that is set forward by days deletes early, one that is set back never.
+    """
+    ended = [job for job in jobs if job.status.phase.final and job.status.finished_at is not None]
+    ended.sort(key=lambda job: job.status.finished_at or 0.0, reverse=True)
+    kept = [job for job in ended[:keep_jobs] if now - (job.status.finished_at or 0.0) < keep_s]
+    return ended[len(kept) :]

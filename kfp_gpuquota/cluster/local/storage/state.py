@@ -1,0 +1,408 @@
+"""The cluster's state in memory: a copy of what SQLite holds, with the scheduler's indexed view beside it.
+
+A `Change` gathers what one decision alters. `commit` writes all of it in one transaction, which ends only when the
+scheduler has accepted the change: so a full disk, a kill at any moment, or a change that the scheduler refuses leave
+file and memory as they were, and nothing is stored that could not be loaded again. Processes are started and signalled
+after the commit, from what was committed: a daemon that died in between finds it there and does it then.
+
+What cannot be loaded all the same is set aside (`Store.quarantine`), and the rest is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.api.project import check_parents
+from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.wire import JobList, NodeView, ProjectView
+from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
+from kfp_gpuquota.cluster.jobs.records import JobRecord, view, with_status
+from kfp_gpuquota.cluster.local.steady_clock import SteadyClock
+from kfp_gpuquota.cluster.local.storage.history import ReportHistory
+from kfp_gpuquota.cluster.local.storage.store import KEPT_EVENTS
+from kfp_gpuquota.cluster.usage import recalled
+from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, StateFileError, UsageError
+from kfp_gpuquota.garbage import collector_paused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from kfp_gpuquota.api import Job, Node, Project, Reason, Worker
+    from kfp_gpuquota.cluster.jobs.records import WorkerRecord
+    from kfp_gpuquota.cluster.local.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+
+class ClusterState(JobBook):
+    """Projects, nodes, jobs and workers, each by its key, and the scheduler's state.
+
+    `make_room()` frees some of a full disk, and returns whether it could: for changes that end something.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        nodes: Iterable[Node],
+        usage_half_life_s: float | None = None,
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__({node.name: node for node in nodes})
+        self._store, self._make_room = store, make_room
+        self.reports = ReportHistory(store)
+        self._taken: dict[str, tuple[int, ...]] = {}
+        self.projects: dict[str, Project] = {}
+        self._usage_half_life_s = usage_half_life_s
+        self.scheduler = scheduler.State(usage_half_life_s=usage_half_life_s)
+        self._uids: dict[tuple[str, str], str] = {}
+        self._by_request: dict[str, str] = {}
+        self._revision = time.time_ns() // 1_000_000  # differs from every earlier daemon's
+        self._waiters: set[asyncio.Future[None]] = set()
+        with collector_paused():
+            self._load()
+            gc.freeze()  # what was loaded stays: later passes need not look at it
+        self.clock = SteadyClock(self._newest_record())
+        self._recall_usage()
+
+    # Reading
+
+    @property
+    def revision(self) -> int:
+        """Changes with every change."""
+        return self._revision
+
+    def job_named(self, project: str, name: str) -> JobRecord:
+        """One job. Raises NotFoundError."""
+        uid = self._uids.get((project, name))
+        if uid is None:
+            raise NotFoundError(
+                f"project {project!r} has no job {name!r}; see what it has with: gpuquota list -p {project}"
+            )
+        return self.jobs[uid]
+
+    def job_of_request(self, request_id: str) -> JobRecord | None:
+        """The job that this request has made already."""
+        uid = self._by_request.get(request_id)
+        return self.jobs.get(uid) if uid else None
+
+    def has_name(self, project: str, name: str) -> bool:
+        """Return whether the project has a job of this name."""
+        return (project, name) in self._uids
+
+    def project(self, name: str) -> Project:
+        """One project. Raises NotFoundError."""
+        if name not in self.projects:
+            raise NotFoundError(
+                f"project {name!r} does not exist; create it with: gpuquota project create {name} --guaranteed N"
+            )
+        return self.projects[name]
+
+    def view(self, uid: str) -> Job:
+        """The job as clients see it."""
+        return view(self.jobs[uid], self.workers_of(uid))
+
+    def list_jobs(self, project: str = "", limit: int | None = None, page: str = "") -> JobList:
+        """All jobs, or a project's, oldest first; with `limit` a page, which begins behind the job that `page` names.
+
+        A page is named by the submission time and uid of its predecessor's last job, so that the other pages stay what
+        they are while jobs are deleted.
+        """
+        chosen = [job for job in self.jobs.values() if project in ("", job.spec.project)]
+        if page:
+            chosen = _behind(chosen, *_place_of(page))
+        if limit is None or limit >= len(chosen):
+            return JobList(revision=self._revision, jobs=tuple(self.view(job.uid) for job in chosen))
+        chosen = chosen[:limit]
+        last = f"{chosen[-1].status.submitted_at!r}/{chosen[-1].uid}"
+        return JobList(revision=self._revision, jobs=tuple(self.view(job.uid) for job in chosen), next_page=last)
+
+    def list_projects(self) -> tuple[ProjectView, ...]:
+        """All projects with what they hold, by name."""
+        held = dict.fromkeys(self.projects, 0.0)
+        wanted = dict.fromkeys(self.projects, 0.0)
+        lent = dict.fromkeys(self.projects, 0.0)
+        for uid, job in self.jobs.items():
+            if job.spec.project in held and not job.status.phase.final:
+                gpus = sum(w.worker.gpus for w in self.alive_of(uid))
+                held[job.spec.project] += gpus
+                lent[job.spec.project] += 0.0 if job.spec.shared else max(0.0, gpus - job.spec.gpus)
+                wanted[job.spec.project] += job.spec.gpus * min(1.0, job.spec.share_of(self._device_memory_mib))
+        return tuple(
+            ProjectView(
+                project=project,
+                allocated=as_number(held[name]),
+                over_quota=as_number(max(0.0, held[name] - project.guaranteed)),
+                requested=as_number(wanted[name]),
+                lent=as_number(lent[name]),
+            )
+            for name, project in sorted(self.projects.items())
+        )
+
+    def list_nodes(self) -> tuple[NodeView, ...]:
+        """All nodes, with the workers that hold their devices; a device that is taken is used and held by none."""
+        held: dict[str, dict[int, list[Worker]]] = {name: {} for name in self.nodes}
+        for record in self.workers.values():
+            for device in record.worker.devices if record.alive else ():
+                held[record.worker.node].setdefault(device, []).append(record.worker)
+        return tuple(
+            NodeView(
+                node=node,
+                held={device: tuple(w.id for w in workers) for device, workers in held[name].items()},
+                used={
+                    **{device: as_number(sum(w.share for w in workers)) for device, workers in held[name].items()},
+                    **dict.fromkeys(self._taken.get(name, ()), 1),
+                },
+            )
+            for name, node in self.nodes.items()
+        )
+
+    @property
+    def _device_memory_mib(self) -> int:
+        """The smallest device's: what memory that is asked for counts as before it has a place."""
+        return min((device.memory_mib for node in self.nodes.values() for device in node.devices), default=0)
+
+    async def wait_for_change(self, after: int | None, timeout_s: float) -> None:
+        """Return once the revision is not `after` any more, or `timeout_s` is over."""
+        if after != self._revision or timeout_s <= 0:
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter
+        except TimeoutError:
+            pass
+        finally:
+            self._waiters.discard(waiter)
+
+    # Changing
+
+    @contextlib.contextmanager
+    def change(self, *, durable: bool = True) -> Iterator[Change]:
+        """Gather a change; it is committed when the block ends without an error."""
+        gathered = Change()
+        yield gathered
+        self.commit(gathered, durable=durable)
+
+    def commit(self, change: Change, *, durable: bool = True) -> None:
+        """Write it, and remember it. Raises StateFileError or ConflictError, and nothing has changed then."""
+        try:
+            self._commit(change, durable=durable)
+        except StateFileError:
+            if not (_ends_something(change) and self._make_room()):
+                raise
+            self._commit(change, durable=durable)
+
+    def _commit(self, change: Change, *, durable: bool) -> None:
+        applied = False
+        try:
+            with self._store.transaction(durable=durable):
+                self._write(change)
+                applied = True
+                for event in list(self.scheduler_events(change)):
+                    self.scheduler.apply(event)
+        except BaseException as error:
+            if applied:
+                self._rebuild_scheduler()
+            if not isinstance(error, Exception) or isinstance(error, StateFileError):
+                raise
+            log.exception("a change was refused, and is not stored")
+            raise ConflictError(f"the cluster cannot take this change ({error}); nothing was changed") from error
+        self.apply_change(change)
+        self.wake()
+
+    def note_waiting(self, uid: str, reason: Reason | None) -> None:
+        """Keep why a job waits in memory; the next plan computes it again, so nothing is written."""
+        job = self.jobs[uid]
+        if job.status.reason is not reason and job.status.reason != reason:
+            self.jobs[uid] = with_status(job, reason=reason)
+            self.wake()
+
+    def wake(self) -> None:
+        """Wake up the requests that wait for a change."""
+        self._revision += 1
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def set_nodes(self, nodes: Iterable[Node], taken: Mapping[str, tuple[int, ...]]) -> bool:
+        """The cluster's nodes are these from now on; one that still has workers stays, and gets no more of them.
+
+        Devices that are `taken` are used by others, and not planned with. Returns whether any of this is a change.
+        """
+        given = {node.name: node for node in nodes}
+        for record in self.workers.values():
+            name = record.worker.node
+            if record.alive and name not in given:
+                given[name] = msgspec.structs.replace(self.nodes[name], ready=False)
+        changed = [name for name in given if given[name] != self.nodes.get(name)]
+        removed = [name for name in self.nodes if name not in given]
+        retaken = [name for name in given if taken.get(name) != self._taken.get(name)]
+        if not changed and not removed and not retaken:
+            return False
+        if changed or removed:
+            with self._store.transaction():
+                self._store.save_nodes(given.values())
+        self.nodes, self._taken = given, dict(taken)
+        for name in dict.fromkeys([*changed, *retaken]):
+            self.scheduler.apply(scheduler.NodeChanged(self._usable(given[name])))
+        for name in removed:
+            self.scheduler.apply(scheduler.NodeRemoved(name))
+        self.wake()
+        return True
+
+    # Inside
+
+    def scheduler_events(self, change: Change) -> Iterator[scheduler.Event]:
+        """Return the scheduler's events for a change, those of projects first."""
+        for name, project in change.projects.items():
+            yield scheduler.QuotaRemoved(name) if project is None else scheduler.QuotaChanged(project)
+        yield from super().scheduler_events(change)
+
+    def _write(self, change: Change) -> None:
+        for name, project in change.projects.items():
+            if project is None:
+                self._store.delete_project(name)
+            else:
+                self._store.save_project(project)
+        for uid, job in change.jobs.items():
+            if job is None:
+                self._store.delete_job(uid)
+            else:
+                self._store.save_job(job)
+        for worker in change.workers.values():
+            if change.jobs.get(worker.worker.job_uid, worker) is not None:
+                self._store.save_worker(worker)
+        for event in change.events:
+            self._store.append_event(event)
+        self.reports.write(change, self.jobs)
+
+    def apply_change(self, change: Change) -> None:
+        """Apply the change to the state."""
+        for name, project in change.projects.items():
+            if project is None:
+                del self.projects[name]
+            else:
+                self.projects[name] = project
+        super().apply_change(change)
+
+    def put_job(self, job: JobRecord) -> None:
+        """The job as given from now on, also by its name and by the request that made it."""
+        super().put_job(job)
+        self._uids[job.spec.project, job.spec.name] = job.uid
+        self._by_request[job.request_id] = job.uid
+
+    def remove_job(self, uid: str) -> list[str]:
+        """Delete the job, its name and its workers."""
+        job = self.jobs[uid]
+        del self._uids[job.spec.project, job.spec.name]
+        self._by_request.pop(job.request_id, None)
+        return super().remove_job(uid)
+
+    def _load(self) -> None:
+        """Everything that is stored and can be used, as if it happened just now."""
+        projects = self._usable_projects()
+        workers: dict[str, list[WorkerRecord]] = {}
+        for record in self._store.load_workers():
+            workers.setdefault(record.worker.job_uid, []).append(record)
+        self._apply_nodes()
+        self._take(Change(projects={project.name: project for project in projects}))
+        for job in self._store.load_jobs():
+            self._load_job(job, workers.pop(job.uid, []))
+        for record in [record for left in workers.values() for record in left]:
+            self._store.quarantine("workers", record.worker.id, f"there is no job {record.worker.job_uid}")
+
+    def _load_job(self, job: JobRecord, workers: list[WorkerRecord]) -> None:
+        try:
+            self._take(Change(jobs={job.uid: job}, workers={record.worker.id: record for record in workers}))
+        except Exception as error:
+            log.exception("job %s cannot be used", job.uid)
+            self._store.quarantine("jobs", job.uid, f"the scheduler refuses it: {error}")
+            for record in workers:
+                self._store.quarantine("workers", record.worker.id, f"there is no job {job.uid}")
+            self._rebuild_scheduler()
+
+    def _usable_projects(self) -> list[Project]:
+        """Return all projects; one with impossible parents is used without a parent."""
+        projects = {project.name: project for project in self._store.load_projects()}
+        for name, project in list(projects.items()):
+            try:
+                check_parents(projects, project)
+            except UsageError as error:
+                self._store.quarantine("projects", name, error.message, keep=True)
+                projects[name] = msgspec.structs.replace(project, parent=None)
+                with self._store.transaction():
+                    self._store.save_project(projects[name])
+        return list(projects.values())
+
+    def _take(self, change: Change) -> None:
+        for event in list(self.scheduler_events(change)):
+            self.scheduler.apply(event)
+        self.apply_change(change)
+
+    def _apply_nodes(self) -> None:
+        for node in self.nodes.values():
+            self.scheduler.apply(scheduler.NodeChanged(self._usable(node)))
+
+    def _usable(self, node: Node) -> Node:
+        """The node without the devices that others use."""
+        taken = self._taken.get(node.name, ())
+        return msgspec.structs.replace(node, devices=tuple(d for d in node.devices if d.index not in taken))
+
+    def _rebuild_scheduler(self) -> None:
+        """Make the scheduler's state anew from what is remembered: it has taken half of something."""
+        remembered = Change(projects=dict(self.projects), jobs=dict(self.jobs), workers=dict(self.workers))
+        self.scheduler = scheduler.State(usage_half_life_s=self._usage_half_life_s)
+        self._apply_nodes()
+        before, self.jobs, self.workers = (self.jobs, self.workers), {}, {}
+        try:
+            for event in list(self.scheduler_events(remembered)):
+                self.scheduler.apply(event)
+        finally:
+            self.jobs, self.workers = before
+        self._recall_usage()
+
+    def _newest_record(self) -> float:
+        """When the newest thing that is remembered happened, in seconds since the epoch."""
+        statuses = (job.status for job in self.jobs.values())
+        return max((at for s in statuses for at in (s.submitted_at, s.started_at, s.finished_at) if at), default=0.0)
+
+    def _recall_usage(self) -> None:
+        """Pass the projects' borrowing before this daemon's start to the scheduler, if it counts."""
+        half_life_s = self._usage_half_life_s
+        if half_life_s is None:
+            return
+        for event in recalled(self._store.load_events(0, KEPT_EVENTS), self.projects, self.clock(), half_life_s):
+            self.scheduler.apply(event)
+
+
+def _behind(jobs: list[JobRecord], at: float, uid: str) -> list[JobRecord]:
+    """The jobs behind the one with that uid; where it was deleted meanwhile, those that were submitted after it."""
+    for i, job in enumerate(jobs):
+        if job.uid == uid:
+            return jobs[i + 1 :]
+    return [job for job in jobs if job.status.submitted_at > at]
+
+
+def _place_of(page: str) -> tuple[float, str]:
+    """The submission time and the uid that name a page. Raises InvalidFieldError."""
+    at, _, uid = page.partition("/")
+    try:
+        return float(at), uid
+    except ValueError:
+        raise InvalidFieldError("page", page, "it must be the next_page of a list") from None
+
+
+def _ends_something(change: Change) -> bool:
+    """Return whether the change only stops, ends or deletes, and therefore frees disk space."""
+    jobs = all(job is None or job.ending or job.status.phase.final for job in change.jobs.values())
+    return jobs and all(project is None for project in change.projects.values())

@@ -1,0 +1,1 @@
+"""Workers' processes on one machine: their shims, devices, environment, and shares of a GPU."""

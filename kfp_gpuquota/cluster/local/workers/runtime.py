@@ -1,0 +1,197 @@
+"""The interface of the driver to workers' processes: on this machine, or on the nodes of a Ray cluster.
+
+The driver decides and records; a runtime starts, signals and watches processes, and reads what they leave behind. All
+calls come from the event loop, return at once, and are safe to repeat: a worker id runs at most once. What happens is
+reported to `Reports` from the event loop, after the call that caused it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kfp_gpuquota.cluster.local.workers import shims
+from kfp_gpuquota.cluster.local.workers.environment import worker_environment
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from kfp_gpuquota.api import JobSpec, Node, Worker
+    from kfp_gpuquota.cluster.jobs.records import JobRecord
+    from kfp_gpuquota.cluster.local.home import Home
+
+LOG_CHUNK: Final = 1 << 18
+
+log = logging.getLogger(__name__)
+
+
+class Reports(Protocol):
+    """The events of a runtime."""
+
+    def worker_started(self, worker: str) -> None:
+        """The worker's process runs; may be reported again."""
+
+    def worker_ended(self, worker: str, code: int) -> None:
+        """The worker's process has ended, and nothing that it started is left."""
+
+    def worker_not_started(self, worker: str, why: str) -> None:
+        """The machine could not start it for now; the driver tries again."""
+
+    def worker_lost(self, worker: str, why: str) -> None:
+        """The worker runs no more, and its own program is not the cause."""
+
+    def nodes_changed(self, nodes: Iterable[Node], taken: Mapping[str, tuple[int, ...]]) -> None:
+        """The cluster's nodes are these from now on; of some, others than this cluster's workers use devices."""
+
+
+class WorkerRuntime(Protocol):
+    """Starts, watches, signals and adopts the workers' processes."""
+
+    def check(self, spec: JobSpec) -> None:
+        """Raise InvalidFieldError for a job that this runtime cannot run."""
+
+    def start(self, job: JobRecord, worker: Worker) -> None:
+        """Start the worker. Raises OSError when the machine cannot; then nothing was started."""
+
+    def adopt(self, job: JobRecord, worker: Worker, *, wanted: bool) -> shims.Found:
+        """Return what became of a worker that an earlier daemon recorded, and watch it where it runs.
+
+        ASKED: the answer is reported later; a worker that never ran is then started where it is `wanted`, and else
+        reported as lost.
+        """
+
+    def prevent(self, worker: Worker) -> bool:
+        """Make sure that a worker which never started never will; False when it just has."""
+
+    def terminate(self, worker: str) -> None:
+        """SIGTERM now, SIGKILL after the worker's grace period."""
+
+    def kill(self, worker: str) -> None:
+        """Send SIGKILL to the worker immediately."""
+
+    def watches(self, worker: str) -> bool:
+        """Whether the worker's end will be reported."""
+
+    def exit_code(self, worker: Worker) -> int:
+        """Return the exit code of a worker for which `adopt` returned ENDED."""
+
+    def process_id(self, worker: Worker) -> int | None:
+        """Return the process id of a worker on its node; None where it is not available."""
+
+    def end_unrecorded(self, tracked: Collection[str]) -> None:
+        """End workers of this cluster that run and are not among `tracked`: the state was restored from a copy."""
+
+    async def read_log(self, worker: Worker, offset: int) -> tuple[bytes, int]:
+        """(A piece of the worker's log, where it begins): at `offset`, or later where that part was dropped."""
+
+    def remove_job(self, uid: str) -> None:
+        """Delete logs, checkpoints and directories of a job without workers."""
+
+    def close(self) -> None:
+        """Stop watching; running workers continue."""
+
+
+class LocalRuntime:
+    """The workers are processes of this machine, each below a shim."""
+
+    def __init__(
+        self,
+        home: Home,
+        nodes: Mapping[str, Node],
+        reports: Reports,
+        *,
+        open_files: int = 0,
+        log_limit: int = 0,
+        device_locks: tuple[int, ...] = (),
+    ) -> None:
+        self._home, self._nodes = home, nodes
+        self._open_files, self._log_limit = open_files, log_limit
+        self._shims = shims.Shims(
+            reports.worker_started, reports.worker_ended, reports.worker_not_started, device_locks
+        )
+
+    def check(self, spec: JobSpec) -> None:
+        """Raise InvalidFieldError for a working directory that a job could not start in."""
+        directory = spec.working_directory
+        if directory and not Path(directory).is_absolute():
+            raise InvalidFieldError("working_directory", directory, "it must be an absolute path")
+        if directory and not Path(directory).is_dir():
+            raise InvalidFieldError("working_directory", directory, "there is no such directory on this machine")
+
+    def start(self, job: JobRecord, worker: Worker) -> None:
+        """Start the worker under a shim. Raises OSError."""
+        command = shims.WorkerCommand(
+            command=job.spec.command,
+            environment=worker_environment(self._home, job, worker, self._nodes),
+            working_directory=job.spec.working_directory or str(self._home.job(job.uid)),
+            grace_period_s=job.spec.grace_period_s,
+            open_files=self._open_files,
+            log_limit=self._log_limit,
+        )
+        self._shims.start(worker.id, self._directory(worker), command)
+
+    def adopt(self, job: JobRecord, worker: Worker, *, wanted: bool) -> shims.Found:  # noqa: ARG002 (the protocol's)
+        """Read the worker's directory, and watch its shim where it lives."""
+        return self._shims.adopt(worker.id, self._directory(worker))
+
+    def prevent(self, worker: Worker) -> bool:
+        """Acquire the worker's lock and record its end, so that it never starts."""
+        return shims.prevent(self._directory(worker))
+
+    def terminate(self, worker: str) -> None:
+        """Pass SIGTERM to the worker's shim."""
+        self._shims.terminate(worker)
+
+    def kill(self, worker: str) -> None:
+        """Make the worker's shim kill it."""
+        self._shims.kill(worker)
+
+    def watches(self, worker: str) -> bool:
+        """Whether the worker's shim is watched."""
+        return self._shims.watches(worker)
+
+    def exit_code(self, worker: Worker) -> int:
+        """Return the exit code that the worker's shim recorded."""
+        return shims.exit_code(self._directory(worker))
+
+    def process_id(self, worker: Worker) -> int | None:
+        """Return what the worker's shim wrote."""
+        return shims.process_id(self._directory(worker))
+
+    def end_unrecorded(self, tracked: Collection[str]) -> None:
+        """Kill their processes."""
+        for worker in shims.without_record(self._home.jobs, tracked):
+            log.error("worker %s runs, but no job of this cluster has it: it is ended", worker)
+            shims.end_leftovers(worker)
+
+    async def read_log(self, worker: Worker, offset: int) -> tuple[bytes, int]:
+        """Return the log's content from the offset."""
+        return read_from(self._directory(worker) / "log", offset)
+
+    def remove_job(self, uid: str) -> None:
+        """Delete the job's directory."""
+        self._home.remove_job(uid)
+
+    def close(self) -> None:
+        """Stop watching the shims."""
+        self._shims.close()
+
+    def _directory(self, worker: Worker) -> Path:
+        return self._home.worker(worker.job_uid, worker.id)
+
+
+def read_from(path: Path, offset: int, limit: int = LOG_CHUNK) -> tuple[bytes, int]:
+    """(A piece, where it begins): what was given back to the file system before `offset` of a long log is left out."""
+    try:
+        with path.open("rb") as file:
+            try:
+                begin = os.lseek(file.fileno(), offset, os.SEEK_DATA)
+            except OSError:  # at or beyond the end
+                begin = offset
+            file.seek(begin)
+            return file.read(limit), begin
+    except FileNotFoundError:
+        return b"", offset

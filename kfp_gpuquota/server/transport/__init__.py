@@ -1,0 +1,1 @@
+"""Below HTTP: TLS, Unix sockets, and limits of connections."""
