@@ -18,7 +18,7 @@ from tools.devcluster.processes import Program
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tools.devcluster.client import Api
+    from tools.devcluster.api import Api
     from tools.devcluster.layout import Layout, Options, Ports
 
 NODE: Final = "real-0"
