@@ -84,20 +84,27 @@ def in_cluster(directory: Path = SERVICE_ACCOUNT) -> Access:
 
 def from_files(paths: str, context: str | None = None) -> Access:
     """Return the access of a context, by default the current one, of the kubeconfig files `paths`."""
+    if not any(Path(part).expanduser().exists() for part in paths.split(os.pathsep) if part):
+        raise NotFoundError(f"the kubeconfig {paths} does not exist; name another one in the variable KUBECONFIG")
     parts = package.load()
-    files = _read(parts.kube_config, paths)
+    reader = parts.kube_config
+    try:
+        return _access(parts, reader.KubeConfigMerger(paths), context)
+    except (reader.ConfigException, reader.yaml.YAMLError, *_MALFORMED) as error:
+        raise UsageError(f"the kubeconfig {paths} cannot be used ({error}); see: kubectl config view") from error
+
+
+def _access(parts: package.Package, files: Any, context: str | None) -> Access:
+    """Return the access of a context of merged files; `files` is the package's KubeConfigMerger."""
     chosen = context or _current_context(files)
     entry = _entry(files, "contexts", "context", chosen)
     cluster = _entry(files, "clusters", "cluster", entry.get("cluster", ""))
     user = _entry(files, "users", "user", entry["user"]) if entry.get("user") else {}
     configuration, plugin = parts.configuration.Configuration(), _plugin(user)
-    try:
-        loader = parts.kube_config.KubeConfigLoader(
-            files.config, active_context=chosen, config_base_path=None, config_persister=files.save_changes
-        )
-        _, said = _run(lambda: loader.load_and_set(configuration), plugin)
-    except (parts.kube_config.ConfigException, *_MALFORMED) as error:
-        raise UsageError(f"the kubeconfig {paths} cannot be used ({error}); see: kubectl config view") from error
+    loader = parts.kube_config.KubeConfigLoader(
+        files.config, active_context=chosen, config_base_path=None, config_persister=files.save_changes
+    )
+    _, said = _run(lambda: loader.load_and_set(configuration), plugin)
     if plugin and not configuration.auth_settings() and not configuration.cert_file:
         raise _no_credentials(plugin, said or "it returned neither a token nor a certificate")
     _set_proxy(configuration, cluster.get("proxy-url") or "")
@@ -109,16 +116,6 @@ def from_files(paths: str, context: str | None = None) -> Access:
         headers=tuple(_impersonation(user)),
         plugin=plugin,
     )
-
-
-def _read(reader: Any, paths: str) -> Any:
-    """Return the package's merger of these files."""
-    if not any(Path(part).expanduser().exists() for part in paths.split(os.pathsep) if part):
-        raise NotFoundError(f"the kubeconfig {paths} does not exist; name another one in the variable KUBECONFIG")
-    try:
-        return reader.KubeConfigMerger(paths)
-    except (reader.ConfigException, reader.yaml.YAMLError, *_MALFORMED) as error:
-        raise UsageError(f"the kubeconfig {paths} cannot be read ({error}); see: kubectl config view") from error
 
 
 def _current_context(files: Any) -> str:

@@ -56,10 +56,11 @@ def load() -> Package:
 
 
 def _loaded() -> Package:
-    found = sys.modules.get("kubernetes.client")
-    if found is None:
+    if "kubernetes.client" not in sys.modules:
         for name in _DEFERRED:
             _defer(name)
+        if "kubernetes.client" not in sys.modules:
+            raise ModuleNotFoundError("No module named 'kubernetes'", name="kubernetes")
         _import_reader(sys.modules["kubernetes.client"])
     names = ("config.kube_config", "config.incluster_config", "client.configuration", "client.rest")
     return Package(*(importlib.import_module(f"kubernetes.{name}") for name in names))
@@ -88,8 +89,6 @@ def _defer(name: str) -> None:
     parent, _, child = name.rpartition(".")
     spec = None if name in sys.modules else _spec(name)
     if spec is None or spec.loader is None:
-        if name == "kubernetes" and name not in sys.modules:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return
     module = importlib.util.module_from_spec(spec)
     vars(module)["__getattr__"] = _Execution(module).attribute
