@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.user_client import kubeconfig
 from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
@@ -349,6 +350,12 @@ def test_a_pod_uses_its_service_account(
     (tmp_path / "token").write_text("")
     with pytest.raises(UsageError, match="the service account of this pod cannot be used"):
         in_cluster(tmp_path)
+
+
+def test_the_controller_takes_a_token_or_a_certificate_only(write: Write, tmp_path: Path, token: str) -> None:
+    assert from_file(write({"token": token})).token() == token
+    with pytest.raises(UsageError, match=r"has 'exec'; give the controller a token or a certificate"):
+        from_file(write(plugin(tmp_path, "exit 1")))
 
 
 def test_without_the_package_the_command_says_what_to_install(cluster: DevCluster) -> None:
