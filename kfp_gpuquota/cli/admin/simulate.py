@@ -77,12 +77,12 @@ def simulate(
 def _results(
     names: Sequence[str], nodes: list[TraceNode], jobs: list[TraceJob], guaranteed: dict[str, int]
 ) -> list[Result]:
-    from kfp_gpuquota.simulator import POLICIES, Options, simulate  # noqa: PLC0415
+    from kfp_gpuquota.simulator import POLICIES, SimulationOptions, simulate  # noqa: PLC0415
 
     unknown = next((name for name in names if name not in POLICIES), None)
     if unknown is not None:
         raise InvalidFieldError("policy", unknown, f"it must be one of {', '.join(POLICIES)}")
-    options = Options(clock=time.perf_counter, guaranteed=guaranteed)
+    options = SimulationOptions(clock=time.perf_counter, guaranteed=guaranteed)
     return [simulate(nodes, jobs, POLICIES[name], options) for name in names or POLICIES]
 
 

@@ -51,7 +51,7 @@ ACCOUNT: Final = "gpuquota-controller"
 log = logging.getLogger(__name__)
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Command-line options of a replica; port 0 selects a free port, `webhook_port` 0 disables the webhook.
 
     With `reviews_only` it never leads. `keys_namespace` has the Secrets of the authority and the key; "": `namespace`,
@@ -85,7 +85,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class Replica:
     """One replica of the controller."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: ReplicaOptions) -> None:
         self._options = options
         self._metrics = metrics.Metrics()
         self._controller: Controller | None = None
