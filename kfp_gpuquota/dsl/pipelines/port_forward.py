@@ -21,7 +21,7 @@ from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 SERVICE: Final = "svc/ml-pipeline"
 PORT: Final = 8888
