@@ -25,30 +25,30 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 GROUPS: Final = {
-    "cluster": ("cluster", "app"),
-    "project": ("projects", "app"),
+    "cluster": ("admin.cluster", "app"),
+    "project": ("admin.projects", "app"),
     "pipeline": ("pipeline", "app"),
-    "policy": ("policies", "app"),
-    "config": ("projects", "config"),
+    "policy": ("admin.policies", "app"),
+    "config": ("admin.projects", "config"),
 }
 """Groups of commands: the module and the name in it that define each."""
 
 COMMANDS: Final = {
-    "submit": ("submit",),
-    "run": ("run",),
-    "update": ("update",),
-    "listing": ("list", "get", "events"),
-    "show": ("describe", "explain"),
-    "top": ("top",),
-    "logs": ("logs",),
-    "jobs": ("suspend", "resume", "wait", "delete"),
-    "access": ("exec", "bash", "attach", "port-forward"),
-    "simulate": ("simulate",),
-    "whatif": ("what-if",),
-    "doctor": ("doctor",),
-    "report": ("report",),
-    "uninstall": ("uninstall",),
-    "ui": ("ui",),
+    "jobs.submit": ("submit",),
+    "jobs.run": ("run",),
+    "jobs.update": ("update",),
+    "jobs.listing": ("list", "get", "events"),
+    "jobs.show": ("describe", "explain"),
+    "jobs.top": ("top",),
+    "jobs.logs": ("logs",),
+    "jobs.ending": ("suspend", "resume", "wait", "delete"),
+    "jobs.access": ("exec", "bash", "attach", "port-forward"),
+    "admin.simulate": ("simulate",),
+    "jobs.whatif": ("what-if",),
+    "admin.doctor": ("doctor",),
+    "admin.report": ("report",),
+    "admin.uninstall": ("uninstall",),
+    "admin.ui": ("ui",),
 }
 """Modules, and the commands that each registers."""
 
