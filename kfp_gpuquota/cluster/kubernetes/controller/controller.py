@@ -199,6 +199,13 @@ class Controller:
         """Return the number of requests to the API server that wait for a slot, by lane."""
         return self._writer.depth
 
+    def current_state(self) -> scheduler.State | None:
+        """Return the state that the next plan is made of; None until all objects are listed."""
+        if not self.snapshot.complete:
+            return None
+        self.snapshot.catch_up()
+        return self.snapshot.state
+
     async def _load(self) -> None:
         """List all objects, and emit them to the scheduler."""
         for reflector in self.reflectors:
