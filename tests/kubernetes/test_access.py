@@ -196,7 +196,7 @@ class Issuer(BaseHTTPRequestHandler):
     id_token = ""
 
     def do_GET(self) -> None:
-        self._answer({"token_endpoint": f"http://127.0.0.1:{self.server.server_address[1]}/token"})
+        self._answer({"token_endpoint": f"http://127.0.0.1:{self.connection.getsockname()[1]}/token"})
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))

@@ -14,15 +14,16 @@ import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
-from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.controller.debug_state import _is_local
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
 from kfp_gpuquota.cluster.kubernetes.operations import debug_state
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.errors import UnauthorizedError
 from kfp_gpuquota.scheduler import planner
 from kfp_gpuquota.scheduler.dump import decode_dump, replay, take_dump
+from tests.kubernetes.users import connection_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +89,7 @@ def test_the_state_is_read_by_whom_rbac_allows_and_explains_what_users_see(
     controlled.until_phase(controlled.job(team, "runs", template, gpus=2, gpusPerWorker=1), "Running")
     waiting = controlled.job(team, "waits", template, gpus=2, gpusPerWorker=1)
     message = controlled.until(waiting, lambda job: job.get("status", {}).get("message"))["status"]["message"]
-    url, calls = url_of(controlled), Calls(from_file(with_rights.kubeconfig), retry_for_s=10)
+    url, calls = url_of(controlled), Calls(connection_of(with_rights.kubeconfig), retry_for_s=10)
 
     for authorization, status in REFUSED:
         assert status_of(url, authorization) == status, authorization
@@ -113,7 +114,7 @@ def test_the_state_is_read_by_whom_rbac_allows_and_explains_what_users_see(
 def test_a_replica_that_does_not_lead_has_no_state(with_rights: DevCluster, controlled: Controlled) -> None:
     controlled.start("--leader-elect", f"--namespace={SYSTEM}")
     controlled.start("--leader-elect", f"--namespace={SYSTEM}")
-    token = debug_state.token_of(Calls(from_file(with_rights.kubeconfig), retry_for_s=10))
+    token = debug_state.token_of(Calls(connection_of(with_rights.kubeconfig), retry_for_s=10))
     assert status_of(url_of(controlled), f"Bearer {token}") == 503
 
 

@@ -11,7 +11,7 @@ from kfp_gpuquota.cluster.kubernetes.operations.port_forward import forwarded
 from kfp_gpuquota.errors import ClusterUnavailableError, NotFoundError, RunError, UnauthorizedError
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 SYSTEM: Final = "gpuquota-system"
 ACCOUNT: Final = "gpuquota-debug"
