@@ -234,7 +234,7 @@ class Bench:
             for sentinel in wait_for_any(list(sentinels), timeout=0.01):
                 worker = sentinels[sentinel]  # type: ignore[index]
                 received.add(worker)
-                self.coordinator.call(lambda service, worker=worker: service.worker_gone(JOB, worker))
+                self.coordinator.call(lambda service, worker=worker: service.worker_exited(JOB, worker))
 
     def __enter__(self) -> Self:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no worker is left behind

@@ -13,7 +13,16 @@ from time import perf_counter
 
 from common import print_conditions, print_result
 
-from kfp_gpuquota.simulator import POLICIES, Options, make_elastic, read_jobs, read_nodes, simulate, sped_up, thinned
+from kfp_gpuquota.simulator import (
+    POLICIES,
+    SimulationOptions,
+    make_elastic,
+    read_jobs,
+    read_nodes,
+    simulate,
+    sped_up,
+    thinned,
+)
 
 
 def main() -> None:
@@ -33,7 +42,7 @@ def main() -> None:
     print_conditions("simulate", nodes=len(nodes), gpus=sum(n.gpus for n in nodes), jobs=len(jobs))
     figures = {}
     for name in options.policy or POLICIES:
-        result = simulate(nodes, jobs, POLICIES[name], Options(clock=perf_counter))
+        result = simulate(nodes, jobs, POLICIES[name], SimulationOptions(clock=perf_counter))
         figures[name] = {
             "seconds": round(reading + result.seconds, 1),
             "plans": result.plans,

@@ -37,6 +37,9 @@ class Watch(Protocol):
     def begin(self, samples: int) -> None:
         """Another iteration begins, over so many samples. What is found raises LoopError where it happens."""
 
+    def backward(self) -> None:
+        """A backward pass of the job's begins."""
+
     def end(self) -> None:
         """Remove the hooks."""
 
@@ -245,6 +248,8 @@ class Session:
         self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool
     ) -> None:
         """Run the backward pass of `Job.backward`; repeat the step if a peer is lost."""
+        for watch in self.watches:
+            watch.backward()
         try:
             self._step.backward(loss, weight, reduction, options, more=more)
         except CollectiveError as error:

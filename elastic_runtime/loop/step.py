@@ -92,6 +92,7 @@ class GlobalStep:
         self._acted, self._asked = True, False  # an optimizer acted in this step; the script has called one's step()
         self._unapplied: int | None = None  # the step before, where none did
         self.observer: Observer | None = None  # of a rehearsal
+        self._shows_zeros = False  # the parameters have gradients that nobody computed
         self._left_out = 0  # steps in a row without one, gradients not cleared
         self._scales_late = mode.name == "fast" and _half(state, scaler)
         mode.reducer.expects = False
@@ -127,6 +128,8 @@ class GlobalStep:
 
     def begin(self, micro_batch: MicroBatch, order_stamp: int) -> None:
         """The loop gets this micro-batch next. `order_stamp`: equal for workers with the same order of samples."""
+        if self._shows_zeros:
+            self.clear()
         self._mode.begin(micro_batch, self._state.position.step, first=self.first)
         if self.first:
             self._samples, self._acted = 0, False
@@ -242,12 +245,14 @@ class GlobalStep:
         free_cache()  # it may not have fitted
 
     def clear(self) -> None:
-        """Remove what `show_zeros` set, before the iteration is repeated."""
-        for _, parameter in self._state.parameters():
-            parameter.grad = None
+        """Remove what `show_zeros` set, except where zeros were before."""
+        kept, self._shows_zeros = self._mode.reducer.kept, False
+        for name, parameter in self._state.parameters():
+            parameter.grad = torch.zeros_like(parameter) if name in kept else None
 
     def show_zeros(self) -> None:
         """Set zero gradients on every trained parameter: the rest of an iteration may read them, without effect."""
+        self._shows_zeros = True
         for _, parameter in self._state.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 

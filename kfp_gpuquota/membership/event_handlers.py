@@ -91,7 +91,7 @@ def _on_ready(event: e.WorkerReady, job: JobState) -> None:
 
 
 @_on.register
-def _on_heard(_event: e.WorkerHeard, _job: JobState) -> None:
+def _on_worker_heard(_event: e.WorkerHeard, _job: JobState) -> None:
     """Do nothing: `record` has updated the time of the last message."""
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         SubmitJob,
         Supposition,
     )
+    from kfp_gpuquota.scheduler.dump import StateDump
 
 
 class Backend(Protocol):
@@ -88,6 +89,9 @@ class Backend(Protocol):
 
     def what_if(self, supposed: Supposition) -> Outlook:
         """Return the effect of hypothetical changes."""
+
+    def debug_state(self) -> StateDump:
+        """Return what the planner sees, and the plan that it makes of it."""
 
     async def events(self, after: int, timeout_s: float) -> EventList:
         """Return the history after a revision."""

@@ -193,6 +193,10 @@ class Client:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
         return self._call("POST", "/v1/what-if", Outlook, supposed)
 
+    def debug_state(self) -> bytes:
+        """Return what the planner sees as JSON, for `gpuquota simulate --state`."""
+        return bytes(self._call("GET", "/v1/debug/state", msgspec.Raw))
+
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
         """Return the cluster's history after a revision; wait up to `timeout_s` for at least one entry."""
         query = _query(after=after, timeout_s=timeout_s)

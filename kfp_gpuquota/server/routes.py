@@ -24,6 +24,7 @@ from kfp_gpuquota.api.wire import (
     Supposition,
 )
 from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.scheduler.dump import StateDump
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -186,6 +187,10 @@ async def _what_if(backend: Backend, request: Request) -> object:
     return backend.what_if(request.body)
 
 
+async def _debug_state(backend: Backend, _request: Request) -> object:
+    return backend.debug_state()
+
+
 async def _events(backend: Backend, request: Request) -> object:
     return await backend.events(request.integer("after") or 0, request.timeout_s)
 
@@ -229,6 +234,7 @@ ROUTES: Final = (
         query={"worker": "its id or index", "offset": "from this byte on", "timeout_s": _TIMEOUT},
     ),
     Route("POST", "/v1/what-if", "What would happen, without doing it", _what_if, Supposition, Outlook),
+    Route("GET", "/v1/debug/state", "What the planner sees", _debug_state, answer=StateDump),
     Route("GET", "/v1/events", "The cluster's history", _events, answer=EventList, query=_WAIT),
 )
 

@@ -6,15 +6,15 @@ Belongs here: reading traces, policies to compare, simulated time, measures, the
 
 from kfp_gpuquota.simulator.measures import Result, Spread
 from kfp_gpuquota.simulator.policies import POLICIES, Policy, Quotas
-from kfp_gpuquota.simulator.simulation import Options, simulate
+from kfp_gpuquota.simulator.simulation import SimulationOptions, simulate
 from kfp_gpuquota.simulator.trace import TraceJob, TraceNode, make_elastic, read_jobs, read_nodes, sped_up, thinned
 
 __all__ = [
     "POLICIES",
-    "Options",
     "Policy",
     "Quotas",
     "Result",
+    "SimulationOptions",
     "Spread",
     "TraceJob",
     "TraceNode",

@@ -33,7 +33,7 @@ SAMPLES = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SimulationOptions:
     """The behavior of jobs, the same under every policy; `clock` (s) only measures the duration of planning.
 
     A worker that must leave holds its GPUs for `leave_s`. A stopped job continues from its last checkpoint, one
@@ -54,7 +54,9 @@ class Options:
         return 1 / (self.serial + (1 - self.serial) / workers) if workers else 0.0
 
 
-def simulate(nodes: Sequence[TraceNode], jobs: Sequence[TraceJob], policy: Policy, options: Options) -> Result:
+def simulate(
+    nodes: Sequence[TraceNode], jobs: Sequence[TraceJob], policy: Policy, options: SimulationOptions
+) -> Result:
     """Run the whole trace until the last job that can start has ended."""
     began = options.clock()
     simulation = Simulation(nodes, jobs, policy, options)
@@ -97,7 +99,9 @@ class Life:
 class Simulation:
     """The world around the scheduler: carries its plans out, and lets time pass."""
 
-    def __init__(self, nodes: Sequence[TraceNode], jobs: Sequence[TraceJob], policy: Policy, options: Options) -> None:
+    def __init__(
+        self, nodes: Sequence[TraceNode], jobs: Sequence[TraceJob], policy: Policy, options: SimulationOptions
+    ) -> None:
         self._policy, self._options = policy, options
         self._state = State()
         self._gpus = sum(node.gpus for node in nodes)
@@ -215,9 +219,9 @@ class Simulation:
         self._state.apply(JobRemoved(life.job.uid))
         self._sized(life)
         for worker in list(life.job.tasks):
-            self._gone(worker)
+            self._exited(worker)
 
-    def _gone(self, worker: str) -> None:
+    def _exited(self, worker: str) -> None:
         if worker in self._state.workers:
             self._state.apply(WorkerGone(worker, self._now))
 
@@ -258,9 +262,9 @@ class Simulation:
         for worker in workers:
             self._state.apply(WorkerLeaving(worker, self._now))
             if self._options.leave_s:
-                self._at(self._now + self._options.leave_s, self._gone, worker)
+                self._at(self._now + self._options.leave_s, self._exited, worker)
             else:
-                self._gone(worker)
+                self._exited(worker)
 
     def _start(self, uid: str, placements: Sequence[Placement]) -> None:
         for at in placements:

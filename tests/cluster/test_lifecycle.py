@@ -7,7 +7,7 @@ import pytest
 
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import JobSpec, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
-from kfp_gpuquota.cluster.jobs.lifecycle import GROWTH_S, after_worker_gone, resized, unexplained_loss
+from kfp_gpuquota.cluster.jobs.lifecycle import GROWTH_S, after_worker_exited, resized, unexplained_loss
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.cluster.jobs.scheduling import NEVER_AGAIN, job_changed
 
@@ -31,7 +31,7 @@ def worker(index: int, code: int | None = None, *, released: bool = False, rank:
 
 def after(record: JobRecord, *workers: WorkerRecord) -> JobRecord:
     """Apply the exit of the first worker."""
-    return after_worker_gone(record, workers[0], workers, NOW)
+    return after_worker_exited(record, workers[0], workers, NOW)
 
 
 def test_a_job_succeeds_when_its_last_worker_has_ended_with_0() -> None:
@@ -204,7 +204,7 @@ def test_a_loss_that_training_notices_first_gets_its_reason_when_the_process_has
 
 def test_the_last_loss_is_remembered_with_why_the_cluster_killed_the_worker() -> None:
     gone = worker(1, KILLED, rank=1)
-    going_on = after_worker_gone(job(managed=True, size=2), gone, [gone, worker(0)], NOW, "it did not answer for 5 s")
+    going_on = after_worker_exited(job(managed=True, size=2), gone, [gone, worker(0)], NOW, "it did not answer for 5 s")
     assert going_on.status.last_failure is not None
     assert going_on.status.last_failure.at == NOW
     assert going_on.status.last_failure.reason.message == (

@@ -51,7 +51,7 @@ def _newest_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _tell_gone(worker: str, service: MembershipService) -> None:
-    service.worker_gone(JOB, worker)
+    service.worker_exited(JOB, worker)
 
 
 def _doing(pid: int | None) -> str:

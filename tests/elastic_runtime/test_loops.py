@@ -47,6 +47,7 @@ def test_several_optimizers_and_schedulers_act_once_a_step() -> None:
             job.backward(model(x).mean())
             for each in (*optimizers, *schedulers):
                 each.step()
+            model.zero_grad()
     assert [o.param_groups[0]["lr"] for o in optimizers] == [0.1 * 0.5**7] * 2
 
 
@@ -66,6 +67,7 @@ def test_averaged_weights_are_carried_along_and_updated_once_a_step(
             for x, _y, _i in loader:
                 job.backward(model(x).mean())
                 optimizer.step()
+                optimizer.zero_grad()
                 average.update_parameters(model)
                 applied += job.applied
         return average, applied
@@ -107,6 +109,7 @@ def test_steps_go_on_over_epochs_and_stop_in_the_middle_of_one() -> None:
         samples += len(x)
         job.backward(model(x).mean())
         optimizer.step()
+        optimizer.zero_grad()
     assert job.step == 6
     assert samples == 50 + 2 * 16
 
@@ -119,6 +122,7 @@ def test_callbacks_hear_of_checkpoints(tmp_path: Path, monkeypatch: pytest.Monke
     job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, batch_size=25))
     for x, _y, _i in job.steps(2):
         job.backward(model(x).mean())
+        model.zero_grad()
     assert events
     assert events[0]["step"] == 1
 

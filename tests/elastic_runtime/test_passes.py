@@ -224,6 +224,7 @@ def train_leaving_the_optimizer_out(plan: Plan, index: int, directory: Path, gat
                 continue
             job.backward(model(x).mean())
             optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_who_skips_must_still_step_for_the_others_samples(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_gradients_that_are_added_up_by_the_loop_itself_are_refused() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
 
-    with pytest.raises(LoopError, match=r"of step 1 were neither applied nor cleared.*in every iteration"):
+    with pytest.raises(LoopError, match=r"were not cleared before parameter 'bias'.*in every iteration"):
         train()
 
 

@@ -30,6 +30,7 @@ NAMESPACE = "gpuquota-system"
 KEYS = "gpuquota-keys"
 QUOTAS = "/apis/gpuquota.dev/v1alpha1/gpuquotas"
 ACCOUNT = "gpuquota-controller"
+WEBHOOK_ACCOUNT = "gpuquota-webhook"
 CONTROLLER = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/gpuquota"
 PROFILES = "/apis/kubeflow.org/v1/profiles"
@@ -133,14 +134,14 @@ def _names_our_kinds(role: dict[str, Any]) -> bool:
 
 @contextmanager
 def live_webhook(cluster: DevCluster) -> Iterator[None]:
-    """Serve reviews with just the rights of the controller's account, and have the API server send them here.
+    """Serve reviews with just the rights of the webhook's account, and have the API server send them here.
 
     When it ends, they go where they went before.
     """
     port = free_ports().api
     before = [one["clientConfig"] for one in cluster.api.get(CONFIGURATION)["webhooks"]]
     point_to(cluster, f"https://127.0.0.1:{port}{server.PATH}")
-    kubeconfig = cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT)
+    kubeconfig = cluster.kubeconfig_of_service_account(NAMESPACE, WEBHOOK_ACCOUNT)
     started, loop = threading.Event(), asyncio.new_event_loop()
     stop = asyncio.Event()
 

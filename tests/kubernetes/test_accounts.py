@@ -9,7 +9,7 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
-from tests.kubernetes.installation import CONTROLLER, MANIFESTS, NAMESPACE, QUOTAS, jobs_of
+from tests.kubernetes.installation import CONTROLLER, KEYS, MANIFESTS, NAMESPACE, QUOTAS, WEBHOOK_ACCOUNT, jobs_of
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.test_rbac import denied, may
 from tests.kubernetes.test_webhook import pod
@@ -46,6 +46,16 @@ def pods_of(namespace: str) -> str:
 
 def worker(name: str = "j-0") -> dict[str, Any]:
     return pod(name=name, labels={labels.JOB: "j"}, ownerReferences=[ELASTIC_OWNER])
+
+
+def test_the_webhook_reads_policies_and_its_certificate_and_has_no_right_on_pods(
+    kubeflow_cluster: DevCluster, team: str
+) -> None:
+    webhook = kubeflow_cluster.api.as_user(f"system:serviceaccount:{NAMESPACE}:{WEBHOOK_ACCOUNT}")
+    assert webhook.get(f"/apis/{labels.API_VERSION}/workloadpolicies")["kind"] == "WorkloadPolicyList"
+    assert "cannot create resource" in denied(webhook.create, pods_of(team), worker())
+    assert "cannot list resource" in denied(webhook.get, pods_of(team))
+    assert "cannot get resource" in denied(webhook.get, f"/api/v1/namespaces/{KEYS}/secrets/gpuquota-membership")
 
 
 def test_it_creates_workers_and_reservations_and_no_other_pods(controller: Api, team: str) -> None:

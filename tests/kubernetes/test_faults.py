@@ -123,8 +123,12 @@ def killed_again_and_again(controlled: Controlled, times: int, proxy: FaultyProx
     assert len(controlled.bound(third)) in {4, 6}
     assert len(controlled.bound(first)) >= 3
     assert len(controlled.bound(second)) >= 3
-    statuses = [controlled.cluster.api.get(job)["status"] for job in jobs]
-    assert sum(status["workers"] for status in statuses) == len(controlled.bound(third))
+    controlled.wait(  # statuses are written after the pods
+        lambda: (
+            sum(controlled.cluster.api.get(job)["status"]["workers"] for job in jobs) == len(controlled.bound(third))
+        ),
+        lambda: controlled.log()[-8000:],
+    )
 
 
 @pytest.mark.slow

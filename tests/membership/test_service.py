@@ -275,7 +275,7 @@ def test_a_worker_that_connects_again_is_told_the_newest_order_and_nothing_older
         b.send("WorkerReady")
         await a.receive("Recover")
         a.close()
-        bench.service.worker_gone(JOB, "b")
+        bench.service.worker_exited(JOB, "b")
         again = await bench.join("a")
         assert (await again.receive("Recover"))["members"] == ["a"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.cluster.jobs.lifecycle import INCIDENT_S, WINDOW_S, after_worker_gone
+from kfp_gpuquota.cluster.jobs.lifecycle import INCIDENT_S, WINDOW_S, after_worker_exited
 from kfp_gpuquota.cluster.jobs.records import Intent
 from kfp_gpuquota.cluster.local.start import await_stop
 from kfp_gpuquota.cluster.local.workers.shim import start_time
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 def test_workers_that_are_lost_together_are_one_incident_and_later_ones_others() -> None:
     record = job(managed=True)
     for now in (100.0, 101.0, 100.0 + INCIDENT_S):
-        record = after_worker_gone(record, worker(0, 137), [worker(0, 137), worker(1)], now)
+        record = after_worker_exited(record, worker(0, 137), [worker(0, 137), worker(1)], now)
     assert (record.status.restarts, record.intent) == (1, Intent.RUN)
-    record = after_worker_gone(record, worker(0, 137), [worker(0, 137), worker(1)], 101.0 + INCIDENT_S)
+    record = after_worker_exited(record, worker(0, 137), [worker(0, 137), worker(1)], 101.0 + INCIDENT_S)
     assert record.status.restarts == 2
-    failed = after_worker_gone(record, worker(0, 137), [worker(0, 137), worker(1)], 200.0)
+    failed = after_worker_exited(record, worker(0, 137), [worker(0, 137), worker(1)], 200.0)
     assert failed.intent is Intent.FAIL
 
 
 def test_restarts_of_long_ago_are_not_counted_any_more() -> None:
     record = job(managed=True)
     for now in (100.0, 200.0):
-        record = after_worker_gone(record, worker(0, 137), [worker(0, 137), worker(1)], now)
-    record = after_worker_gone(record, worker(0, 137), [worker(0, 137), worker(1)], 200.0 + WINDOW_S)
+        record = after_worker_exited(record, worker(0, 137), [worker(0, 137), worker(1)], now)
+    record = after_worker_exited(record, worker(0, 137), [worker(0, 137), worker(1)], 200.0 + WINDOW_S)
     assert (record.status.restarts, record.intent) == (1, Intent.RUN)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfp_gpuquota.simulator import POLICIES, Options, Result, TraceJob, TraceNode, simulate
+from kfp_gpuquota.simulator import POLICIES, Result, SimulationOptions, TraceJob, TraceNode, simulate
 from kfp_gpuquota.simulator.simulation import guarantees
 
 
@@ -22,7 +22,7 @@ def job(name: str, at: float, lasts: float, gpus: int = 1, project: str = "a", *
 
 
 def run(policy: str, nodes: list[TraceNode], jobs: list[TraceJob], **options: object) -> Result:
-    return simulate(nodes, jobs, POLICIES[policy], Options(clock=perf_counter, **options))  # type: ignore[arg-type]
+    return simulate(nodes, jobs, POLICIES[policy], SimulationOptions(clock=perf_counter, **options))  # type: ignore[arg-type]
 
 
 OVERTAKING = [job("first", 0, 100), job("large", 10, 100, gpus=2), job("small", 20, 10)]

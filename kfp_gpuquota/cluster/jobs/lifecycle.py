@@ -39,7 +39,7 @@ WINDOW_S = 6 * 3600.0
 _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was not found"}
 
 
-def after_worker_gone(
+def after_worker_exited(
     job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str = ""
 ) -> JobRecord:
     """Return the job after the worker `gone` has exited; `workers` are all of its present attempt, including `gone`.

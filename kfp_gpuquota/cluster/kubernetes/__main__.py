@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup
 from kfp_gpuquota.cluster.kubernetes.client.process.signals import until_stopped
-from kfp_gpuquota.cluster.kubernetes.controller.process import Options, Replica
+from kfp_gpuquota.cluster.kubernetes.controller.process import Replica, ReplicaOptions
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.errors import GpuQuotaError
@@ -33,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging_setup.configure(options.log_format, options.log_level)
     given = {name: value for name, value in vars(options).items() if name not in {"log_format", "log_level"}}
     try:
-        return asyncio.run(_serve(Options(**given)))
+        return asyncio.run(_serve(ReplicaOptions(**given)))
     except GpuQuotaError as error:
         log.error("%s", error.message)
         return error.exit_code
 
 
-async def _serve(options: Options) -> int:
+async def _serve(options: ReplicaOptions) -> int:
     return 0 if await until_stopped(Replica(options).run()) else LEASE_LOST
 
 

@@ -20,7 +20,7 @@ from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.cluster.jobs.change_recorder import ChangeRecorder
-from kfp_gpuquota.cluster.jobs.lifecycle import after_reboot, after_worker_gone, progressed, resized, unexplained_loss
+from kfp_gpuquota.cluster.jobs.lifecycle import after_reboot, after_worker_exited, progressed, resized, unexplained_loss
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 from kfp_gpuquota.cluster.local.home import Home, write_private
 from kfp_gpuquota.cluster.local.workers import shims
@@ -412,7 +412,7 @@ class Driver:
             record = msgspec.structs.replace(record, worker=gone)
             workers = [record if w.worker.id == gone.id else w for w in self._state.attempt_of(before)]
             killed_for = self._killed_for.pop(gone.id, "")
-            after = after_worker_gone(before, record, workers, recorder.now, killed_for)
+            after = after_worker_exited(before, record, workers, recorder.now, killed_for)
             if why := self.sharing.why_ended(gone.id):
                 after = with_status(after, reason=why)
             recorder.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
@@ -420,7 +420,7 @@ class Driver:
             recorder.record(after)
             if after.intent is Intent.FAIL and before.intent is not Intent.FAIL and not after.status.phase.final:
                 recorder.fail(after, [w.worker.id for w in workers if w.alive])
-        self.membership.worker_gone(gone.job_uid, gone.id, finished=code == 0 and not record.released)
+        self.membership.worker_exited(gone.job_uid, gone.id, finished=code == 0 and not record.released)
         self._after_end(gone.job_uid)
 
     def _after_end(self, uid: str) -> None:

@@ -100,7 +100,7 @@ def carry_out(service: MembershipService, order: Order) -> None:
         case Target() if service.is_open(order.job):
             service.set_target(order.job, order.workers)
         case Gone():
-            service.worker_gone(order.job, order.worker, finished=order.finished)
+            service.worker_exited(order.job, order.worker, finished=order.finished)
         case Close():
             service.close(order.job)
         case _:

@@ -93,7 +93,7 @@ class Notices(Protocol):
         """
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
-        """End the worker's process with SIGKILL, then report `worker_gone`."""
+        """End the worker's process with SIGKILL, then report `worker_exited`."""
 
     def progress_reported(self, job_uid: str, worker: str, progress: Progress) -> None:
         """The worker's own report."""
@@ -199,7 +199,7 @@ class MembershipService:
         """
         self._apply(job_uid, TargetChanged(tuple(workers), reasons or {}))
 
-    def worker_gone(self, job_uid: str, worker: str, *, finished: bool = False) -> None:
+    def worker_exited(self, job_uid: str, worker: str, *, finished: bool = False) -> None:
         """The worker's process has exited. `finished`: with 0, and without a request to leave."""
         if job_uid in self._jobs:
             self._apply(job_uid, WorkerGone(worker, finished))

@@ -113,7 +113,7 @@ class Controller:
         self.rules = RulesBook(self._rules_changed)
         self.volumes, self.limits = Volumes(self._volume_changed), LimitRanges(self._limits_changed)
         self.pods = self._reflector(
-            "/api/v1/pods", core_types.Pod, self._pod_changed, self._pod_gone, recover=recovered_pod
+            "/api/v1/pods", core_types.Pod, self._pod_changed, self._pod_deleted, recover=recovered_pod
         )
         cluster = ClusterObjects(self.wake)
         self.reservations = Reservations(
@@ -199,6 +199,13 @@ class Controller:
         """Return the number of requests to the API server that wait for a slot, by lane."""
         return self._writer.depth
 
+    def current_state(self) -> scheduler.State | None:
+        """Return the state that the next plan is made of; None until all objects are listed."""
+        if not self.snapshot.complete:
+            return None
+        self.snapshot.catch_up()
+        return self.snapshot.state
+
     async def _load(self) -> None:
         """List all objects, and emit them to the scheduler."""
         for reflector in self.reflectors:
@@ -213,7 +220,7 @@ class Controller:
         ours, snapshot, profiles = f"/apis/{labels.API_VERSION}", self.snapshot, self.profiles
         return [
             self._reflector("/api/v1/nodes", core_types.Node, snapshot.put_node, snapshot.drop_node),
-            self._reflector(f"{ours}/gpuquotas", custom_types.GpuQuota, self._quota_changed, self._quota_gone),
+            self._reflector(f"{ours}/gpuquotas", custom_types.GpuQuota, self._quota_changed, self._quota_deleted),
             self._reflector(f"{ours}/elasticjobs", custom_types.ElasticJob, snapshot.put_job, snapshot.drop_job),
             self._reflector(
                 "/apis/kubeflow.org/v1/profiles",
@@ -238,7 +245,9 @@ class Controller:
                 self.volumes.drop_volume,
             ),
             self._reflector("/api/v1/limitranges", core_types.LimitRange, self.limits.put, self.limits.drop),
-            self._reflector("/api/v1/namespaces", core_types.Namespace, self._namespace_changed, self._namespace_gone),
+            self._reflector(
+                "/api/v1/namespaces", core_types.Namespace, self._namespace_changed, self._namespace_deleted
+            ),
         ]
 
     def _reflector(self, path: str, kind: Any, changed: Any, gone: Any, **more: Any) -> Reflector[Any]:
@@ -261,7 +270,7 @@ class Controller:
             self._connection, path, kind, changed=handled, deleted=released, quarantined=quarantined, **more
         )
 
-    def _pod_gone(self, uid: str) -> None:
+    def _pod_deleted(self, uid: str) -> None:
         self.gangs.drop(uid)
         self.snapshot.drop_pod(uid)
         self.reservations.drop(uid)
@@ -336,7 +345,7 @@ class Controller:
         self.profiles.put_namespace(namespace)
         self.default_quotas.put_namespace(namespace)
 
-    def _namespace_gone(self, uid: str) -> None:
+    def _namespace_deleted(self, uid: str) -> None:
         self.profiles.drop_namespace(uid)
         self.default_quotas.drop_namespace(uid)
 
@@ -345,7 +354,7 @@ class Controller:
         self.profiles.quota_changed(quota.metadata.name)
         self.wake()
 
-    def _quota_gone(self, uid: str) -> None:
+    def _quota_deleted(self, uid: str) -> None:
         name = next((n for n, q in self.snapshot.quotas.items() if q.metadata.uid == uid), "")
         self.snapshot.drop_quota(uid)
         self.profiles.quota_changed(name)

@@ -131,9 +131,9 @@ class ElasticJobs:
         """Exclude these nodes for the job's next workers, instead of those excluded before."""
         if (state := self.book.runtime_states.get(uid)) is not None and uid in self.book.jobs:
             state.excluded_nodes = nodes
-            self._tell_avoided(uid)
+            self._emit_excluded_nodes(uid)
 
-    def _tell_avoided(self, uid: str) -> None:
+    def _emit_excluded_nodes(self, uid: str) -> None:
         job = self.book.jobs[uid]
         if not (job.status.phase.final or job.ending):
             self.book.emit(scheduler.NodesBarred(uid, self.book.runtime_states[uid].excluded_nodes))
@@ -245,7 +245,7 @@ class ElasticJobs:
         self.book.commit(Change(jobs={uid: after}))
         self.readiness.announce(uid)
         if self.book.runtime_states[uid].excluded_nodes:
-            self._tell_avoided(uid)
+            self._emit_excluded_nodes(uid)
 
     def _forget(self, uid: str) -> None:
         self.membership.service.close(uid)

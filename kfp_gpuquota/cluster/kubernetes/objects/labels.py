@@ -42,4 +42,6 @@ READY: Final = f"{GROUP}/ready"
 LEDGER: Final = f"{GROUP}/ledger"
 SIMULATED: Final = f"{GROUP}/simulated-gpus"
 
+DEBUG_STATE: Final = "/debug/state"
+"""The non-resource URL of what the planner sees."""
 NOTEBOOK: Final = "notebook-name"

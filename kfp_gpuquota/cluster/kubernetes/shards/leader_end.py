@@ -120,7 +120,7 @@ class ShardedMembership:
         alive = dict.fromkeys([*job.state.alive, *(worker for worker in workers if worker not in ended)])
         self._change(job_uid, wanted=tuple(workers), alive=tuple(alive))
 
-    def worker_gone(self, job_uid: str, worker: str, *, finished: bool = False) -> None:
+    def worker_exited(self, job_uid: str, worker: str, *, finished: bool = False) -> None:
         """Report to the shard that the worker's process has exited."""
         if job := self._jobs.get(job_uid):
             alive = tuple(one for one in job.state.alive if one != worker)

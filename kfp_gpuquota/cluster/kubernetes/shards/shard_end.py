@@ -118,7 +118,7 @@ class ShardJobs:
             )  # a later leader has not read what an earlier one stored
         before, job.state = job.state, state
         for worker in job.seen - set(state.alive):
-            self.service.worker_gone(uid, worker, finished=state.ended.get(worker, False))
+            self.service.worker_exited(uid, worker, finished=state.ended.get(worker, False))
         job.seen = set(state.alive)
         if before is state or before.wanted != state.wanted:
             self.service.set_target(uid, state.wanted)

@@ -88,7 +88,7 @@ class NodeAgent:
             "/api/v1/pods",
             Pod,
             changed=self._pod_changed,
-            deleted=self._pod_gone,
+            deleted=self._pod_deleted,
             fields=f"spec.nodeName={options.node}",
         )
         self._pod = msgspec.json.Decoder(Pod)
@@ -130,7 +130,7 @@ class NodeAgent:
         if self._shares.put(pod) or self._next is None:
             self._schedule(SOONEST_S)
 
-    def _pod_gone(self, uid: str) -> None:
+    def _pod_deleted(self, uid: str) -> None:
         self._shown.pop(uid, None)
         if uid in self._shares.reservations:
             self._schedule(SOONEST_S)

@@ -9,7 +9,7 @@ import msgspec
 
 from kfp_gpuquota.api import Phase, Worker, WorkerPhase
 from kfp_gpuquota.cluster.jobs.job_book import Change
-from kfp_gpuquota.cluster.jobs.lifecycle import after_worker_gone
+from kfp_gpuquota.cluster.jobs.lifecycle import after_worker_exited
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
 from kfp_gpuquota.cluster.kubernetes.convert.pods import KILLED, PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
@@ -126,11 +126,13 @@ class WorkerPodEvents:
         workers = [w for w in self._book.attempt_of(before) if w.worker.id != worker]
         after = before
         if pod.attempt == before.attempt and not before.status.phase.final:
-            after = after_worker_gone(before, record, [*workers, record], now)
+            after = after_worker_exited(before, record, [*workers, record], now)
         self._carry_on(before, after, record, [w.worker.id for w in workers if w.alive])
         self._workers.pods.pop(worker, None)
         self._workers.killed.discard(worker)
-        self._membership.service.worker_gone(gone.job_uid, worker, finished=gone.exit_code == 0 and not record.released)
+        self._membership.service.worker_exited(
+            gone.job_uid, worker, finished=gone.exit_code == 0 and not record.released
+        )
         self._events.workers_changed(gone.job_uid)
 
     def _restore_ended(self, pod: PodView, worker: str) -> None:
@@ -167,9 +169,9 @@ class WorkerPodEvents:
         gone = msgspec.structs.replace(record.worker, phase=WorkerPhase.GONE, finished_at=time.time())
         record = msgspec.structs.replace(record, worker=gone)
         others = [w for w in self._book.attempt_of(job) if w.worker.id != worker.id]
-        after = after_worker_gone(job, record, [*others, record], time.time())
+        after = after_worker_exited(job, record, [*others, record], time.time())
         self._carry_on(job, after, record, [])
-        self._membership.service.worker_gone(job.uid, worker.id)
+        self._membership.service.worker_exited(job.uid, worker.id)
         self._events.workers_changed(job.uid)
 
     def remake(self, pod: PodView) -> None:
