@@ -69,10 +69,14 @@ def stored(controlled: Controlled, node: str) -> str:
         api.create(QUOTAS, quota)
     for policy in objects["WorkloadPolicy"]:
         api.create(POLICIES, policy)
-        controlled.on_close.append(partial(api.delete, f"{POLICIES}/{policy['metadata']['name']}"))
+        controlled.on_close.append(partial(remove, api, f"{POLICIES}/{policy['metadata']['name']}"))
     for pod in objects["Pod"]:
         api.create(f"/api/v1/namespaces/{team}/pods", pod)
     return team
+
+
+def remove(api: Api, path: str) -> None:
+    api.delete(path)
 
 
 def contents(controlled: Controlled, team: str) -> dict[str, Object]:
