@@ -17,6 +17,7 @@ import msgspec
 
 from kfp_gpuquota import errors
 from kfp_gpuquota.api import Job, JobSpec, Project
+from kfp_gpuquota.api.history import GpuHours
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.project import version_of
 from kfp_gpuquota.api.queue import Queued, queued
@@ -192,6 +193,10 @@ class Client:
     def what_if(self, supposed: Supposition) -> Outlook:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
         return self._call("POST", "/v1/what-if", Outlook, supposed)
+
+    def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
+        """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""
+        return self._call("GET", f"/v1/usage{_query(since_s=since_s)}", tuple[GpuHours, ...])
 
     def debug_state(self) -> bytes:
         """Return what the planner sees as JSON, for `gpuquota simulate --state`."""
