@@ -43,3 +43,8 @@ LEDGER: Final = f"{GROUP}/ledger"
 SIMULATED: Final = f"{GROUP}/simulated-gpus"
 
 NOTEBOOK: Final = "notebook-name"
+
+# On RayClusters, RayJobs and RayServices (KubeRay).
+ELASTIC: Final = f"{GROUP}/elastic"
+RAY_GROUPS: Final = f"{GROUP}/ray-groups"  # what the user requested of groups whose size the controller has changed
+SUSPENDED: Final = f"{GROUP}/suspended"  # why the controller has suspended the RayJob
