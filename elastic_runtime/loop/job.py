@@ -26,7 +26,13 @@ from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.validation.carried_state import CarriedState
 from elastic_runtime.validation.frozen_parameters import FrozenParameters
-from elastic_runtime.validation.prepare_checks import check_gradients, check_kinds, check_parameters, plain
+from elastic_runtime.validation.prepare_checks import (
+    check_gradients,
+    check_kinds,
+    check_parameters,
+    check_synchronized,
+    plain,
+)
 from elastic_runtime.validation.unprepared_loaders import LoaderWatch
 from elastic_runtime.validation.unprepared_schedulers import find_schedulers
 
@@ -159,6 +165,7 @@ class Job:
         optimizers, schedulers = _several(optimizer), _several(scheduler)
         models = _several(model)
         check_kinds(models, optimizers)
+        check_synchronized(models, exact=self._options.exact, sharded=shard is not None)
         loaders = _several(loader)
         for each in loaders:
             check(each)
@@ -177,7 +184,8 @@ class Job:
             session, plan = builder.session(state, scaler)
         session.loader = builder.loader(loaders, session, batch, plan, state)
         for each in optimizers:
-            guard_method(each, "step", session.may_step, partial(self._at_lr, each, batch) if batch.bounds else None)
+            around = partial(self._at_lr, each, batch) if batch.bounds else None
+            guard_method(each, "step", session.may_step, around, session.closures.step)
         for part in schedulers:
             guard_class(part, ("step",), session.may_act)
         if scaler is not None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.loop.closures import Closures
+from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import Rounds
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class Session:
         self._counted = self._moved = False  # in this iteration: its step, early; the membership
         self.watches: list[Watch] = []
         self.rounds = Rounds(state, member, self._recover_between_steps)
+        self.closures = Closures(step, self)
 
     def observe(self, observer: Observer) -> None:
         """Attach a rehearsal's observer."""
@@ -144,6 +147,7 @@ class Session:
         if self.finished and self._member.coordinated:
             raise LoopError("the job's training has finished; what comes after it needs a job of its own")
         self.finished = self._released = False
+        synchronize([self._state.model], self)
         self._mode.reducer.attach()
         self._member.check_state(self._state)
         self._total_steps, self.last_step = total_steps, last_step
@@ -208,6 +212,7 @@ class Session:
     def release(self) -> None:
         """Leave model, optimizers and schedulers to the script, or to another job."""
         self._released = True
+        release([self._state.model])
         for watch in self.watches:
             watch.end()
         self._mode.reducer.release()
@@ -255,6 +260,23 @@ class Session:
         except CollectiveError as error:
             self._repeat_step(error)
 
+    @property
+    def catching_up(self) -> bool:
+        """Whether this worker has the state of others, who have applied the iteration."""
+        return self._catching_up
+
+    @property
+    def released(self) -> bool:
+        """Whether model and optimizers are the script's own again."""
+        return self._released
+
+    def end_evaluations(self) -> None:
+        """End a step of evaluations; repeat it if a peer is lost."""
+        try:
+            self._step.end_evaluations()
+        except CollectiveError as error:
+            self._repeat_step(error)
+
     def skip(self) -> None:
         """Skip the iteration as `Job.skip` does; repeat the step if a peer is lost."""
         try:
@@ -274,6 +296,10 @@ class Session:
         if self._catching_up and self._step.micro is not None:  # of an iteration that others have applied
             return rows.new_zeros((self._step.micro.step_samples, *rows.shape[1:]))
         return self._step.gather_batch(rows, self.loader.batch.at(1))
+
+    def gather_statistics(self, row: torch.Tensor) -> torch.Tensor | None:
+        """Gather for SyncBatchNorm layers."""
+        return None if self._catching_up else self._step.gather_statistics(row, self.loader.batch.at(1))
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip as `Job.clip_grad_norm_` does; repeat the step if a peer is lost."""

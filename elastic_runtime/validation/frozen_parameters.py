@@ -63,6 +63,6 @@ class FrozenParameters:
         if not chosen:
             return {}
         pieces = [flat[:: max(1, flat.numel() // _ELEMENTS)][:_ELEMENTS] for _, flat in chosen]
-        together = torch.cat([piece.to("cpu", torch.float64) for piece in pieces])
-        rows = torch.split(together, [len(piece) for piece in pieces])
+        whole = torch.cat([piece.to("cpu", torch.float64) for piece in pieces])
+        rows = torch.split(whole, [len(piece) for piece in pieces])
         return {name: row.tolist() for (name, _), row in zip(chosen, rows, strict=True)}

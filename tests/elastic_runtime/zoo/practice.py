@@ -253,8 +253,8 @@ def compiled_model(**init: Any) -> Any:
     job = elastic_runtime.init(**init)
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer: Any = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    compiled: Any = torch.compile(plain, backend="eager", dynamic=True)
-    model, optimizer, loader = job.prepare(compiled, optimizer, vectors())
+    model: Any = torch.compile(plain, backend="eager", dynamic=True)
+    model, optimizer, loader = job.prepare(model, optimizer, vectors())
     for _epoch in job.epochs(EPOCHS):
         for x, y in loader:
             job.backward(cross_entropy(model(x), y))
