@@ -12,9 +12,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
-from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
+from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
 from kfp_gpuquota.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--kubeconfig", default=None)
     parser.add_argument("--context", default=None)
     given = parser.parse_args(arguments)
-    calls = Calls(load_credentials(given.kubeconfig, given.context), retry_for_s=30.0)
+    calls = Calls(Connection.open(given.kubeconfig, given.context), retry_for_s=30.0)
     check = Check(calls, given.image, given.timeout)
     try:
         check_cluster(check, given.lender, given.borrower, given.gpus)

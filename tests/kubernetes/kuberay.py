@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from tools.devcluster.client import ApiError
+from tools.devcluster import ApiError
 
 if TYPE_CHECKING:
     from tools.devcluster import Api
