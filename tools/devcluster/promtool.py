@@ -1,6 +1,6 @@
-"""Promtool: built once from Prometheus' published Go module into the cache folder, which takes minutes.
+"""Promtool: the machine's (Debian's package prometheus has one), else built once into the cache folder, in minutes.
 
-promtool/go.mod names the version. It is built without service discoveries, which rules do not need and which are most
+promtool/go.mod names the version that is built. It is built without service discoveries, which rules do not need and which are most
 of Prometheus' dependencies.
 """
 
@@ -25,6 +25,8 @@ MODULE: Final = Path(__file__).with_name("promtool")
 
 def provide(environment: Mapping[str, str] = os.environ) -> Path:
     """The program. Raises UnavailableError where it is neither there nor can be built."""
+    if found := shutil.which("promtool", path=environment.get("PATH")):
+        return Path(found)
     digest = hashlib.sha256((MODULE / "go.mod").read_bytes()).hexdigest()[:12]
     target = binaries.cache_root(environment) / f"promtool-{digest}"
     target.parent.mkdir(parents=True, exist_ok=True)
