@@ -1,6 +1,6 @@
 """Promtool: the machine's (Debian's package prometheus has one), else built once into the cache folder, in minutes.
 
-promtool/go.mod names the version that is built. It is built without service discoveries, which rules do not need and which are most
+promtool/go.mod names the version that is built, without service discoveries: rules do not need these, and they are most
 of Prometheus' dependencies.
 """
 
