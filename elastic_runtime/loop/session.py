@@ -200,7 +200,7 @@ class Session:
             self._member.recover(self._state, None)
             if self.position.step < step:
                 return  # a shard was lost, and the steps since the checkpoint are to be trained again
-        self._tell_progress(force=True)
+        self._report_progress(force=True)
         self._end()
 
     def finish_early(self) -> None:
@@ -388,7 +388,7 @@ class Session:
         """A step is over."""
         self._step.count()
         self._state.position = self.position.after_step(micro.step_samples)
-        self._tell_progress()
+        self._report_progress()
 
     def _repeat_step(self, error: CollectiveError) -> None:
         """Return to the step's beginning, and continue with the workers that are left."""
@@ -407,7 +407,7 @@ class Session:
         self._member.stable_state.end()
         self._member.recover(self._state, error)
         self._catching_up = self.position.epoch != epoch
-        self._tell_progress(force=True)
+        self._report_progress(force=True)
 
     def _change_membership(self) -> bool:
         """Between two steps: make the switch that was agreed on, or the one that a loss calls for."""
@@ -418,7 +418,7 @@ class Session:
             return True
         if agreed:
             self._member.switch_to(agreed, self._state)
-            self._tell_progress(force=True)
+            self._report_progress(force=True)
             return True
         return False
 
@@ -429,8 +429,8 @@ class Session:
         self._mode.remember()
         self._member.stable_state.begin()
 
-    def _tell_progress(self, *, force: bool = False) -> None:
-        self._member.tell_progress(self.position, self._total_steps, force=force)
+    def _report_progress(self, *, force: bool = False) -> None:
+        self._member.report_progress(self.position, self._total_steps, force=force)
 
 
 def _finish_left(held: Callable[[], Session | None]) -> None:

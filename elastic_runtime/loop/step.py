@@ -330,7 +330,7 @@ class GlobalStep:
         if not self._limit.halve(micro.size):
             error.add_note("an iteration of one sample does not fit into memory")
             return False
-        self._member.tell_halved(micro.size, self._limit.now)
+        self._member.report_halved(micro.size, self._limit.now)
         return True
 
     def _current(self, call: str) -> MicroBatch:

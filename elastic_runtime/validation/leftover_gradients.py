@@ -43,7 +43,7 @@ def uncleared(name: str) -> LoopError:
     """Return the error for a parameter whose gradients would be added to an earlier step's."""
     return LoopError(
         f"the gradients of an earlier step were not cleared before parameter {name!r} got another one: they would add "
-        "up, and a worker that joins does not have the first; job.backward adds up what belongs to a step by itself: "
-        "call zero_grad() of every optimizer (or of the models) in every iteration, before the first job.backward or "
-        "at the end; an optimizer that acts in some steps only uses those steps' gradients"
+        "up, and a worker that joins does not have the first; job.backward adds micro-batches up by itself, so call "
+        "optimizer.step() and optimizer.zero_grad() in every iteration (they act where a step is complete), those of "
+        "every optimizer, and give global_batch_size in place of accumulating in the loop"
     )
