@@ -96,7 +96,7 @@ def test_a_stream_sends_what_changed_and_after_its_id_only_what_is_newer(
     after = page.partition('data-after="')[2].partition('"')[0]
     with visitor.stream(f"/queue?after={after}") as stream:
         waiting.client.delete_job("team-b", "first")
-        message = stream.until("The only one that waits")
+        message = stream.until("the only one that waits")
     assert set(message.data["lists"]) <= {"jobs"}
     with visitor.stream("/queue", message.id) as stream:
         waiting.client.suspend_job("team-b", "second")
