@@ -16,7 +16,7 @@ from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON, MERGE_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
 from kfp_gpuquota.cluster.kubernetes.web.objects import GROUP
-from kfp_gpuquota.cluster.kubernetes.web.rights import KEPT_S, Asked
+from kfp_gpuquota.cluster.kubernetes.web.rights import DENIAL_KEPT_S, KEPT_S, Asked
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
@@ -59,11 +59,10 @@ class UserPages:
         return self._visible is not None and not self._visible
 
     async def refresh(self) -> None:
-        """Ask again for the namespaces that the user may see, if the answers are a minute old."""
+        """Look again which namespaces the user may see; the answers of reviews are kept by `Rights`."""
         if time.monotonic() >= self._valid_until:
             self._visible = await self._rights.visible(self._user)
-            # Somebody who has just been given a first namespace need not wait for it.
-            self._valid_until = time.monotonic() + (0.0 if self.sees_nothing else KEPT_S)
+            self._valid_until = time.monotonic() + DENIAL_KEPT_S
 
     # Reads
 
