@@ -59,14 +59,14 @@ class WebPage:
 @contextmanager
 def web_page(cluster: DevCluster, log: Path, *options: str) -> Iterator[WebPage]:
     """Run the page with the account and the rights of the component; yield when it can be asked."""
-    for file in ("rbac", "policy"):
-        cluster.kubectl("apply", "-f", str(COMPONENT / f"{file}.yaml"))
+    for name in ("rbac", "policy"):
+        cluster.kubectl("apply", "-f", str(COMPONENT / f"{name}.yaml"))
     kubeconfig, port = cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT), free_ports().api
     given = options or ("--trusted-proxy=127.0.0.0/8",)
     command = [sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes.web", f"--kubeconfig={kubeconfig}"]
     more = [f"--port={port}", f"--base-path={BASE}/", "--log-format=json", "--dashboard", *given]
-    with log.open("wb") as file:
-        process = subprocess.Popen([*command, *more], stderr=file)
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, *more], stderr=output)
     try:
         until(lambda: process.poll() is not None or "serving the web page" in log.read_text(), log.read_text)
         assert process.poll() is None, log.read_text()
