@@ -145,12 +145,12 @@ def guarded(door: Door, setting: Setting, refuse: Callable[[web.Request, Refusal
 
     `refuse` makes the answer to all others. `/enter` and `/static/` need no identity.
     """
-    open_to_all = (f"{setting.base}/enter", f"{setting.base}/static/")
+    enter, static = f"{setting.base}/enter", f"{setting.base}/static/"
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         found = _misdirected(request, setting.origins)
-        if found is None and not request.path.startswith(open_to_all):
+        if found is None and request.path != enter and not request.path.startswith(static):
             found = await door.refusal(request) or await _forged(request)
         return await handler(request) if found is None else refuse(request, found)
 

@@ -49,7 +49,7 @@ def test_the_queue_shows_why_a_job_waits_its_place_and_what_comes_before_it(
     reason = waiting.job("second", "team-b").status.reason
     assert reason is not None
     assert reason.message in text
-    assert "Number 2 of 2 in its project, after first." in text
+    assert "It is number 2 of 2 that wait in its project, after first." in text
     assert "3 jobs, of which 2 wait." in text
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from msgspec.structs import replace
 
 from kfp_gpuquota.api.history import Report
-from kfp_gpuquota.cluster.kubernetes.client.reflector import Object, Reflector
+from kfp_gpuquota.cluster.kubernetes.client.reflector import Object, Reflector, version_of
 from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -159,9 +159,16 @@ class Objects:
             self._report(uid, job)
         self._changes()
 
+    def note_job(self, job: ElasticJob) -> None:
+        """Take a job that a write has returned, unless the watch has reported its deletion or something newer."""
+        before = self._jobs.get(job.metadata.uid)
+        if before is not None and version_of(before.metadata) < version_of(job.metadata):
+            self.put_job(job)
+
     def drop_job(self, uid: str) -> None:
         """Forget a deleted job."""
-        job = self._jobs.pop(uid)
+        if (job := self._jobs.pop(uid, None)) is None:
+            return
         self._views.pop(uid, None)
         self._reports.pop(uid, None)
         if self._uids.get(_key(job)) == uid:
@@ -197,7 +204,7 @@ class Objects:
 
     def drop_node(self, uid: str) -> None:
         """Forget a node."""
-        del self._nodes[uid]
+        self._nodes.pop(uid, None)
         self._changes("nodes")
 
     def put_quota(self, quota: GpuQuota) -> None:
@@ -207,7 +214,7 @@ class Objects:
 
     def drop_quota(self, uid: str) -> None:
         """Forget a deleted quota."""
-        del self._quotas[uid]
+        self._quotas.pop(uid, None)
         self._changes("quotas")
 
     # Inside

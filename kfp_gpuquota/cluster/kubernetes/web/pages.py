@@ -181,7 +181,7 @@ class UserPages:
             raise ConflictError(f"job {name!r} has ended ({job.status.phase.value}); submit it again instead")
         await self._check("patch", job)
         answer = await self._call("PATCH", job, {"metadata": {"uid": job.uid}, "spec": spec})
-        self._objects.put_job(msgspec.json.decode(answer, type=ElasticJob))
+        self._objects.note_job(msgspec.json.decode(answer, type=ElasticJob))
 
     async def _check(self, verb: str, job: Job) -> None:
         """Raise ForbiddenError unless the user has the right now."""
