@@ -16,11 +16,19 @@ from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
-from kfp_gpuquota.cluster.kubernetes.web.rights import Bindings, Rights, RoleBinding, Subject
+from kfp_gpuquota.cluster.kubernetes.web.rights import (
+    DENIAL_KEPT_S,
+    KEPT_S,
+    Asked,
+    Bindings,
+    Rights,
+    RoleBinding,
+    Subject,
+)
 from tests.kubernetes.installation import NAMESPACE, QUOTAS, jobs_of
 from tests.kubernetes.test_crds import job, quota
 from tests.kubernetes.web_page import ACCOUNT, User, WebPage, bind, web_page
-from tests.polling import until
+from tests.polling import TIMEOUT_S, until
 from tests.web.visitor import Tags
 from tools.devcluster import Api, ApiError
 
@@ -249,6 +257,30 @@ def test_reviews_are_as_many_as_the_users_namespaces_and_not_as_the_clusters(
     bind(kubeflow_cluster, boss, "kubeflow-view")
     seen = lambda: asyncio.run(reviews_of(kubeflow_cluster, boss, everything, [])) == (None, 1)  # noqa: E731
     until(seen, "the administrator's reviews")
+
+
+def test_a_right_that_was_taken_away_is_gone_after_a_minute(kubeflow_cluster: DevCluster, ours: Team) -> None:
+    user, api = f"guest-{uuid.uuid4().hex[:6]}", kubeflow_cluster.api
+    bindings, now = Bindings(), 0.0
+    bindings.put(RoleBinding(Metadata(uid="b", namespace=ours.namespace), (Subject("User", user),)))
+    binding = bind(kubeflow_cluster, user, "kubeflow-view", ours.namespace)
+
+    async def run() -> None:
+        nonlocal now
+        credentials = load_credentials(str(kubeflow_cluster.kubeconfig))
+        async with Connection(credentials) as connection:
+            rights = Rights(connection, bindings, lambda: [ours.namespace], clock=lambda: now)
+            while not await rights.visible(user):
+                now += DENIAL_KEPT_S
+            api.delete(binding)
+            now += KEPT_S - 1
+            while await rights.may_now(Asked(user, "list", namespace=ours.namespace)):
+                pass  # the API server takes a moment
+            assert await rights.visible(user) == {ours.namespace}
+            now += 1
+            assert await rights.visible(user) == set()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
 def test_an_administrator_sees_all_teams(kubeflow_cluster: DevCluster, page: WebPage, ours: Team, theirs: Team) -> None:

@@ -76,10 +76,11 @@ def web_page(cluster: DevCluster, log: Path, *options: str) -> Iterator[WebPage]
         process.wait()
 
 
-def bind(cluster: DevCluster, user: str, role: str, namespace: str = "") -> None:
-    """Give the user a ClusterRole, in a namespace or everywhere."""
+def bind(cluster: DevCluster, user: str, role: str, namespace: str = "") -> str:
+    """Give the user a ClusterRole, in a namespace or everywhere; return the binding's path."""
     where = f"{ROLES}/namespaces/{namespace}/rolebindings" if namespace else f"{ROLES}/clusterrolebindings"
     subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": user}
     reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role}
     name = f"{role}-{uuid.uuid4().hex[:6]}"
     cluster.api.create(where, {"metadata": {"name": name}, "subjects": [subject], "roleRef": reference})
+    return f"{where}/{name}"
