@@ -276,9 +276,9 @@ def test_a_right_that_was_taken_away_is_gone_after_a_minute(kubeflow_cluster: De
             now += KEPT_S - 1
             while await rights.may_now(Asked(user, "list", namespace=ours.namespace)):
                 pass  # the API server takes a moment
-            assert await rights.visible(user) == {ours.namespace}
+            assert await rights.visible(user) == frozenset({ours.namespace})
             now += 1
-            assert await rights.visible(user) == set()
+            assert await rights.visible(user) == frozenset()
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 

@@ -1,6 +1,7 @@
 """The web page of a Kubernetes cluster: a process of its own, which shows each user what that user may read.
 
     objects    watches the cluster's objects, and converts them to what the pages show
+    usage      what teams held since the process was started
     rights     what a user may do, by SubjectAccessReview
     pages      `web.source.Source` for one user: the objects that the user may list, and the user's actions
     pod_logs   workers' logs in parts, from the API server

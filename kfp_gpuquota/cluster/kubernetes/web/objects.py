@@ -24,6 +24,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, Gpu
 from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger
 from kfp_gpuquota.cluster.kubernetes.user_client import views
 from kfp_gpuquota.cluster.kubernetes.web.rights import Bindings, RoleBinding
+from kfp_gpuquota.cluster.kubernetes.web.usage import UsageHistory
 from kfp_gpuquota.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Objects:
         self._versions = {"nodes": 0, "quotas": 0}
         self._changed = asyncio.Event()
         self.bindings = Bindings()
+        self.usage = UsageHistory()
         self.revision = _now_ms()
 
     def watches(self, connection: Connection) -> tuple[Watch, ...]:
@@ -210,11 +212,14 @@ class Objects:
     def put_quota(self, quota: GpuQuota) -> None:
         """Take a new or changed quota."""
         self._quotas[quota.metadata.uid] = quota
+        with suppress(InvalidFieldError):
+            self.usage.note(views.project_view(quota), time.time())
         self._changes("quotas")
 
     def drop_quota(self, uid: str) -> None:
         """Forget a deleted quota."""
-        self._quotas.pop(uid, None)
+        if (quota := self._quotas.pop(uid, None)) is not None:
+            self.usage.forget(quota.metadata.name)
         self._changes("quotas")
 
     # Inside
