@@ -1,4 +1,6 @@
-"""Which browsers may see the pages of an embedded cluster.
+"""Which browsers may see the pages, and the checks that every request passes.
+
+What follows is about the embedded cluster; on Kubernetes a proxy names the user (cluster/kubernetes/web).
 
 `gpuquota ui` asks for a link over the daemon's socket, which only its user reaches. The link opens once, within two
 minutes, and gives the browser a cookie that is valid until the daemon ends.
@@ -16,7 +18,8 @@ import hashlib
 import hmac
 import secrets
 import time
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
 
 from aiohttp import web
 
@@ -27,22 +30,31 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler, Middleware
 
+    from kfp_gpuquota.web.setting import Setting
+    from kfp_gpuquota.web.visit import Visit
+
+AGAIN: Final = "Run gpuquota ui in a terminal to open the page."
 COOKIE: Final = "gpuquota"
 LINK_VALID_S: Final = 120.0
 MAX_LINKS: Final = 100
 MAX_SESSIONS: Final = 100
-HEADERS: Final = {
-    "Content-Security-Policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
-    ),
+_HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 _READS: Final = frozenset({"GET", "HEAD"})
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request is refused: the status, a sentence, and what its user can do."""
+
+    status: int
+    sentence: str
+    step: str = ""
 
 
 class Access:
@@ -82,42 +94,73 @@ class Access:
         """Return what each form of this browser has to contain."""
         return self._digest(f"form {cookie}")
 
-    def accepts_form(self, cookie: str, token: str) -> bool:
-        """Whether a form comes from a page that this browser was given."""
-        return hmac.compare_digest(self.form_token(cookie).encode(), token.encode(errors="replace"))
-
     def _digest(self, text: str) -> str:
         return hmac.new(self._key, text.encode(errors="replace"), hashlib.sha256).hexdigest()
 
 
-def guarded(
-    access: Access, base: str, hosts: frozenset[str], refuse: Callable[[web.Request, int, str], web.Response]
-) -> Middleware:
-    """Return a middleware that lets in requests for one of the `hosts`, from their own pages, with a cookie.
+class Door(Protocol):
+    """Who a request is from, and what they are shown."""
 
-    `refuse(request, status, sentence)` makes the answer to all others. `/enter` and `/static/` need no cookie.
+    async def refusal(self, request: web.Request) -> Refusal | None:
+        """Return why the request's sender sees nothing; None for one who is let in."""
+
+    def visit(self, request: web.Request) -> Visit:
+        """Return what the sender, who was let in, is shown."""
+
+    def form_token(self, request: web.Request) -> str:
+        """Return what each form of the sender has to contain."""
+
+
+@dataclass(frozen=True)
+class SessionDoor:
+    """Lets in the browsers that opened a link of `access`; all are shown the same."""
+
+    access: Access
+    shown: Visit
+
+    async def refusal(self, request: web.Request) -> Refusal | None:
+        """Return that the browser has no cookie of this server."""
+        if self.access.admits(request.cookies.get(COOKIE, "")):
+            return None
+        return Refusal(401, "This browser has not been let in since the cluster's daemon started.", AGAIN)
+
+    def visit(self, _request: web.Request) -> Visit:
+        """Return what all are shown."""
+        return self.shown
+
+    def form_token(self, request: web.Request) -> str:
+        """Return the token of the browser's cookie."""
+        return self.access.form_token(request.cookies.get(COOKIE, ""))
+
+
+def headers(*, framed: bool) -> dict[str, str]:
+    """Return the headers of every answer; `framed`: a page of the same origin may show the pages in a frame."""
+    ancestors, options = ("'self'", "SAMEORIGIN") if framed else ("'none'", "DENY")
+    policy = f"default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors {ancestors}; object-src 'none'"
+    return {"Content-Security-Policy": policy, "X-Frame-Options": options, **_HEADERS}
+
+
+def guarded(door: Door, setting: Setting, refuse: Callable[[web.Request, Refusal], web.Response]) -> Middleware:
+    """Return a middleware that lets in requests for one of the setting's origins, from their own pages, through `door`.
+
+    `refuse` makes the answer to all others. `/enter` and `/static/` need no identity.
     """
+    enter, static = f"{setting.base}/enter", f"{setting.base}/static/"
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        return _refusal(request) or await _handled(request, handler)
+        found = _misdirected(request, setting.origins)
+        if found is None and request.path != enter and not request.path.startswith(static):
+            found = await door.refusal(request) or await _forged(request)
+        return await handler(request) if found is None else refuse(request, found)
 
-    def _refusal(request: web.Request) -> web.Response | None:
-        if request.headers.get("Host", "") not in hosts:
-            return refuse(request, 421, "This server is not the one that the address names.")
-        if not _own_origin(request):
-            return refuse(request, 403, "The request comes from a page of another origin.")
-        open_to_all = request.path == f"{base}/enter" or request.path.startswith(f"{base}/static/")
-        if not open_to_all and not access.admits(request.cookies.get(COOKIE, "")):
-            return refuse(request, 401, "This browser has not been let in since the cluster's daemon started.")
-        return None
-
-    async def _handled(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method not in _READS:
-            form = await _form(request)
-            if not access.accepts_form(request.cookies.get(COOKIE, ""), str(form.get("token", ""))):
-                return refuse(request, 403, "The form is not from a page that this browser was given.")
-        return await handler(request)
+    async def _forged(request: web.Request) -> Refusal | None:
+        if request.method in _READS:
+            return None
+        token = str((await _form(request)).get("token", ""))
+        if hmac.compare_digest(door.form_token(request).encode(), token.encode(errors="replace")):
+            return None
+        return Refusal(403, "The form is not from a page that this browser was given.")
 
     return guard
 
@@ -131,10 +174,21 @@ async def _form(request: web.Request) -> Mapping[str, object]:
         raise web.HTTPRequestTimeout from None
 
 
-def _own_origin(request: web.Request) -> bool:
+def _misdirected(request: web.Request, origins: frozenset[str]) -> Refusal | None:
+    """Return what is wrong with the name that the request is for, or with the page that it comes from."""
+    host = request.headers.get("Host", "")
+    own = {origin for origin in origins if origin.partition("://")[2] == host}
+    if not own:
+        return Refusal(421, "This server is not the one that the address names.")
+    if not _own_origin(request, own):
+        return Refusal(403, "The request comes from a page of another origin.")
+    return None
+
+
+def _own_origin(request: web.Request, own: set[str]) -> bool:
     """Return whether the request is from a page of this server, or from a user who opened an address."""
     origin = request.headers.get("Origin")
     if origin is not None or request.method not in _READS:
-        return origin == f"http://{request.headers.get('Host', '')}"
+        return origin in own
     site = request.headers.get("Sec-Fetch-Site", "none")
     return site in {"none", "same-origin"} or request.headers.get("Sec-Fetch-Mode") == "navigate"

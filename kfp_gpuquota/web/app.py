@@ -16,10 +16,7 @@ from markupsafe import Markup
 
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.server.audit import CLIENT_CLOSED
-from kfp_gpuquota.web.access import COOKIE, HEADERS, guarded
-from kfp_gpuquota.web.actions import Actions
-from kfp_gpuquota.web.live import Live
-from kfp_gpuquota.web.pages import Pages
+from kfp_gpuquota.web.access import AGAIN, COOKIE, guarded, headers
 from kfp_gpuquota.web.rendering import render
 from kfp_gpuquota.web.views import logs
 
@@ -28,42 +25,42 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler, Middleware
 
-    from kfp_gpuquota.web.access import Access
+    from kfp_gpuquota.web.access import Access, Door, Refusal
+    from kfp_gpuquota.web.live import Live
     from kfp_gpuquota.web.pages import Page
+    from kfp_gpuquota.web.setting import Setting
     from kfp_gpuquota.web.source import Source
 
 RETRY_MS: Final = 1000
 MAX_FORM_BYTES: Final = 1 << 14
 STATIC: Final = Path(__file__).with_name("static")
-_AGAIN: Final = "Run gpuquota ui in a terminal to open the page."
 
 log = logging.getLogger(__name__)
 
 
 def build_pages(
-    source: Source, access: Access, *, base: str, hosts: frozenset[str], outer: Iterable[Middleware] = ()
+    door: Door, setting: Setting, *, enter: Handler | None = None, outer: Iterable[Middleware] = ()
 ) -> web.Application:
-    """Return the application. `base` begins every path, `hosts` are the names that it is reached by.
+    """Return the application; `door` says who sees what.
 
-    `outer` are middlewares around all others, such as the audit log.
+    `enter` answers the address by which a browser is let in, where there is one. `outer` are middlewares around all
+    others, such as the audit log.
     """
 
-    def refuse(request: web.Request, status: int, sentence: str) -> web.Response:
-        if not request.headers.get("Accept", "").startswith("text/html"):
-            return web.Response(text=sentence, status=status)
-        return _message(
-            base, status, "Not opened", sentence, step=_AGAIN if status == web.HTTPUnauthorized.status_code else ""
-        )
+    def refuse(request: web.Request, found: Refusal) -> web.Response:
+        if request.headers.get("Accept", "").startswith("text/html"):
+            return message(setting.base, found.status, "Not opened", found.sentence, step=found.step)
+        answer = web.Response(text=found.sentence, status=found.status)
+        answer["error"] = found.sentence
+        return answer
 
     application = web.Application(
-        client_max_size=MAX_FORM_BYTES,
-        middlewares=[*outer, _finished(base), guarded(access, base, hosts, refuse)],
+        client_max_size=MAX_FORM_BYTES, middlewares=[*outer, _finished(setting), guarded(door, setting, refuse)]
     )
-    site = _Site(source, access, base)
+    site, base = _Site(door, setting), setting.base
     job = f"{base}/jobs/{{project}}/{{name}}"
     application.add_routes([
         web.get(f"{base}/", site.start),
-        web.get(f"{base}/enter", site.enter),
         web.get(f"{base}/teams", site.page),
         web.get(f"{base}/queue", site.page),
         web.get(f"{base}/nodes", site.page),
@@ -73,97 +70,134 @@ def build_pages(
         web.post(f"{job}/{{action}}", site.act),
         web.static(f"{base}/static", STATIC),
     ])  # fmt: skip
+    if enter is not None:
+        application.router.add_get(f"{base}/enter", enter)
     return application
+
+
+def entering(access: Access, base: str) -> Handler:
+    """Return what takes a one-time token, and gives the browser its cookie.
+
+    The answer is a page that leads on, not a redirect: a cookie that is `SameSite=Strict` would not be sent with the
+    next request of a navigation that another program began.
+    """
+
+    async def enter(request: web.Request) -> web.Response:
+        cookie = access.enter(request.query.get("token", ""))
+        if cookie is None:
+            return message(base, 401, "Not opened", "This link was used before, or is too old.", step=AGAIN)
+        answer = message(base, 200, "gpuquota", "The page opens.", leads_to=f"{base}/teams")
+        answer.set_cookie(COOKIE, cookie, path=base, httponly=True, samesite="Strict")
+        return answer
+
+    return enter
 
 
 class _Site:
     """The handlers."""
 
-    def __init__(self, source: Source, access: Access, base: str) -> None:
-        self._source, self._access, self._base = source, access, base
-        self._live = Live(source)
-        self._pages = Pages(source, base)
-        self._actions = Actions(source, base)
+    def __init__(self, door: Door, setting: Setting) -> None:
+        self._door, self._setting, self._base = door, setting, setting.base
+        self._headers = headers(framed=setting.framed)
 
-    async def start(self, _request: web.Request) -> web.Response:
-        raise web.HTTPSeeOther(f"{self._base}/teams")
-
-    async def enter(self, request: web.Request) -> web.Response:
-        """Take a one-time token, and give the browser its cookie.
-
-        The answer is a page that leads on, not a redirect: a cookie that is `SameSite=Strict` would not be sent with
-        the next request of a navigation that another program began.
-        """
-        cookie = self._access.enter(request.query.get("token", ""))
-        if cookie is None:
-            return _message(self._base, 401, "Not opened", "This link was used before, or is too old.", step=_AGAIN)
-        answer = _message(self._base, 200, "gpuquota", "The page opens.", leads_to=f"{self._base}/teams")
-        answer.set_cookie(COOKIE, cookie, path=self._base, httponly=True, samesite="Strict")
-        return answer
+    async def start(self, request: web.Request) -> web.Response:
+        query = f"?{request.query_string}" if request.query_string else ""
+        raise web.HTTPSeeOther(f"{self._base}/teams{query}")
 
     async def page(self, request: web.Request) -> web.StreamResponse:
         """Answer with the page, or with its stream."""
-        page = self._pages.at(request.path, request.match_info, request.query)
+        visit = self._door.visit(request)
+        page = visit.pages.at(request.path, request.match_info, request.query)
         if _wants_stream(request):
-            return await self._stream(request, page)
-        revision = self._source.revision()
+            return await self._stream(request, visit.live, page)
+        revision = visit.source.revision()
         elements = page.live.render()
         lists = {name: Markup("").join(Markup(row) for row in rows.values()) for name, rows in elements.lists.items()}  # noqa: S704
-        token = self._access.form_token(request.cookies.get(COOKIE, ""))
         html = render(
             page.template,
             base=self._base,
+            setting=self._setting,
             title=page.title,
             active=page.active,
             revision=revision,
             parts=elements.parts,
             lists=lists,
-            token=token,
+            token=self._door.form_token(request),
             **page.values,
         )
         return _html(html)
 
-    async def _stream(self, request: web.Request, page: Page) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, live: Live, page: Page) -> web.StreamResponse:
         query = sorted((key, value) for key, value in request.query.items() if key != "after")
-        messages = self._live.messages(f"{request.path}?{urlencode(query)}", page.live, _last_id(request))
-        return await _sent(request, "page", messages)
+        messages = live.messages(f"{request.path}?{urlencode(query)}", page.live, _last_id(request))
+        return await self._sent(request, "page", messages)
 
     async def log(self, request: web.Request) -> web.StreamResponse:
         """Answer with a worker's log, or with the stream of what it prints."""
-        project, name = request.match_info["project"], request.match_info["name"]
-        worker = request.query.get("worker", "")
+        source, project, name, worker = self._of_worker(request)
         if not _wants_stream(request):
-            found = await logs.page(self._source, project, name, worker, request.query.get("q", ""), self._base)
-            return _html(render("log.html", base=self._base, title=f"Log of {name}", active="queue", **found))
-        self._source.job(project, name)
-        pieces = logs.follow(self._source, project, name, worker, _last_id(request))
-        return await _sent(request, "log", pieces)
+            found = await logs.page(source, project, name, worker, request.query.get("q", ""), self._base)
+            place = {"base": self._base, "setting": self._setting, "active": "queue"}
+            return _html(render("log.html", title=f"Log of {name}", **place, **found))
+        source.job(project, name)
+        pieces = logs.follow(source, project, name, worker, _last_id(request))
+        return await self._sent(request, "log", pieces)
 
     async def download(self, request: web.Request) -> web.StreamResponse:
         """Answer with all of a worker's log, byte for byte."""
-        project, name = request.match_info["project"], request.match_info["name"]
-        job, worker = self._source.job(project, name), request.query.get("worker", "")
-        headers = {"Content-Disposition": f'attachment; filename="{job.spec.name}.log"', **HEADERS}
-        answer = web.StreamResponse(headers=headers)
+        source, project, name, worker = self._of_worker(request)
+        job = source.job(project, name)
+        pieces = logs.whole(source, project, name, worker)
+        first = await anext(pieces, b"")
+        more = {"Content-Disposition": f'attachment; filename="{job.spec.name}.log"'}
+        answer = web.StreamResponse(headers={**more, **self._headers})
         answer.content_type = "text/plain"
         await answer.prepare(request)
-        async for text in logs.whole(self._source, project, name, worker):
+        await answer.write(first)
+        async for text in pieces:
             await answer.write(text)
         return answer
 
     async def act(self, request: web.Request) -> web.Response:
         """Do what a form asks for, and lead back to where that shows."""
         form = {name: str(value) for name, value in (await request.post()).items()}
-        there = await self._actions.do(
+        there = await self._door.visit(request).actions.do(
             request.match_info["action"], request.match_info["project"], request.match_info["name"], form
         )
         if request.headers.get("Accept") == "text/plain":
             return web.Response(status=204)
         raise web.HTTPSeeOther(there)
 
+    def _of_worker(self, request: web.Request) -> tuple[Source, str, str, str]:
+        """Return the source, project and name of a request for a log, and the worker, "" for the first."""
+        names = request.match_info
+        return self._door.visit(request).source, names["project"], names["name"], request.query.get("worker", "")
 
-def _finished(base: str) -> Middleware:
+    async def _sent(
+        self, request: web.Request, kind: str, messages: AsyncGenerator[tuple[int, bytes] | None, None]
+    ) -> web.StreamResponse:
+        """Send each (id, data) as an event of that kind, and an empty comment for None; at the end an event `end`.
+
+        A stream that fails is cut off, so that the browser opens it again.
+        """
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", **self._headers})
+        await answer.prepare(request)
+        await answer.write(f"retry: {RETRY_MS}\n\n".encode())
+        try:
+            async with contextlib.aclosing(messages):
+                async for message_ in messages:
+                    await answer.write(b": \n\n" if message_ is None else _event(kind, *message_))
+            await answer.write(b"event: end\ndata: \n\n")
+        except (GpuQuotaError, ConnectionError) as error:
+            log.info("a stream of %s ends: %s", request.path, error)
+        except Exception:
+            log.exception("the stream of %s failed", request.path)
+        return answer
+
+
+def _finished(setting: Setting) -> Middleware:
     """Return a middleware that shows errors as pages, and adds the headers that every answer has."""
+    base, added = setting.base, headers(framed=setting.framed)
 
     @web.middleware
     async def finish(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -179,9 +213,9 @@ def _finished(base: str) -> Middleware:
             answer = web.Response(status=CLIENT_CLOSED)
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            answer = _failure(base, request, 500, "The page could not be made; daemon.log says why.")
+            answer = _failure(base, request, 500, "The page could not be made; the server's log says why.")
         if not answer.prepared:
-            for name, value in HEADERS.items():
+            for name, value in added.items():
                 answer.headers.setdefault(name, value)
         return answer
 
@@ -193,12 +227,13 @@ def _failure(base: str, request: web.Request, status: int, sentence: str) -> web
     if request.headers.get("Accept") == "text/plain":
         answer = web.Response(text=sentence, status=status)
     else:
-        answer = _message(base, status, "This did not work", sentence)
+        answer = message(base, status, "This did not work", sentence)
     answer["error"] = sentence
     return answer
 
 
-def _message(base: str, status: int, title: str, sentence: str, *, step: str = "", leads_to: str = "") -> web.Response:
+def message(base: str, status: int, title: str, sentence: str, *, step: str = "", leads_to: str = "") -> web.Response:
+    """Return a page of one sentence, with what its reader can do, or with the address that it leads to."""
     html = render("message.html", base=base, title=title, sentence=sentence, step=step, next=leads_to)
     return web.Response(text=html, content_type="text/html", charset="utf-8", status=status)
 
@@ -217,28 +252,6 @@ def _last_id(request: web.Request) -> int:
     """What the browser has seen: the last event's id after a reconnect, else that of its page."""
     text = request.headers.get("Last-Event-ID") or request.query.get("after", "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else 0
-
-
-async def _sent(
-    request: web.Request, kind: str, messages: AsyncGenerator[tuple[int, bytes] | None, None]
-) -> web.StreamResponse:
-    """Send each (id, data) as an event of that kind, and an empty comment for None; at the end an event `end`.
-
-    A stream that fails is cut off, so that the browser opens it again.
-    """
-    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", **HEADERS})
-    await answer.prepare(request)
-    await answer.write(f"retry: {RETRY_MS}\n\n".encode())
-    try:
-        async with contextlib.aclosing(messages):
-            async for message in messages:
-                await answer.write(b": \n\n" if message is None else _event(kind, *message))
-        await answer.write(b"event: end\ndata: \n\n")
-    except (GpuQuotaError, ConnectionError) as error:
-        log.info("a stream of %s ends: %s", request.path, error)
-    except Exception:
-        log.exception("the stream of %s failed", request.path)
-    return answer
 
 
 def _event(kind: str, number: int, data: bytes) -> bytes:

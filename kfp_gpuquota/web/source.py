@@ -34,7 +34,11 @@ class Source(Protocol):
         """Return one job. Raises NotFoundError."""
 
     def nodes(self) -> tuple[NodeView, ...]:
-        """Return all nodes, and which workers hold their devices."""
+        """Return all nodes, and which workers hold their devices.
+
+        On Kubernetes, where a worker's name is unique in its project only, each holder is "project/worker"; those of
+        pods that belong to no job are among them. A device in use without a holder is used by others.
+        """
 
     def memory_of(self, worker: str, device: int) -> Sequence[tuple[float, int]]:
         """Return (time, MiB) of what a worker used of a device that it shares, oldest first."""
@@ -44,6 +48,9 @@ class Source(Protocol):
 
     def events_of(self, uid: str) -> tuple[Event, ...]:
         """Return the history of a job, oldest first."""
+
+    def sizes_of(self, job: Job) -> Sequence[tuple[float, float]]:
+        """Return (time, GPUs that the job held from then on), oldest first."""
 
     def reports_of(self, uid: str) -> tuple[Report, ...]:
         """Return a training's reports, thinned out evenly, oldest first."""

@@ -14,13 +14,13 @@ def test_a_job_that_waits_says_what_comes_before_it(cli: Cli) -> None:
     cli("submit", "hog", "-g", "2", "--interactive", "--", "sleep", "infinity")
     cli.await_gpus("team-a", hog=2)
     cli("submit", "first", "--", "true")
-    assert "that wait" not in cli("explain first")
+    assert "It is the only one that waits in its project." in cli("explain first")
     for name in ("second", "third", "fourth", "fifth"):
         cli("submit", name, "--", "true")
     cli("submit", "urgent", "--priority", "80", "--", "true")
-    assert "1 of 6 that wait in project team-a comes before it: urgent" in cli("explain first")
-    output = "5 of 6 that wait in project team-a come before it: urgent, first, second and 2 more"
+    assert "It is number 2 of 6 that wait in its project, after urgent." in cli("explain first")
+    output = "It is number 6 of 6 that wait in its project, after 2 others and second, third, fourth."
     assert output in cli("explain fifth")
     assert output in cli("describe fifth")
-    assert "it is the first of 6 that wait in project team-a" in cli("explain urgent")
+    assert "It is the first of 6 that wait in its project." in cli("explain urgent")
     assert "queue" not in cli("describe hog")

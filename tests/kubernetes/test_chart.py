@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-EVERYTHING = ("monitoring", "fail-open", "node-agent-killer")
+EVERYTHING = ("monitoring", "fail-open", "node-agent-killer", "web-page")
 EVERY_VALUE = (
     "kubeflow.enabled=true",
     "monitoring.enabled=true",
     "webhook.failOpen=true",
     "nodeAgent.enabled=true",
     "nodeAgent.killer=true",
+    "webPage.enabled=true",
 )
 # kustomize gives a namespace to kinds that have none and that it has no list of
 WITHOUT_NAMESPACE = {"FlowSchema", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}

@@ -16,6 +16,7 @@ from kfp_gpuquota.api import annotations as asked
 from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.web.options import parsed
 from tests.kubernetes.conftest import start_or_skip
 from tests.kubernetes.installation import CONTROLLER, MANIFESTS, NAMESPACE, install
 from tests.kubernetes.test_crds import job
@@ -33,6 +34,7 @@ SHARES = (
     asked.MEMORY_LIMIT,
     asked.DEVICES,
 )
+README = (MANIFESTS / "overlays" / "kubeflow" / "web-page" / "kustomization.yaml").read_text()
 COMPONENTS = sorted(path.name for path in (MANIFESTS / "components").iterdir())
 
 
@@ -96,6 +98,36 @@ def test_a_component_can_be_added_to_an_overlay(kubeflow_cluster: DevCluster, tm
         wanted = monitor["spec"]["selector"]["matchLabels"]
         (service,) = [one for one in services if wanted.items() <= one["metadata"].get("labels", {}).items()]
         assert monitor["spec"]["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
+
+
+def test_the_page_in_kubeflow_is_reached_through_the_gateway_only(kubeflow_cluster: DevCluster, tmp_path: Path) -> None:
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [relative(tmp_path, MANIFESTS / "overlays" / "kubeflow")],
+        "components": [relative(tmp_path, MANIFESTS / "overlays" / "kubeflow" / "web-page")],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    objects = [one for one in rendered(kubeflow_cluster, tmp_path) if one["metadata"]["name"] == "gpuquota-web-page"]
+    (deployment,), (service,), (route,), (policy,) = (
+        of_kind(objects, kind) for kind in ("Deployment", "Service", "VirtualService", "AuthorizationPolicy")
+    )
+    pod = deployment["spec"]["template"]
+    options = parsed(pod["spec"]["containers"][0]["args"])
+    (match,) = route["spec"]["http"][0]["match"]
+    destination = route["spec"]["http"][0]["route"][0]["destination"]
+    assert match["uri"]["prefix"] == f"{options.base}/"
+    assert destination["host"].split(".")[:2] == [service["metadata"]["name"], service["metadata"]["namespace"]]
+    assert destination["port"]["number"] == service["spec"]["ports"][0]["port"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert policy["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert policy["spec"]["rules"][0]["to"][0]["operation"]["ports"] == [str(options.port)]
+    (args,) = [line for line in README.splitlines() if "/args/" in line]
+    index = int(re.findall(r"/args/(\d+)", args)[0])
+    assert pod["spec"]["containers"][0]["args"][index].startswith("--origin=")
+    for one in objects:
+        if not one["apiVersion"].partition("/")[0].endswith("istio.io"):
+            kubeflow_cluster.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(one))
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:

@@ -27,6 +27,7 @@ from kfp_gpuquota.api.wire import Event, EventKind, NodeView, ProjectView, Share
 from kfp_gpuquota.web.pages import Pages
 from kfp_gpuquota.web.plain_text import plain_log
 from kfp_gpuquota.web.rendering import render
+from kfp_gpuquota.web.setting import Setting
 from tests.web.visitor import Tags
 
 if TYPE_CHECKING:
@@ -110,6 +111,9 @@ class HostileSource:
     def events_of(self, uid: str) -> tuple[Event, ...]:
         return (self._event,)
 
+    def sizes_of(self, _job: Job) -> list[tuple[float, float]]:
+        return [(NOW - 5, 1), (NOW - 2, 2)]
+
     def reports_of(self, uid: str) -> tuple[Report, ...]:
         return (Report(NOW - 1, 1, {HOSTILE: 1.0}), Report(NOW, 2, {HOSTILE: float("nan")}))
 
@@ -124,8 +128,8 @@ def html_of(page: Page) -> str:
     elements = page.live.render()
     lists = {name: "".join(rows.values()) for name, rows in elements.lists.items()}
     first = render(
-        page.template, base="/b", title=page.title, active=page.active, revision=1, token="t",
-        parts=elements.parts, lists=elements.lists and dict.fromkeys(lists, ""), **page.values,
+        page.template, base="/b", setting=Setting("/b", frozenset()), title=page.title, active=page.active,
+        revision=1, token="t", parts=elements.parts, lists=elements.lists and dict.fromkeys(lists, ""), **page.values,
     )  # fmt: skip
     return first + "".join(lists.values())
 

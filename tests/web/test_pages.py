@@ -49,7 +49,7 @@ def test_the_queue_shows_why_a_job_waits_its_place_and_what_comes_before_it(
     reason = waiting.job("second", "team-b").status.reason
     assert reason is not None
     assert reason.message in text
-    assert "Number 2 of 2 in its project, after first." in text
+    assert "It is number 2 of 2 that wait in its project, after first." in text
     assert "3 jobs, of which 2 wait." in text
 
 
@@ -96,7 +96,7 @@ def test_a_stream_sends_what_changed_and_after_its_id_only_what_is_newer(
     after = page.partition('data-after="')[2].partition('"')[0]
     with visitor.stream(f"/queue?after={after}") as stream:
         waiting.client.delete_job("team-b", "first")
-        message = stream.until("The only one that waits")
+        message = stream.until("the only one that waits")
     assert set(message.data["lists"]) <= {"jobs"}
     with visitor.stream("/queue", message.id) as stream:
         waiting.client.suspend_job("team-b", "second")

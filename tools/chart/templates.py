@@ -124,6 +124,30 @@ _INJECTED: Final = """\
 """
 _DROPPED: Final = "            capabilities: {drop: [ALL]}\n"
 
+_SITE: Final = """\
+            - --base-path=/gpuquota/
+            - --user-header=kubeflow-userid
+            - --trusted-proxy=127.0.0.6/32
+            - --origin=https://kubeflow.example.org
+            - --dashboard
+"""
+_SITE_VALUES: Final = """\
+            - --base-path={{ .Values.webPage.basePath }}
+            - --user-header={{ .Values.webPage.userHeader }}
+            {{- range .Values.webPage.trustedProxies }}
+            - --trusted-proxy={{ . }}
+            {{- end }}
+            {{- range .Values.webPage.origins }}
+            - --origin={{ . }}
+            {{- end }}
+            {{- if .Values.webPage.dashboard }}
+            - --dashboard
+            {{- end }}
+            {{- with .Values.webPage.extraArgs }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+"""
+_OF_PAGE: Final = ("rbac", "policy", "deployment", "network-policy")
 _OF_AGENTS: Final = ("namespace", "rbac", "policy", "network-policy", "daemonset")
 
 TEMPLATES: Final = (
@@ -255,6 +279,19 @@ TEMPLATES: Final = (
             ),
         ),
         condition=".Values.nodeAgent.enabled",
+    ),
+    Template(
+        "web-page.yaml",
+        tuple(f"components/web-page/{name}.yaml" for name in _OF_PAGE),
+        (
+            *_program("webPage", "cpu: 100m, memory: 128Mi", "1Gi", "web-page", replicas=""),
+            Change(_SITE, _SITE_VALUES),
+            Change(
+                "kubernetes.io/metadata.name: istio-system",
+                "kubernetes.io/metadata.name: {{ .Values.webPage.proxyNamespace }}",
+            ),
+        ),
+        condition=".Values.webPage.enabled",
     ),
     Template(
         "monitoring.yaml",

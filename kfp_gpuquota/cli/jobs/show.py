@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kfp_gpuquota.api.quantity import show_gpus, show_mib
+from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.queue import ahead_of, queued
+from kfp_gpuquota.api.wording import place_of, request_of, show_field
 from kfp_gpuquota.cli.arguments.completion import complete_job
 from kfp_gpuquota.cli.arguments.names import job_name
 from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.wire import ShareView
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
-NAMED_BEFORE: Final = 3
 
 JobWords = Annotated[list[str], typer.Argument(metavar="[job] JOB", autocompletion=complete_job)]
 
@@ -98,18 +98,12 @@ def _stragglers(job: Job) -> str:
 
 
 def _place_in_queue(reached: ClusterClient, job: Job) -> str:
-    """Return a sentence on the jobs that precede a waiting job in its project; "" if it does not wait, or is first."""
+    """Return a sentence on the jobs that precede a waiting job in its project; "" if it does not wait."""
     mine = queued(job)
     if mine is None:
         return ""
     waiting = [each for each in reached.queue(job.spec.project) if each.pool == mine.pool]
-    before, where = ahead_of(mine, waiting), f"in project {job.spec.project}"
-    if not before:
-        return f"it is the first of {len(waiting)} that wait {where}" if len(waiting) > 1 else ""
-    names = ", ".join(each.name for each in before[:NAMED_BEFORE])
-    more = f" and {len(before) - NAMED_BEFORE} more" if len(before) > NAMED_BEFORE else ""
-    verb = "comes" if len(before) == 1 else "come"
-    return f"{len(before)} of {len(waiting)} that wait {where} {verb} before it: {names}{more}"
+    return place_of(sorted(waiting, key=lambda each: each.key), len(ahead_of(mine, waiting)))
 
 
 def _facts(job: Job, place: str) -> list[tuple[str, object]]:
@@ -123,7 +117,7 @@ def _facts(job: Job, place: str) -> list[tuple[str, object]]:
         ("type", f"{spec.kind.value}, priority {spec.effective_priority}, {_preemptible(job)}"),
         ("labels", ", ".join(f"{key}={value}" for key, value in spec.labels.items())),
         ("command", shlex.join(spec.command)),
-        ("asks for", _asks(job)),
+        ("asks for", request_of(spec)),
         ("policies", ", ".join(_set_by(job, field, policy) for field, policy in status.set_by.items())),
         ("status", f"{status.phase.value} with {show_gpus(status.gpus)}"),
         ("because", status.reason.message if status.reason else ""),
@@ -155,30 +149,8 @@ def _times(count: int, last: Occurrence | Eviction | None) -> str:
     return f"{'once' if count == 1 else f'{count} times'}, {_occurred(last)}"
 
 
-def _asks(job: Job) -> str:
-    spec = job.spec
-    if spec.shared:
-        compute = "" if spec.gpu_compute is None else f", {spec.gpu_compute:g} of the computing power"
-        return f"{spec.asks} of {'a GPU' if spec.gpus == 1 else 'GPUs'}{_limit(job)}{compute}"
-    if not spec.elastic:
-        return show_gpus(spec.gpus)
-    return f"{show_gpus(spec.gpus)}, elastic from {spec.smallest} to {spec.largest}"
-
-
-def _limit(job: Job) -> str:
-    """Return the limit as it was given, for a share with a limit above its request."""
-    for field in ("gpu_fraction_limit", "gpu_memory_limit_mib"):
-        if (value := getattr(job.spec, field)) is not None:
-            return f", up to {_shown(value)} while it is idle"
-    return ""
-
-
 def _set_by(job: Job, field: str, policy: str) -> str:
-    return f"{field} is set to {_shown(getattr(job.spec, field))} by {policy}"
-
-
-def _shown(value: float) -> str:
-    return show_mib(value) if isinstance(value, int) and value > 1 else f"{value:g}"
+    return f"{field} is set to {show_field(getattr(job.spec, field))} by {policy}"
 
 
 def _shares(reached: ClusterClient, job: Job) -> list[list[object]]:

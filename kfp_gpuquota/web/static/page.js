@@ -76,7 +76,7 @@ function open() {
   stream.addEventListener("log", append);
   stream.addEventListener("end", () => (close(), state("ended", "ended")));
   stream.addEventListener("error", () => {
-    state("not connected; if the cluster was restarted, run gpuquota ui", "lost");
+    state(document.body.dataset.ifLost, "lost");
     // A browser tries again by itself after a lost connection, and not after a refusal.
     if (stream?.readyState === EventSource.CLOSED) retry = setTimeout(open, RETRY_MS);
   });

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Phase
-from kfp_gpuquota.api.quantity import as_number, show_gpus
-from kfp_gpuquota.api.wire import EventKind
+from kfp_gpuquota.api.quantity import show_gpus
+from kfp_gpuquota.api.wording import request_of
 from kfp_gpuquota.errors import NotFoundError
 from kfp_gpuquota.web import charts
 from kfp_gpuquota.web.live import Elements
@@ -20,14 +19,12 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job, Worker
     from kfp_gpuquota.api.history import Report
-    from kfp_gpuquota.api.wire import Event
     from kfp_gpuquota.web.charts import Chart
     from kfp_gpuquota.web.source import Source
 
 MAX_FIGURES: Final = 8
 SHOWN_EVENTS: Final = 100
 SHOWN_CHANGES: Final = 50
-_SIZE_EVENTS: Final = frozenset({EventKind.WORKER_STARTED, EventKind.WORKER_GONE})
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ def elements(source: Source, project: str, name: str, here: str) -> Elements:
     place = _place(source, job)
     events, reports, now = source.events_of(job.uid), source.reports_of(job.uid), source.now()
     end = job.status.finished_at or now
-    size = size_chart(job, events, end)
+    size = size_chart(job, source.sizes_of(job), end)
     return Elements(
         {
             "summary": render("job_summary.html", job=job, place=place),
@@ -75,8 +72,7 @@ def inputs(source: Source, project: str, name: str) -> object:
 def facts(job: Job) -> Iterator[tuple[str, str]]:
     """Yield what the job asks for and where it stands, as (name, value)."""
     spec, status = job.spec, job.status
-    asked = f"{spec.asks} of a GPU" if spec.shared else show_gpus(spec.gpus)
-    yield "Asks for", f"{asked}, from {spec.smallest} to {spec.largest}" if spec.elastic else asked
+    yield "Asks for", request_of(spec)
     yield "Holds", show_gpus(status.gpus)
     preemptible = "preemptible" if spec.may_be_preempted else "not preemptible"
     yield "Type", f"{spec.kind.value}, priority {spec.effective_priority}, {preemptible}"
@@ -93,9 +89,8 @@ def facts(job: Job) -> Iterator[tuple[str, str]]:
     yield "Command", " ".join(spec.command)
 
 
-def size_chart(job: Job, events: Iterable[Event], end: float) -> Chart | None:
-    """Return the GPUs that the job held over time."""
-    points = list(sizes(events))
+def size_chart(job: Job, points: Sequence[tuple[float, float]], end: float) -> Chart | None:
+    """Return the GPUs that the job held over time; `points` are (time, GPUs from then on)."""
     if not points:
         return None
     begin = min(points[0][0], job.status.submitted_at or points[0][0])
@@ -103,15 +98,6 @@ def size_chart(job: Job, events: Iterable[Event], end: float) -> Chart | None:
     return charts.steps(
         "GPUs held", [(begin, 0.0), *points], begin=begin, end=end, top=max(value for _, value in points), latest=held
     )
-
-
-def sizes(events: Iterable[Event]) -> Iterator[tuple[float, float]]:
-    """Yield (time, GPUs) after each moment at which workers started or exited."""
-    held = 0.0
-    changes = (event for event in events if event.kind in _SIZE_EVENTS)
-    for at, together in itertools.groupby(changes, key=lambda event: event.at):
-        held = max(0.0, held + sum(event.gpus for event in together))
-        yield at, as_number(held)
 
 
 def figure_charts(job: Job, reports: Sequence[Report], end: float) -> Iterator[Chart]:

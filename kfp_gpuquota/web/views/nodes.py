@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """What one job holds of a GPU.
+    """What one job holds of a GPU, or a pod that belongs to no job (`job` is None).
 
     Where the GPU is shared, `share` is its row of the memory ledger, and `used` the path of a small chart: the part of
     the device's memory that it used in the last minutes.
     """
 
-    job: Job
+    job: Job | None
+    project: str
+    name: str
     percent: int
     share: ShareView | None
     used: str = ""
@@ -48,6 +50,7 @@ def elements(source: Source, base: str, project: str = "") -> Elements:
     """Return what the page shows; with a project only the nodes on which it has workers."""
     views, jobs, idle = source.nodes(), source.jobs(), source.idle_since()
     holders = {worker.id: job for job in jobs for worker in job.status.workers}
+    holders |= {f"{job.spec.project}/{worker.id}": job for job in jobs for worker in job.status.workers}
     shown = [view for view in views if not project or _has(view, holders, project)]
     rows = {
         f"node-{view.node.name}": render(
@@ -71,7 +74,7 @@ def gpus(
     source: Source, view: NodeView, holders: Mapping[str, Job], idle: Mapping[tuple[str, int], float]
 ) -> list[Gpu]:
     """Return a node's devices with what each holds."""
-    shares = {(share.worker, share.device): share for share in view.shares}
+    shares = {(share.project, share.worker, share.device): share for share in view.shares}
     return [
         Gpu(
             index=device.index,
@@ -114,17 +117,22 @@ def _parts(
     workers: Iterable[str],
     device: int,
     holders: Mapping[str, Job],
-    shares: Mapping[tuple[str, int], ShareView],
+    shares: Mapping[tuple[str, str, int], ShareView],
 ) -> Iterable[Part]:
-    for worker in workers:
-        job = holders.get(worker)
-        if job is not None:
-            held, share = (
-                next(each.share for each in job.status.workers if each.id == worker),
-                shares.get((worker, device)),
-            )
-            used = _chart(source.memory_of(worker, device), share.total_mib) if share else ""
-            yield Part(job, round(held * 100), share, used)
+    for holder in workers:
+        job, (namespace, _, name) = holders.get(holder), holder.rpartition("/")
+        if job is None and not namespace:
+            continue
+        project = job.spec.project if job is not None else namespace
+        worker = holder.removeprefix(f"{project}/")
+        share = shares.get((project, worker, device))
+        held = _held(job, worker) if job is not None else share.request_mib / (share.total_mib or 1) if share else 1.0
+        used = _chart(source.memory_of(worker, device), share.total_mib) if share else ""
+        yield Part(job, project, job.spec.name if job is not None else name, round(held * 100), share, used)
+
+
+def _held(job: Job, worker: str) -> float:
+    return next(each.share for each in job.status.workers if each.id == worker)
 
 
 def _chart(used: Sequence[tuple[float, int]], total_mib: int) -> str:
@@ -138,4 +146,7 @@ def _chart(used: Sequence[tuple[float, int]], total_mib: int) -> str:
 
 def _has(view: NodeView, holders: Mapping[str, Job], project: str) -> bool:
     workers = (worker for held in view.held.values() for worker in held)
-    return any(worker in holders and holders[worker].spec.project == project for worker in workers)
+    return any(
+        holders[worker].spec.project == project if worker in holders else worker.startswith(f"{project}/")
+        for worker in workers
+    )

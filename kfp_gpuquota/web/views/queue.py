@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import Kind, Phase
 from kfp_gpuquota.api.queue import queued
+from kfp_gpuquota.api.wording import place_of
 from kfp_gpuquota.web.live import Elements
 from kfp_gpuquota.web.rendering import render
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.queue import Queued
     from kfp_gpuquota.web.source import Source
 
 PAGE: Final = 1000
-NAMED_BEFORE: Final = 3
 STATES: Final = {
     "active": "not ended",
     "waiting": "waiting",
@@ -116,22 +116,11 @@ def places(jobs: Iterable[Job]) -> dict[str, str]:
         if (mine := queued(job)) is not None:
             queues.setdefault((job.spec.project, mine.pool), []).append(mine)
     return {
-        each.uid: _place(ordered, i)
+        each.uid: place_of(ordered, i)
         for waiting in queues.values()
         for ordered in [sorted(waiting, key=lambda one: one.key)]
         for i, each in enumerate(ordered)
     }
-
-
-def _place(ordered: Sequence[Queued], index: int) -> str:
-    """Return the place in words; jobs next to it are named first, because they are the last that start before it."""
-    if len(ordered) == 1:
-        return "The only one that waits in its project."
-    if index == 0:
-        return f"First of {len(ordered)} that wait in its project."
-    before = [each.name for each in ordered[max(0, index - NAMED_BEFORE) : index]]
-    more = f"{index - len(before)} others and " if index > len(before) else ""
-    return f"Number {index + 1} of {len(ordered)} in its project, after {more}{', '.join(before)}."
 
 
 def _key(job: Job) -> tuple[int, int, float]:

@@ -21,6 +21,7 @@ from kfp_gpuquota.cluster.local.home import write_private
 from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.server.audit import audited
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
+from kfp_gpuquota.web.setting import Setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,8 +71,9 @@ class PageServer:
             await self._runner.cleanup()
 
     async def _serve(self, access: Access) -> None:
-        from kfp_gpuquota.web.access import COOKIE  # noqa: PLC0415
-        from kfp_gpuquota.web.app import build_pages  # noqa: PLC0415
+        from kfp_gpuquota.web.access import COOKIE, SessionDoor  # noqa: PLC0415
+        from kfp_gpuquota.web.app import build_pages, entering  # noqa: PLC0415
+        from kfp_gpuquota.web.visit import Visit  # noqa: PLC0415
 
         def caller(request: web.Request) -> tuple[int, int]:
             return 0, os.geteuid() if access.admits(request.cookies.get(COOKIE, "")) else -1
@@ -81,11 +83,11 @@ class PageServer:
         port = listener.getsockname()[1]
         word = location.word or secrets.token_urlsafe(16)
         write_private(self._home.page_file, msgspec.json.encode(_Location(port, word)).decode())
+        setting = Setting(f"/{word}", frozenset({f"http://{ADDRESS}:{port}", f"http://localhost:{port}"}))
         application = build_pages(
-            self._source,
-            access,
-            base=f"/{word}",
-            hosts=frozenset({f"{ADDRESS}:{port}", f"localhost:{port}"}),
+            SessionDoor(access, Visit(self._source, setting)),
+            setting,
+            enter=entering(access, setting.base),
             outer=[audited(self._audit, caller)],
         )
         self._runner = LimitedRunner(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api.history import Report
+from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.wire import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.storage.store import Store
 
 CACHED_EVENTS: Final = 64
+_SIZE_EVENTS: Final = frozenset({EventKind.WORKER_STARTED, EventKind.WORKER_GONE})
 
 
 class LocalPages:
@@ -87,6 +91,15 @@ class LocalPages:
                 self._events.clear()
             self._events[uid] = (newest, tuple(self._store.load_job_events(uid)))
         return self._events[uid][1]
+
+    def sizes_of(self, job: Job) -> list[tuple[float, float]]:
+        """Return what the job held after each moment at which workers started or exited."""
+        held, found = 0.0, []
+        changes = (event for event in self.events_of(job.uid) if event.kind in _SIZE_EVENTS)
+        for at, together in itertools.groupby(changes, key=lambda event: event.at):
+            held = max(0.0, held + sum(event.gpus for event in together))
+            found.append((at, as_number(held)))
+        return found
 
     def reports_of(self, uid: str) -> tuple[Report, ...]:
         """Return a training's reports, the last one included."""

@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.client.leader.fence import NO_FENCE, StaleL
 from kfp_gpuquota.errors import ClusterUnavailableError, RunError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
 
     from kfp_gpuquota.cluster.kubernetes.client.http.credentials import Credentials
@@ -142,17 +142,22 @@ class Connection:
 
     async def stream(self, path: str, params: Mapping[str, str]) -> AsyncIterator[list[bytes]]:
         """Yield the lines of a watch in the batches in which they arrive, until the server closes it; not retried."""
+        rest = b""
+        async for chunk in self.chunks(path, params):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if lines:
+                yield lines
+
+    async def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """Yield the body of a long answer (a watch, a log) as it arrives; not retried. Raises ApiError."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=STREAM_READ_TIMEOUT_S)
         url = self._credentials.server + path
         async with self._watching.get(url, params=params, headers=self._headers(), timeout=timeout) as response:
             self._count("WATCH", response.status)
             if response.status != 200:
                 raise self._refusal(response, await response.read())
-            rest = b""
             async for chunk in response.content.iter_any():
-                *lines, rest = (rest + chunk).split(b"\n")
-                if lines:
-                    yield lines
+                yield chunk
 
     def backoff(self, limit_s: float) -> Backoff:
         """Return the pauses between the attempts of a call that may take so long."""

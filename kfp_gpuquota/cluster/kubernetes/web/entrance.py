@@ -1,0 +1,91 @@
+"""Who a request is from: a proxy that has authenticated the user names the user in a header.
+
+The header counts only on connections from the networks that were configured as the proxy's, since anybody else could
+write it, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+from typing import TYPE_CHECKING, Final
+
+from kfp_gpuquota.cluster.kubernetes.web.pages import UserPages
+from kfp_gpuquota.web.access import Refusal
+from kfp_gpuquota.web.visit import Visit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiohttp import web
+
+    from kfp_gpuquota.web.setting import Setting
+
+    Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+MAX_USERS: Final = 1000
+MAX_NAME: Final = 256
+_SYSTEM: Final = "system:"
+
+
+class Entrance:
+    """`web.access.Door` for users whom a proxy names in the header `header`.
+
+    `pages_of(user)` makes what a user is shown, which is kept for the last `MAX_USERS` of them.
+    """
+
+    def __init__(
+        self, setting: Setting, pages_of: Callable[[str], UserPages], header: str, proxies: Sequence[Network]
+    ) -> None:
+        self._setting, self._pages_of, self._header, self._proxies = setting, pages_of, header, proxies
+        self._key = secrets.token_bytes(32)
+        self._visits: dict[str, Visit] = {}
+
+    async def refusal(self, request: web.Request) -> Refusal | None:
+        """Return why the sender is not let in: no trusted proxy names a person, or nothing may be seen."""
+        if not self._is_proxy(request.remote):
+            return Refusal(401, "The connection is not from a proxy that may say who its user is.")
+        user = self.user_of(request)
+        if not user:
+            return Refusal(401, f"The proxy has not named a user (header {self._header}).")
+        source = self._visit(user).source
+        assert isinstance(source, UserPages)
+        await source.refresh()
+        if source.sees_nothing:
+            return Refusal(403, f"{user} may not list the ElasticJobs of any namespace.")
+        return None
+
+    def visit(self, request: web.Request) -> Visit:
+        """Return what the user is shown."""
+        return self._visit(self.user_of(request))
+
+    def form_token(self, request: web.Request) -> str:
+        """Return a token for the user's forms, which is valid as long as this process runs."""
+        return hmac.new(self._key, self.user_of(request).encode(), hashlib.sha256).hexdigest()
+
+    def user_of(self, request: web.Request) -> str:
+        """Return the user's name; "" where no trusted proxy gives exactly one, or it cannot be a person's."""
+        names = request.headers.getall(self._header, [])
+        if not self._is_proxy(request.remote) or len(names) != 1:
+            return ""
+        name = names[0]
+        usable = name.isprintable() and len(name) <= MAX_NAME and not name.startswith(_SYSTEM)
+        return name if usable else ""
+
+    def _is_proxy(self, remote: str | None) -> bool:
+        if not remote:
+            return False
+        address = ipaddress.ip_address(remote.partition("%")[0])
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        return any(address in network for network in self._proxies)
+
+    def _visit(self, user: str) -> Visit:
+        """Return the user's visit, as the one that was used last."""
+        found = self._visits.pop(user, None) or Visit(self._pages_of(user), self._setting)
+        self._visits[user] = found
+        while len(self._visits) > MAX_USERS:
+            del self._visits[next(iter(self._visits))]
+        return found

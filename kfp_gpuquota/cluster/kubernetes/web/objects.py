@@ -1,0 +1,292 @@
+"""The cluster's objects, as watches report them, and what the pages show of them.
+
+Only pods that belong to a job or hold GPUs are kept. Views are converted when they are read, and only those whose
+objects have changed since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from kfp_gpuquota.api.history import Report
+from kfp_gpuquota.cluster.kubernetes.client.reflector import Object, Reflector, version_of
+from kfp_gpuquota.cluster.kubernetes.convert.resource_requests import gpus_of
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.size_history import progress_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node, Pod
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota
+from kfp_gpuquota.cluster.kubernetes.sharing import gpu_ledger
+from kfp_gpuquota.cluster.kubernetes.user_client import views
+from kfp_gpuquota.cluster.kubernetes.web.rights import Bindings, RoleBinding
+from kfp_gpuquota.cluster.kubernetes.web.usage import UsageHistory
+from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api.wire import NodeView, ProjectView
+    from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+
+GROUP: Final = f"/apis/{labels.API_VERSION}"
+MAX_REPORTS: Final = 400
+O = TypeVar("O", bound=Object)  # noqa: E741 - an object, as the API calls it
+
+log = logging.getLogger(__name__)
+
+
+class Watch(Protocol):
+    """The watch of one kind; `synced` is set when all objects were listed."""
+
+    synced: asyncio.Event
+
+    async def run(self) -> None:
+        """List and watch until cancelled."""
+
+
+class Objects:
+    """All objects that the pages show, whoever may see them."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, ElasticJob] = {}
+        self._uids: dict[tuple[str, str], str] = {}
+        self._pods: dict[str, Pod] = {}
+        self._pods_of: dict[tuple[str, str], dict[str, Pod]] = {}
+        self._nodes: dict[str, Node] = {}
+        self._quotas: dict[str, GpuQuota] = {}
+        self._reports: dict[str, list[Report]] = {}
+        self._views: dict[str, Job] = {}
+        self._listed: tuple[int, tuple[Job, ...]] = (-1, ())
+        self._projects: tuple[int, tuple[ProjectView, ...]] = (-1, ())
+        self._node_views: tuple[int, tuple[NodeView, ...]] = (-1, ())
+        self._versions = {"nodes": 0, "quotas": 0}
+        self._changed = asyncio.Event()
+        self.bindings = Bindings()
+        self.usage = UsageHistory()
+        self.revision = _now_ms()
+
+    def watches(self, connection: Connection) -> tuple[Watch, ...]:
+        """Return the watches of all kinds."""
+
+        def of(path: str, kind: type[O], put: Callable[[O], None], drop: Callable[[str], None]) -> Reflector[O]:
+            return Reflector(connection, path, kind, changed=put, deleted=drop)
+
+        bindings = self.bindings
+        return (
+            of(f"{GROUP}/elasticjobs", ElasticJob, self.put_job, self.drop_job),
+            of(f"{GROUP}/gpuquotas", GpuQuota, self.put_quota, self.drop_quota),
+            of("/api/v1/nodes", Node, self.put_node, self.drop_node),
+            of("/api/v1/pods", Pod, self.put_pod, self.drop_pod),
+            of("/apis/rbac.authorization.k8s.io/v1/rolebindings", RoleBinding, bindings.put, bindings.drop),
+        )
+
+    async def changed(self, after: int, timeout_s: float) -> None:
+        """Return once the revision is not `after` any more, or the time is over."""
+        if after == self.revision:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    # What the pages show
+
+    def jobs(self) -> tuple[Job, ...]:
+        """Return all jobs but invalid ones, oldest first; one that did not change is the same object as before."""
+        if self._listed[0] != self.revision:
+            found = (self._view(uid) for uid in self._jobs)
+            ordered = sorted(
+                (job for job in found if job is not None), key=lambda job: (job.status.submitted_at, job.uid)
+            )
+            self._listed = self.revision, tuple(ordered)
+        return self._listed[1]
+
+    def job(self, namespace: str, name: str) -> Job | None:
+        """Return one job; None if it does not exist or is invalid."""
+        uid = self._uids.get((namespace, name))
+        return None if uid is None else self._view(uid)
+
+    def stored(self, uid: str) -> ElasticJob | None:
+        """Return a job's object."""
+        return self._jobs.get(uid)
+
+    def pod(self, namespace: str, job: str, name: str) -> Pod | None:
+        """Return a pod of a job."""
+        pods = self._pods_of.get((namespace, job), {}).values()
+        return next((pod for pod in pods if pod.metadata.name == name), None)
+
+    def projects(self) -> tuple[ProjectView, ...]:
+        """Return all quotas by name, without invalid ones."""
+        if self._projects[0] != self._versions["quotas"]:
+            found = []
+            for quota in self._quotas.values():
+                with suppress(InvalidFieldError):
+                    found.append(views.project_view(quota))
+            found.sort(key=lambda view: view.project.name)
+            self._projects = self._versions["quotas"], tuple(found)
+        return self._projects[1]
+
+    def nodes(self) -> tuple[NodeView, ...]:
+        """Return the nodes with GPUs by name, with the pods that hold these as "namespace/name"."""
+        if self._node_views[0] != self._versions["nodes"]:
+            here: dict[str, list[Pod]] = {}
+            for pod in self._pods.values():
+                here.setdefault(_node_of(pod), []).append(pod)
+            found = [_node_view(node, here.get(node.metadata.name, [])) for node in self._nodes.values()]
+            shown = sorted((view for view in found if view.node.devices), key=lambda view: view.node.name)
+            self._node_views = self._versions["nodes"], tuple(shown)
+        return self._node_views[1]
+
+    def reports_of(self, uid: str) -> tuple[Report, ...]:
+        """Return what a training has reported since this process runs, oldest first."""
+        return tuple(self._reports.get(uid, ()))
+
+    def namespaces(self) -> set[str]:
+        """Return the namespaces with a quota or a job; departments, which have none, may be among them."""
+        return {quota.metadata.name for quota in self._quotas.values()} | {namespace for namespace, _ in self._uids}
+
+    # What the watches report
+
+    def put_job(self, job: ElasticJob) -> None:
+        """Take a new or changed job."""
+        uid = job.metadata.uid
+        before = self._jobs.get(uid)
+        self._jobs[uid] = job
+        self._uids[_key(job)] = uid
+        self._views.pop(uid, None)
+        if job.status.progress is not None and (before is None or before.status.progress != job.status.progress):
+            self._report(uid, job)
+        self._changes()
+
+    def note_job(self, job: ElasticJob) -> None:
+        """Take a job that a write has returned, unless the watch has reported its deletion or something newer."""
+        before = self._jobs.get(job.metadata.uid)
+        if before is not None and version_of(before.metadata) < version_of(job.metadata):
+            self.put_job(job)
+
+    def drop_job(self, uid: str) -> None:
+        """Forget a deleted job."""
+        if (job := self._jobs.pop(uid, None)) is None:
+            return
+        self._views.pop(uid, None)
+        self._reports.pop(uid, None)
+        if self._uids.get(_key(job)) == uid:
+            del self._uids[_key(job)]
+        self._changes()
+
+    def put_pod(self, pod: Pod) -> None:
+        """Take a new or changed pod."""
+        uid = pod.metadata.uid
+        if not (labels.JOB in pod.metadata.labels or labels.RESERVES in pod.metadata.labels or _holds_gpus(pod)):
+            if uid in self._pods:
+                self.drop_pod(uid)
+            return
+        self._pods[uid] = pod
+        self._pods_of.setdefault(_job_of(pod), {})[uid] = pod
+        self._pod_changed(pod)
+
+    def drop_pod(self, uid: str) -> None:
+        """Forget a deleted pod."""
+        if (pod := self._pods.pop(uid, None)) is not None:
+            others = self._pods_of[_job_of(pod)]
+            others.pop(uid, None)
+            if not others:
+                del self._pods_of[_job_of(pod)]
+            self._pod_changed(pod)
+
+    def put_node(self, node: Node) -> None:
+        """Take a new or changed node; its heartbeats change nothing that is shown."""
+        before = self._nodes.get(node.metadata.uid)
+        self._nodes[node.metadata.uid] = node
+        if before is None or _shown(before) != _shown(node):
+            self._changes("nodes")
+
+    def drop_node(self, uid: str) -> None:
+        """Forget a node."""
+        self._nodes.pop(uid, None)
+        self._changes("nodes")
+
+    def put_quota(self, quota: GpuQuota) -> None:
+        """Take a new or changed quota."""
+        self._quotas[quota.metadata.uid] = quota
+        with suppress(InvalidFieldError):
+            self.usage.note(views.project_view(quota), time.time())
+        self._changes("quotas")
+
+    def drop_quota(self, uid: str) -> None:
+        """Forget a deleted quota."""
+        if (quota := self._quotas.pop(uid, None)) is not None:
+            self.usage.forget(quota.metadata.name)
+        self._changes("quotas")
+
+    # Inside
+
+    def _view(self, uid: str) -> Job | None:
+        if uid not in self._views:
+            job = self._jobs[uid]
+            try:
+                self._views[uid] = views.job_of(job, list(self._pods_of.get(_key(job), {}).values()))
+            except InvalidFieldError as error:
+                log.info("%s/%s is not shown: %s", *_key(job), error.message)
+                return None
+        return self._views[uid]
+
+    def _report(self, uid: str, job: ElasticJob) -> None:
+        """Note a report of the training; of too many every second one is kept."""
+        progress, found = progress_of(job.status.progress), self._reports.setdefault(uid, [])
+        if progress is not None:
+            found.append(Report(time.time(), progress.step, progress.metrics))
+        if len(found) > MAX_REPORTS:
+            del found[1::2]
+
+    def _pod_changed(self, pod: Pod) -> None:
+        if (uid := self._uids.get(_job_of(pod))) is not None:
+            self._views.pop(uid, None)
+        self._changes("nodes")
+
+    def _changes(self, kind: str = "") -> None:
+        """Count a change. The revision is a time, so that it also grows over restarts of this process."""
+        self.revision = max(self.revision + 1, _now_ms())
+        if kind:
+            self._versions[kind] = self.revision
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+
+def _key(job: ElasticJob) -> tuple[str, str]:
+    return job.metadata.namespace, job.metadata.name
+
+
+def _job_of(pod: Pod) -> tuple[str, str]:
+    return pod.metadata.namespace, pod.metadata.labels.get(labels.JOB, "")
+
+
+def _node_of(pod: Pod) -> str:
+    """Return the node whose GPUs the pod holds, also before it is bound."""
+    return pod.spec.node_name or (pod.metadata.annotations or {}).get(labels.RESERVES_ON, "")
+
+
+def _holds_gpus(pod: Pod) -> bool:
+    return gpus_of(pod.spec) > 0 or labels.DEVICES in (pod.metadata.annotations or {})
+
+
+def _shown(node: Node) -> object:
+    conditions = {(one.type, one.status) for one in node.status.conditions}
+    return node.spec, node.metadata.labels, node.status.allocatable, conditions
+
+
+def _node_view(node: Node, pods: list[Pod]) -> NodeView:
+    """Return the view, in which holders are named "namespace/name"."""
+    named = [_with_full_name(pod) for pod in pods]
+    return views.node_view(node, named, gpu_ledger.views_of(node.metadata.name, pods))
+
+
+def _with_full_name(pod: Pod) -> Pod:
+    return replace(pod, metadata=replace(pod.metadata, name=f"{pod.metadata.namespace}/{pod.metadata.name}"))
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

@@ -1,0 +1,88 @@
+"""The options of the page's process, and what is wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup
+from kfp_gpuquota.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class Options(argparse.Namespace):
+    """All options; `trusted_proxy` and `origin` may be given several times."""
+
+    kubeconfig: str | None
+    context: str | None
+    host: str
+    port: int
+    probe_port: int
+    base_path: str
+    origin: list[str]
+    trusted_proxy: list[Network]
+    user_header: str
+    dashboard: bool
+    log_format: str
+    log_level: str
+
+    @property
+    def base(self) -> str:
+        """Return the path that begins every address, without a slash at its end."""
+        return "/".join(["", *filter(None, self.base_path.split("/"))]).rstrip("/")
+
+
+def parsed(arguments: Sequence[str] | None) -> Options:
+    """Return the options. Raises UsageError for those with which others than the users could be served."""
+    options = _parser().parse_args(arguments, Options())
+    loopback = ipaddress.ip_address(options.host).is_loopback
+    if not loopback and not options.trusted_proxy:
+        raise UsageError(
+            f"--host is {options.host}, which others can reach, but no --trusted-proxy is given; name the network of "
+            "the proxy that authenticates users, such as --trusted-proxy 127.0.0.6/32 for Istio's sidecar"
+        )
+    if not loopback and not options.origin:
+        raise UsageError(
+            "--origin is missing: the address of the pages in a browser, such as https://kubeflow.example.org"
+        )
+    if not options.origin:
+        options.origin = [f"http://{options.host}:{options.port}", f"http://localhost:{options.port}"]
+    return options
+
+
+def _origin(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.netloc or parts.path.strip("/") or parts.query:
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin; it is like https://kubeflow.example.org")
+    return f"{parts.scheme}://{parts.netloc}".lower()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gpuquota-web-page")
+    parser.add_argument("--kubeconfig", help="by default $KUBECONFIG, the pod's service account or ~/.kube/config")
+    parser.add_argument("--context", help="context of the kubeconfig; by default the current one")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8080, help="port of the pages (%(default)d)")
+    parser.add_argument("--probe-port", type=int, default=0, help="port of /healthz and /readyz; 0: any free port")
+    parser.add_argument("--base-path", default="/", metavar="PATH", help="path that begins every address (%(default)s)")
+    parser.add_argument(
+        "--origin", type=_origin, action="append", default=[], metavar="URL",
+        help="scheme and host of the pages in a browser; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trusted-proxy", type=ipaddress.ip_network, action="append", default=[], metavar="CIDR",
+        help="network of a proxy that authenticates users and names them; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--user-header", default="kubeflow-userid", help="header with the user's name (%(default)s)")
+    parser.add_argument(
+        "--dashboard", action="store_true", help="pages of the same origin may show the pages in a frame"
+    )
+    parser.add_argument("--log-format", default="text", choices=logging_setup.FORMATS)
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return parser

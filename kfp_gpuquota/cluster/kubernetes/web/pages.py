@@ -1,0 +1,245 @@
+"""What one user is shown, and does: the objects of the namespaces in which the user may list jobs.
+
+Quotas of other teams are left out, although users may read them, so that the page has one rule. Nodes are shown to
+everybody with the use of each GPU, but of other teams' pods not the names: their GPUs are "used by others".
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import msgspec
+
+from kfp_gpuquota.api.wire import Event, EventKind
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON, MERGE_PATCH, ApiError
+from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+from kfp_gpuquota.cluster.kubernetes.web.objects import GROUP
+from kfp_gpuquota.cluster.kubernetes.web.rights import DENIAL_KEPT_S, KEPT_S, Asked
+from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, UnauthorizedError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kfp_gpuquota.api import Job
+    from kfp_gpuquota.api.history import Report, Usage
+    from kfp_gpuquota.api.wire import JobUpdate, LogChunk, NodeView, Outlook, ProjectView, Supposition
+    from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
+    from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
+    from kfp_gpuquota.cluster.kubernetes.web.rights import Rights
+
+Json = dict[str, Any]
+
+_REFUSED: Final = {403: UnauthorizedError, 404: NotFoundError, 409: ConflictError}
+
+
+class ForbiddenError(UsageError):
+    """The user lacks a right on the object."""
+
+    http_status = 403
+    code = "forbidden"
+
+
+class UserPages:
+    """`web.source.Source` for one user. `refresh` has to be awaited before it is read."""
+
+    def __init__(self, user: str, objects: Objects, rights: Rights, logs: PodLogs, connection: Connection) -> None:
+        self._user, self._objects, self._rights = user, objects, rights
+        self._logs, self._connection = logs, connection
+        self._visible: frozenset[str] | None = frozenset()
+        self._valid_until = 0.0
+        self._jobs: tuple[object, tuple[Job, ...]] = (None, ())
+        self._nodes: tuple[object, tuple[NodeView, ...]] = (None, ())
+
+    @property
+    def sees_nothing(self) -> bool:
+        """Return whether the user may list the jobs of no namespace."""
+        return self._visible is not None and not self._visible
+
+    async def refresh(self) -> None:
+        """Look again which namespaces the user may see; the answers of reviews are kept by `Rights`."""
+        if time.monotonic() >= self._valid_until:
+            self._visible = await self._rights.visible(self._user)
+            self._valid_until = time.monotonic() + DENIAL_KEPT_S
+
+    # Reads
+
+    def revision(self) -> int:
+        """Return the revision of all objects."""
+        return self._objects.revision
+
+    def now(self) -> float:
+        """Return this machine's time."""
+        return time.time()
+
+    async def changed(self, after: int, timeout_s: float) -> None:
+        """Wait for a change; at least once a minute the user's rights are asked for again, also for open streams."""
+        await self._objects.changed(after, min(timeout_s, KEPT_S))
+        await self.refresh()
+
+    def projects(self) -> tuple[ProjectView, ...]:
+        """Return the visible quotas; all of them, with the departments, to one who sees all namespaces."""
+        return tuple(view for view in self._objects.projects() if self._sees(view.project.name))
+
+    def jobs(self) -> tuple[Job, ...]:
+        """Return the visible jobs."""
+        state = self._objects.revision, self._visible
+        if self._jobs[0] != state:
+            self._jobs = state, tuple(job for job in self._objects.jobs() if self._sees(job.spec.project))
+        return self._jobs[1]
+
+    def job(self, project: str, name: str) -> Job:
+        """Return one job. Raises NotFoundError also for one that the user may not see."""
+        found = self._objects.job(project, name) if self._sees(project) else None
+        if found is None:
+            raise NotFoundError(f"project {project!r} has no job {name!r}, or you may not see it")
+        return found
+
+    def nodes(self) -> tuple[NodeView, ...]:
+        """Return all nodes, without the names of pods that the user may not see."""
+        everything = self._objects.nodes()
+        if self._visible is None:
+            return everything
+        state = everything, self._visible
+        if self._nodes[0] is None or self._nodes[0] != state:
+            self._nodes = state, tuple(map(self._without_others, everything))
+        return self._nodes[1]
+
+    def memory_of(self, worker: str, device: int) -> tuple[tuple[float, int], ...]:
+        """Return nothing: nodes' agents report to Prometheus."""
+        del worker, device
+        return ()
+
+    def idle_since(self) -> dict[tuple[str, int], float]:
+        """Return nothing: the cluster has no record of it."""
+        return {}
+
+    def events_of(self, uid: str) -> tuple[Event, ...]:
+        """Return what the job's status tells of its past, oldest first."""
+        stored = self._objects.stored(uid)
+        if stored is None or not self._sees(stored.metadata.namespace):
+            return ()
+        job = self._objects.job(stored.metadata.namespace, stored.metadata.name)
+        return () if job is None else tuple(sorted(_events(job), key=lambda event: event.at))
+
+    def sizes_of(self, job: Job) -> list[tuple[float, float]]:
+        """Return the sizes that the status has kept: the last ones of a job that has changed often."""
+        return list(_sizes(job))
+
+    def reports_of(self, uid: str) -> tuple[Report, ...]:
+        """Return the training's reports since the page's process runs."""
+        stored = self._objects.stored(uid)
+        return self._objects.reports_of(uid) if stored is not None and self._sees(stored.metadata.namespace) else ()
+
+    def usage(self, width_s: int, since: float) -> Sequence[Usage]:
+        """Return what the visible teams held since the page's process runs."""
+        history, now = self._objects.usage, self.now()
+        return [one for view in self.projects() for one in history.of(view.project.name, width_s, since, now)]
+
+    def what_if(self, supposed: Supposition) -> Outlook:
+        """Raise UsageError: the scheduler's state is in another process."""
+        del supposed
+        raise UsageError("the page of a Kubernetes cluster does not answer suppositions")
+
+    async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
+        """Return a piece of a log (offsets are those of `PodLogs`). Raises ForbiddenError."""
+        job = self.job(project, name)
+        asked = Asked(self._user, "get", "pods", project, subresource="log", group="")
+        if not await self._rights.may(asked):
+            raise ForbiddenError(f"{self._user} may not read logs in namespace {project!r}")
+        return await self._logs.read(job, worker, offset, timeout_s)
+
+    # Actions
+
+    async def suspend(self, project: str, name: str) -> None:
+        """Suspend the job."""
+        await self._patch(project, name, {"suspend": True})
+
+    async def resume(self, project: str, name: str) -> None:
+        """Resume the job."""
+        await self._patch(project, name, {"suspend": False})
+
+    async def update(self, project: str, name: str, changed: JobUpdate) -> None:
+        """Change the priority; the API server refuses other size bounds than the job's own."""
+        spec = self.job(project, name).spec
+        now = {"min_gpus": spec.smallest, "max_gpus": spec.largest, "priority": spec.effective_priority}
+        given = {field: getattr(changed, field) for field in now if getattr(changed, field) not in {None, now[field]}}
+        wire = {"min_gpus": "minGpus", "max_gpus": "maxGpus", "priority": "priority"}
+        await self._patch(project, name, {wire[field]: value for field, value in given.items()})
+
+    async def delete(self, project: str, name: str) -> None:
+        """Delete the job that is shown, and no other of its name."""
+        job = self.job(project, name)
+        await self._check("delete", job)
+        await self._call("DELETE", job, {"preconditions": {"uid": job.uid}})
+
+    async def _patch(self, project: str, name: str, spec: Json) -> None:
+        job = self.job(project, name)
+        if job.status.phase.final:
+            raise ConflictError(f"job {name!r} has ended ({job.status.phase.value}); submit it again instead")
+        await self._check("patch", job)
+        answer = await self._call("PATCH", job, {"metadata": {"uid": job.uid}, "spec": spec})
+        self._objects.note_job(msgspec.json.decode(answer, type=ElasticJob))
+
+    async def _check(self, verb: str, job: Job) -> None:
+        """Raise ForbiddenError unless the user has the right now."""
+        asked = Asked(self._user, verb, namespace=job.spec.project, name=job.spec.name)
+        if not await self._rights.may_now(asked):
+            raise ForbiddenError(
+                f"{self._user} may not {verb} ElasticJob {job.spec.name!r} in namespace {job.spec.project!r}"
+            )
+
+    async def _call(self, verb: str, job: Job, body: Json) -> bytes:
+        path = f"{GROUP}/namespaces/{quote(job.spec.project)}/elasticjobs/{quote(job.spec.name)}"
+        try:
+            return await self._connection.call(verb, path, body, content_type=MERGE_PATCH if verb == "PATCH" else JSON)
+        except ApiError as error:
+            if error.status == 422:
+                raise InvalidFieldError("the change", job.spec.name, error.message) from None
+            raise _REFUSED.get(error.status, UsageError)(error.message) from None
+
+    def _sees(self, namespace: str) -> bool:
+        return self._visible is None or namespace in self._visible
+
+    def _without_others(self, view: NodeView) -> NodeView:
+        held = {
+            device: tuple(holder for holder in holders if self._sees(holder.partition("/")[0]))
+            for device, holders in view.held.items()
+        }
+        shares = tuple(share for share in view.shares if self._sees(share.project))
+        return msgspec.structs.replace(view, held=held, shares=shares)
+
+
+def _events(job: Job) -> Iterator[Event]:
+    """Yield what a status has of a job's past, in no order."""
+    status = job.status
+
+    def event(at: float, kind: EventKind, **more: Any) -> Event:
+        return Event(revision=0, at=at, kind=kind, project=job.spec.project, job=job.spec.name, job_uid=job.uid, **more)
+
+    yield event(status.submitted_at, EventKind.JOB_SUBMITTED)
+    if status.started_at is not None:
+        yield event(status.started_at, EventKind.JOB_STARTED)
+    for change in status.resizes:
+        more = change.to_gpus - change.from_gpus
+        yield event(change.at, EventKind.JOB_RESIZED, gpus=more, reason=change.reason)
+    if status.last_eviction is not None:
+        yield event(status.last_eviction.at, EventKind.JOB_EVICTED, reason=status.last_eviction.reason)
+    if status.finished_at is not None:
+        yield event(status.finished_at, EventKind.JOB_ENDED, reason=status.reason)
+
+
+def _sizes(job: Job) -> Iterator[tuple[float, float]]:
+    """Yield (time, GPUs) of the changes in a status, of which it keeps the last."""
+    status = job.status
+    if status.started_at is None:
+        return
+    first = status.resizes[0].from_gpus if status.resizes else status.gpus
+    if first:
+        yield status.started_at, first
+    for change in status.resizes:
+        yield change.at, change.to_gpus
+    if status.finished_at is not None:
+        yield status.finished_at, 0.0

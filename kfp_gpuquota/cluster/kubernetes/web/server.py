@@ -1,0 +1,93 @@
+"""The page's process: it watches the cluster, and serves the pages to the users that a proxy names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.client.process import probes
+from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
+from kfp_gpuquota.cluster.kubernetes.web.audit import audited
+from kfp_gpuquota.cluster.kubernetes.web.entrance import Entrance
+from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
+from kfp_gpuquota.cluster.kubernetes.web.pages import UserPages
+from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
+from kfp_gpuquota.cluster.kubernetes.web.rights import Rights
+from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
+from kfp_gpuquota.web.app import build_pages
+from kfp_gpuquota.web.setting import Setting
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kfp_gpuquota.cluster.kubernetes.web.options import Options
+
+# All users' connections are the proxy's.
+LIMITS: Final = Limits(per_source=4096)
+SHUTDOWN_TIMEOUT_S: Final = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class _NoMetrics:
+    registry = CollectorRegistry()
+
+
+async def serve(options: Options) -> None:
+    """Serve until cancelled; the pages are there when everything was listed."""
+    objects = Objects()
+    ready = asyncio.Event()
+    async with (
+        Connection(load_credentials(options.kubeconfig, options.context)) as connection,
+        probes.serving(_NoMetrics(), options.probe_port, ready=ready.is_set, refresh=lambda: None) as probe_port,
+    ):
+        log.info("serving /healthz and /readyz on port %d", probe_port)
+        watches = objects.watches(connection)
+
+        async def pages() -> None:
+            for watch in watches:
+                await watch.synced.wait()
+            async with serving(options, objects, connection):
+                ready.set()
+                await asyncio.Event().wait()
+
+        await first_to_end(*(watch.run() for watch in watches), pages())
+
+
+@contextlib.asynccontextmanager
+async def serving(options: Options, objects: Objects, connection: Connection) -> AsyncIterator[None]:
+    """Serve the pages."""
+    setting = Setting(
+        options.base,
+        frozenset(options.origin),
+        framed=options.dashboard,
+        resizable=False,
+        what_if=False,
+        deletes="The job is stopped and deleted, with its logs; checkpoints in a volume stay.",
+        if_lost="not connected; trying again",
+    )
+    rights = Rights(connection, objects.bindings, objects.namespaces)
+    logs = PodLogs(objects, connection)
+
+    def pages_of(user: str) -> UserPages:
+        return UserPages(user, objects, rights, logs, connection)
+
+    entrance = Entrance(setting, pages_of, options.user_header, options.trusted_proxy)
+    application = build_pages(entrance, setting, outer=[audited(entrance)])
+    runner = LimitedRunner(
+        application, LIMITS, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, options.host, options.port).start()
+        log.info("serving the web page on %s port %d below %s/", options.host, options.port, setting.base)
+        yield
+    finally:
+        await runner.cleanup()

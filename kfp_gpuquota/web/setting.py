@@ -1,0 +1,22 @@
+"""Where the pages are served, and what differs between kinds of clusters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`base` begins every path (no slash at its end); `origins` are those of the pages, such as "https://example.org".
+
+    `framed`: Kubeflow's dashboard of the same origin shows the pages in a frame, and names the namespace. `resizable`:
+    the size bounds of a job can be changed. `what_if`: the cluster answers suppositions.
+    """
+
+    base: str
+    origins: frozenset[str]
+    framed: bool = False
+    resizable: bool = True
+    what_if: bool = True
+    deletes: str = "The job is stopped, and its logs and checkpoints are removed."
+    if_lost: str = "not connected; if the cluster was restarted, run gpuquota ui"

@@ -1,0 +1,293 @@
+"""The web page of a Kubernetes cluster: who sees what, who may do what, and what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Metadata
+from kfp_gpuquota.cluster.kubernetes.web.rights import (
+    DENIAL_KEPT_S,
+    KEPT_S,
+    Asked,
+    Bindings,
+    Rights,
+    RoleBinding,
+    Subject,
+)
+from tests.kubernetes.installation import NAMESPACE, QUOTAS, jobs_of
+from tests.kubernetes.test_crds import job, quota
+from tests.kubernetes.web_page import ACCOUNT, User, WebPage, bind, web_page
+from tests.polling import TIMEOUT_S, until
+from tests.web.visitor import Tags
+from tools.devcluster import Api, ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tools.devcluster import DevCluster
+
+WHY = "waits for 2 GPUs of team-b"
+
+
+@dataclass
+class Team:
+    """A namespace with a quota and a job, and two people: one who edits and one who only reads."""
+
+    namespace: str
+    editor: User
+    viewer: User
+
+    @property
+    def job(self) -> str:
+        return f"/jobs/{self.namespace}/train"
+
+
+@pytest.fixture(scope="module")
+def page(kubeflow_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebPage]:
+    with web_page(kubeflow_cluster, tmp_path_factory.mktemp("page") / "log") as running:
+        yield running
+
+
+def team(cluster: DevCluster, page: WebPage, name: str) -> Team:
+    """A team whose job holds the first GPU of the only node."""
+    namespace = cluster.make_namespace(f"{name}-{uuid.uuid4().hex[:6]}")
+    cluster.api.create(QUOTAS, quota(namespace, guaranteed=2))
+    made = cluster.api.create(jobs_of(namespace), job("train", gpus=2, minGpus=1, maxGpus=2))
+    status = {
+        "phase": "Running", "gpus": 1, "message": WHY, "reason": "no-capacity", "startTime": "2026-01-01T00:00:00Z",
+        "resizes": [{"time": "2026-01-01T00:01:00Z", "fromGpus": 2, "toGpus": 1, "step": 7, "message": WHY}],
+        "progress": {"step": 70, "metrics": {"loss": 0.5}},
+    }  # fmt: skip
+    cluster.api.patch(f"{jobs_of(namespace)}/train/status", {"status": {**made.get("status", {}), **status}})
+    people = [page.user(f"{who}@{namespace}.example") for who in ("editor", "viewer")]
+    for user, role in zip(people, ("kubeflow-edit", "kubeflow-view"), strict=True):
+        bind(cluster, user.name, role, namespace)
+        until(lambda user=user: user.get(f"/jobs/{namespace}/train").status == 200, user.name)  # type: ignore[misc]
+    return Team(namespace, *people)
+
+
+@pytest.fixture(scope="module")
+def ours(kubeflow_cluster: DevCluster, page: WebPage) -> Team:
+    return team(kubeflow_cluster, page, "ours")
+
+
+@pytest.fixture(scope="module")
+def theirs(kubeflow_cluster: DevCluster, page: WebPage) -> Team:
+    return team(kubeflow_cluster, page, "theirs")
+
+
+def text_of(user: User, path: str) -> str:
+    answer = user.get(path, Accept="text/html")
+    assert answer.status == 200, answer.text
+    return " ".join(Tags(answer.text).text.split())
+
+
+def test_a_user_sees_the_own_team_and_nothing_of_another(ours: Team, theirs: Team) -> None:
+    for path in ("/teams", "/queue?state=all", "/nodes", ours.job):
+        shown = text_of(ours.viewer, path)
+        assert theirs.namespace not in shown, path
+        assert path == "/nodes" or ours.namespace in shown, path
+    for path in (theirs.job, f"{theirs.job}/log", f"{theirs.job}/log.txt"):
+        assert ours.viewer.get(path).status == 404, path
+    with ours.viewer.stream("/queue") as stream:
+        assert theirs.namespace not in json.dumps(next(stream.messages()).data)
+    for query in (f"?namespace={theirs.namespace}", f"?project={theirs.namespace}"):
+        assert "train" not in text_of(ours.viewer, f"/queue{query}&state=all").partition("Submitted")[2]
+
+
+def test_the_pages_show_teams_the_queue_a_job_and_nodes(ours: Team) -> None:
+    assert "2 guaranteed" in text_of(ours.viewer, "/teams")
+    assert WHY in text_of(ours.viewer, f"/queue?namespace={ours.namespace}")
+    shown = text_of(ours.viewer, ours.job)
+    for words in (
+        WHY,
+        "2 GPUs, elastic from 1 to 2",
+        "job resized (-1)",
+        "GPUs held 1 GPU",
+        "70",
+        "Change its priority",
+    ):
+        assert words in shown, words
+    assert "At least" not in shown, "size bounds are fixed on Kubernetes"
+    assert "What if" not in text_of(ours.viewer, "/queue")
+
+
+def test_nodes_name_pods_of_the_own_team_only(kubeflow_cluster: DevCluster, ours: Team, theirs: Team) -> None:
+    (node,) = [one["metadata"]["name"] for one in kubeflow_cluster.api.items("/api/v1/nodes")]
+    notes = {labels.DEVICES: "0"}
+    container = {"name": "main", "image": "none", "resources": {"limits": {labels.GPU_RESOURCE: "1"}}}
+    pod = {
+        "metadata": {"name": "plain", "annotations": notes},
+        "spec": {"nodeName": node, "containers": [container]},
+    }
+    kubeflow_cluster.api.create(f"/api/v1/namespaces/{ours.namespace}/pods", pod)
+    until(lambda: "plain" in text_of(ours.viewer, "/nodes"), "the pod is not shown")
+    assert "plain" not in text_of(theirs.viewer, "/nodes")
+    assert "used by others" in text_of(theirs.viewer, "/nodes")
+
+
+def test_who_is_not_named_by_a_trusted_proxy_is_refused(page: WebPage, ours: Team) -> None:
+    nobody = page.user("")
+    for path in ("/", "/teams", ours.job, f"{ours.job}/log"):
+        assert nobody.get(path).status == 401, path
+    assert page.user("system:admin").get("/teams").status == 401
+    assert page.user("stranger@example").get("/teams").status == 403
+    assert nobody.get("/static/page.css").status == 200
+
+
+def test_the_header_of_an_untrusted_sender_does_not_count(
+    kubeflow_cluster: DevCluster, ours: Team, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    log = tmp_path_factory.mktemp("untrusting") / "log"
+    with web_page(kubeflow_cluster, log, "--trusted-proxy=192.0.2.0/24") as untrusting:
+        user = untrusting.user(ours.editor.name)
+        assert user.get("/teams").status == 401
+        assert user.post(f"{ours.job}/suspend", {"token": "x"}).status == 401
+        assert [line["user"] for line in untrusting.audit()] == [""]
+
+
+def test_it_does_not_start_for_others_without_a_trusted_proxy() -> None:
+    command = [sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes.web", "--host=0.0.0.0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no --trusted-proxy is given" in done.stderr
+    done = subprocess.run([*command, "--trusted-proxy=127.0.0.6/32"], capture_output=True, text=True, check=False)
+    assert "--origin is missing" in done.stderr
+
+
+def test_a_foreign_host_and_a_foreign_origin_are_refused(ours: Team) -> None:
+    form = {"token": ours.editor.form_token(ours.job)}
+    assert ours.editor.get("/teams", Host="evil.example").status == 421
+    assert ours.editor.get("/teams", Origin="https://evil.example").status == 403
+    assert ours.editor.post(f"{ours.job}/suspend", form, Origin="https://evil.example").status == 403
+    policy = ours.editor.get("/teams").headers["Content-Security-Policy"]
+    assert "frame-ancestors 'self'" in policy
+
+
+def test_actions_need_the_users_right_and_are_audited(kubeflow_cluster: DevCluster, page: WebPage, ours: Team) -> None:
+    stored = f"{jobs_of(ours.namespace)}/train"
+    form = {"token": ours.editor.form_token(ours.job)}
+    before = len(page.audit())
+    refused = ours.viewer.post(f"{ours.job}/suspend", {"token": ours.viewer.form_token(ours.job)}, Accept="text/plain")
+    assert refused.status == 403
+    assert "may not patch ElasticJob 'train'" in refused.text
+    assert ours.viewer.post(f"{ours.job}/suspend", form).status == 403, "the form is another user's"
+    assert not kubeflow_cluster.api.get(stored)["spec"].get("suspend")
+    assert ours.editor.post(f"{ours.job}/suspend", form).status == 303
+    assert kubeflow_cluster.api.get(stored)["spec"]["suspend"] is True
+    assert ours.editor.post(f"{ours.job}/resume", form).status == 303
+    assert ours.editor.post(f"{ours.job}/update", {**form, "priority": "70", "min_gpus": "1"}).status == 303
+    assert kubeflow_cluster.api.get(stored)["spec"]["priority"] == 70
+    resized = ours.editor.post(f"{ours.job}/update", {**form, "max_gpus": "3"}, Accept="text/plain")
+    assert resized.status == 422
+    assert "maxGpus cannot be changed" in resized.text
+    lines = page.audit()[before:]
+    assert [(line["user"], line["status"]) for line in lines] == [
+        *[(ours.viewer.name, 403)] * 2, *[(ours.editor.name, 303)] * 3, (ours.editor.name, 422),
+    ]  # fmt: skip
+    assert lines[0]["request"] == f"POST /gpuquota{ours.job}/suspend"
+
+
+def test_a_stream_shows_a_change_and_a_deleted_job(kubeflow_cluster: DevCluster, ours: Team) -> None:
+    kubeflow_cluster.api.create(jobs_of(ours.namespace), job("short"))
+    short = f"/jobs/{ours.namespace}/short"
+    until(lambda: ours.editor.get(short).status == 200, "the job is not shown")
+    with ours.editor.stream(short) as stream:
+        next(stream.messages())
+        form = {"token": ours.editor.form_token(short)}
+        assert ours.editor.post(f"{short}/delete", form).status == 303
+        stream.until("This job was deleted")
+    assert not kubeflow_cluster.api.exists(f"{jobs_of(ours.namespace)}/short")
+
+
+def test_the_pages_account_changes_of_a_job_no_more_than_the_page(kubeflow_cluster: DevCluster, ours: Team) -> None:
+    account = Api.of_kubeconfig(kubeflow_cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT))
+    template = {"spec": {"containers": [{"name": "main", "image": "evil"}]}}
+
+    def refusal() -> str:
+        try:
+            account.patch(f"{jobs_of(ours.namespace)}/train", {"spec": {"template": template}}, dryRun="All")
+        except ApiError as error:
+            return error.message
+        return ""
+
+    assert "changes their priority, and nothing else" in until(refusal, "the policy does not apply")
+    for path in ("/api/v1/secrets", "/api/v1/configmaps"):
+        with pytest.raises(ApiError, match="forbidden"):
+            account.get(path)
+
+
+async def reviews_of(
+    cluster: DevCluster, user: str, namespaces: list[str], bound: list[str]
+) -> tuple[set[str] | None, int]:
+    """What the user may see of these namespaces with bindings in some, and how many requests that took."""
+    answers: list[str] = []
+    bindings = Bindings()
+    for name in bound:
+        subject = Subject("User", user)
+        bindings.put(RoleBinding(Metadata(uid=f"uid-{name}", namespace=name), (subject, Subject("Group", "g"))))
+    credentials = load_credentials(str(cluster.kubeconfig))
+    async with Connection(credentials, count=lambda verb, _status: answers.append(verb)) as connection:
+        rights = Rights(connection, bindings, lambda: namespaces)
+        found = await rights.visible(user)
+        assert await rights.visible(user) == found, "from memory"
+    return None if found is None else set(found), answers.count("POST")
+
+
+def test_reviews_are_as_many_as_the_users_namespaces_and_not_as_the_clusters(
+    kubeflow_cluster: DevCluster, ours: Team
+) -> None:
+    everything = [ours.namespace, *(f"team-{i}" for i in range(4_999))]
+    user = ours.viewer.name
+    bound = [ours.namespace, "team-1", "team-2", "gone"]
+    assert asyncio.run(reviews_of(kubeflow_cluster, user, everything, bound)) == ({ours.namespace}, 4)
+    assert asyncio.run(reviews_of(kubeflow_cluster, "nobody", everything, [])) == (set(), 1)
+    boss = f"boss-{uuid.uuid4().hex[:6]}"
+    bind(kubeflow_cluster, boss, "kubeflow-view")
+    seen = lambda: asyncio.run(reviews_of(kubeflow_cluster, boss, everything, [])) == (None, 1)  # noqa: E731
+    until(seen, "the administrator's reviews")
+
+
+def test_a_right_that_was_taken_away_is_gone_after_a_minute(kubeflow_cluster: DevCluster, ours: Team) -> None:
+    user, api = f"guest-{uuid.uuid4().hex[:6]}", kubeflow_cluster.api
+    bindings, now = Bindings(), 0.0
+    bindings.put(RoleBinding(Metadata(uid="b", namespace=ours.namespace), (Subject("User", user),)))
+    binding = bind(kubeflow_cluster, user, "kubeflow-view", ours.namespace)
+
+    async def run() -> None:
+        nonlocal now
+        credentials = load_credentials(str(kubeflow_cluster.kubeconfig))
+        async with Connection(credentials) as connection:
+            rights = Rights(connection, bindings, lambda: [ours.namespace], clock=lambda: now)
+            while not await rights.visible(user):
+                now += DENIAL_KEPT_S
+            api.delete(binding)
+            now += KEPT_S - 1
+            while await rights.may_now(Asked(user, "list", namespace=ours.namespace)):
+                pass  # the API server takes a moment
+            assert await rights.visible(user) == frozenset({ours.namespace})
+            now += 1
+            assert await rights.visible(user) == frozenset()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_an_administrator_sees_all_teams(kubeflow_cluster: DevCluster, page: WebPage, ours: Team, theirs: Team) -> None:
+    boss = page.user(f"boss-{uuid.uuid4().hex[:6]}@example")
+    bind(kubeflow_cluster, boss.name, "kubeflow-view")
+    until(lambda: boss.get("/teams").status == 200, "the administrator is not let in")
+    shown = text_of(boss, "/teams")
+    assert ours.namespace in shown
+    assert theirs.namespace in shown
+    assert text_of(boss, "/queue").count(WHY) == 2
