@@ -305,18 +305,18 @@ class Snapshot:
             self.elastic.drop_pod(pod)
         elif uid in self._foreign:
             self._release_foreign(uid)
-        elif uid not in self.plain.members and self.ray.owns(pod):
-            self.ray.drop_pod(uid)
+        elif uid not in self.plain.members and self.ray.pods.owns(pod):
+            self.ray.pods.drop(uid)
         else:
             self.plain.drop(uid)
         self._forget(uid)
 
     def _put_counted(self, pod: PodView) -> None:
         """Add or update a pod of a team: as a worker of a Ray cluster's unit, or as a job of its own or of a group."""
-        if pod.uid not in self.plain.members and self.ray.owns(pod):
-            self.ray.put_pod(pod)
+        if pod.uid not in self.plain.members and self.ray.pods.owns(pod):
+            self.ray.pods.put(pod)
         else:
-            self.plain.put(self.ray.ungrouped(pod))
+            self.plain.put(self.ray.pods.ungrouped(pod))
 
     def _forget(self, uid: str) -> None:
         self.pods.pop(uid, None)

@@ -447,7 +447,7 @@ class Controller:
 
     def _carry_out(self, plan: scheduler.Plan) -> None:
         self.elastic.decisions.plan(plan)
-        self.ray.carry_out(plan)
+        self.ray.decisions.carry_out(plan)
         self._waiting.note(plan.waiting)
         for evict in plan.evict:
             self.actions.stop(evict.workers, evict.reason)

@@ -1,8 +1,9 @@
 """Ray clusters that KubeRay operates: elastic worker groups, and RayJobs that are suspended as a whole.
 
-    RayClusters, RayJobs ─► specs ─► units: the scheduler's jobs       specs, units
-    pods ─► slots of units ─► scheduler's events                       units
-    plans ─► slots ─► patches of RayClusters and RayJobs, admissions   reconciler, scaling, patches
+    RayClusters, RayJobs ─► specs ─► units: the scheduler's jobs       reconciler, owners, specs, unit_set, units
+    pods ─► slots of units ─► scheduler's events                       unit_pods, units
+    plans ─► slots ─► admissions, evictions                            decisions, admissions
+    slots ─► patches of RayClusters and RayJobs                        owner_patches, scaling, patches
 
 A unit is a job of the scheduler: one elastic worker group of a labelled RayCluster, or all GPU pods of a RayJob.
 KubeRay creates and deletes the pods; this package changes only the numbers that KubeRay reads. So a unit's workers are

@@ -147,6 +147,10 @@ class Unit:
         """Return the slots of a group that have pods."""
         return (slot for slot in self.slots.values() if slot.pod is not None and slot.group == group)
 
+    def waiting_in_order(self) -> list[PodView]:
+        """Return the waiting pods, oldest first."""
+        return sorted(self.waiting.values(), key=lambda pod: (pod.created, pod.uid))
+
     def leave(self, slot: Slot, now: float | None) -> None:
         """Record that the slot's worker was asked to leave."""
         if not slot.leaving:

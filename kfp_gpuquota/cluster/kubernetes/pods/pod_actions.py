@@ -90,7 +90,7 @@ class PodActions:
         """Evict a pod that cannot stay on its node, so that its owner recreates it."""
         if pod.uid in self._pods.members:
             self._pods.assume_leaving(pod.uid)
-        elif not self._ray.leave(pod.uid):
+        elif not self._ray.pods.leave(pod.uid):
             return
         self._recorder.record(pod, reason, why)
         self._evictions.evict(pod, bounded=False)

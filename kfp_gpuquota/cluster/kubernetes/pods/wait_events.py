@@ -73,7 +73,7 @@ class WaitEvents:
 
     def _waiting(self) -> Iterator[tuple[PodView, str, str]]:
         for uid, reason in self._reasons.items():
-            if pods := self._pods.waiting_of(uid) or self._ray.waiting_of(uid):
+            if pods := self._pods.waiting_of(uid) or self._ray.pods.waiting_of(uid):
                 yield pods[0], reason.code.value, reason.message
         for gathered in self._pods.gathering.values():
             views = [member.view for member in gathered.values()]

@@ -1,0 +1,56 @@
+"""Admits waiting pods of units to the nodes of their slots."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.convert import requests
+from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage
+from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.cluster.kubernetes.client.reflector import WrittenPods
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.kuberay.units import Unit
+
+RETRY_S: Final = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Admissions:
+    """Writes the admissions of pods, and repeats those that fail."""
+
+    def __init__(self, writer: Writer, written_pods: WrittenPods) -> None:
+        self._writer, self._written_pods = writer, written_pods
+        self._pod = msgspec.json.Decoder(Pod)
+
+    def admit(self, unit: Unit) -> None:
+        """Admit waiting pods to the nodes of slots without pods."""
+        for pod in unit.waiting_in_order():
+            slot = next(iter(unit.missing(pod.ray_group)), None)
+            if slot is not None:
+                unit.attach(slot, pod)
+                write = requests.admission(pod, slot.node, slot.devices, "it is its Ray cluster's turn")
+                self._writer.submit(write, self._admitted, partial(self._not_admitted, unit, slot.id))
+
+    def _admitted(self, answer: bytes) -> None:
+        self._written_pods.note(self._pod.decode(answer))
+
+    def _not_admitted(self, unit: Unit, slot_id: str, error: Exception) -> None:
+        """Try again after a pause, in which the watch reports the pod's state."""
+        log.warning("a pod of %s could not be admitted: %s", unit.uid, error)
+        asyncio.get_running_loop().call_later(RETRY_S, self._retry_admission, unit, slot_id)
+
+    def _retry_admission(self, unit: Unit, slot_id: str) -> None:
+        slot = unit.slots.get(slot_id)
+        if slot is not None and slot.pod is not None and slot.pod.stage is Stage.WAITING:
+            pod = slot.pod
+            unit.detach(slot)
+            unit.waiting[pod.uid] = pod
+            self.admit(unit)
