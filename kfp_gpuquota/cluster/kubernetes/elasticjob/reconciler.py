@@ -79,7 +79,14 @@ class ElasticJobs:
         self._limits, self._volumes, self._rules = limits, volumes, rules
         self.statuses = statuses = StatusWriter(writer, self._status)
         self.workers = WorkerPods(
-            book, writer, settings, reservations, written_pods=written_pods, statuses=statuses, events=self
+            book,
+            writer,
+            settings,
+            reservations,
+            rules=rules,
+            written_pods=written_pods,
+            statuses=statuses,
+            events=self,
         )
         self.membership = JobMembership(book, settings, self.workers, statuses, epoch=epoch)
         self.decisions = Decisions(book, self.membership, self.workers, statuses=statuses, events=self)

@@ -41,6 +41,7 @@ class RuntimeState:
         self.shard = job.status.membership_shard  # the shard of its workers; -1: none yet
         self.secret = job.status.membership_digest  # digest of the workers' Secret, as stored
         self.secret_ensured_at = -math.inf  # when this process last ensured that it exists
+        self.isolation_ensured_at = -math.inf  # when it last ensured that the workers' NetworkPolicy exists
         self.timer: asyncio.TimerHandle | None = None
         self.look: asyncio.TimerHandle | None = None
         self.conditions = job.status.conditions
