@@ -64,6 +64,7 @@ def measure(root: Path, mib: int) -> tuple[float, float, int, float]:
     relay = Relay(step, staging, "127.0.0.1")
     (root / "url").write_text(relay.url)
     (root / "token").write_text(relay.token)
+    (root / "ca.crt").write_text(relay.authority)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     place = staging.directories()[0] / "w0" / "data"
     answer = subprocess.run(

@@ -141,7 +141,10 @@ def test_wait_ends_with_the_fate_of_the_job(team: Cli) -> None:
     assert team.run("wait good").code == 0
     team("submit", "bad", "--", "sh", "-c", "exit 3")
     answer = team.run("wait bad")
-    assert (answer.code, answer.err) == (1, "job bad has failed: worker 0 ended with exit code 3\n")
+    failed = "job bad has failed: worker 0 ended with exit code 3\n"
+    assert (answer.code, answer.err) == (1, f"{failed}what it printed: gpuquota logs bad -p team-a\n")
+    assert "what it printed: gpuquota logs bad -p team-a" in team("explain bad")
+    assert "what it printed" not in team("explain good")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,11 @@ def test_a_command_that_cannot_run_fails_its_job_with_the_shells_code(
 ) -> None:
     team("submit", "x", "--", command)
     answer = team.run("wait x")
-    assert (answer.code, answer.err) == (1, f"job x has failed: worker 0 ended with exit code {code}: {sentence}\n")
+    assert (answer.code, answer.err) == (
+        1,
+        f"job x has failed: worker 0 ended with exit code {code}: {sentence}\n"
+        "what it printed: gpuquota logs x -p team-a\n",
+    )
     assert output in team("logs x")
 
 

@@ -113,6 +113,9 @@ def test_a_suspended_job_gives_its_gpus_back_and_resumes_with_its_age(two_teams:
     two_teams.client.resume_job("team-a", "job")
     gpus(two_teams, "job", 1)
     assert two_teams.job("job").status.submitted_at == submitted
+    kinds = [event.kind for event in two_teams.client.events().events]
+    assert kinds.index(EventKind.JOB_SUSPENDED) < kinds.index(EventKind.JOB_RESUMED)
+    assert (kinds.count(EventKind.JOB_SUSPENDED), kinds.count(EventKind.JOB_RESUMED)) == (1, 1)
 
 
 def test_a_cancelled_job_stays_listed(two_teams: EmbeddedCluster) -> None:

@@ -7,21 +7,25 @@ import json
 import os
 import resource
 import socket
+import ssl
 import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kfp_gpuquota.cluster.certificates import issue, new_authority
 from kfp_gpuquota.dsl.launcher.relay import Relay
 from kfp_gpuquota.dsl.launcher.staging import Staging
 from kfp_gpuquota.dsl.spec.pod_template import BOOTSTRAP
 from kfp_gpuquota.dsl.worker import remote
 from kfp_gpuquota.dsl.worker import start as worker_module
 from kfp_gpuquota.dsl.worker.remote import RelayClient, RelayError
+from kfp_gpuquota.server.transport.tls import load_pair
 from tests.polling import until
 
 if TYPE_CHECKING:
@@ -65,14 +69,23 @@ class Step:
         self.mount.mkdir(exist_ok=True)
         (self.mount / "url").write_text(self.relay.url)
         (self.mount / "token").write_text(self.relay.token)
+        (self.mount / "ca.crt").write_text(self.relay.authority)
         return self.relay
 
     def ask(self, method: str, path: str, token: str = "", body: bytes | None = None) -> tuple[int, bytes]:
         assert self.relay
-        connection = http.client.HTTPConnection(self.relay.url.removeprefix("http://"), timeout=10)
+        connection = http.client.HTTPSConnection(host_of(self.relay), timeout=10, context=trusting(self.relay))
         connection.request(method, path, body, {"Authorization": f"Bearer {token or self.relay.token}"})
         answer = connection.getresponse()
         return answer.status, answer.read()
+
+
+def host_of(relay: Relay) -> str:
+    return relay.url.removeprefix("https://")
+
+
+def trusting(relay: Relay) -> ssl.SSLContext:
+    return ssl.create_default_context(cadata=relay.authority)
 
 
 @pytest.fixture
@@ -125,8 +138,9 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_file_leaves_no_traceback_in_
     relay = step.serve("true")
     mine = worker_module.redirected(step.executor_input, f"{step.staging.tag}/w0")
     target = mine["outputs"]["artifacts"]["model"]["artifacts"][0]["uri"]
-    host, port = relay.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
+    host, port = host_of(relay).split(":")
+    plain = socket.create_connection((host, int(port)))
+    with trusting(relay).wrap_socket(plain, server_hostname=host) as connection:
         head = f"PUT /file?path={target} HTTP/1.1\r\nAuthorization: Bearer {relay.token}\r\nContent-Length: 1000000"
         connection.sendall(f"{head}\r\n\r\nabc".encode())
         until(lambda: list(Path(target).parent.glob("*.part")))
@@ -169,7 +183,7 @@ def test_a_launcher_that_is_gone_is_noticed_soon_and_the_next_one_is_found(
     monkeypatch.setattr(remote, "CONNECT_TIMEOUT_S", 0.2)
     step.serve("true")
     url = (step.mount / "url").read_text()
-    (step.mount / "url").write_text("http://192.0.2.1:9")  # nothing answers there, and nothing refuses
+    (step.mount / "url").write_text("https://192.0.2.1:9")  # nothing answers there, and nothing refuses
     threading.Timer(0.5, lambda: (step.mount / "url").write_text(url)).start()
     assert json.loads(RelayClient(str(step.mount)).read("/step"))["argv"] == ["true"]
 
@@ -228,10 +242,76 @@ def test_without_the_token_nothing_is_open(step: Step) -> None:
     assert step.ask("GET", "/step", token="wrong")[0] == 401
 
 
+def test_whoever_speaks_no_tls_gets_no_answer(step: Step) -> None:
+    relay = step.serve("true")
+    connection = http.client.HTTPConnection(host_of(relay), timeout=10)
+    connection.request("GET", "/step", headers={"Authorization": f"Bearer {relay.token}"})
+    with pytest.raises((ConnectionError, http.client.BadStatusLine)):
+        connection.getresponse()
+
+
+def test_a_client_that_says_nothing_keeps_no_other_waiting(step: Step) -> None:
+    host, port = host_of(step.serve("true")).split(":")
+    with socket.create_connection((host, int(port))):
+        assert json.loads(RelayClient(str(step.mount)).read("/step"))["argv"] == ["true"]
+
+
+class Impostor:
+    """A server at the relay's address that records what it receives, over TLS with another certificate, or without."""
+
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
+        self._tls, self.received, self.refused = tls, b"", 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"  # no answer to it may be in clear
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                try:
+                    secure = self._tls.wrap_socket(connection, server_side=True) if self._tls else connection
+                    self.received += secure.recv(1 << 16)
+                    secure.close()
+                except OSError:
+                    pass
+            self.refused += 1
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_no_token_is_sent_to_a_server_without_the_relays_certificate(step: Step, secure: bool) -> None:
+    relay = step.serve("true")
+    pair = issue(new_authority("gpuquota-relay", time.time()), ["127.0.0.1"], time.time())
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    load_pair(tls, pair.certificate, pair.key)
+    impostor = Impostor(tls if secure else None)
+    (step.mount / "url").write_text(impostor.url)
+    with pytest.raises(RelayError, match="the step's launcher does not answer"):
+        RelayClient(str(step.mount), timeout_s=0.1).read("/step")
+    until(lambda: impostor.refused)
+    seen = impostor.refused
+    starting = subprocess.Popen([sys.executable, "-I", "-S", "-c", BOOTSTRAP, str(step.mount)])
+    try:
+        until(lambda: impostor.refused > seen)
+    finally:
+        starting.kill()
+        starting.wait()
+        impostor.close()
+    assert relay.token.encode() not in impostor.received
+    assert b"HTTP/1.1" not in impostor.received
+
+
 def test_a_transfer_that_breaks_leaves_nothing_and_is_repeated(step: Step) -> None:
     relay = step.serve("true")
     place = step.root / "out" / ".gpuquota" / "job-1" / "w0" / "model"
-    connection = http.client.HTTPConnection(relay.url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPSConnection(host_of(relay), timeout=10, context=trusting(relay))
     connection.putrequest("PUT", f"/file?path={place}")
     connection.putheader("Authorization", f"Bearer {relay.token}")
     connection.putheader("Content-Length", "1000")

@@ -31,7 +31,7 @@ from elastic_runtime.membership.orders import Order
 from elastic_runtime.membership.process_group import Interrupt
 from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
 from tests import forked
-from tests.cluster.test_faults import CLOCK
+from tests.cluster.conftest import CLOCK
 from tests.elastic_runtime.harness import JOB, Cluster
 from tests.elastic_runtime.training import Gate, Plan, Points, build, train, trained_alone, worker_main
 from tests.forked import context

@@ -140,6 +140,28 @@ def test_it_writes_no_config_map_but_those_of_sharers(controller: Api, team: str
         assert sentence in denied(controller.create, path, {**fine, **change})
 
 
+def test_it_writes_no_network_policy_but_those_of_workers(
+    kubeflow_cluster: DevCluster, controller: Api, team: str
+) -> None:
+    path = f"/apis/networking.k8s.io/v1/namespaces/{team}/networkpolicies"
+    sentence = "the controller creates NetworkPolicies for the workers of ElasticJobs (JOB-workers, owned by the job)"
+    workers = {"podSelector": {"matchLabels": {labels.JOB: "j"}}}
+    fine: dict[str, Any] = {"metadata": {"name": "j-1-workers", "ownerReferences": [ELASTIC_OWNER]}, "spec": workers}
+    assert controller.create(path, fine, dryRun="All")
+    changes: list[dict[str, Any]] = [
+        {"metadata": {"name": "j-1-workers"}},
+        {"metadata": {**fine["metadata"], "name": "x"}},
+        {"spec": {"podSelector": {}}},
+        {"spec": {"podSelector": {"matchLabels": {labels.JOB: "other"}}}},
+        {"spec": {"podSelector": {"matchLabels": {"app": "web"}}}},
+    ]
+    for change in changes:
+        assert sentence in denied(controller.create, path, {**fine, **change}), change
+    kubeflow_cluster.api.create(path, fine)
+    for verb in ("get", "list", "patch", "delete"):
+        assert not may(kubeflow_cluster, verb, "networkpolicies", team, group="networking.k8s.io")
+
+
 def test_of_a_namespace_it_sets_one_label(controller: Api, team: str) -> None:
     path = f"/api/v1/namespaces/{team}"
     sentence = "the controller sets the label gpuquota.dev/managed of a namespace, and changes nothing else of it"

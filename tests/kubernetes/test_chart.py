@@ -111,7 +111,7 @@ def test_the_chart_renders_what_the_overlays_and_components_have(overlay: str, t
     else:
         wanted = kustomize(MANIFESTS / "overlays" / overlay)
         rendered = template(f"kubeflow.enabled={str(overlay == 'kubeflow').lower()}")
-    assert rendered.pop(("QuotaPolicy", "", "default"))["spec"] == {"unmanaged": "ignore"}
+    assert rendered.pop(("QuotaPolicy", "", "default"))["spec"] == {"unmanaged": "ignore", "isolateWorkers": True}
     assert rendered.keys() == wanted.keys()
     for name, one in wanted.items():
         assert rendered[name] == one, name
@@ -150,6 +150,7 @@ def test_values_reach_the_objects_that_they_are_for() -> None:
         "quotaPolicy.unmanaged=default-quota",
         "quotaPolicy.defaultQuota.limit=4",
         "quotaPolicy.exemptNamespaces={gpu-operator}",
+        "quotaPolicy.isolateWorkers=false",
         "kubeflow.enabled=true",
         "kubeflow.pipelineRunner.serviceAccount=runner",
         "kubeflow.pipelineRunner.namespace=pipelines",
@@ -173,7 +174,7 @@ def test_values_reach_the_objects_that_they_are_for() -> None:
     assert configuration["metadata"]["annotations"] == {"cert-manager.io/inject-ca-from": "a/b"}
     policy = rendered["QuotaPolicy", "", "default"]["spec"]
     wanted = {"unmanaged": "default-quota", "defaultQuota": {"limit": 4}, "exemptNamespaces": ["gpu-operator"]}
-    assert policy == wanted
+    assert policy == {**wanted, "isolateWorkers": False}
     binding = rendered["RoleBinding", "pipelines", "gpuquota-launcher"]
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "runner", "namespace": "pipelines"}]
     assert not [name for kind, _, name in rendered if kind == "PriorityClass"]

@@ -26,8 +26,8 @@ class Leader:
     def __init__(self, stored: int, epoch: int) -> None:
         spec = ElasticJobSpec(template=b'{"spec": {"containers": [{"name": "main"}]}}', gpus=2)  # type: ignore[arg-type]
         job = ElasticJob(metadata=META, spec=spec, status=ElasticJobStatus(generation_reserved=stored))
-        book = Book(lambda _: None, DeviceAllocator(), {})
-        self.state = book.runtime_states["uid"] = RuntimeState(job, 0.0)
+        book = Book(lambda _: None, DeviceAllocator(), {}, lambda: 0.0)
+        self.state = book.runtime_states["uid"] = RuntimeState(job)
         book.commit(Change(jobs={"uid": record_of(job)}))
         self.requested: list[str] = []
         settings = PodSettings(coordinator="", key=b"key")

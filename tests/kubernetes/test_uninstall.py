@@ -61,6 +61,10 @@ def fill(cluster: DevCluster) -> str:
         f"/api/v1/namespaces/{team}/secrets",
         {"metadata": {"name": "running-membership", "ownerReferences": [owner]}, "stringData": {"token": "x"}},
     )
+    cluster.api.create(
+        f"/apis/networking.k8s.io/v1/namespaces/{team}/networkpolicies",
+        {"metadata": {"name": "running-workers", "ownerReferences": [owner]}, "spec": {"podSelector": {}}},
+    )
     cluster.api.create("/api/v1/namespaces/gpuquota-reservations/pods", {"metadata": {"name": "gpu-0"}, **reserving()})
     cluster.api.patch(f"/api/v1/namespaces/{team}", {"metadata": {"labels": {labels.MANAGED: "true"}}})
     cluster.api.patch("/api/v1/nodes/fake-0", {"metadata": {"labels": {labels.POOL: "a100"}}})

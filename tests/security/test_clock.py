@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
-from kfp_gpuquota.cluster.local.steady_clock import SteadyClock
+from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from tests.conftest import running_cluster
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfp_gpuquota.api import Phase
+from kfp_gpuquota.api import Phase, ReasonCode
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.cli.display.output import Format, age, table
 
@@ -69,6 +69,16 @@ def phase_text(phase: Phase) -> str:
     if phase in {Phase.SUCCEEDED, Phase.FAILED}:
         return f"has {phase.value.lower()}"
     return f"{'was' if phase is Phase.CANCELLED else 'is'} {phase.value.lower()}"
+
+
+def output_hint(job: Job) -> str:
+    """Return where to read what the worker printed that made the job fail; "" if it was none of its workers."""
+    reason = job.status.reason
+    if job.status.phase is not Phase.FAILED or reason is None or reason.code is not ReasonCode.WORKER_FAILED:
+        return ""
+    index = next((one.index for one in job.status.workers if one.id == reason.details.get("worker")), 0)
+    worker = f" --worker {index}" if index else ""
+    return f"what it printed: gpuquota logs {job.spec.name} -p {job.spec.project}{worker}"
 
 
 def _job_row(job: Job) -> list[object]:

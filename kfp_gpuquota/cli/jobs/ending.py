@@ -11,7 +11,7 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.arguments.completion import complete_job
 from kfp_gpuquota.cli.arguments.names import job_names, matches
 from kfp_gpuquota.cli.arguments.options import ProjectOption, client, project_or_configured
-from kfp_gpuquota.cli.display.tables import phase_text
+from kfp_gpuquota.cli.display.tables import output_hint, phase_text
 from kfp_gpuquota.cli.display.terminal import say
 from kfp_gpuquota.errors import JobFailedError, NotFoundError, UsageError
 
@@ -80,6 +80,8 @@ def wait(
     for job in failed:
         why = f": {job.status.reason.message}" if job.status.reason else ""
         say(f"job {job.spec.name} {phase_text(job.status.phase)}{why}", err=True)
+        if hint := output_hint(job):
+            say(hint, err=True)
     if failed:
         raise typer.Exit(1)
 

@@ -15,7 +15,7 @@ from kfp_gpuquota.cli.arguments.names import job_name
 from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.display.gpus import gibibytes
 from kfp_gpuquota.cli.display.output import Format, age, show, table
-from kfp_gpuquota.cli.display.tables import phase_text, progress_text
+from kfp_gpuquota.cli.display.tables import output_hint, phase_text, progress_text
 from kfp_gpuquota.cli.display.terminal import say
 from kfp_gpuquota.errors import UnauthorizedError
 
@@ -72,6 +72,8 @@ def explain(job: JobWords, project: ProjectOption = "") -> None:
     why = f": {status.reason.message}" if status.reason is not None else ""
     holds = "" if status.phase.final else f" with {show_gpus(status.gpus)}"
     say(f"{found.spec.name} {phase_text(status.phase)}{holds}{why}")
+    if hint := output_hint(found):
+        say(hint)
     if place := _place_in_queue(reached, found):
         say(place)
     if (stopped := status.last_eviction) is not None and stopped.reason != status.reason:

@@ -49,6 +49,8 @@ class ChangeRecorder:
     def stop(self, job: JobRecord, intent: Intent, reason: Reason) -> None:
         """Record the stop of a job with this intent; a job without workers gets its final phase at once."""
         job = msgspec.structs.replace(job, intent=intent)
+        if intent is Intent.SUSPEND:
+            self.note(job, EventKind.JOB_SUSPENDED, reason=reason)
         if not job.status.phase.final:
             job = with_status(job, phase=Phase.STOPPING, reason=reason)
         if alive := [record.worker.id for record in self.state.alive_of(job.uid)]:

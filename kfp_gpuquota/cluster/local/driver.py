@@ -19,6 +19,7 @@ import msgspec
 from kfp_gpuquota import scheduler
 from kfp_gpuquota.api import Phase, Progress, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.wire import EventKind
+from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.jobs.change_recorder import ChangeRecorder
 from kfp_gpuquota.cluster.jobs.lifecycle import after_reboot, after_worker_exited, progressed, resized, unexplained_loss
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
@@ -85,7 +86,7 @@ class Driver:
         self._later: asyncio.TimerHandle | None = None
         self._pace = PlanPacing()
         self._rest = RestAfterPlans()
-        self._start_failures: dict[str, int] = {}
+        self._start_failures: dict[str, Backoff] = {}
         self._killed_for: dict[str, str] = {}
         self.health = PlanningHealth(self._loop.time)
         self._give_up = give_up
@@ -227,8 +228,7 @@ class Driver:
         if record.released:  # its stop was requested before it could start: the start is not retried
             self._recover_worker(record)
             return
-        failures = self._start_failures[worker] = self._start_failures.get(worker, 0) + 1
-        delay_s = min(RETRY_S * 2 ** (failures - 1), LONGEST_RETRY_S)
+        delay_s = self._start_failures.setdefault(worker, Backoff(RETRY_S, LONGEST_RETRY_S)).next_s()
         message = f"worker {record.worker.index} could not be started ({why}); it is tried again in {delay_s:g} s"
         log.error("worker %s: %s", worker, message)
         with self._noting(worker) as recorder:

@@ -96,7 +96,7 @@ class PodWorkers:
         path = f"/api/v1/namespaces/{quote(job.spec.project)}/secrets"
         token = self._client.secret_value(job.spec.project, secret_name(job.spec.name), "token")
         self._relay = Relay(step.executor_input, staging, address, token, partial(self._note_outputs, job))
-        content = {"url": self._relay.url, "token": self._relay.token}
+        content = {"url": self._relay.url, "token": self._relay.token, "ca.crt": self._relay.authority}
         owner = {"apiVersion": "gpuquota.dev/v1alpha1", "kind": "ElasticJob", "name": job.spec.name, "uid": job.uid}
         metadata = {"name": secret_name(job.spec.name), "ownerReferences": [owner]}
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": content}
@@ -209,5 +209,5 @@ def _outputs_annotation(worker: str) -> str:
 
 
 def secret_name(job: str) -> str:
-    """Return the name of the Secret with the address and the token of a job's relay."""
+    """Return the name of the Secret with the address, the token and the certificate authority of a job's relay."""
     return f"{job}-relay"

@@ -1,8 +1,9 @@
-"""Transfers a step's files to workers in other pods and back, where no volume is shared: HTTP from the launcher's pod.
+"""Transfers a step's files to workers in other pods and back, where no volume is shared: HTTPS from the launcher's pod.
 
-Files are streamed and never whole in memory: the kernel sends them (`sendfile`), and received data is written in
-chunks. A job's token permits reading the step's inputs and the workers' start program, and writing below the job's own
-staging directories. Nothing else of the pod can be reached.
+Each relay has a certificate of an authority of its own, made when it starts. Workers read the authority's certificate
+from the job's Secret, as they do the token, and send nothing to a server without such a certificate. Files are sent and
+received in chunks and never whole in memory. A job's token permits reading the step's inputs and the workers' start
+program, and writing below the job's own staging directories. Nothing else of the pod can be reached.
 
 | request                    | answer                                                              |
 |----------------------------|---------------------------------------------------------------------|
@@ -26,8 +27,10 @@ import io
 import json
 import os
 import secrets
+import ssl
 import sys
 import threading
+import time
 import zipfile
 from functools import cache
 from http import HTTPStatus
@@ -35,10 +38,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import parse_qs, urlsplit
 
+from kfp_gpuquota.cluster import certificates
 from kfp_gpuquota.dsl.worker import remote, start
 from kfp_gpuquota.errors import GpuQuotaError
+from kfp_gpuquota.server.transport.tls import load_pair
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Iterable
 
     from kfp_gpuquota.dsl.launcher.staging import Staging
@@ -46,14 +52,16 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 CHUNK_SIZE: Final = 1 << 20
+HANDSHAKE_TIMEOUT_S: Final = 10.0
 IDLE_TIMEOUT_S: Final = 120.0
 MAX_LIST: Final = 16 << 20
 
 
 class Relay:
-    """HTTP server for one job's files on `address` until `close`. Raises OSError where it cannot listen there.
+    """HTTPS server for one job's files on `address` until `close`. Raises OSError where it cannot listen there.
 
     `completed(worker)` is called when all outputs of a worker have arrived; where it raises, the worker tries again.
+    `authority` is the PEM certificate by which workers recognise it.
     """
 
     def __init__(
@@ -69,7 +77,9 @@ class Relay:
         self.outputs = [Path(directory) for directory in staging.directories()]
         self.step_file = staging.step_file
         self.completed = completed
-        self._server = _Server((address, 0), _Handler, self)
+        authority, tls = _identity(address)
+        self.authority = authority.decode()
+        self._server = _Server((address, 0), self, tls)
         self._thread = threading.Thread(target=self._server.serve_forever, name="relay", daemon=True)
         self._thread.start()
 
@@ -77,7 +87,7 @@ class Relay:
     def url(self) -> str:
         """The relay's URL, for the workers."""
         host, port = self._server.server_address[:2]
-        return f"http://{host!s}:{port}"
+        return f"https://{host!s}:{port}"
 
     def close(self) -> None:
         """Stop the server and abort the transfers in progress."""
@@ -92,6 +102,18 @@ class Relay:
         """Return the path if it is below a staging directory of this job, else None."""
         found = _within(path, self.outputs)
         return None if found in self.outputs else found
+
+
+def _identity(address: str) -> tuple[bytes, ssl.SSLContext]:
+    """Return the certificate of a new authority, and the TLS context of a server at this address that it vouches for.
+
+    The authority's key is not kept. A step may run for months, so neither certificate is renewed.
+    """
+    now, tls = time.time(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority = certificates.new_authority("gpuquota-relay", now)
+    pair = certificates.issue(authority, [address], now, certificates.AUTHORITY_VALID_S)
+    load_pair(tls, pair.certificate, pair.key)
+    return authority.certificate, tls
 
 
 def input_paths(executor_input: Json) -> list[str]:
@@ -132,9 +154,14 @@ def _within(path: str, roots: Iterable[Path]) -> Path | None:
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], handler: type[_Handler], relay: Relay) -> None:
-        super().__init__(address, handler)
-        self.relay = relay
+    def __init__(self, address: tuple[str, int], relay: Relay, tls: ssl.SSLContext) -> None:
+        super().__init__(address, _Handler)
+        self.relay, self._tls = relay, tls
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Return a connection whose TLS handshake its handler makes, in a thread of its own."""
+        connection, address = super().get_request()
+        return self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore the error of a worker that exited during a request: the cluster reports its exit."""
@@ -145,6 +172,12 @@ class _Server(http.server.ThreadingHTTPServer):
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = IDLE_TIMEOUT_S
+
+    def setup(self) -> None:
+        """Make the TLS handshake. Raises OSError where the client does not complete it in time."""
+        self.request.settimeout(HANDSHAKE_TIMEOUT_S)
+        self.request.do_handshake()
+        super().setup()
 
     def do_GET(self) -> None:
         if not self._allowed():
@@ -231,9 +264,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Length", str(size))
             self.end_headers()
-            self.wfile.flush()
-            if size:
-                self.connection.sendfile(file, 0, size)
+            remote.send_file(self.connection, file)
 
     def _receive(self, target: Path, size: int, mode: int) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)

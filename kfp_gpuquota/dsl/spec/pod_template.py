@@ -54,15 +54,20 @@ _CA_VARIABLES: Final = ("AWS_CA_BUNDLE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE",
 
 # Runs in any Python that the image has: it downloads the rest from the launcher, which may not be ready yet.
 BOOTSTRAP: Final = """\
-import os, sys, tempfile, time, urllib.request
+import http.client, os, ssl, sys, tempfile, time
 directory, last = sys.argv[1], time.monotonic() + 900
 while True:
     try:
         url, token = (open(os.path.join(directory, name)).read().strip() for name in ("url", "token"))
-        asked = urllib.request.Request(url + "/package", headers={"Authorization": "Bearer " + token})
-        content = urllib.request.urlopen(asked, timeout=60).read()
-        break
-    except OSError as error:
+        tls = ssl.create_default_context(cafile=os.path.join(directory, "ca.crt"))
+        relay = http.client.HTTPSConnection(url.split("/")[2], timeout=60, context=tls)
+        relay.request("GET", "/package", headers={"Authorization": "Bearer " + token})
+        answer = relay.getresponse()
+        content = answer.read()
+        if answer.status == 200:
+            break
+        raise OSError("%s %s" % (answer.status, answer.reason))
+    except (OSError, http.client.HTTPException) as error:
         if time.monotonic() > last:
             sys.exit("gpuquota: the step's launcher does not answer: %s" % error)
         time.sleep(1)

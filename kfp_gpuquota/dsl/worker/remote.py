@@ -1,8 +1,9 @@
 """The start program of a worker in its own pod: downloads the step's inputs, runs its command, uploads its outputs.
 
 It uses only the standard library and `start.py`: the relay (`relay.py`) serves both modules as `gpuquota_remote` to any
-Python that the user's image has. The relay's address and token are files in a directory mounted from a Secret. They are
-read again for each request, because a launcher that was replaced has another address.
+Python that the user's image has. The relay's address, token and certificate authority are files in a directory mounted
+from a Secret. They are read again for each request, because a launcher that was replaced has others. Every connection
+is TLS, whatever the address says, and nothing is sent before the relay's certificate was verified.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.machinery
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -86,7 +88,10 @@ class RelayClient:
 
     def _request(self, method: str, path: str, body: Any = None, size: int = 0) -> http.client.HTTPResponse:
         address = urlsplit(self._read_setting("url"))
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=CONNECT_TIMEOUT_S)
+        tls = ssl.create_default_context(cafile=os.path.join(self._directory, "ca.crt"))  # noqa: PTH118
+        connection = http.client.HTTPSConnection(
+            address.hostname or "", address.port, timeout=CONNECT_TIMEOUT_S, context=tls
+        )
         connection.connect()  # with a short timeout: the address of a launcher that was deleted does not answer
         connection.sock.settimeout(IDLE_TIMEOUT_S)
         headers = {"Authorization": f"Bearer {self._read_setting('token')}"}
@@ -96,7 +101,7 @@ class RelayClient:
         if isinstance(body, bytes):
             connection.sock.sendall(body)
         elif size:
-            connection.sock.sendfile(body, 0, size)
+            send_file(connection.sock, body)
         response = connection.getresponse()
         if response.status == UNAVAILABLE:
             raise ConnectionError("the launcher cannot accept the request now")
@@ -127,6 +132,13 @@ class RelayClient:
             facts = os.fstat(file.fileno())
             path = f"/file?path={quote(target)}&mode={facts.st_mode & 0o777:o}"
             self._request("PUT", path, file, facts.st_size)
+
+
+def send_file(connection: Any, file: Any) -> None:
+    """Send the rest of a file; `sendfile` of a TLS socket sends 8 KiB at a time."""
+    buffer = memoryview(bytearray(CHUNK_SIZE))
+    while got := file.readinto(buffer):
+        connection.sendall(buffer[:got])
 
 
 def main(directory: str) -> int:

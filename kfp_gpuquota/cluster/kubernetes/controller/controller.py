@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 import uuid
 from contextlib import AsyncExitStack
 from functools import partial
@@ -56,11 +55,13 @@ from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.sharing.reservation_pods import ReservationSettings
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Reservations
 from kfp_gpuquota.cluster.planning import PlanningHealth
+from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.errors import PlanningFailedError
 from kfp_gpuquota.garbage import collector_paused
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Callable
 
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.client.leader.fence import Fence
@@ -83,7 +84,8 @@ class Controller:
     """All parts that run while this process leads.
 
     `tls` is the TLS context of the membership service; None serves without TLS, for a trusted network. `fence` is
-    checked before each write, and `epoch` is the leader's (`leaseTransitions`).
+    checked before each write, and `epoch` is the leader's (`leaseTransitions`). `clock` gives the time of records and
+    plans, in seconds since 1970.
     """
 
     def __init__(
@@ -98,7 +100,9 @@ class Controller:
         ready: ReadyRules | None = None,
         fence: Fence = NO_FENCE,
         epoch: int = 0,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        self._now = clock or SteadyClock()
         self._connection, self._membership_port, self._tls = connection, membership_port, tls
         self._loop = asyncio.get_running_loop()
         self.metrics = metrics or Metrics()
@@ -130,7 +134,7 @@ class Controller:
         self._not_ready = self.metrics.decisions.labels(NOT_READY)
         ready = ready or ReadyRules()
         self.elastic = ElasticJobs(
-            Book(cluster.emit, cluster.allocator, cluster.emitted_nodes),
+            Book(cluster.emit, cluster.allocator, cluster.emitted_nodes, self._now),
             cluster.allocator,
             self._writer,
             settings,
@@ -419,7 +423,7 @@ class Controller:
 
     def _plan_once(self, started: float) -> float | None:
         """Plan, and carry out the plan; return in how many seconds to plan again without a change, if at all."""
-        now = time.time()
+        now = self._now()
         self.snapshot.catch_up()
         self.metrics.account(self.snapshot)
         plan = scheduler.plan(self.snapshot.state, now)
@@ -457,7 +461,7 @@ class Controller:
             self.actions.stop(resize.remove, resize.reason)
             self.actions.start(resize.job, resize.add, resize.reason)
         for bind in plan.bind:
-            self.metrics.started(self.snapshot.state.jobs[bind.job], time.time())
+            self.metrics.started(self.snapshot.state.jobs[bind.job], self._now())
             self.actions.start(bind.job, bind.placements, bind.reason)
         for kind in ("bind", "evict", "move", "resize"):
             if decided := len(getattr(plan, kind)):

@@ -63,6 +63,12 @@ def _spec() -> Schema:
             "additionalProperties": {"type": "object", "properties": {"autoscaled": _autoscaled()}},
             "description": "Node pools by name, which is the value of the node label gpuquota.dev/pool.",
         },
+        "isolateWorkers": {
+            "type": "boolean",
+            "default": True,
+            "description": "Each ElasticJob has a NetworkPolicy that admits traffic to its workers from its own workers"
+            " only. Its enforcement is up to the cluster's network plugin. A change applies to jobs that start later.",
+        },
         "recreatingOwners": {
             "type": "array",
             "maxItems": MAX_OWNERS,

@@ -28,7 +28,7 @@ class Deadline(NamedTuple):
 def next_deadline(job: ElasticJob, record: JobRecord, *, lease_seen_at: float, ran_s: float) -> Deadline | None:
     """Return the job's next deadline, if any.
 
-    `lease_seen_at` is when the lease's renewal was seen by this process's clock, since the client's clock may differ.
+    `lease_seen_at` is when this process saw the lease's renewal, since the client's clock may differ.
     `ran_s` is the total run time of the job's earlier starts.
     """
     status, spec = record.status, job.spec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -63,7 +62,7 @@ class Decisions:
     def recording(self) -> Iterator[ChangeRecorder]:
         """Record decisions; when the block ends, commit them, then carry them out."""
         change = Change()
-        recorder = ChangeRecorder(self._book, change, time.time())
+        recorder = ChangeRecorder(self._book, change, self._book.now())
         yield recorder
         self._book.commit(change)
         self._start_all(recorder.started)

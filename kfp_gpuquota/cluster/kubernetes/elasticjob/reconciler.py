@@ -79,7 +79,14 @@ class ElasticJobs:
         self._limits, self._volumes, self._rules = limits, volumes, rules
         self.statuses = statuses = StatusWriter(writer, self._status)
         self.workers = WorkerPods(
-            book, writer, settings, reservations, written_pods=written_pods, statuses=statuses, events=self
+            book,
+            writer,
+            settings,
+            reservations,
+            rules=rules,
+            written_pods=written_pods,
+            statuses=statuses,
+            events=self,
         )
         self.membership = JobMembership(book, settings, self.workers, statuses, epoch=epoch)
         self.decisions = Decisions(book, self.membership, self.workers, statuses=statuses, events=self)
@@ -104,7 +111,7 @@ class ElasticJobs:
                 self.membership.open(job)
                 self.workers.renew_secret(uid)
             elif not job.status.phase.final and job.attempt and job.status.phase is not Phase.SUSPENDED:
-                self.book.record(without_pods(job, time.time()))
+                self.book.record(without_pods(job, self.book.now()))
             if alive and job.intent is not Intent.RUN:
                 self.decisions.stop_all([record.worker.id for record in alive])
             self.job_decided(uid)
@@ -149,7 +156,7 @@ class ElasticJobs:
             return
         before, state.object = state.object, job
         if job.spec.lease != before.spec.lease:
-            state.lease_seen_at = time.time()
+            state.lease_seen_at = time.monotonic()
         if state.refused:
             self._take_in(job)
             return
@@ -185,7 +192,7 @@ class ElasticJobs:
 
     def _take_in(self, job: ElasticJob) -> None:
         uid = job.metadata.uid
-        state = self.book.runtime_states.setdefault(uid, RuntimeState(job, time.time()))
+        state = self.book.runtime_states.setdefault(uid, RuntimeState(job))
         state.object, state.refused = job, ""
         try:
             record = self._record_of(job)
@@ -286,7 +293,7 @@ class ElasticJobs:
                 return
         else:
             self.membership.update_target(uid)
-            self.book.record(unmanaged_size(job, self.book.alive_of(uid), time.time()))
+            self.book.record(unmanaged_size(job, self.book.alive_of(uid), self.book.now()))
         self.job_decided(uid)
 
     def job_decided(self, uid: str) -> None:

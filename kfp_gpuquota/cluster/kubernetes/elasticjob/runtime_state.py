@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.backoff import Backoff
@@ -20,14 +21,14 @@ LONGEST_HOLD_S: Final = 120.0
 class RuntimeState:
     """State of one job beside its record; all of it is restored from the API server after a restart."""
 
-    def __init__(self, job: ElasticJob, now: float) -> None:
+    def __init__(self, job: ElasticJob) -> None:
         self.object = job
         self.generation = job.status.generation
         self.reserved = self.durable = job.status.generation_reserved  # claimed; stored by the API server
         self.ran_s = job.status.ran_seconds
         self.ended = set(job.status.ended)
         self.ranks = job.status.ranks
-        self.lease_seen_at = now
+        self.lease_seen_at = time.monotonic()  # when this process saw the lease's last renewal
         self.refused = ""  # why its specification is invalid
         self.held_back = ""  # why its pods could not be created
         self.hold_pauses = Backoff(FIRST_HOLD_S, LONGEST_HOLD_S)
@@ -41,6 +42,7 @@ class RuntimeState:
         self.shard = job.status.membership_shard  # the shard of its workers; -1: none yet
         self.secret = job.status.membership_digest  # digest of the workers' Secret, as stored
         self.secret_ensured_at = -math.inf  # when this process last ensured that it exists
+        self.isolation_ensured_at = -math.inf  # when it last ensured that the workers' NetworkPolicy exists
         self.timer: asyncio.TimerHandle | None = None
         self.look: asyncio.TimerHandle | None = None
         self.conditions = job.status.conditions

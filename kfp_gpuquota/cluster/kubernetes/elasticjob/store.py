@@ -21,13 +21,20 @@ if TYPE_CHECKING:
 
 
 class Book(JobBook):
-    """Records of jobs and workers; devices are assigned and released with the workers' records. `state` are by job."""
+    """Records of jobs and workers; devices are assigned and released with the workers' records.
+
+    `runtime_states` are by job. `now` is the time of all records and of what waits for them, in seconds since 1970.
+    """
 
     def __init__(
-        self, emit: Callable[[scheduler.Event], None], allocator: DeviceAllocator, nodes: Mapping[str, Node]
+        self,
+        emit: Callable[[scheduler.Event], None],
+        allocator: DeviceAllocator,
+        nodes: Mapping[str, Node],
+        now: Callable[[], float],
     ) -> None:
         super().__init__(nodes)
-        self.emit, self._allocator = emit, allocator
+        self.emit, self._allocator, self.now = emit, allocator, now
         self.runtime_states: dict[str, RuntimeState] = {}
 
     def record(self, job: JobRecord) -> None:

@@ -45,9 +45,11 @@ class JobTimers:
         state, job = self._book.runtime_states[uid], self._book.jobs[uid]
         if state.timer:
             state.timer.cancel()
-        deadline = next_deadline(state.object, job, lease_seen_at=state.lease_seen_at, ran_s=state.ran_s)
+        now = self._book.now()
+        lease_seen_at = now - (time.monotonic() - state.lease_seen_at)
+        deadline = next_deadline(state.object, job, lease_seen_at=lease_seen_at, ran_s=state.ran_s)
         if deadline is not None:
-            delay = max(0.0, deadline.at - time.time())
+            delay = max(0.0, deadline.at - now)
             state.timer = asyncio.get_running_loop().call_later(delay, self._due, uid, deadline.due)
 
     def _due(self, uid: str, due: Due) -> None:
@@ -62,7 +64,7 @@ class JobTimers:
             self._writer.submit(write, lambda _: None, lambda _: self._later(uid))
         elif due is Due.LEASE_ENDED:
             write = Write(verb="GET", path=path, about=f"{meta.namespace}/{meta.name}")
-            found = partial(self._lease_ended, uid, time.time())
+            found = partial(self._lease_ended, uid, time.monotonic())
             self._writer.submit(write, found, lambda _: self._extend_lease(uid))
         else:
             why = f"it ran for {state.object.spec.max_runtime_seconds:g} s, which is its maxRuntimeSeconds"
@@ -80,7 +82,7 @@ class JobTimers:
         if state is None or job is None or job.status.phase.final or job.ending:
             return
         found = msgspec.json.decode(answer, type=ElasticJob)
-        if time.time() - requested_at > PROMPT_S:
+        if time.monotonic() - requested_at > PROMPT_S:
             self._extend_lease(uid)
         elif found.spec.lease != state.object.spec.lease:
             self._events.job_read(found)
@@ -128,7 +130,7 @@ class JobTimers:
 
     def _extend_lease(self, uid: str) -> None:
         if (state := self._book.runtime_states.get(uid)) and uid in self._book.jobs:
-            state.lease_seen_at = time.time()
+            state.lease_seen_at = time.monotonic()
             self.set(uid)
 
 

@@ -212,6 +212,7 @@ class QuotaPolicySpec(Struct, frozen=True):
     exempt_namespaces: tuple[str, ...] | None = None
     recreating_owners: tuple[str, ...] | None = None
     pools: dict[str, PolicyPool] | None = None
+    isolate_workers: bool = True
 
 
 class QuotaPolicyObject(Struct, frozen=True):

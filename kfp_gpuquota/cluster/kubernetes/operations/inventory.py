@@ -59,6 +59,7 @@ JOBS: Final = Kind(f"/apis/{labels.API_VERSION}", "elasticjobs", namespaced=True
 PODS: Final = Kind("/api/v1", "pods", namespaced=True)
 NODES: Final = Kind("/api/v1", "nodes")
 SECRETS: Final = Kind("/api/v1", "secrets", namespaced=True)
+NETWORK_POLICIES: Final = Kind("/apis/networking.k8s.io/v1", "networkpolicies", namespaced=True)
 NAMESPACE_KIND: Final = Kind("/api/v1", "namespaces")
 WORKLOADS: Final = (DEPLOYMENTS, STATEFUL_SETS, DAEMON_SETS)
 RIGHTS: Final = (
@@ -151,6 +152,10 @@ class Inventory:
             for one in self.listed(SECRETS, fieldSelector="type=Opaque")
             if one["metadata"]["name"].endswith("-membership") and _owned_by_job(one)
         ]
+
+    def job_network_policies(self) -> list[Json]:
+        """Return the NetworkPolicies of ElasticJobs' workers: those that an ElasticJob owns."""
+        return [one for one in self.listed(NETWORK_POLICIES) if _owned_by_job(one)]
 
     def releases(self) -> list[Json]:
         """Return the Secrets in which Helm keeps its record of the installation."""

@@ -119,6 +119,8 @@ class Removal:
         yield Step("programs", [one for _, one in kinds.values()], end, self._processes)
         gated = [pod for pod in self.gated if self._waiting is Waiting.OPEN and not _shares(pod)]
         yield Step("gates of waiting pods", gated, self._open)
+        # before the labels of pods, by which they select: workers have to reach each other all the time
+        yield Step("NetworkPolicies of jobs", found.job_network_policies(), delete(inventory.NETWORK_POLICIES))
         unopened = {inventory.name_of(pod) for pod in self.unopened}
         marked = [pod for pod in self.pods if inventory.name_of(pod) not in unopened and _marks(pod)]
         yield Step("labels and annotations of pods", marked, self._unmark(inventory.PODS))

@@ -7,6 +7,7 @@
 | reclaim.maxMinRunTimeSeconds | how long `minRunTimeSeconds` protects borrowed GPUs from being reclaimed | 45 |
 | unmanaged | the handling of GPU pods in namespaces without the label gpuquota.dev/managed=true | ignore |
 | pools.NAME.autoscaled | the maximum size of an autoscaled pool (autoscaled_pools.py); effective after a restart | |
+| isolateWorkers | whether each ElasticJob has a NetworkPolicy that admits only its own workers to its workers | true |
 | recreatingOwners | added to, or with a leading '-' removed from, the kinds of owners that recreate a deleted pod | |
 
 An invalid policy leaves the previous one in effect. Rejected: flags of the controller, which the API server's own
@@ -101,6 +102,7 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     exempt_namespaces: frozenset[str] = frozenset()
     recreating_owners: frozenset[str] = RECREATING_OWNERS
     pools: tuple[AutoscaledPool, ...] = ()
+    isolates_workers: bool = True
 
     def recreates(self, pod: PodView) -> bool:
         """Return whether the pod's owner recreates a deleted pod."""
@@ -149,6 +151,7 @@ def rules_of(stored: QuotaPolicyObject) -> ClusterRules:
             exempt_namespaces=frozenset(spec.exempt_namespaces or ()),
             recreating_owners=_owners(spec.recreating_owners or ()),
             pools=_pools(spec.pools or {}),
+            isolates_workers=spec.isolate_workers,
         )
     except msgspec.ValidationError as error:
         raise InvalidFieldError("spec", stored.metadata.name, str(error)) from None

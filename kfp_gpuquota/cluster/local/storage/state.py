@@ -25,9 +25,9 @@ from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.wire import JobList, NodeView, ProjectView
 from kfp_gpuquota.cluster.jobs.job_book import Change, JobBook
 from kfp_gpuquota.cluster.jobs.records import JobRecord, view, with_status
-from kfp_gpuquota.cluster.local.steady_clock import SteadyClock
 from kfp_gpuquota.cluster.local.storage.history import ReportHistory
 from kfp_gpuquota.cluster.local.storage.store import KEPT_EVENTS
+from kfp_gpuquota.cluster.steady_clock import SteadyClock
 from kfp_gpuquota.cluster.usage import recalled
 from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, StateFileError, UsageError
 from kfp_gpuquota.garbage import collector_paused

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -174,7 +173,7 @@ class JobMembership:
         after = resized(
             msgspec.structs.replace(job, managed=True, size=size),
             len(commit.members) * job.spec.worker_gpus,
-            time.time(),
+            self._book.now(),
             generation=commit.generation,
             step=commit.step,
             pause_ms=round(commit.pause_ms, 1),
@@ -207,7 +206,7 @@ class JobMembership:
         if (
             record is not None and record.alive and not record.released
         ):  # released without a decision of this controller
-            self._book.commit(Change(workers={worker: leaving(record, time.time())}))
+            self._book.commit(Change(workers={worker: leaving(record, self._book.now())}))
             self._statuses.changed(job_uid)
 
     def training_finished(self, job_uid: str, worker: str, step: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ def job_status(book: Book, membership: JobMembership, uid: str) -> Built | None:
     if state is None or state.object.metadata.deletion_timestamp is not None:
         return None
     meta = state.object.metadata
-    conditions = conditions_of(state, record, time.time())
+    conditions = conditions_of(state, record, book.now())
     if record is None:
         status = ElasticJobStatus(message=state.refused, conditions=conditions, observed_generation=meta.generation)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -75,7 +74,7 @@ class WorkerPodEvents:
         if worker in self._workers.killed and pod.stage is Stage.TERMINATING:
             pod = msgspec.structs.replace(pod, stage=Stage.ASSIGNED)  # its exit is a failure, not a release
         job, state = self._book.jobs[pod.job_uid], self._book.runtime_states[pod.job_uid]
-        after = worker_record(pod, self._devices_of(pod, worker), self._share_of(pod), before, time.time())
+        after = worker_record(pod, self._devices_of(pod, worker), self._share_of(pod), before, self._book.now())
         self._note_trouble(state, worker, pod)
         if before is None:
             job = counting(job, pod)
@@ -114,8 +113,8 @@ class WorkerPodEvents:
         """Record the worker's exit; cluster/lifecycle.py determines the job's next state."""
         worker = worker_id(pod.job_uid, pod.index)
         before = self._book.jobs[pod.job_uid]
-        known = self._book.workers.get(worker) or worker_record(pod, (), 1.0, None, time.time())
-        now = time.time()
+        known = self._book.workers.get(worker) or worker_record(pod, (), 1.0, None, self._book.now())
+        now = self._book.now()
         gone = msgspec.structs.replace(
             known.worker,
             phase=WorkerPhase.GONE,
@@ -138,7 +137,7 @@ class WorkerPodEvents:
     def _restore_ended(self, pod: PodView, worker: str) -> None:
         """Restore a worker whose exit an earlier controller has processed; exit code 0 means that the job completes."""
         job = self._book.jobs[pod.job_uid]
-        known = worker_record(pod, (), 1.0, None, time.time())
+        known = worker_record(pod, (), 1.0, None, self._book.now())
         gone = msgspec.structs.replace(known.worker, phase=WorkerPhase.GONE, exit_code=pod.exit_code)
         if pod.attempt == job.attempt and pod.exit_code == 0 and not job.status.phase.final:
             job = msgspec.structs.replace(job, completing=True)
@@ -151,7 +150,7 @@ class WorkerPodEvents:
         state.start_failure.pop(gone.worker.id, None)
         state.last_warnings.pop(gone.worker.id, None)
         if after.status.started_at is None and before.status.started_at is not None:
-            state.ran_s += max(0.0, time.time() - before.status.started_at)
+            state.ran_s += max(0.0, self._book.now() - before.status.started_at)
             state.ended.clear()
         with self._decisions.recording() as recorder:
             recorder.change.workers[gone.worker.id] = gone
@@ -166,10 +165,10 @@ class WorkerPodEvents:
             return
         job = self._book.jobs[worker.job_uid]
         self._book.workers[worker.id] = record = msgspec.structs.replace(record, released=True)
-        gone = msgspec.structs.replace(record.worker, phase=WorkerPhase.GONE, finished_at=time.time())
+        gone = msgspec.structs.replace(record.worker, phase=WorkerPhase.GONE, finished_at=self._book.now())
         record = msgspec.structs.replace(record, worker=gone)
         others = [w for w in self._book.attempt_of(job) if w.worker.id != worker.id]
-        after = after_worker_exited(job, record, [*others, record], time.time())
+        after = after_worker_exited(job, record, [*others, record], self._book.now())
         self._carry_on(job, after, record, [])
         self._membership.service.worker_exited(job.uid, worker.id)
         self._events.workers_changed(job.uid)
@@ -179,6 +178,6 @@ class WorkerPodEvents:
         worker = worker_id(pod.job_uid, pod.index)
         record = self._book.workers.get(worker)
         if record is not None and record.alive and not record.released:
-            leaving = msgspec.structs.replace(record, released=True, released_at=time.time())
+            leaving = msgspec.structs.replace(record, released=True, released_at=self._book.now())
             self._book.commit(Change(workers={worker: leaving}))
             self._workers.delete(worker, KILL_GRACE_S)

@@ -21,6 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write, p
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership.job_credentials import JobSecrets
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers import pod_builder
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.network_policy import JobNetworkPolicies
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from kfp_gpuquota.cluster.kubernetes.sharing.gpu_config import with_assignment
 from kfp_gpuquota.cluster.kubernetes.sharing.reservations import Sharer
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
     from kfp_gpuquota.cluster.kubernetes.sharing.reservations import DeviceAssignment, Reservations
     from kfp_gpuquota.cluster.kubernetes.sharing.share_annotations import ShareNote
 
@@ -54,6 +56,7 @@ class WorkerPods:
         settings: pod_builder.PodSettings,
         reservations: Reservations,
         *,
+        rules: RulesBook,
         written_pods: WrittenPods,
         statuses: StatusRequests,
         events: JobPartEvents,
@@ -62,11 +65,15 @@ class WorkerPods:
         self._written_pods, self._statuses, self._events = written_pods, statuses, events
         self._pod = msgspec.json.Decoder(Pod)
         self._secrets = JobSecrets(book, writer, settings, statuses)
+        self._isolation = JobNetworkPolicies(book, writer, rules)
         self.pods: dict[str, PodView] = {}
         self.killed: set[str] = set()
 
     def make(self, uid: str, workers: list[Worker]) -> None:
-        """Create the workers' pods after their Secret: a kubelet retries a missing one only after a long pause."""
+        """Create the workers' pods, after the job's NetworkPolicy and Secret.
+
+        The Secret comes first because a kubelet retries a missing one only after a long pause.
+        """
 
         def make_pods() -> None:
             for worker in workers:
@@ -76,7 +83,13 @@ class WorkerPods:
             for worker in workers:
                 self._not_made(worker, error)
 
-        self._secrets.ensure(uid, make_pods, failed)
+        def make_secret() -> None:
+            if uid in self._book.runtime_states:
+                self._secrets.ensure(uid, make_pods, failed)
+            else:  # the job was deleted meanwhile
+                make_pods()
+
+        self._isolation.ensure(uid, make_secret, failed)
 
     def renew_secret(self, uid: str) -> None:
         """Replace the Secret of a running job if it does not hold this controller's token and authority."""

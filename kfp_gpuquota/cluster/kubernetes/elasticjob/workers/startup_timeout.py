@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -78,7 +77,7 @@ class Readiness:
         """Defer a job that was submitted again until its retry time."""
         state = self._book.runtime_states[uid]
         last = max(filter(None, (state.requeue, state.grow)), key=lambda retry: retry.until or 0.0, default=None)
-        if last is not None and (last.until or 0.0) > time.time():
+        if last is not None and (last.until or 0.0) > self._book.now():
             self._defer(uid, last)
 
     def begin_anew(self, uid: str) -> None:
@@ -103,7 +102,7 @@ class Readiness:
         state.look = loop.call_later(max(0.0, delay_s), self._look, uid)
 
     def _look(self, uid: str) -> None:
-        state, job, now = self._book.runtime_states.get(uid), self._book.jobs.get(uid), time.time()
+        state, job, now = self._book.runtime_states.get(uid), self._book.jobs.get(uid), self._book.now()
         if state is None:
             return
         state.look = None

@@ -1,9 +1,10 @@
-"""The time in the embedded cluster's records: the machine's time, but it never decreases.
+"""The time in records of jobs and workers, of both clusters: the machine's time, but it never decreases.
 
 Growth, minimum run times and retries wait for moments that are computed from recorded times. A machine's clock that is
 set back by a day would make each of them wait a day longer. When the machine's clock is set back, this clock therefore
 continues from its last value at the speed of the time since boot, and follows the machine's clock again once that has
-caught up. After a start it begins no earlier than the newest record.
+caught up. After a start of the embedded cluster it begins no earlier than the newest record; a controller on Kubernetes
+begins with its machine's time, since after a failover that is another machine.
 
 Rejected: the time since boot alone. Records outlive a boot, and people read their times.
 """

@@ -1,0 +1,90 @@
+"""The NetworkPolicy of each ElasticJob: only its own workers may connect to its workers.
+
+Gloo and NCCL listen on ports that they choose, and NCCL does not authenticate its peers. Egress stays open: workers
+need DNS, the membership service and wherever their data is. Policies add up, so a user admits more, for example a
+browser to a worker's TensorBoard, with another policy. Enforcement is up to the cluster's network plugin; traffic from
+the worker's own node (the kubelet: probes, exec, logs, port-forward) is admitted by the plugins.
+
+The policy is created before the first worker and goes with the job, which owns it. Without it no worker is created: a
+protection that is silently absent would be worse than a job that waits with a reason.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
+from kfp_gpuquota.cluster.kubernetes.client.writes.request import Lane, Write
+from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import owner_of
+from kfp_gpuquota.cluster.kubernetes.objects import labels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
+    from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+    from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
+
+ENSURED_FOR_S: Final = 60.0
+"""Seconds after which the policy's existence is ensured again before workers are created."""
+
+
+def policy_name(job: ElasticJob) -> str:
+    """Return the name of the job's NetworkPolicy; it is unique to the job."""
+    return f"{job.metadata.name}-{job.metadata.uid[:8]}-workers"
+
+
+def network_policy(job: ElasticJob) -> dict[str, Any]:
+    """Return the job's NetworkPolicy. A pod of the same namespace with the job's label counts as its worker."""
+    workers = {"matchLabels": {labels.JOB: job.metadata.name}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": policy_name(job),
+            "namespace": job.metadata.namespace,
+            "labels": {labels.JOB: job.metadata.name},
+            "ownerReferences": [owner_of(job)],
+        },
+        "spec": {
+            "podSelector": workers,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": workers}]}],
+        },
+    }
+
+
+class JobNetworkPolicies:
+    """Creates the jobs' NetworkPolicies, unless QuotaPolicy's `isolateWorkers` is false."""
+
+    def __init__(self, book: Book, writer: Writer, rules: RulesBook) -> None:
+        self._book, self._writer, self._rules = book, writer, rules
+
+    def ensure(self, uid: str, done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """Call `done` when the policy exists or none is wanted, or `failed`. An existing one is not changed."""
+        state = self._book.runtime_states[uid]
+        recent = time.monotonic() - state.isolation_ensured_at < ENSURED_FOR_S
+        if recent or not self._rules.rules.isolates_workers:
+            done()
+            return
+
+        def exists(_: bytes = b"") -> None:
+            state.isolation_ensured_at = time.monotonic()
+            done()
+
+        def refused(error: Exception) -> None:
+            if isinstance(error, ApiError) and error.status == 409:
+                exists()
+            else:
+                failed(error)
+
+        self._writer.submit(_creation(state.object), exists, refused)
+
+
+def _creation(job: ElasticJob) -> Write:
+    body = network_policy(job)
+    namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
+    path = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
+    return Write(verb="POST", path=path, about=f"{namespace}/{name}", lane=Lane.CREATE, body=body)

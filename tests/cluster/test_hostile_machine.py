@@ -1,0 +1,98 @@
+"""Random histories on a machine that is against it: its disk is full at times, its clock jumps, other users intrude.
+
+pytest tests/cluster/test_hostile_machine.py --seeds 7,8,9
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kfp_gpuquota.cluster.local.devices import ClusterConfig
+from tests.cluster.test_chaos import ACTIONS, TEAMS, History
+from tests.conftest import running_cluster
+from tests.security.other_user import as_root, open_to_everybody, run
+from tests.security.test_full_machine import fill, small_disk
+from tests.security.test_local_sockets import INTRUDER
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import EmbeddedCluster
+
+DAY_S = 86_400
+SQUATTER = """
+for name in ("socket", "socket.new"):
+    try:
+        socket.socket(socket.AF_UNIX).bind(os.path.join(sys.argv[1], name))
+        print("bound")
+    except OSError as error:
+        print("refused", error)
+"""
+
+
+class HostileHistory(History):
+    """A history with a small disk, a clock that is set, and another user of the machine."""
+
+    def __init__(self, cluster: EmbeddedCluster, seed: int, tally: Path, disk: Path, clock: Path) -> None:
+        super().__init__(cluster, seed, tally)
+        self.disk, self.clock = disk, clock
+        self.actions += [self.fill_disk, self.free_disk, self.set_clock, self.intrude, self.squat]
+
+    def fill_disk(self) -> str:
+        fill(self.disk)
+        return "fill the disk"
+
+    def free_disk(self) -> str:
+        (self.disk / "filler").unlink(missing_ok=True)
+        return "free the disk"
+
+    def set_clock(self) -> str:
+        offset = self.random.choice([-DAY_S, -3600, 0, 60, DAY_S])
+        self.clock.write_text(str(offset))
+        return f"set the clock to {offset} s"
+
+    def intrude(self) -> str:
+        """Have another user talk to the daemon, with a token that they have guessed."""
+        answer = run(INTRUDER, self.cluster.home.socket_file, "token")
+        assert answer.startswith("refused"), answer
+        return "intrude"
+
+    def squat(self) -> str:
+        """Have another user take the place of a daemon that was killed, which the next client starts again."""
+        self.cluster.kill_daemon()
+        assert "bound" not in run(SQUATTER, self.cluster.home.root)
+        return "kill the daemon, and squat"
+
+    def settle(self) -> None:
+        self.free_disk()
+        self.clock.write_text("0")
+        super().settle()
+
+
+@as_root
+@pytest.mark.slow
+def test_nothing_is_lost_or_held_twice_on_a_machine_that_is_against_it(
+    jumping_clock: Path, tmp_path: Path, seed: int
+) -> None:
+    tally = tmp_path / "tally"
+    tally.touch()
+    config = ClusterConfig(nodes=2, gpus_per_node=3)
+    with (
+        small_disk(tmp_path / "disk", "size=64m") as disk,
+        running_cluster(disk / "home", config, new_interpreter=True) as cluster,
+    ):
+        disk.chmod(0o755)
+        open_to_everybody(disk / "home")
+        for name, (guaranteed, limit) in TEAMS.items():
+            cluster.project(name, guaranteed, limit=limit)
+        history = HostileHistory(cluster, seed, tally, disk, jumping_clock)
+        try:
+            for _ in range(ACTIONS):
+                history.step()
+            history.settle()
+        except BaseException:
+            print("\n".join(history.done))
+            raise
+        history.check_results()
