@@ -9,6 +9,7 @@ KARPENTER ?= v1.13.0
 REGISTRY ?= kfp-gpuquota
 TAG ?=
 KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
+CLIENT_TESTS := access client exporting logs
 KFP_TESTS := compile caching local check pipeline_file worker_settings
 
 # Hundreds of processes import the same modules: they are compiled once.
@@ -33,11 +34,15 @@ test-slow: $(VENV)/.dev  ## The slow tests: whole trainings and examples, real n
 
 test-all: test test-slow  ## Both
 
-newest: $(VENV)/.dev  ## The tests that use kfp, with the newest kfp 2 instead of the pinned, oldest one
-	rm -rf out/kfp
+newest: $(VENV)/.dev  ## The tests that use kfp or the client of Kubernetes, with the newest instead of the pinned, oldest one
+	rm -rf out/kfp out/kubernetes
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/kfp $(KFP:%='%>=2.17,<3')
 	PYTHONPATH=out/kfp $(BIN)/python -c 'import kfp; print("kfp", kfp.__version__)'
 	PYTHONPATH=$(CURDIR)/out/kfp $(BIN)/python -m pytest $(PARALLEL) $(KFP_TESTS:%=tests/dsl/test_%.py)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target out/kubernetes kubernetes
+	PYTHONPATH=out/kubernetes $(BIN)/python -c 'import kubernetes; print("kubernetes", kubernetes.__version__)'
+	$(BIN)/python -m tools.devcluster build
+	PYTHONPATH=$(CURDIR)/out/kubernetes $(BIN)/python -m pytest $(PARALLEL) $(CLIENT_TESTS:%=tests/kubernetes/test_%.py)
 
 soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELASTIC_HISTORY='...'), the controller's kills and failovers
 	$(BIN)/python -m tools.devcluster build

@@ -54,7 +54,7 @@ class Source:
         streams.save()
         streams.reseed(mix_seed(self._seed, epoch))
         for drawn_from in (self._own_batches or self._sampler, getattr(self._own_batches, "sampler", None)):
-            _tell_epoch(drawn_from, epoch, mix_seed(self._seed, epoch, 1))
+            _set_epoch(drawn_from, epoch, mix_seed(self._seed, epoch, 1))
         try:
             if self._own_batches is None:
                 return list(self._sampler)
@@ -84,7 +84,7 @@ def _is_a_permutation(sampler: object) -> bool:
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
-def _tell_epoch(drawn_from: object, epoch: int, seed: int) -> None:
+def _set_epoch(drawn_from: object, epoch: int, seed: int) -> None:
     """Seed a sampler's own generator and counter, so that a joiner draws the same."""
     generator = getattr(drawn_from, "generator", None)
     if isinstance(generator, torch.Generator):

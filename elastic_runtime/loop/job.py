@@ -25,7 +25,14 @@ from elastic_runtime.plan.position import Position
 from elastic_runtime.reduction.step_modes import Clipping
 from elastic_runtime.state.training_state import Stateful, Totals, TrainingState
 from elastic_runtime.validation.carried_state import CarriedState
-from elastic_runtime.validation.prepare_checks import check_gradients, check_kinds, check_parameters, plain
+from elastic_runtime.validation.frozen_parameters import FrozenParameters
+from elastic_runtime.validation.prepare_checks import (
+    check_gradients,
+    check_kinds,
+    check_parameters,
+    check_synchronized,
+    plain,
+)
 from elastic_runtime.validation.unprepared_loaders import LoaderWatch
 from elastic_runtime.validation.unprepared_schedulers import find_schedulers
 
@@ -48,6 +55,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _coordinated: list[Job] = []  # the newest job that has a coordinator: what the process is for
+_trained: list[Job] = []  # the first job of this process whose loop began, if a coordinator manages it
 _log = logging.getLogger("elastic_runtime")
 
 
@@ -157,6 +165,7 @@ class Job:
         optimizers, schedulers = _several(optimizer), _several(scheduler)
         models = _several(model)
         check_kinds(models, optimizers)
+        check_synchronized(models, exact=self._options.exact, sharded=shard is not None)
         loaders = _several(loader)
         for each in loaders:
             check(each)
@@ -175,7 +184,8 @@ class Job:
             session, plan = builder.session(state, scaler)
         session.loader = builder.loader(loaders, session, batch, plan, state)
         for each in optimizers:
-            guard_method(each, "step", session.may_step, partial(self._at_lr, each, batch) if batch.bounds else None)
+            around = partial(self._at_lr, each, batch) if batch.bounds else None
+            guard_method(each, "step", session.may_step, around, session.closures.step)
         for part in schedulers:
             guard_class(part, ("step",), session.may_act)
         if scaler is not None:
@@ -185,6 +195,8 @@ class Job:
         session.watches.append(LoaderWatch(models))
         if shard is None and all(each is plain(each) for each in models):
             session.watches.append(CarriedState(models))
+        if shard is None:
+            session.watches.append(FrozenParameters(models))
         if self._member.rehearsed:
             self._rehearse(session, state, models, loaders[0], sharded=shard is not None)
         self._session, self._state = session, state
@@ -468,9 +480,22 @@ class Job:
 
     def _start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
         if not self._prepared.started:
+            self._check_only_one()
             self._take_schedulers()
         self._prepared.start(total_steps=total_steps, last_step=last_step)
         self._call_leader()
+
+    def _check_only_one(self) -> None:
+        """UsageError for a second training in a process of a cluster, which has ended the job with the first one."""
+        if not self._member.coordinated:
+            return
+        if _trained and _trained[0] is not self:
+            raise UsageError(
+                "this process has trained another job already: a cluster runs one training for each process, and ends "
+                "the job with it; submit a job for each training (fold, seed), as gpuquota submit fold-1 --elastic -- "
+                "python train.py --fold 1"
+            )
+        _trained[:] = [self]
 
     def _take_schedulers(self) -> None:
         """Carry schedulers along that `prepare` was not given; UsageError for several of one optimizer."""

@@ -201,14 +201,14 @@ class Member:
         """The generation to which this worker is prepared to switch, or None."""
         return self._generations.vote()
 
-    def tell_progress(self, position: Position, total_steps: int | None, *, force: bool) -> None:
+    def report_progress(self, position: Position, total_steps: int | None, *, force: bool) -> None:
         """Report this worker's step time and, on rank 0, the progress of the training."""
         rank, workers = self.place
         self.reporter.times(position.step, workers, force=force)
         if rank == 0:
             self.reporter.progress(position.step, position.epoch, total_steps, force=force)
 
-    def tell_halved(self, failed: int, now: int | None) -> None:
+    def report_halved(self, failed: int, now: int | None) -> None:
         """An iteration of `failed` samples was out of memory; from now on they have at most `now`."""
         _log.warning("an iteration of %d samples does not fit into memory; going on with at most %s", failed, now)
         self.reporter.line("out_of_memory", samples=failed, max_batch=now)
@@ -282,7 +282,7 @@ class Member:
         if error:
             self._bound_failures(state, error)
             _log.warning("generation %d: %s; recovering", self.generation, error)
-            self._tell_failed(self._generations.adopted, state, error)
+            self._report_failure(self._generations.adopted, state, error)
         self._settle(state, self._next(after=self.generation), "recovered")
 
     def _bound_failures(self, state: TrainingState, error: CollectiveError) -> None:
@@ -313,7 +313,7 @@ class Member:
         except CollectiveError as error:
             if self._environment.static:
                 self.recover(state, error)
-            self._tell_failed(self._generations.adopted, state, error)
+            self._report_failure(self._generations.adopted, state, error)
             return False
         return True
 
@@ -414,9 +414,9 @@ class Member:
         if self._generations.adopted is None:
             self._outbox.send("PreparationFailed", generation=generation.number, why=str(error)[:500])
         else:
-            self._tell_failed(generation, state, error)
+            self._report_failure(generation, state, error)
 
-    def _tell_failed(self, generation: Generation | None, state: TrainingState, error: CollectiveError) -> None:
+    def _report_failure(self, generation: Generation | None, state: TrainingState, error: CollectiveError) -> None:
         current = generation or ALONE
         self._outbox.publish(
             "CollectiveFailed",

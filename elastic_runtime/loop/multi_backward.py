@@ -38,13 +38,13 @@ class Passes:
         """UsageError and LoopError where an iteration cannot have several."""
         if mode.name != "fast":
             raise UsageError(
-                f"job.backward(more=True) needs reduction='fast' without shard=, and this training is {mode.name}: add "
-                "the losses up, or train one of the models in a job of its own"
+                f"job.backward(more=True) and optimizer.step(closure) need reduction='fast' without shard=, and this "
+                f"training is {mode.name}: add the losses up, or train one of the models in a job of its own"
             )
         if not micro.last or not (first or self.done):
             raise LoopError(
-                "job.backward(more=True) needs a step's whole share in one iteration, for its optimizers act between "
-                "the passes; leave max_batch_per_gpu out, or raise it to global_batch_size"
+                "job.backward(more=True) and optimizer.step(closure) need a step's whole share in one iteration, for "
+                "optimizers act between the passes; leave max_batch_per_gpu out, or raise it to global_batch_size"
             )
         self.used = True
 

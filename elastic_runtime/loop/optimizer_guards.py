@@ -26,30 +26,32 @@ GUARDED = "_elastic_guarded"
 
 
 def guard_method(
-    target: object, method: str, may_act: Callable[[], bool], around: Callable[[], AbstractContextManager[None]] | None
+    target: object,
+    method: str,
+    may_act: Callable[[], bool],
+    around: Callable[[], AbstractContextManager[None]] | None,
+    evaluate: Callable[[Callable[..., Any], Callable[[], Any]], Any],
 ) -> None:
     """`target.method(...)` does nothing, and returns None, unless `may_act()`; it acts within `around()`, if given.
 
     For optimizers: the replacement is a bound method of the instance like the one that LRScheduler puts there, which
-    looks at `optimizer.step.__func__` and at its own mark on it. UsageError for a closure: the gradients that it would
-    compute anew are summed once a step.
+    looks at `optimizer.step.__func__` and at its own mark on it. With a closure, `evaluate(act, closure)` decides.
     """
     original = getattr(target, method)
 
-    @functools.wraps(original)
-    def guarded(_self: object, *args: object, **kwargs: object) -> Any:
-        if any(callable(given) for given in (*args, *kwargs.values())):
-            raise UsageError(
-                f"{method} was given a closure, which computes gradients several times in a step; call job.backward, "
-                f"and then {method}() without one"
-            )
-        _check_scaler(sys._getframe(1))  # noqa: SLF001  (the caller identifies itself better than any argument)
-        if not may_act():
-            return None
+    def act(*args: object, **kwargs: object) -> Any:
         if around is None:
             return original(*args, **kwargs)
         with around():
             return original(*args, **kwargs)
+
+    @functools.wraps(original)
+    def guarded(_self: object, *args: object, **kwargs: object) -> Any:
+        closures = [given for given in (*args, *kwargs.values()) if callable(given)]
+        if closures:
+            return evaluate(act, closures[0])
+        _check_scaler(sys._getframe(1))  # noqa: SLF001  (the caller identifies itself better than any argument)
+        return act(*args, **kwargs) if may_act() else None
 
     setattr(target, method, types.MethodType(guarded, target))
 

@@ -74,7 +74,28 @@ class RowGather:
         self.used = True
         if group is None or size == 1:
             return rows
-        exchange = _Exchange(group, [stop - start for start, stop in shares], self._attempt)
+        return self._exchanged(rows, _Exchange(group, [stop - start for start, stop in shares], self._attempt))
+
+    def one_of_each(
+        self, row: torch.Tensor, micro: MicroBatch, largest_share: int, limit: int | None
+    ) -> torch.Tensor | None:
+        """Return one row of each worker, of shape (workers, values); None with one worker.
+
+        The last value is the row's weight, which is zero for a worker without a sample in this step.
+        """
+        group = self._member.group
+        rank, size = (0, 1) if group is None else (group.rank, group.size)
+        share = split(micro.step_samples, size)[rank]
+        cut = (micro.start, micro.stop) != share or (limit is not None and limit < largest_share)
+        self._check_settings(largest_share, cut=cut, what="SyncBatchNorm")
+        self.used = True
+        if group is None or size == 1:
+            return None
+        if micro.ghost:
+            row = torch.cat([row[:, :-1], torch.zeros_like(row[:, -1:])], dim=1)
+        return self._exchanged(row, _Exchange(group, [1] * size, self._attempt))
+
+    def _exchanged(self, rows: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
         if not (rows.requires_grad and torch.is_grad_enabled()):
             return exchange.gather(rows)
         self._outstanding += 1
@@ -82,14 +103,12 @@ class RowGather:
         found: torch.Tensor = _Rows.apply(rows, exchange, self)
         return found
 
-    def _check_settings(self, largest_share: int, *, cut: bool) -> None:
+    def _check_settings(self, largest_share: int, *, cut: bool, what: str = "job.gather_batch") -> None:
         if self._mode.name != "fast":
-            raise UsageError(
-                f"job.gather_batch needs reduction='fast' without shard=, and this training is {self._mode.name}"
-            )
+            raise UsageError(f"{what} needs reduction='fast' without shard=, and this training is {self._mode.name}")
         if cut:
             raise UsageError(
-                f"job.gather_batch needs a worker's whole share of a step in one iteration, at every size: leave "
+                f"{what} needs a worker's whole share of a step in one iteration, at every size: leave "
                 f"max_batch_per_gpu out, or raise it to {largest_share}"
             )
 

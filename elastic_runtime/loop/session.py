@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
+from elastic_runtime.loop.closures import Closures
+from elastic_runtime.loop.sync_batch_norm import release, synchronize
 from elastic_runtime.loop.synchronized_calls import Rounds
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ class Watch(Protocol):
 
     def begin(self, samples: int) -> None:
         """Another iteration begins, over so many samples. What is found raises LoopError where it happens."""
+
+    def backward(self) -> None:
+        """A backward pass of the job's begins."""
 
     def end(self) -> None:
         """Remove the hooks."""
@@ -60,6 +65,7 @@ class Session:
         self._counted = self._moved = False  # in this iteration: its step, early; the membership
         self.watches: list[Watch] = []
         self.rounds = Rounds(state, member, self._recover_between_steps)
+        self.closures = Closures(step, self)
 
     def observe(self, observer: Observer) -> None:
         """Attach a rehearsal's observer."""
@@ -141,6 +147,7 @@ class Session:
         if self.finished and self._member.coordinated:
             raise LoopError("the job's training has finished; what comes after it needs a job of its own")
         self.finished = self._released = False
+        synchronize([self._state.model], self)
         self._mode.reducer.attach()
         self._member.check_state(self._state)
         self._total_steps, self.last_step = total_steps, last_step
@@ -193,7 +200,7 @@ class Session:
             self._member.recover(self._state, None)
             if self.position.step < step:
                 return  # a shard was lost, and the steps since the checkpoint are to be trained again
-        self._tell_progress(force=True)
+        self._report_progress(force=True)
         self._end()
 
     def finish_early(self) -> None:
@@ -205,6 +212,7 @@ class Session:
     def release(self) -> None:
         """Leave model, optimizers and schedulers to the script, or to another job."""
         self._released = True
+        release([self._state.model])
         for watch in self.watches:
             watch.end()
         self._mode.reducer.release()
@@ -245,8 +253,27 @@ class Session:
         self, loss: torch.Tensor, weight: float | None, reduction: str, options: BackwardOptions, *, more: bool
     ) -> None:
         """Run the backward pass of `Job.backward`; repeat the step if a peer is lost."""
+        for watch in self.watches:
+            watch.backward()
         try:
             self._step.backward(loss, weight, reduction, options, more=more)
+        except CollectiveError as error:
+            self._repeat_step(error)
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether this worker has the state of others, who have applied the iteration."""
+        return self._catching_up
+
+    @property
+    def released(self) -> bool:
+        """Whether model and optimizers are the script's own again."""
+        return self._released
+
+    def end_evaluations(self) -> None:
+        """End a step of evaluations; repeat it if a peer is lost."""
+        try:
+            self._step.end_evaluations()
         except CollectiveError as error:
             self._repeat_step(error)
 
@@ -269,6 +296,10 @@ class Session:
         if self._catching_up and self._step.micro is not None:  # of an iteration that others have applied
             return rows.new_zeros((self._step.micro.step_samples, *rows.shape[1:]))
         return self._step.gather_batch(rows, self.loader.batch.at(1))
+
+    def gather_statistics(self, row: torch.Tensor) -> torch.Tensor | None:
+        """Gather for SyncBatchNorm layers."""
+        return None if self._catching_up else self._step.gather_statistics(row, self.loader.batch.at(1))
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip as `Job.clip_grad_norm_` does; repeat the step if a peer is lost."""
@@ -357,7 +388,7 @@ class Session:
         """A step is over."""
         self._step.count()
         self._state.position = self.position.after_step(micro.step_samples)
-        self._tell_progress()
+        self._report_progress()
 
     def _repeat_step(self, error: CollectiveError) -> None:
         """Return to the step's beginning, and continue with the workers that are left."""
@@ -376,7 +407,7 @@ class Session:
         self._member.stable_state.end()
         self._member.recover(self._state, error)
         self._catching_up = self.position.epoch != epoch
-        self._tell_progress(force=True)
+        self._report_progress(force=True)
 
     def _change_membership(self) -> bool:
         """Between two steps: make the switch that was agreed on, or the one that a loss calls for."""
@@ -387,7 +418,7 @@ class Session:
             return True
         if agreed:
             self._member.switch_to(agreed, self._state)
-            self._tell_progress(force=True)
+            self._report_progress(force=True)
             return True
         return False
 
@@ -398,8 +429,8 @@ class Session:
         self._mode.remember()
         self._member.stable_state.begin()
 
-    def _tell_progress(self, *, force: bool = False) -> None:
-        self._member.tell_progress(self.position, self._total_steps, force=force)
+    def _report_progress(self, *, force: bool = False) -> None:
+        self._member.report_progress(self.position, self._total_steps, force=force)
 
 
 def _finish_left(held: Callable[[], Session | None]) -> None:

@@ -88,10 +88,14 @@ class GlobalStep:
         self._losses = StepLosses(whole=mode.name == "exact")
         self._passes = Passes(state)
         self._rows = RowGather(member, mode)
+        self.evaluating = False  # an optimizer computes gradients by a closure, as often as it needs
+        self.loss = 0.0  # of the global batch, in the last evaluation
+        self._loss_share = 0.0
         self._skipped = self._void = False  # this worker's iteration is not counted; no worker's is
         self._acted, self._asked = True, False  # an optimizer acted in this step; the script has called one's step()
         self._unapplied: int | None = None  # the step before, where none did
         self.observer: Observer | None = None  # of a rehearsal
+        self._shows_zeros = False  # the parameters have gradients that nobody computed
         self._left_out = 0  # steps in a row without one, gradients not cleared
         self._scales_late = mode.name == "fast" and _half(state, scaler)
         mode.reducer.expects = False
@@ -106,6 +110,11 @@ class GlobalStep:
     def begun(self) -> bool:
         """Whether something of the iteration is computed that did not complete the step."""
         return not self.complete and (self.computed or self._passes.done > 0)
+
+    @property
+    def evaluations(self) -> int:
+        """Backward passes of the iteration that are summed, with others to come."""
+        return self._passes.done
 
     @property
     def settled(self) -> bool:
@@ -127,6 +136,8 @@ class GlobalStep:
 
     def begin(self, micro_batch: MicroBatch, order_stamp: int) -> None:
         """The loop gets this micro-batch next. `order_stamp`: equal for workers with the same order of samples."""
+        if self._shows_zeros:
+            self.clear()
         self._mode.begin(micro_batch, self._state.position.step, first=self.first)
         if self.first:
             self._samples, self._acted = 0, False
@@ -144,11 +155,13 @@ class GlobalStep:
         micro = self._current("job.backward")
         if self.repeat:
             return  # an earlier pass of the iteration failed
+        more |= self.evaluating
         if more:
             self._passes.check(micro, self._mode, first=self.first)
         self._losses.check(weight, reduction)
         self._begin_pass(micro, last=not more)
         factor = self._losses.factor(micro, weight, reduction, passive=self._mode.reducer.passive)
+        self._loss_share = factor * float(loss.detach()) if self.evaluating else 0.0
         if self._scales_late:
             self._mode.reducer.scale, factor = factor, 1.0
         try:
@@ -181,6 +194,16 @@ class GlobalStep:
             "torch.autograd.grad(loss, x)"
         )
 
+    def end_evaluations(self) -> None:
+        """End the step whose passes were an optimizer's evaluations: all workers have applied the same ones.
+
+        How many there were is known only afterwards, so the sum that ends the step is one more, without gradients.
+        """
+        micro = self._current("optimizer.step(closure)")
+        self._loss_share = 0.0
+        self._begin_pass(micro, last=True)
+        self._end_pass(micro)
+
     def skip(self) -> None:
         """Count this iteration's samples without gradients."""
         micro = self._current("job.skip")
@@ -189,8 +212,8 @@ class GlobalStep:
         if self._mode.lockstep or self._passes.done or self._rows.used:
             raise LoopError(
                 "job.skip cannot take the place of one of several backward passes, nor be with shard= or "
-                "job.gather_batch, where all workers compute together; call job.backward(loss, weight=0.0) with a "
-                "finite loss"
+                "job.gather_batch or SyncBatchNorm, where all workers compute together; call "
+                "job.backward(loss, weight=0.0) with a finite loss"
             )
         self._skipped = True
         self._begin_pass(micro, last=True)
@@ -206,6 +229,14 @@ class GlobalStep:
         if self.repeat:
             return rows.new_zeros((self.micro.step_samples, *rows.shape[1:]))
         return self._rows.whole(rows, self.micro, largest_share, self._limit.now if self._limit is not None else None)
+
+    def gather_statistics(self, row: torch.Tensor, largest_share: int) -> torch.Tensor | None:
+        """Return one row of each worker; None where this worker's own count, or nothing does."""
+        if self.micro is None or self.computed or self.repeat:
+            return None
+        return self._rows.one_of_each(
+            row, self.micro, largest_share, self._limit.now if self._limit is not None else None
+        )
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Clip the summed gradients, and return their norm; 0 if the step is not complete."""
@@ -242,12 +273,14 @@ class GlobalStep:
         free_cache()  # it may not have fitted
 
     def clear(self) -> None:
-        """Remove what `show_zeros` set, before the iteration is repeated."""
-        for _, parameter in self._state.parameters():
-            parameter.grad = None
+        """Remove what `show_zeros` set, except where zeros were before."""
+        kept, self._shows_zeros = self._mode.reducer.kept, False
+        for name, parameter in self._state.parameters():
+            parameter.grad = torch.zeros_like(parameter) if name in kept else None
 
     def show_zeros(self) -> None:
         """Set zero gradients on every trained parameter: the rest of an iteration may read them, without effect."""
+        self._shows_zeros = True
         for _, parameter in self._state.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
@@ -272,7 +305,9 @@ class GlobalStep:
             error.add_note("with shard= all workers iterate in step: lower max_batch_per_gpu")
             return False
         if self._rows.used:
-            error.add_note("with job.gather_batch a worker's share is not cut: use a smaller global_batch_size")
+            error.add_note(
+                "with job.gather_batch or SyncBatchNorm a worker's share is not cut: use a smaller global_batch_size"
+            )
             return False
         if not self._memory.grow() and not self._halve(micro, error):
             return False
@@ -295,7 +330,7 @@ class GlobalStep:
         if not self._limit.halve(micro.size):
             error.add_note("an iteration of one sample does not fit into memory")
             return False
-        self._member.tell_halved(micro.size, self._limit.now)
+        self._member.report_halved(micro.size, self._limit.now)
         return True
 
     def _current(self, call: str) -> MicroBatch:
@@ -339,7 +374,6 @@ class GlobalStep:
         self._mode.end(micro)
         if micro.last:
             self._sum(micro)
-            self._passes.add_back()
 
     def _sum(self, micro: MicroBatch) -> None:
         """Sum a pass's gradients; all workers read the same decisions from the sum's metadata."""
@@ -355,12 +389,12 @@ class GlobalStep:
         factor = self._losses.final(micro.step_samples, mode.tail.weight)
         if not self.computed:
             self._passes.complete_one()
-            self._samples = 0
+            self._samples, self.loss = 0, factor * mode.tail.loss
             self._losses.begin()
-            mode.reducer.hand_out(factor)
+            self._hand_out(factor)
             return
         member.reporter.clock.summed(mode.tail.busy_s / workers)
-        mode.reducer.hand_out(factor)
+        self._hand_out(factor)
         if self.observer:
             self.observer.summed()
         mode.completed(self._state.position.step)
@@ -369,12 +403,16 @@ class GlobalStep:
         if agreed:
             self.agreed = vote
 
+    def _hand_out(self, factor: float) -> None:
+        self._mode.reducer.hand_out(factor)
+        self._passes.add_back()
+
     def _share(self, vote: Generation | None) -> Share:
         distance = vote.number - self._member.generation if vote else 0
         stamp = self._state.position.step + self._stamp + _STAMP_OF_PASS[self.computed] * (self._passes.done + 1)
         busy_s = self._member.reporter.clock.ready() if self.computed else 0.0
         step = self._state.position.step if self._member.place[1] > 1 else -1
-        return Share(self._samples, distance, self._losses.weight, busy_s, stamp % STAMPS, step)
+        return Share(self._samples, distance, self._losses.weight, busy_s, stamp % STAMPS, step, self._loss_share)
 
 
 def _half(state: TrainingState, scaler: torch.amp.GradScaler | None) -> bool:

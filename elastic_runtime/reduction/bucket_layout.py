@@ -72,7 +72,8 @@ class Bucket:
 class Layout:
     """The buckets, their slots in order of definition, and the tail of `tail_size` numbers for the caller.
 
-    `used`: how often each slot's parameter had a gradient in this step. Shape: (slots,).
+    `used`: how often each slot's parameter had a gradient in this step. Shape: (slots,). `kept`: the slots whose
+    parameters had one already when the step began, as `zero_grad(set_to_none=False)` leaves them: zeros.
     """
 
     tail: torch.Tensor
@@ -89,6 +90,7 @@ class Layout:
         self._tail_size = tail_size + len(self.slots)
         self.buckets = _lay_out(self.slots, self._tail_size)
         self.iteration = self.step = 1
+        self.kept: list[Slot] = []
         self.allocate()
 
     def _trainable(self) -> list[bool]:
@@ -135,6 +137,23 @@ class Layout:
         self.step += first
         for bucket in self.buckets:
             bucket.arrived, bucket.gradients = [], []
+
+    def keep(self) -> None:
+        """Take the gradients away that parameters have before the step's first backward pass; note which had one."""
+        self.kept = [slot for slot in self.slots if slot.parameter.grad is not None]
+        for slot in self.kept:
+            slot.parameter.grad = None
+
+    def fill_kept(self) -> None:
+        """Set zeros where a parameter had a gradient before, and got none."""
+        for slot in self.kept:
+            if slot.parameter.grad is None:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+
+    def present(self, touched: list[bool]) -> torch.Tensor:
+        """Which slots have a gradient after this step: those that got one, and those that kept one. Shape: (slots,)."""
+        kept = set(self.kept)
+        return torch.tensor([got or slot in kept for slot, got in zip(self.slots, touched, strict=True)])
 
     def touched(self) -> list[bool]:
         """Which slots got a gradient in this step."""

@@ -148,7 +148,7 @@ class ExactReducer(BucketReducer):
 
     def _fill_tails(self) -> None:
         """The numbers ride in this rank's first partial sum; the others carry nothing."""
-        self._layout.used.copy_(torch.tensor(self._layout.touched()))
+        self._layout.used.copy_(self._layout.present(self._layout.touched()))
         for row in self._rows[1:]:
             self._layout.tail_of(row[-1]).fill_(_NOTHING)
 

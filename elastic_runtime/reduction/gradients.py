@@ -15,6 +15,7 @@ import torch
 
 from elastic_runtime.errors import CollectiveError, LoopError
 from elastic_runtime.reduction.bucket_layout import Bucket, Layout, Slot
+from elastic_runtime.validation.leftover_gradients import Leftovers, uncleared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -74,6 +75,10 @@ class GradientReducer(Protocol):
     def abandon(self) -> None:
         """Drop the step's gradients; sums in flight keep the old buffers."""
 
+    @property
+    def kept(self) -> frozenset[str]:
+        """The names of the parameters that had a gradient of zeros when the step began."""
+
 
 class BucketReducer:
     """The common part of reducers over flat buckets.
@@ -87,6 +92,8 @@ class BucketReducer:
     scale = 1.0
     expects = True
     held = False
+    _leftovers = Leftovers()
+    _uncleared: frozenset[str] = frozenset()
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
         self._parameters, self._tail_size = list(parameters), tail_size
@@ -94,7 +101,8 @@ class BucketReducer:
         self._lay_out()
 
     def attach(self) -> None:
-        """Register the hooks on the parameters."""
+        """Register the hooks on the parameters. What gradients they have now is no part of the training."""
+        self._leftovers = Leftovers()
         self._layout.hook(self._receive)
 
     def release(self) -> None:
@@ -106,20 +114,29 @@ class BucketReducer:
         """The caller's numbers, at the end of the last bucket. Shape: (tail_size,)."""
         return self._layout.tail
 
+    @property
+    def kept(self) -> frozenset[str]:
+        """The names of the parameters that had a gradient of zeros when the step began."""
+        return frozenset(slot.name for slot in self._layout.kept)
+
     def _begin_step(self) -> None:
         if self._layout.outdated:
             self._layout.unhook()
             self._lay_out()
+        self._uncleared = self._leftovers.look(self._parameters)
+        self._layout.keep()
 
     def _lay_out(self) -> None:
         self._layout = Layout(self._parameters, self._tail_size)
-        self.attach()
+        self._layout.hook(self._receive)
 
     def _receive(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Pass a gradient on. LoopError for two gradients of one parameter in one iteration."""
         if not self.expects:
             self.on_stray(slot.name)
             return
+        if slot.name in self._uncleared:
+            raise uncleared(slot.name)
         if slot.fired == self._layout.iteration:
             raise LoopError(
                 f"parameter {slot.name!r} got two gradients in one iteration; call job.backward once per iteration, "
@@ -186,7 +203,7 @@ class FastReducer(BucketReducer):
         touched = [] if all(bucket.complete for bucket in self._layout.buckets) else self._layout.touched()
         self._all_used = all(touched)
         if not self._all_used:
-            used.copy_(torch.tensor(touched))
+            used.copy_(self._layout.present(touched))
             for slot, was_touched in zip(self._layout.slots, touched, strict=True):
                 if not was_touched:
                     slot.view.zero_()
@@ -195,7 +212,9 @@ class FastReducer(BucketReducer):
 
     def hand_out(self, factor: float) -> None:
         """Set each `grad` to `factor` times its view of the summed bucket."""
-        if not self._passive:
+        if self._passive:
+            self._layout.fill_kept()
+        else:
             self._layout.hand_out(factor, all_used=self._all_used)
 
     @property

@@ -15,7 +15,7 @@ from elastic_runtime.validation.agreement import Agreement
 if TYPE_CHECKING:
     from elastic_runtime.reduction.buffers import FollowedBuffers
 
-_HEAD = 8
+_HEAD = 9
 _BASE = 1 << 20
 STAMPS = 251
 """A prime, and small enough for sums of squares over hundreds of workers to be exact."""
@@ -27,7 +27,8 @@ class Share:
 
     `vote`: how far the prepared generation's number is above the one in force, 0 for none. `weight`: of its losses,
     beside their samples; whole ones stay exact up to 2**44. `busy_s`: seconds it took. `stamp`: below `STAMPS`, equal
-    for workers that are at the same step of the same order. `step`: how many steps were applied before.
+    for workers that are at the same step of the same order. `step`: how many steps were applied before. `loss`: this
+    worker's part of the global batch's loss, where an optimizer asks for it.
     """
 
     samples: int
@@ -36,6 +37,7 @@ class Share:
     busy_s: float = 0.0
     stamp: int = 0
     step: int = 0
+    loss: float = 0.0
 
 
 class StepMetadata:
@@ -54,12 +56,14 @@ class StepMetadata:
         self._values = torch.frombuffer(self._numbers, dtype=torch.float64)  # the same memory
         self.weight = 0.0  # of all workers' losses in the step that was taken last
         self.busy_s = 0.0  # of all workers together
+        self.loss = 0.0  # the sum of all workers' parts
 
     def fill(self, section: torch.Tensor, share: Share, *, leader: bool) -> None:
         """Write this worker's numbers into `section`. Shape: (size,)."""
         self._share = share
         vote, stamp = share.vote, share.stamp
-        numbers = [share.samples, vote, vote**2, stamp, stamp**2, share.busy_s, *divmod(share.weight, _BASE)]
+        numbers = [share.samples, vote, vote**2, stamp, stamp**2, share.busy_s, share.loss]
+        numbers += divmod(share.weight, _BASE)
         self._numbers[:] = array("d", numbers)
         section[:_HEAD].copy_(self._values)
         if self._agreement.size:
@@ -73,7 +77,9 @@ class StepMetadata:
         LoopError if the workers are not at the same step, or their samples do not add up to it; ModelMismatchError if
         learning rates or parameters differ.
         """
-        counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, high, low = section[:_HEAD].tolist()
+        counted, votes, vote_squares, stamps, stamp_squares, self.busy_s, self.loss, high, low = section[
+            :_HEAD
+        ].tolist()
         self.weight = high * _BASE + low
         if not _unanimous(self._share.stamp, stamps, stamp_squares, workers):
             raise LoopError(

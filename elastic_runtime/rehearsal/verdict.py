@@ -228,7 +228,8 @@ def _unlike(one: Prints, other: Prints) -> list[str]:
     """Names of the tensors and numbers that two workers have with other values, or that one of them lacks."""
     found = sorted(set(one) ^ set(other))
     for name in set(one) & set(other):
-        allowed = STATE_TOLERANCE * max(abs(value) for value in (*one[name], *other[name]) if math.isfinite(value))
+        finite = (abs(value) for value in (*one[name], *other[name]) if math.isfinite(value))
+        allowed = STATE_TOLERANCE * max(finite, default=0.0)
         if _distance(one[name], other[name]) > allowed + 1e-9:
             found.append(name)
     return sorted(found)

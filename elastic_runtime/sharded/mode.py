@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from elastic_runtime.reduction.gradients import ignore
 from elastic_runtime.reduction.step_modes import Mode
 from elastic_runtime.sharded.clipping import clip_shards_
+from elastic_runtime.validation.leftover_gradients import Leftovers, uncleared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,12 +37,14 @@ class ShardedReducer:
     scale = 1.0
     expects = True
     held = False
+    kept: frozenset[str] = frozenset()
 
     def __init__(self, sharding: Sharding, tail_size: int) -> None:
         self._sharding = sharding
         self.on_stray: Callable[[str], None] = ignore
         self._whole_tail = torch.zeros(tail_size + _OWN, device=sharding.device)
         self.own = self._whole_tail[-_OWN:]
+        self._leftovers = Leftovers()
 
     @property
     def tail(self) -> torch.Tensor:
@@ -65,7 +68,9 @@ class ShardedReducer:
         """Do nothing: FSDP's hooks belong to its wrapping."""
 
     def begin(self, group: Group | None, micro: MicroBatch, *, first: bool) -> None:  # noqa: ARG002
-        """Make FSDP reduce the gradients after the last micro-batch only."""
+        """Make FSDP reduce the gradients after the last micro-batch only. LoopError for those of an earlier step."""
+        if first and (found := self._leftovers.look(self._sharding.wrapping.parameters().items())):
+            raise uncleared(min(found))
         for module in self._sharding.wrapping.modules:
             module.set_requires_gradient_sync(micro.last, recurse=False)
             module.set_is_last_backward(micro.last)

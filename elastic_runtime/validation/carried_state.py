@@ -59,6 +59,9 @@ class CarriedState:
         self._found = self._found + 1 if self._carries else 0
         self._size, self._before, self._given, self._carries = samples, self._given, {}, False
 
+    def backward(self) -> None:
+        """Do nothing: what is looked for happens before."""
+
     def end(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:

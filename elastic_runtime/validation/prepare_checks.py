@@ -25,11 +25,17 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
             "the model has layers whose shapes are undetermined (LazyLinear and the like), of which no gradient could "
             "be summed and no optimizer made; compute one batch with it before prepare"
         )
-    if any(isinstance(part, torch.nn.SyncBatchNorm) for model in models for part in model.modules()):
+
+
+def check_synchronized(models: list[Any], *, exact: bool, sharded: bool) -> None:
+    """UsageError for SyncBatchNorm layers where the workers do not compute a step together."""
+    if not any(isinstance(part, torch.nn.SyncBatchNorm) for model in models for part in model.modules()):
+        return
+    if exact or sharded:
         raise UsageError(
-            "the model has SyncBatchNorm layers, which talk to the other workers in each forward pass: workers differ "
-            "in their number of passes, and what is lost with a worker there cannot be repeated; use BatchNorm, whose "
-            "buffers follow rank 0, or a normalisation without batch statistics"
+            "the model has SyncBatchNorm layers, which are not supported with "
+            + ("shard=" if sharded else "reduction='exact'")
+            + "; use BatchNorm, whose buffers follow rank 0, or a normalization without batch statistics"
         )
 
 
@@ -62,8 +68,6 @@ def check_parameters(model: torch.nn.Module, optimizers: list[torch.optim.Optimi
     """UsageError for what would be trained by each worker for itself."""
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError("LBFGS computes gradients several times in a step, which cannot be made elastic")
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in own:

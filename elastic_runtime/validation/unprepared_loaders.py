@@ -39,6 +39,9 @@ class LoaderWatch:
         _watching.add(self)
         _install()
 
+    def backward(self) -> None:
+        """Do nothing: what is looked for happens before."""
+
     def end(self) -> None:
         """Remove the hooks."""
         self._left, self._runs = 0, {}

@@ -16,6 +16,15 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     checkpoint_at: float | None = None
 
 
+class GpuHours(msgspec.Struct, frozen=True, kw_only=True):
+    """GPU-hours of a project over a time: within its guarantee, borrowed, and both together."""
+
+    project: str
+    guaranteed: float = 0.0
+    borrowed: float = 0.0
+    total: float = 0.0
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """A project's mean GPUs in an interval: held, held beyond the guarantee, asked for, guaranteed.
 

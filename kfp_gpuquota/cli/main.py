@@ -29,6 +29,7 @@ GROUPS: Final = {
     "project": ("admin.projects", "app"),
     "pipeline": ("pipeline", "app"),
     "policy": ("admin.policies", "app"),
+    "debug": ("admin.debug", "app"),
     "config": ("admin.projects", "config"),
 }
 """Groups of commands: the module and the name in it that define each."""

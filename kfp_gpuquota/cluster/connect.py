@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,8 +27,8 @@ from kfp_gpuquota.server.transport.unix_sockets import socket_path
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
-    from kfp_gpuquota.cluster.kubernetes.client.http.credentials import Credentials
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
+    from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
     from kfp_gpuquota.server.cluster_client import ClusterClient
 
 URL_VARIABLE: Final = "GPUQUOTA_URL"
@@ -77,9 +78,9 @@ def connect(
 
 def kube_calls(retry_for_s: float = RETRY_FOR_S) -> Calls:
     """Return a blocking client of the selected context's API server, or of the kubeconfig's current one."""
-    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls  # noqa: PLC0415 (the embedded cluster needs it not)
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls  # noqa: PLC0415 (the embedded cluster needs it not)
 
-    return Calls(_credentials(kube_context() or "", os.environ), retry_for_s=retry_for_s)
+    return Calls(_connection(kube_context() or "", os.environ), retry_for_s=retry_for_s)
 
 
 def kube_context(environment: Mapping[str, str] | None = None) -> str | None:
@@ -124,7 +125,7 @@ def current_project(given: str = "", environment: Mapping[str, str] | None = Non
     environment = os.environ if environment is None else environment
     found = given or environment.get(PROJECT_VARIABLE, "")
     if not found and (context := kube_context(environment)) is not None:
-        return _credentials(context, environment).namespace
+        return _connection(context, environment).namespace
     found = found or load_settings(environment).project
     if not found:
         raise UsageError("no project is given; add -p PROJECT, or set it once: gpuquota config project PROJECT")
@@ -141,20 +142,27 @@ def listed_project(given: str = "", environment: Mapping[str, str] | None = None
         return found
     if (context := kube_context(environment)) is None:
         return load_settings(environment).project
-    namespace = _credentials(context, environment).namespace
+    namespace = _connection(context, environment).namespace
     return "" if namespace == _NO_NAMESPACE else namespace
 
 
 def _kubernetes(context: str, environment: Mapping[str, str], image: str, retry_for_s: float) -> ClusterClient:
     from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient  # noqa: PLC0415 (the embedded one needs it not)
 
-    return KubernetesClient(_credentials(context, environment), image=image, retry_for_s=retry_for_s)
+    return KubernetesClient(_connection(context, environment), image=image, retry_for_s=retry_for_s)
 
 
-def _credentials(context: str, environment: Mapping[str, str]) -> Credentials:
-    from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials  # noqa: PLC0415
+def _connection(context: str, environment: Mapping[str, str]) -> Connection:
+    return _opened(environment.get("KUBECONFIG", ""), context, os.getpid())
 
-    return load_credentials(environment.get("KUBECONFIG") or None, context or None)
+
+@lru_cache(maxsize=1)
+def _opened(kubeconfig: str, context: str, pid: int) -> Connection:
+    """Return one connection for all that a command does: a credential plugin runs once, and files are read once."""
+    del pid  # a forked process reads them itself: its parent may have lived for long
+    from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection  # noqa: PLC0415 (see above)
+
+    return Connection.open(kubeconfig or None, context or None)
 
 
 def _settings_file(environment: Mapping[str, str]) -> Path:

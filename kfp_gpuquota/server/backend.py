@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kfp_gpuquota.api import Job, Project
+    from kfp_gpuquota.api.history import GpuHours
     from kfp_gpuquota.api.policy import WorkloadPolicy
     from kfp_gpuquota.api.wire import (
         EventList,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         SubmitJob,
         Supposition,
     )
+    from kfp_gpuquota.scheduler.dump import StateDump
 
 
 class Backend(Protocol):
@@ -88,6 +90,12 @@ class Backend(Protocol):
 
     def what_if(self, supposed: Supposition) -> Outlook:
         """Return the effect of hypothetical changes."""
+
+    def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
+        """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""
+
+    def debug_state(self) -> StateDump:
+        """Return what the planner sees, and the plan that it makes of it."""
 
     async def events(self, after: int, timeout_s: float) -> EventList:
         """Return the history after a revision."""

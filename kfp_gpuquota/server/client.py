@@ -17,6 +17,7 @@ import msgspec
 
 from kfp_gpuquota import errors
 from kfp_gpuquota.api import Job, JobSpec, Project
+from kfp_gpuquota.api.history import GpuHours
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.project import version_of
 from kfp_gpuquota.api.queue import Queued, queued
@@ -36,6 +37,7 @@ from kfp_gpuquota.api.wire import (
     Supposition,
 )
 from kfp_gpuquota.backoff import Backoff
+from kfp_gpuquota.server.answers import decoded
 from kfp_gpuquota.server.cluster_client import LONG_POLL_S, follow_log
 from kfp_gpuquota.server.transport.unix_sockets import UnixConnection
 
@@ -192,6 +194,14 @@ class Client:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
         return self._call("POST", "/v1/what-if", Outlook, supposed)
 
+    def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
+        """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""
+        return self._call("GET", f"/v1/usage{_query(since_s=since_s)}", tuple[GpuHours, ...])
+
+    def debug_state(self) -> bytes:
+        """Return what the planner sees as JSON, for `gpuquota simulate --state`."""
+        return bytes(self._call("GET", "/v1/debug/state", msgspec.Raw))
+
     def events(self, *, after: int = 0, timeout_s: float = 0.0) -> EventList:
         """Return the cluster's history after a revision; wait up to `timeout_s` for at least one entry."""
         query = _query(after=after, timeout_s=timeout_s)
@@ -236,7 +246,7 @@ class Client:
         response, raw = self._request(method, path, encoded, wait_s)
         if response.status >= 300:
             raise _error(response.status, raw)
-        return cast(T, None) if answer is None else cast(T, msgspec.json.decode(raw, type=answer))
+        return cast(T, None) if answer is None else cast(T, decoded(raw, answer))
 
     def _request(self, method: str, path: str, body: bytes, wait_s: float) -> tuple[http.client.HTTPResponse, bytes]:
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, limit_s=self._retry_for_s + wait_s)

@@ -71,7 +71,7 @@ def _path_parameters(route: Route) -> list[dict[str, Any]]:
 
 
 def _query_parameters(route: Route) -> list[dict[str, Any]]:
-    kinds = {"after": "integer", "offset": "integer", "timeout_s": "number"}
+    kinds = {"after": "integer", "offset": "integer", "timeout_s": "number", "since_s": "number"}
     return [
         {"name": name, "in": "query", "description": text, "schema": {"type": kinds.get(name, "string")}}
         for name, text in route.query.items()

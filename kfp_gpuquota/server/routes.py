@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kfp_gpuquota.api import Job, Project
+from kfp_gpuquota.api.history import GpuHours
 from kfp_gpuquota.api.policy import WorkloadPolicy
 from kfp_gpuquota.api.validation import check_range
 from kfp_gpuquota.api.wire import (
@@ -24,6 +25,7 @@ from kfp_gpuquota.api.wire import (
     Supposition,
 )
 from kfp_gpuquota.errors import InvalidFieldError
+from kfp_gpuquota.scheduler.dump import StateDump
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S: Final = 60.0
 MAX_PAGE: Final = 10_000
+DEFAULT_USAGE_S: Final = 30 * 86_400.0
+MAX_USAGE_S: Final = 400 * 86_400.0
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,12 @@ class Request:
     @property
     def timeout_s(self) -> float:
         """Return the seconds that a long-poll may wait."""
-        value = self._number("timeout_s", 0.0)
-        check_range("timeout_s", value, 0, MAX_WAIT_S, "s")
+        return self.seconds("timeout_s", 0.0, MAX_WAIT_S)
+
+    def seconds(self, name: str, default: float, most: float) -> float:
+        """Return a time of the query in seconds."""
+        value = self._number(name, default)
+        check_range(name, value, 0, most, "s")
         return value
 
     def integer(self, name: str) -> int | None:
@@ -186,6 +194,14 @@ async def _what_if(backend: Backend, request: Request) -> object:
     return backend.what_if(request.body)
 
 
+async def _gpu_hours(backend: Backend, request: Request) -> object:
+    return backend.gpu_hours(request.seconds("since_s", DEFAULT_USAGE_S, MAX_USAGE_S))
+
+
+async def _debug_state(backend: Backend, _request: Request) -> object:
+    return backend.debug_state()
+
+
 async def _events(backend: Backend, request: Request) -> object:
     return await backend.events(request.integer("after") or 0, request.timeout_s)
 
@@ -229,6 +245,15 @@ ROUTES: Final = (
         query={"worker": "its id or index", "offset": "from this byte on", "timeout_s": _TIMEOUT},
     ),
     Route("POST", "/v1/what-if", "What would happen, without doing it", _what_if, Supposition, Outlook),
+    Route(
+        "GET",
+        "/v1/usage",
+        "GPU-hours of each project",
+        _gpu_hours,
+        answer=tuple[GpuHours, ...],
+        query={"since_s": f"of the last so many seconds (up to {MAX_USAGE_S:.0f}); else {DEFAULT_USAGE_S:.0f}"},
+    ),
+    Route("GET", "/v1/debug/state", "What the planner sees", _debug_state, answer=StateDump),
     Route("GET", "/v1/events", "The cluster's history", _events, answer=EventList, query=_WAIT),
 )
 

@@ -20,6 +20,7 @@ from kfp_gpuquota.cluster.local.storage.history import (
     MemoryHistory,
     ReportHistory,
     UsageHistory,
+    gpu_hours,
 )
 from kfp_gpuquota.cluster.local.storage.store import Store
 
@@ -111,6 +112,18 @@ def test_usage_is_added_up_by_interval_also_by_the_next_daemon(store: Store) -> 
     (one,) = store.load_usage(30, 0)
     assert (one.at, one.seconds, one.held, one.borrowed, one.wanted, one.guaranteed) == (1_000_020, 20, 2.5, 1, 6, 2)
     assert [len(store.load_usage(width, 0)) for width in KEPT_S] == [1, 1, 1, 1]
+
+
+def test_gpu_hours_are_added_up_within_the_guarantee_and_borrowed_for_the_time_asked(store: Store) -> None:
+    history, end = UsageHistory(store), 1_008_000.0
+    for tick in range(721):  # two hours, of which the second borrows
+        history.sample(views(6 if tick > 360 else 2), end - 7200 + tick * SAMPLE_S)
+    (all_of_it,) = gpu_hours(store, end, 86_400)
+    assert (all_of_it.guaranteed, all_of_it.borrowed, all_of_it.total) == (4.0, 4.0, 8.0)
+    (last,) = gpu_hours(store, end, 1800)
+    # an interval that began before counts as a whole
+    assert (last.guaranteed, last.borrowed, last.total) == pytest.approx((1.0, 2.0, 3.0), abs=0.03)
+    assert gpu_hours(store, end + 1e6, 3600) == ()
 
 
 def test_time_in_which_nothing_was_measured_counts_for_nothing(store: Store) -> None:

@@ -162,6 +162,7 @@ def test_a_scheduler_stepped_after_each_epoch_acts_each_time() -> None:
         for x, y, _i in loader:
             job.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
+            optimizer.zero_grad()
         scheduler.step()
     assert scheduler.get_last_lr() == [0.01 * 0.5**3]
     assert set(scheduler.state_dict()) == set(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).state_dict())

@@ -1,7 +1,8 @@
-"""job.gather_batch: rows of the whole global batch, whatever the workers' shares are."""
+"""job.gather_batch and SyncBatchNorm: the whole global batch counts, whatever the workers' shares are."""
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,11 +11,11 @@ from torch import nn
 
 import elastic_runtime
 from elastic_runtime.errors import LoopError, UsageError
+from elastic_runtime.loop.sync_batch_norm import combine
 from tests.elastic_runtime.harness import Cluster
 from tests.elastic_runtime.training import Plan
 from tests.elastic_runtime.zoo import driver
-from tests.elastic_runtime.zoo.contrastive import pair_of_towers
-from tests.elastic_runtime.zoo.parts import flat, vectors
+from tests.elastic_runtime.zoo.parts import SCRIPTS, flat, vectors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,19 +23,20 @@ if TYPE_CHECKING:
     from tests.elastic_runtime.training import Gate
 
 
-def train_pairs(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
+def train_whole(plan: Plan, index: int, directory: Path, gate: Gate | None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     with driver.recording(index, directory, gate) as sessions:
-        model = flat(pair_of_towers(global_batch_size=plan.global_batch))
+        model = flat(SCRIPTS[str(plan.options["script"])].body(global_batch_size=plan.global_batch))
         torch.save({"model": model, "step": sessions[-1].position.step}, directory / f"final-{index}.pt")
 
 
 @pytest.mark.parametrize("global_batch", [10, 2], ids=["uneven shares", "workers without a sample"])
-def test_three_workers_train_what_one_trains(global_batch: int, tmp_path: Path) -> None:
-    plan = Plan(body=train_pairs, global_batch=global_batch)
+@pytest.mark.parametrize("script", ["language_image_pairs_over_the_whole_batch", "normalisation_over_the_whole_batch"])
+def test_three_workers_train_what_one_trains(global_batch: int, script: str, tmp_path: Path) -> None:
+    plan = Plan(body=train_whole, global_batch=global_batch, options={"script": script})
     (tmp_path / "alone").mkdir()
-    train_pairs(plan, 0, tmp_path / "alone", None)
+    train_whole(plan, 0, tmp_path / "alone", None)
     expected = torch.load(tmp_path / "alone" / "final-0.pt")
     (tmp_path / "three").mkdir()
     with Cluster(tmp_path / "three", plan) as cluster:
@@ -68,6 +70,38 @@ def test_what_is_gathered_must_have_a_row_for_each_sample() -> None:
                 job.gather_batch(x)
             break
         break
+
+
+def test_synchronized_normalization_alone_is_batch_norm_and_a_copy_takes_no_part() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.SyncBatchNorm(4))
+    plain = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    plain.load_state_dict(model.state_dict())
+    job = elastic_runtime.init()
+    model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors())
+    for _epoch in job.epochs(1):
+        for x, _ in loader:
+            assert torch.equal(model(x), plain(x))
+            assert torch.equal(copy.deepcopy(model)(x), plain(x))
+            job.backward(model(x).sum())
+            optimizer.step()
+            break
+        break
+    job.close()
+    assert type(model[1]) is nn.SyncBatchNorm
+
+
+def test_statistics_of_shares_combine_to_those_of_all_values() -> None:
+    values = torch.randn(10, 3, dtype=torch.float64)
+    rows = []
+    for share in (values[:7], values[7:], values[:1]):
+        variance, mean = torch.var_mean(share, 0, correction=0)
+        weight = torch.tensor([0.0 if len(share) == 1 else float(len(share))], dtype=torch.float64)
+        rows.append(torch.cat([mean, variance, weight]))
+    mean, variance, number = combine(torch.stack(rows))
+    torch.testing.assert_close(mean, values.mean(0))
+    torch.testing.assert_close(variance, values.var(0, correction=0))
+    assert number == 10
 
 
 def test_an_iteration_is_not_skipped_where_all_workers_gather() -> None:

@@ -19,8 +19,8 @@ from elastic_runtime.errors import LoopError
 from elastic_runtime.state.packing import pack
 from elastic_runtime.state.training_state import TrainingState
 from kfp_gpuquota.server.membership.standalone import StandaloneCoordinator
-from tests.elastic_runtime.harness import JOB
-from tests.elastic_runtime.training import Points
+from tests.elastic_runtime.harness import JOB, Cluster
+from tests.elastic_runtime.training import Plan, Points
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +47,7 @@ def test_several_optimizers_and_schedulers_act_once_a_step() -> None:
             job.backward(model(x).mean())
             for each in (*optimizers, *schedulers):
                 each.step()
+            model.zero_grad()
     assert [o.param_groups[0]["lr"] for o in optimizers] == [0.1 * 0.5**7] * 2
 
 
@@ -66,6 +67,7 @@ def test_averaged_weights_are_carried_along_and_updated_once_a_step(
             for x, _y, _i in loader:
                 job.backward(model(x).mean())
                 optimizer.step()
+                optimizer.zero_grad()
                 average.update_parameters(model)
                 applied += job.applied
         return average, applied
@@ -107,6 +109,7 @@ def test_steps_go_on_over_epochs_and_stop_in_the_middle_of_one() -> None:
         samples += len(x)
         job.backward(model(x).mean())
         optimizer.step()
+        optimizer.zero_grad()
     assert job.step == 6
     assert samples == 50 + 2 * 16
 
@@ -119,6 +122,7 @@ def test_callbacks_hear_of_checkpoints(tmp_path: Path, monkeypatch: pytest.Monke
     job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, batch_size=25))
     for x, _y, _i in job.steps(2):
         job.backward(model(x).mean())
+        model.zero_grad()
     assert events
     assert events[0]["step"] == 1
 
@@ -257,3 +261,40 @@ def test_an_exact_training_says_that_it_cannot_yield(
     finally:
         torch.use_deterministic_algorithms(mode=False)
     assert "this worker cannot yield" in caplog.text
+
+
+def train_asking_for_its_place(plan: Plan, index: int, directory: Path, gate: Any) -> None:
+    """What scripts ask for, where they ask for it; a wrong answer ends the worker."""
+    torch.set_num_threads(1)
+    job, model = small(global_batch_size=plan.global_batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = job.prepare(model, optimizer, DataLoader(DATA, batch_size=plan.global_batch))
+    assert not job.is_leader
+    for _epoch in job.epochs(plan.epochs):
+        for x, _y, _i in loader:
+            before = job.step
+            if gate:
+                gate.pass_through(index, before)
+            job.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            assert (job.step, job.position.step) == (before, before + 1)
+            assert job.is_leader == (job.rank == 0)
+            assert job.mean(job.rank) == (job.world_size - 1) / 2
+            assert torch.distributed.get_world_size() == job.world_size
+            ones = torch.ones(1)
+            torch.distributed.all_reduce(ones)
+            assert float(ones) == job.world_size
+    torch.save({"model": model.state_dict(), "step": job.step}, directory / f"final-{index}.pt")
+
+
+def test_step_leader_mean_and_the_default_group_are_right_with_one_worker_and_with_two(tmp_path: Path) -> None:
+    with Cluster(tmp_path, Plan(body=train_asking_for_its_place, epochs=2)) as cluster:
+        cluster.start(0, step=2)
+        cluster.resize(0, 1, up_to=5)
+        cluster.wait_until_at(5, 0, 1)
+        cluster.let_go()
+        cluster.wait_for_end(0, 1)
+        first, second = cluster.finals().values()
+        assert first["step"] == second["step"]
+        torch.testing.assert_close(first["model"], second["model"])

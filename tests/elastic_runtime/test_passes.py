@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ import elastic_runtime
 from elastic_runtime.errors import LoopError, UsageError
 from tests.elastic_runtime.adversarial import train_adversaries
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.training import FEATURES, Plan, Points, trained_alone
+from tests.elastic_runtime.training import FEATURES, Plan, Points, Record, trained_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +48,53 @@ def test_each_pass_is_summed_by_itself_and_gradients_add_up_over_them(
         cluster.start(0, 1)
         cluster.grow_lose_the_first_and_end()
         cluster.check_result(reference)
+
+
+def train_quasi_newton(plan: Plan, index: int, directory: Path, gate: Any, *, dies: tuple[int, int] = (-1, -1)) -> None:
+    """`dies`: in which step, and after how many evaluations of it, worker 1 ends."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    job = elastic_runtime.init(global_batch_size=plan.global_batch, **plan.options)
+    model = nn.Linear(FEATURES, 3).double()
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=3, line_search_fn="strong_wolfe")
+    model, optimizer, loader = job.prepare(model, optimizer, DataLoader(Points(plan.samples), batch_size=8))
+    record = Record(job, index, directory, optimizer, dict)
+    losses = []
+    for _epoch in job.epochs(plan.epochs):
+        for x, y, indices in loader:
+            if gate:
+                gate.pass_through(index, job.step)
+            record.computes(indices)
+            evaluations = 0
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
+                nonlocal evaluations
+                if (index, job.step, evaluations) == (1, *dies):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                evaluations += 1
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x.double()), y)
+                job.backward(loss)
+                return loss
+
+            losses.append(float(optimizer.step(closure)))
+    final: dict[str, Any] = {"model": model.state_dict(), "lr": [0.3], "step": job.step, "losses": losses[-5:]}
+    torch.save(final, directory / f"final-{index}.pt")
+
+
+def test_a_worker_that_dies_between_two_evaluations_of_a_closure_leaves_nothing_of_them(tmp_path: Path) -> None:
+    """The others return to the step's beginning from within the optimizer, and all of them read the same losses."""
+    plan = Plan(epochs=2, max_batch=None, body=partial(train_quasi_newton, dies=(9, 2)))
+    expected = trained_alone(train_quasi_newton, plan, tmp_path)
+    with Cluster(tmp_path, plan) as cluster:
+        cluster.start(0, 1, 2)
+        cluster.let_go()
+        assert cluster.wait_for_size(2).lost_steps == 0
+        cluster.wait_for_end(0, 2)
+        cluster.check_result(expected)
+        first, second = (final["losses"] for final in cluster.finals().values())
+        assert first == second
+        assert first == pytest.approx(expected["losses"])
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -224,6 +273,7 @@ def train_leaving_the_optimizer_out(plan: Plan, index: int, directory: Path, gat
                 continue
             job.backward(model(x).mean())
             optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_who_skips_must_still_step_for_the_others_samples(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def read(dataset: Any, epochs: int = 2, **options: Any) -> list[list[int]]:
             steps.setdefault(job.step, []).extend(indices.tolist())
             job.backward(model(x).mean())
             optimizer.step()
+            optimizer.zero_grad()
     return [steps[k] for k in sorted(steps)]
 
 

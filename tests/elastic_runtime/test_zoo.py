@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
-import elastic_runtime
-from elastic_runtime.errors import UsageError
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.training import Plan, Points, trained_alone
+from tests.elastic_runtime.training import Plan, trained_alone
 from tests.elastic_runtime.zoo import driver
 from tests.elastic_runtime.zoo.mixture import train_zoo
 from tests.elastic_runtime.zoo.parts import SCRIPTS, Script
@@ -59,13 +55,6 @@ def test_a_checkpoint_of_a_compiled_model_is_read_by_one_that_is_not(
     assert list((tmp_path / "checkpoints").iterdir())
 
 
-def test_synchronised_normalisation_is_refused_with_a_remedy() -> None:
-    model = nn.Sequential(nn.Linear(12, 8), nn.SyncBatchNorm(8), nn.Linear(8, 3))
-    loader = DataLoader(Points(50), batch_size=8)
-    with pytest.raises(UsageError, match="SyncBatchNorm layers"):
-        elastic_runtime.init().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-
-
 REFUSED = [(script, mode) for script in SCRIPTS.values() if script.refused for mode in script.modes]
 
 
@@ -79,6 +68,8 @@ def test_what_cannot_be_right_on_several_workers_is_refused_alone(script: Script
     [
         ("buffers_that_are_assigned_anew", "exact"),
         ("generator_with_batch_norm", "fast"),
+        ("quasi_newton_with_a_line_search", "fast"),
+        ("unused_experts_whose_gradients_are_zeros", "fast"),
         ("second_loader_of_unlabelled_samples", "fast"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tests.kfp_backend import shapes, stand_in
 from tests.kfp_backend.argo import FINAL, Nodes, Wanted
-from tools.devcluster.client import Api, ApiError
+from tools.devcluster.api import Api, ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -15,7 +15,7 @@ from tests.kubernetes.controlled import gpus_of, holds, is_over
 from tools.devcluster import fake_nodes
 
 if TYPE_CHECKING:
-    from tools.devcluster.client import Api
+    from tools.devcluster.api import Api
 
 LOOKS_EVERY_S = 0.2
 

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 Object = dict[str, Any]
 
 forked.preload(
-    "tests.programs", "kfp_gpuquota.cluster.kubernetes.__main__", "kfp_gpuquota.cluster.kubernetes.shards.__main__"
+    "tests.programs",
+    "tests.kubernetes.users",
+    "kfp_gpuquota.cluster.kubernetes.__main__",
+    "kfp_gpuquota.cluster.kubernetes.shards.__main__",
 )
 
 

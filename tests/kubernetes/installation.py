@@ -17,7 +17,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
-from tools.devcluster.client import JSON_PATCH, ApiError
+from tools.devcluster.api import JSON_PATCH, ApiError
 from tools.devcluster.layout import free_ports
 
 if TYPE_CHECKING:

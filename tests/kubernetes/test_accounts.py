@@ -15,13 +15,13 @@ from tests.kubernetes.test_rbac import denied, may
 from tests.kubernetes.test_webhook import pod
 from tests.polling import until
 from tools.devcluster import ApiError
-from tools.devcluster.client import APPLY
+from tools.devcluster.api import APPLY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tools.devcluster import DevCluster
-    from tools.devcluster.client import Api
+    from tools.devcluster.api import Api
 
 AGENT = f"system:serviceaccount:{reservation_pods.AGENTS_NAMESPACE}:gpuquota-node-agent"
 NODE_OF_TOKEN = "authentication.kubernetes.io/node-name"

@@ -15,7 +15,6 @@ from kfp_gpuquota.api import JobSpec, Phase, Project
 from kfp_gpuquota.api.queue import ahead_of
 from kfp_gpuquota.api.wire import Lease
 from kfp_gpuquota.cluster.connect import connect
-from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.errors import (
@@ -30,6 +29,7 @@ from tests import forked, programs
 from tests.kubernetes.controlled import pod_body
 from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import QUOTAS, jobs_of
+from tests.kubernetes.users import connection_of
 from tools.devcluster import binaries
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def client(crds_cluster: DevCluster) -> KubernetesClient:
-    return KubernetesClient(from_file(crds_cluster.kubeconfig), image="trainer:1", retry_for_s=5)
+    return KubernetesClient(connection_of(crds_cluster.kubeconfig), image="trainer:1", retry_for_s=5)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_what_a_job_asks_for_reaches_its_pods_template(
 
 
 def test_a_job_without_an_image_is_refused_with_the_next_step(crds_cluster: DevCluster, quota: str) -> None:
-    bare = KubernetesClient(from_file(crds_cluster.kubeconfig))
+    bare = KubernetesClient(connection_of(crds_cluster.kubeconfig))
     with pytest.raises(UsageError, match="gpuquota submit -i IMAGE"):
         bare.submit(spec(quota))
 
@@ -186,7 +186,7 @@ def test_a_job_is_submitted_with_its_owner_and_the_time_after_which_it_is_delete
 def test_a_list_waits_for_the_next_change(client: KubernetesClient, crds_cluster: DevCluster, quota: str) -> None:
     before = client.list_jobs(quota)
     assert before.jobs == ()
-    other = KubernetesClient(from_file(crds_cluster.kubeconfig), image="x")
+    other = KubernetesClient(connection_of(crds_cluster.kubeconfig), image="x")
     submission = threading.Timer(0.3, other.submit, [spec(quota)])
     submission.start()
     began = time.monotonic()
@@ -215,7 +215,7 @@ def test_a_list_ends_with_its_time_where_nothing_changes(client: KubernetesClien
 
 
 def test_a_user_without_rights_is_told_so(crds_cluster: DevCluster, quota: str) -> None:
-    nobody = KubernetesClient(from_file(crds_cluster.kubeconfig_of_user("eve")), image="x", retry_for_s=5)
+    nobody = KubernetesClient(connection_of(crds_cluster.kubeconfig_of_user("eve")), image="x", retry_for_s=5)
     with pytest.raises(UnauthorizedError, match='User "eve" cannot create resource "elasticjobs"'):
         nobody.submit(spec(quota))
 
@@ -229,7 +229,7 @@ def test_an_api_server_that_is_away_is_named(tmp_path: Path) -> None:
         "users: [{name: a, user: {}}]\n"
     )
     with pytest.raises(ClusterUnavailableError, match=r"http://127\.0\.0\.1:9 does not respond"):
-        KubernetesClient(from_file(config), retry_for_s=0.2).list_jobs("x")
+        KubernetesClient(connection_of(config), retry_for_s=0.2).list_jobs("x")
     with pytest.raises(UsageError, match="kubeconfig contexts is 'b', but the file has: a"):
         connect({"GPUQUOTA_CONTEXT": "b", "KUBECONFIG": str(config), "GPUQUOTA_HOME": str(tmp_path)})
 
@@ -345,7 +345,7 @@ def test_an_api_server_that_has_just_started_may_refuse_what_it_allows(
     crds_cluster: DevCluster, quota: str, tmp_path: Path
 ) -> None:
     with FaultyProxy(crds_cluster, tmp_path, rate=0, seed=1) as proxy:
-        client = KubernetesClient(from_file(proxy.kubeconfig), image="trainer:1", retry_for_s=20)
+        client = KubernetesClient(connection_of(proxy.kubeconfig), image="trainer:1", retry_for_s=20)
         client.get_project(quota)
         proxy.restart(refusals=3)
         assert client.get_project(quota).project.guaranteed == 2
@@ -357,7 +357,7 @@ def test_a_refusal_by_a_server_that_has_long_been_there_is_final(
 ) -> None:
     with FaultyProxy(crds_cluster, tmp_path, rate=0, seed=1) as proxy:
         proxy.restart(refusals=1)
-        client = KubernetesClient(from_file(proxy.kubeconfig), image="trainer:1", retry_for_s=20)
+        client = KubernetesClient(connection_of(proxy.kubeconfig), image="trainer:1", retry_for_s=20)
         with pytest.raises(UnauthorizedError):
             client.get_project(quota)
         assert proxy.injected["GET", "403"] == 1

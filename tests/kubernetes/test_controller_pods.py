@@ -13,7 +13,7 @@ from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.objects.core_types import Pod
 from tests.kubernetes.controlled import Controlled, holds, is_leaving, pod_body
 from tests.kubernetes.installation import QUOTAS
-from tools.devcluster.client import JSON_PATCH, ApiError
+from tools.devcluster.api import JSON_PATCH, ApiError
 
 
 def test_an_admission_does_not_touch_another_pod_of_the_same_name(controlled: Controlled) -> None:

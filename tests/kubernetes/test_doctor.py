@@ -11,16 +11,16 @@ import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.cluster import certificates
 from kfp_gpuquota.cluster.findings import Level, worst
-from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
-from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.crd.schemas import custom_resource_definitions
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.operations.doctor import checks_cluster, checks_installation, facts
 from kfp_gpuquota.cluster.kubernetes.operations.doctor.certificate_dates import not_after
 from kfp_gpuquota.cluster.kubernetes.operations.doctor.examination import examine, judge
 from kfp_gpuquota.cluster.kubernetes.operations.doctor.facts import Facts
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.version import __version__
 from tests.kubernetes.installation import MANIFESTS
+from tests.kubernetes.users import connection_of
 
 if TYPE_CHECKING:
     from tools.devcluster import DevCluster
@@ -206,7 +206,7 @@ def test_the_date_of_a_certificate_is_read_without_a_library() -> None:
 def test_what_an_overlay_installs_is_recognised_on_a_real_api_server(
     kubeflow_cluster: DevCluster,
 ) -> None:
-    calls = Calls(from_file(kubeflow_cluster.kubeconfig), retry_for_s=10)
+    calls = Calls(connection_of(kubeflow_cluster.kubeconfig), retry_for_s=10)
     read = facts.Reader(calls).read()
     assert abs(read.now - time.time()) < 5
     assert read.version >= (1, 30)
@@ -222,7 +222,7 @@ def test_what_an_overlay_installs_is_recognised_on_a_real_api_server(
 
 
 def test_who_may_not_read_the_cluster_is_shown_what_was_not_checked(crds_cluster: DevCluster) -> None:
-    calls = Calls(from_file(crds_cluster.kubeconfig_of_user("eve")), retry_for_s=10)
+    calls = Calls(connection_of(crds_cluster.kubeconfig_of_user("eve")), retry_for_s=10)
     first = examine(calls)[0]
     assert first.level is Level.WARN
     assert "you may not read: " in first.message

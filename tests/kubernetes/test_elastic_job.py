@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.dsl.launcher.job_messages import JobMessages
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over
 from tests.kubernetes.installation import jobs_of
+from tests.kubernetes.users import connection_of
 from tools.devcluster import ApiError
 from tools.devcluster.node import host_python
 
@@ -355,7 +355,7 @@ def _shrink_and_grow(controlled: Controlled) -> None:
     assert (2, 1) in _sizes(done)
     assert _sizes(done)[-1] == (1, 2)  # the one that it grew by under another controller
     assert not any(change.get("lostSteps") for change in done["status"]["resizes"])
-    client = KubernetesClient(from_file(controlled.cluster.kubeconfig))
+    client = KubernetesClient(connection_of(controlled.cluster.kubeconfig))
     story = JobMessages().lines(client.get_job(team, "digits"), 0.0)
     assert any(re.match(rf"shrunk from 2 to 1 GPUs: project {other} takes back .* \(paused", line) for line in story)
     assert re.findall(r"(\d+) steps lost", controlled.log()).count("0") == controlled.log().count("steps lost")

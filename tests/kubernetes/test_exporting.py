@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
-from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.operations.exporting import Outcome, exported, restored
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.errors import UsageError
 from tests.kubernetes.installation import QUOTAS, jobs_of
 from tests.kubernetes.test_crds import job, quota
+from tests.kubernetes.users import connection_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def calls(crds_cluster: DevCluster) -> Calls:
-    return Calls(from_file(crds_cluster.kubeconfig), retry_for_s=10)
+    return Calls(connection_of(crds_cluster.kubeconfig), retry_for_s=10)
 
 
 @pytest.fixture

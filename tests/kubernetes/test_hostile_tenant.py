@@ -20,14 +20,14 @@ from tests.kubernetes.test_rbac import denied, profile, user
 from tests.kubernetes.test_webhook import MANAGED, pod
 from tests.polling import until
 from tools.devcluster import ApiError
-from tools.devcluster.client import JSON_PATCH
+from tools.devcluster.api import JSON_PATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from tools.devcluster import DevCluster
-    from tools.devcluster.client import Api
+    from tools.devcluster.api import Api
 
 DAY_S = 86_400
 

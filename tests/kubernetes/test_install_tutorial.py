@@ -52,8 +52,10 @@ def values(cluster: DevCluster) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)  # a cluster of its own, and six replicas that start in it
-def test_the_tutorial_installs_runs_a_job_and_removes_everything(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)  # a cluster of its own, and six replicas that start in it
+def test_the_tutorial_installs_runs_a_job_and_removes_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     archive = built_or_skip("controller")
     cluster = start_or_skip(tmp_path / "cluster", Options(kubelet=True, gpus=2))
     try:
@@ -71,6 +73,7 @@ def test_the_tutorial_installs_runs_a_job_and_removes_everything(tmp_path: Path)
         verify(cluster, tmp_path)
         profile, job = documents()
         run_in_a_profile(cluster, tmp_path, profile, job)
+        replay_state(cluster, tmp_path, monkeypatch)
         code, shown = gpuquota(cluster, tmp_path, "uninstall", "--yes")
         assert code == 0, shown
         assert everything(cluster) == []
@@ -78,6 +81,16 @@ def test_the_tutorial_installs_runs_a_job_and_removes_everything(tmp_path: Path)
         raise type(error)(f"{error}\n{logs(cluster)}") from error
     finally:
         cluster.stop()
+
+
+def replay_state(cluster: DevCluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through kubectl's port forward to the leader's pod, which asks the API server with its account's rights."""
+    monkeypatch.setenv("PATH", str(binaries.provide()), prepend=os.pathsep)
+    code, shown = gpuquota(cluster, folder, "debug", "state")
+    assert code == 0, shown
+    (folder / "state.json").write_text(shown)
+    code, shown = gpuquota(cluster, folder, "simulate", "--state", str(folder / "state.json"))
+    assert "The cluster makes the same plan of this state." in shown
 
 
 def verify(cluster: DevCluster, folder: Path) -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tests.dsl
-from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
-from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.dsl.pipelines.kfp_server import KfpServer
 from kfp_gpuquota.dsl.pipelines.pipeline_file import parse
 from kfp_gpuquota.dsl.pipelines.port_forward import PORT, forwarded, profile_token
 from kfp_gpuquota.errors import ClusterUnavailableError
 from tests.dsl.kfp_server import TOKEN
+from tests.kubernetes.users import connection_of
 from tools.devcluster import binaries
 from tools.devcluster.node import host_python
 
@@ -68,7 +68,7 @@ def test_a_run_is_submitted_through_a_port_forward_as_the_profiles_account(
     kubelet_cluster: DevCluster, kubeflow: str
 ) -> None:
     kubelet_cluster.api.until(f"/api/v1/namespaces/{kubeflow}/pods/ml-pipeline", is_ready)
-    token = profile_token(Calls(from_file(kubelet_cluster.kubeconfig), retry_for_s=10), kubeflow, "default")
+    token = profile_token(Calls(connection_of(kubelet_cluster.kubeconfig), retry_for_s=10), kubeflow, "default")
     assert token.count(".") == 2
     package = parse(GOLDEN.read_text(), "lightweight.yaml")
     with forwarded("", kubeflow) as host:

@@ -26,7 +26,7 @@ from tests.kubernetes.test_crds import TEMPLATE, job, quota
 from tests.kubernetes.test_webhook import GATE, MANAGED, pod
 from tests.polling import until
 from tools.devcluster import Api, ApiError
-from tools.devcluster.client import JSON_PATCH
+from tools.devcluster.api import JSON_PATCH
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,6 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from elastic_runtime.process.simulated_memory import create_device, entries
-from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
@@ -22,6 +21,7 @@ from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, holds
 from tests.kubernetes.sharing import config_of, reservations, sharing_pod
 from tests.kubernetes.test_elastic_job import training
+from tests.kubernetes.users import connection_of
 from tools.devcluster import image
 from tools.devcluster.node import host_python
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tools.devcluster import DevCluster
-    from tools.devcluster.client import Api
+    from tools.devcluster.api import Api
 
 pytestmark = pytest.mark.timeout(420)  # containers that start Python, on a machine that may be busy
 
@@ -200,7 +200,7 @@ def test_a_borrower_gives_back_what_a_newcomer_has_requested_before_that_starts(
 
 def ledger_of(node: Node) -> dict[str, tuple[int, int, int, bool]]:
     """What `gpuquota top --gpus` shows: by pod (used, request, limit, listens)."""
-    (view,) = KubernetesClient(from_file(node.controlled.cluster.kubeconfig)).list_nodes()
+    (view,) = KubernetesClient(connection_of(node.controlled.cluster.kubeconfig)).list_nodes()
     return {one.job: (one.used_mib, one.request_mib, one.limit_mib, one.listens) for one in view.shares}
 
 

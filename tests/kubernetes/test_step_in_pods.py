@@ -22,7 +22,7 @@ from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import jobs_of
 from tests.polling import until
 from tools.devcluster import built_images
-from tools.devcluster.client import ApiError
+from tools.devcluster.api import ApiError
 from tools.devcluster.node import host_python
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
-from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from kfp_gpuquota.cluster.kubernetes.operations.removal import Removal, Step, Waiting
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from tests import forked, programs
 from tests.kubernetes.conftest import start_or_skip
 from tests.kubernetes.installation import QUOTAS, jobs_of
 from tests.kubernetes.test_chart import run_helm
 from tests.kubernetes.test_crds import job, quota
+from tests.kubernetes.users import connection_of
 from tools.chart.__main__ import CHART
 from tools.devcluster import DevCluster, Options
 
@@ -128,7 +128,7 @@ def test_a_removal_lists_what_it_finds_before_anything_is_changed(crds_cluster: 
         crds_cluster.api.create(
             pods, {"metadata": metadata, "spec": {"containers": [CONTAINER], "schedulingGates": [GATE]}}
         )
-    calls = Calls(from_file(crds_cluster.kubeconfig), retry_for_s=10)
+    calls = Calls(connection_of(crds_cluster.kubeconfig), retry_for_s=10)
     kept, opened = (Removal(calls, waiting) for waiting in Waiting)
     of_ours = {(one["metadata"]["namespace"], one["metadata"]["name"]) for one in kept.unopened}
     assert {(namespace, "whole"), (namespace, "shares")} <= of_ours
@@ -159,7 +159,7 @@ def test_steps_open_gates_release_workers_and_remove_labels(crds_cluster: DevClu
     gates = [{"name": "example.com/other"}, GATE]
     api.create(pods, {"metadata": {"name": "waiting"}, "spec": {"containers": [CONTAINER], "schedulingGates": gates}})
     api.patch(f"/api/v1/namespaces/{namespace}", {"metadata": {"labels": {labels.MANAGED: "true"}}})
-    removal = Removal(Calls(from_file(crds_cluster.kubeconfig), retry_for_s=10), Waiting.OPEN)
+    removal = Removal(Calls(connection_of(crds_cluster.kubeconfig), retry_for_s=10), Waiting.OPEN)
     for title in ("gates of waiting pods", "labels and annotations of pods", "jobs", "labels of namespaces"):
         ((step, one),) = of_namespace(removal, title, namespace)
         step.act(one)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kfp_gpuquota.api import ReasonCode
-from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.user_client.client import KubernetesClient
 from kfp_gpuquota.dsl.launcher.job_messages import JobMessages, conclusion
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over, pod_body
 from tests.kubernetes.test_elastic_job import path_of
+from tests.kubernetes.users import connection_of
 from tools.devcluster import ApiError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def test_an_image_that_cannot_be_pulled_makes_room_for_others_and_the_job_fails_
     assert "its worker did not start in 1 s: worker 0 on node" in failed["message"]
     assert (failed["restarts"], failed["evictions"], failed.get("exitCode")) == (0, 0, None)
     controlled.until_phase(waits, "Running")
-    shown = KubernetesClient(from_file(controlled.cluster.kubeconfig)).get_job(team, "typo")
+    shown = KubernetesClient(connection_of(controlled.cluster.kubeconfig)).get_job(team, "typo")
     assert "ImagePullBackOff: no such image" in conclusion(shown)
     events = f"/api/v1/namespaces/{team}/events"
     controlled.wait(lambda: "WorkersNotReady" in {e["reason"] for e in controlled.cluster.api.items(events)})
@@ -94,7 +94,7 @@ def test_a_gang_of_which_one_worker_does_not_come_up_returns_to_the_queue_as_a_w
     given = controlled.until(job, lambda j: retried(j) and j["status"]["phase"] == "Pending")
     assert given["status"]["gpus"] == 0
     assert "1 of its 2 workers did not start" in given["status"]["message"]
-    shown = KubernetesClient(from_file(controlled.cluster.kubeconfig)).get_job(team, "gang")
+    shown = KubernetesClient(connection_of(controlled.cluster.kubeconfig)).get_job(team, "gang")
     assert shown.status.reason is not None
     assert shown.status.reason.code is ReasonCode.PODS_NOT_READY
     (line,) = JobMessages().lines(shown, 0.0)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
+import re
+import signal
 import socket
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kfp_gpuquota.cluster.ray.bridge_output import copy_without_native_stacks, ended_by
 from tests import forked, programs
 
 if TYPE_CHECKING:
@@ -30,6 +35,40 @@ def test_an_address_at_which_nothing_answers(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     assert f"nothing answers at {address}" in refused(tmp_path / "home", "--ray", address)
+
+
+def test_a_recorded_head_that_has_ended_is_one_sentence_without_a_stack(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    output = refused(tmp_path / "home", "--ray", "auto", RAY_ADDRESS=f"127.0.0.1:{port}")
+    assert re.search(rf"nothing answers at [0-9.]+:{port} ", output)
+    assert "StackTrace" not in output
+
+
+def test_a_stack_of_rays_native_part_is_not_copied() -> None:
+    target = io.BytesIO()
+
+    async def copy() -> None:
+        source = asyncio.StreamReader()
+        source.feed_data(b"a warning\nx.cc:1: Check failed: no head\n*** StackTrace Information ***\nray::frame()\n")
+        source.feed_eof()
+        await copy_without_native_stacks(source, target)
+
+    asyncio.run(copy())
+    assert target.getvalue() == b"a warning\nx.cc:1: Check failed: no head\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (-signal.SIGABRT, "its head did not answer, or was restarted"),
+        (-signal.SIGKILL, "its process ended by SIGKILL"),
+        (1, "its process ended with exit code 1"),
+    ],
+)
+def test_the_end_of_the_bridge_is_a_sentence(code: int, sentence: str) -> None:
+    assert sentence in ended_by(code)
 
 
 def test_a_ray_that_is_too_old(tmp_path: Path) -> None:

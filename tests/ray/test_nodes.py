@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import TYPE_CHECKING
+
 import pytest
 
+from kfp_gpuquota.cluster.local.driver import Settings
+from kfp_gpuquota.cluster.local.home import Home
 from kfp_gpuquota.cluster.ray.config import RayConfig
 from kfp_gpuquota.cluster.ray.messages import NODE_ID, RayNode
 from kfp_gpuquota.cluster.ray.nodes import MARGIN_S, Fence, Steady, as_node, node_name, taken_slots, used_elsewhere
+from kfp_gpuquota.cluster.ray.runtime import RayRuntime
 from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SILENCE_S = 10.0
 
@@ -54,6 +63,22 @@ def test_workers_of_a_node_that_left_are_lost_only_after_its_leases_must_have_en
     fence.observe([], on, 10.0)
     assert fence.passed(5.0 + SILENCE_S) == set()
     assert fence.passed(5.0 + SILENCE_S + MARGIN_S) == {seen(1).id}
+
+
+def test_counts_of_nodes_that_left_are_dropped(tmp_path: Path) -> None:
+    class Ignored:
+        def nodes_changed(self, *_: object) -> None: ...
+
+    async def observe() -> None:
+        runtime = RayRuntime(Home(tmp_path), RayConfig(address="auto"), "c", (), Settings())
+        runtime._reports = Ignored()  # type: ignore[assignment]
+        for nodes in ((seen(1), seen(2)), (seen(2),)):
+            runtime._seen = nodes
+            runtime._on_nodes()
+        runtime._on_nodes()
+        assert set(runtime._used) == {seen(2).id}
+
+    asyncio.run(observe())
 
 
 def test_a_node_that_is_back_starts_its_time_anew() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,11 @@ pytest.importorskip("ray")
 
 import ray
 import torch
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.core.generated import autoscaler_pb2
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 
 from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray import ElasticTorchTrainer, current_workers, limit_workers
+from elastic_runtime.integrations.ray.leave import drain, is_empty
 from tests.polling import until
 from tests.ray.conftest import STORE_BYTES
 from tests.ray.train_loops import STEPS_PER_EPOCH, Seen, fail, over_rows, train
@@ -143,8 +141,9 @@ def test_a_killed_worker_is_replaced_and_a_node_that_drains_is_left_without_losi
     os.kill(killed, signal.SIGKILL)
     until(lambda: training.pid(1) not in {0, killed}, "another rank 1")
     leaves = raylets.list_all_nodes()[-1]
-    drain(raylets.address, leaves.node_id)
+    drain(raylets.address, leaves.node_id, 60.0)
     training.wait_for(1)
+    until(lambda: is_empty(leaves.node_id), "the drained node is empty")
     raylets.remove_node(leaves)
     raylets.add_node(num_cpus=1, object_store_memory=STORE_BYTES, include_dashboard=False)
     training.wait_for(2)
@@ -154,11 +153,18 @@ def test_a_killed_worker_is_replaced_and_a_node_that_drains_is_left_without_losi
     assert result.return_value == trained_alone()
 
 
-def drain(address: str, node_id: str) -> None:
-    """Announce that the node leaves in a minute."""
-    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    accepted, why = GcsClient(address=address).drain_node(node_id, reason, "test", int((time.time() + 60) * 1e3))
-    assert accepted, why
+@pytest.mark.slow
+def test_a_node_that_is_killed_costs_no_step_and_another_one_takes_its_place(raylets: Any, tmp_path: Path) -> None:
+    training = Training(tmp_path, "orphaned")
+    training.wait_for(2)
+    raylets.remove_node(raylets.list_all_nodes()[-1], allow_graceful=False)
+    training.wait_for(1)
+    raylets.add_node(num_cpus=1, object_store_memory=STORE_BYTES, include_dashboard=False)
+    training.wait_for(2)
+    result = training.go()
+
+    assert training.steps() == list(range(EPOCHS * STEPS_PER_EPOCH))
+    assert result.return_value == trained_alone()
 
 
 def fit_alone(function: Any, directory: Path, **options: Any) -> Any:

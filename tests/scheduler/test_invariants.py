@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -30,6 +31,7 @@ from kfp_gpuquota.scheduler import (
     WorkerGone,
     plan,
 )
+from kfp_gpuquota.scheduler.dump import decode_dump, replay, take_dump
 from kfp_gpuquota.scheduler.state.copying import copied
 from tests.scheduler.world import World
 
@@ -197,6 +199,8 @@ class History(RuleBasedStateMachine):
         decided = self.world.plan()
         assert decided == self.world.plan()
         assert decided == plan(copied(self.world.state), self.world.now)
+        dumped = msgspec.json.encode(take_dump(self.world.state, self.world.now, "0"))
+        assert decided == replay(decode_dump(dumped)).plan
         assert decided.again_at is None or decided.again_at > self.world.now
         self.world.check_indexes()
         placed = {n.job for n in decided.nominate}

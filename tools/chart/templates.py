@@ -156,6 +156,7 @@ TEMPLATES: Final = (
     Template("keys-rbac.yaml", ("keys/rbac.yaml",)),
     Template("controller-rbac.yaml", ("base/controller-rbac.yaml",)),
     Template("user-roles.yaml", ("base/user-roles.yaml",)),
+    Template("debug-rbac.yaml", ("base/debug-rbac.yaml",)),
     Template("launcher-role.yaml", ("base/launcher-role.yaml",)),
     Template("flow-schemas.yaml", ("base/flow-schemas.yaml",)),
     Template(

@@ -10,11 +10,11 @@ etcd, kube-apiserver, kube-controller-manager and kube-scheduler are built once 
 binaries.py   found or built         layout.py   options, folder, ports     supervisor.py   the process above the others
 control_plane.py, node.py, fake_nodes.py, image.py   what it starts          cluster.py      its use from outside
 helm.py       Helm, built likewise: helm/go.mod
-client.py     a small client of the API server       built_images.py  our own images, from their Dockerfiles
+api.py        requests to the API server              built_images.py  our own images, from their Dockerfiles
 """
 
+from tools.devcluster.api import Api, ApiError
 from tools.devcluster.binaries import UnavailableError
-from tools.devcluster.client import Api, ApiError
 from tools.devcluster.cluster import ClusterError, DevCluster
 from tools.devcluster.layout import Options
 

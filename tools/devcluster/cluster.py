@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from tools.devcluster import binaries, control_plane, node, processes
-from tools.devcluster.client import Api
+from tools.devcluster.api import Api
 from tools.devcluster.layout import SUPERVISOR, Layout, Options
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tools.devcluster.processes import Program
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tools.devcluster.client import Api
+    from tools.devcluster.api import Api
     from tools.devcluster.layout import Layout, Options, Ports
 
 NODE: Final = "real-0"
@@ -30,6 +30,8 @@ IDENTITIES: Final = {
     "kwok": "system:masters",
 }
 KUBELET_CLIENT: Final = "kube-apiserver-kubelet-client"
+PERSON: Final = "person"
+"""The user of the client certificate certificates/person.crt, who has no rights but those of everybody."""
 SERVING_NAMES: Final = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", "localhost", "127.0.0.1")
 
 
@@ -47,6 +49,9 @@ def prepare(layout: Layout, ports: Ports, address: str) -> None:
     client = certificates.issue(authority, [KUBELET_CLIENT], now, client=True)
     write_secret(folder / "kubelet-client.crt", client.certificate)
     write_secret(folder / "kubelet-client.key", client.key)
+    person = certificates.issue(authority, [PERSON], now, client=True)
+    write_secret(folder / "person.crt", person.certificate)
+    write_secret(folder / "person.key", person.key)
     write_secret(folder / "service-accounts.key", _signing_key())
     tokens = {user: secrets.token_hex(16) for user in IDENTITIES}
     lines = (f'{tokens[user]},{user},{user},"{groups}"\n' for user, groups in IDENTITIES.items())
@@ -111,6 +116,7 @@ def api_server(binaries: Path, layout: Layout, ports: Ports, options: Options, a
             f"--advertise-address={address}",
             f"--tls-cert-file={folder / 'apiserver.crt'}",
             f"--tls-private-key-file={folder / 'apiserver.key'}",
+            f"--client-ca-file={layout.authority}",
             f"--token-auth-file={folder / 'tokens.csv'}",
             f"--service-account-key-file={folder / 'service-accounts.key'}",
             f"--service-account-signing-key-file={folder / 'service-accounts.key'}",

@@ -9,7 +9,7 @@ from tools.devcluster import node
 from tools.devcluster.processes import Program
 
 if TYPE_CHECKING:
-    from tools.devcluster.client import Api
+    from tools.devcluster.api import Api
     from tools.devcluster.layout import Layout, Ports
 
 STAGES: Final = Path(__file__).with_name("stages.yaml")

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tools.devcluster import image
+from tools.devcluster.api import JSON_PATCH
 from tools.devcluster.binaries import PLUGINS
-from tools.devcluster.client import JSON_PATCH
 from tools.devcluster.control_plane import NODE
 from tools.devcluster.processes import Program, await_end
 
 if TYPE_CHECKING:
-    from tools.devcluster.client import Api
+    from tools.devcluster.api import Api
     from tools.devcluster.layout import Layout, Ports
 
 GPU_MODEL: Final = "NVIDIA-A100-SXM4-40GB"

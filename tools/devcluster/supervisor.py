@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from tools.devcluster import binaries, control_plane, fake_nodes, node, processes
-from tools.devcluster.client import Api, ApiError
+from tools.devcluster.api import Api, ApiError
 from tools.devcluster.layout import SUPERVISOR, Layout, Options, Ports, free_ports
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ import csv
 import io
 import re
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import msgspec
 import typer
 
-from kfp_gpuquota.cli.arguments.options import on_kubernetes
+from kfp_gpuquota.cli.arguments.options import client, on_kubernetes
 from kfp_gpuquota.cli.display.output import in_json, table
 from kfp_gpuquota.cli.display.terminal import say, say_data
 from kfp_gpuquota.errors import InvalidFieldError, UsageError
@@ -19,7 +19,8 @@ from kfp_gpuquota.errors import InvalidFieldError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfp_gpuquota.cluster.kubernetes.operations.usage import Usage
+    from kfp_gpuquota.api.history import GpuHours
+    from kfp_gpuquota.server.client import Client
 
 _UNITS: Final = {"h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
@@ -34,7 +35,7 @@ class ReportFormat(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("report", short_help="Show GPU-hours by project, on Kubernetes.")(report)
+    app.command("report", short_help="Show GPU-hours by project.")(report)
 
 
 def report(
@@ -45,24 +46,17 @@ def report(
     ] = "",
     output: Annotated[ReportFormat, typer.Option("--output", "-o", help="How to show it.")] = ReportFormat.TABLE,
 ) -> None:
-    """Show how many GPU-hours each project held, within its guarantee and borrowed, and how many were idle.
+    """Show how many GPU-hours each project held, within its guarantee and borrowed.
 
-    The history is that of the Prometheus that scrapes the controller.
+    On Kubernetes the history is that of the Prometheus that scrapes the controller, and GPU-hours that no project held
+    are a row as well. The embedded cluster keeps 400 days.
 
     Examples:
+      gpuquota report --since 7d
       kubectl -n monitoring port-forward service/prometheus 9090 &
       gpuquota --context NAME report --since 30d --prometheus http://localhost:9090 -o csv
     """
-    if not on_kubernetes():
-        raise UsageError("report is for a Kubernetes cluster; choose one with --context NAME")
-    if not prometheus:
-        raise UsageError(
-            "the history is in Prometheus; name it with --prometheus URL or GPUQUOTA_PROMETHEUS, for example after: "
-            "kubectl -n monitoring port-forward service/prometheus 9090"
-        )
-    from kfp_gpuquota.cluster.kubernetes.operations.usage import usage  # noqa: PLC0415 (the embedded cluster needs it not)
-
-    rows = usage(prometheus, _seconds(since))
+    rows = _rows(_seconds(since), prometheus)
     if output is ReportFormat.JSON:
         say_data(in_json(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode()))
     elif output is ReportFormat.CSV:
@@ -71,11 +65,24 @@ def report(
         say(table(("PROJECT", "GUARANTEED", "BORROWED", "GPU-HOURS"), map(_row, rows)))
 
 
-def _row(row: Usage) -> tuple[str, float, float, float]:
+def _rows(since_s: float, prometheus: str) -> Sequence[GpuHours]:
+    if not on_kubernetes():
+        return cast("Client", client()).gpu_hours(since_s)
+    if not prometheus:
+        raise UsageError(
+            "the history is in Prometheus; name it with --prometheus URL or GPUQUOTA_PROMETHEUS, for example after: "
+            "kubectl -n monitoring port-forward service/prometheus 9090"
+        )
+    from kfp_gpuquota.cluster.kubernetes.operations.usage import usage  # noqa: PLC0415 (the embedded cluster needs it not)
+
+    return usage(prometheus, since_s)
+
+
+def _row(row: GpuHours) -> tuple[str, float, float, float]:
     return row.project, row.guaranteed, row.borrowed, row.total
 
 
-def _csv(rows: Sequence[Usage]) -> str:
+def _csv(rows: Sequence[GpuHours]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("project", "guaranteed_gpu_hours", "borrowed_gpu_hours", "gpu_hours"))

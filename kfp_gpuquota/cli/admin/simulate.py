@@ -1,4 +1,4 @@
-"""`gpuquota simulate`: a trace under several policies, as tables and as a picture."""
+"""`gpuquota simulate`: a trace under several policies, as tables and as a picture, or the plan of a cluster's state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.simulator import Result, TraceJob, TraceNode
 
-NodesOption = Annotated[Path, typer.Option("--nodes", metavar="CSV", help="The cluster's nodes.")]
-JobsOption = Annotated[Path, typer.Option("--jobs", metavar="CSV", help="The jobs, with the times of their coming.")]
+NodesOption = Annotated[Path | None, typer.Option("--nodes", metavar="CSV", help="The cluster's nodes.")]
+JobsOption = Annotated[
+    Path | None, typer.Option("--jobs", metavar="CSV", help="The jobs, with the times of their coming.")
+]
+StateOption = Annotated[
+    Path | None,
+    typer.Option("--state", metavar="JSON", help="Plan once from this file of `gpuquota debug state` instead."),
+]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option("--policy", metavar="NAME", help="gpuquota, fifo, static, best-fit; may be repeated; else all."),
@@ -40,12 +46,13 @@ PictureOption = Annotated[Path | None, typer.Option("--picture", metavar="PNG", 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("simulate", short_help="Replay a trace under several policies.")(simulate)
+    app.command("simulate", short_help="Replay a trace, or a cluster's state.")(simulate)
 
 
 def simulate(
-    nodes: NodesOption,
-    jobs: JobsOption,
+    nodes: NodesOption = None,
+    jobs: JobsOption = None,
+    state: StateOption = None,
     policy: PolicyOption = None,
     project_column: ColumnOption = "",
     guaranteed: QuotaOption = None,
@@ -58,11 +65,19 @@ def simulate(
 ) -> None:
     """Replay a trace with the scheduler that runs clusters, in simulated time, under several policies.
 
+    With --state: show the plan of a running cluster's state, and whether it is the one that the cluster makes.
+
     Examples:
       gpuquota simulate --nodes nodes.csv --jobs pods.csv
       gpuquota simulate --nodes nodes.csv --jobs pods.csv --every-node 40 --elastic 20 --picture policies.png
       gpuquota simulate --nodes nodes.csv --jobs jobs.csv --policy gpuquota --guaranteed team-a=20
+      gpuquota simulate --state state.json
     """
+    if state is not None:
+        _replay(state, nodes or jobs, output)
+        return
+    if nodes is None or jobs is None:
+        raise UsageError("give --nodes CSV and --jobs CSV, or --state JSON")
     from kfp_gpuquota.simulator import make_elastic, read_jobs, read_nodes, sped_up, thinned  # noqa: PLC0415
 
     _check(speed=speed, every_node=every_node, elastic=elastic)
@@ -72,6 +87,14 @@ def simulate(
     if picture is not None:
         _draw(results, picture)
     show(results, output, _tables(results))
+
+
+def _replay(state: Path, trace: Path | None, output: Format) -> None:
+    from kfp_gpuquota.cli.admin.replay import show_replay  # noqa: PLC0415 (traces need it not)
+
+    if trace is not None:
+        raise UsageError("--state replays one state; leave out --nodes and --jobs")
+    show_replay(state, output)
 
 
 def _results(

@@ -54,9 +54,9 @@ def uninstall(
     calls = kube_calls()
     removal = Removal(calls, waiting)
     if not removal.steps:
-        say(f"nothing of gpuquota is installed in {calls.credentials.server}")
+        say(f"nothing of gpuquota is installed in {calls.connection.server}")
         return
-    say(f"cluster: {calls.credentials.server}")
+    say(f"cluster: {calls.connection.server}")
     say(table(("REMOVED", "COUNT", "NAMES"), [_row(step) for step in removal.steps]))
     for line in _consequences(removal):
         say(line)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Protocol, cast
 
 import msgspec
 import typer
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kfp_gpuquota.api import Project
-    from kfp_gpuquota.api.wire import Effect
+    from kfp_gpuquota.api.wire import Effect, Outlook, ProjectView
     from kfp_gpuquota.server.client import Client
 
 GpusOption = Annotated[
@@ -41,6 +42,10 @@ DeleteOption = Annotated[
 NodeOption = Annotated[
     list[str] | None, typer.Option("--without-node", metavar="NODE", help="A node is lost; may be repeated.")
 ]
+StateOption = Annotated[
+    Path | None,
+    typer.Option("--state", metavar="JSON", help="Ask this file of `gpuquota debug state` instead of the cluster."),
+]
 NAME = "this-job"
 
 
@@ -59,6 +64,7 @@ def what_if(
     limit: LimitOption = None,
     delete: DeleteOption = None,
     without_node: NodeOption = None,
+    state: StateOption = None,
     project: ProjectOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
@@ -69,10 +75,9 @@ def what_if(
       gpuquota what-if --guaranteed team-b=4 --limit team-b=8
       gpuquota what-if --delete train1 -g 2
       gpuquota what-if --without-node node-3
+      gpuquota what-if --state state.json --guaranteed team-b=4
     """
-    if on_kubernetes():
-        raise UsageError("what-if is answered by the embedded cluster only; leave out the context")
-    reached = cast("Client", client())
+    reached = _answering(state)
     jobs: tuple[JobSpec, ...] = ()
     if gpus is not None or gpu_memory is not None:
         jobs = (_job(gpus, min_gpus, gpu_memory, project_or_configured(project), interactive=interactive),)
@@ -86,6 +91,29 @@ def what_if(
         raise UsageError("name a change, for example: gpuquota what-if -g 2, or --guaranteed team-a=4")
     outlook = reached.what_if(supposed)
     show(outlook, output, "\n".join(_line(*effect) for effect in outlook.effects()) or "nothing would change")
+
+
+class Answering(Protocol):
+    """What answers: a running cluster, or the file of a cluster's state."""
+
+    def get_project(self, name: str) -> ProjectView:
+        """Return one project. Raises NotFoundError."""
+
+    def what_if(self, supposed: Supposition) -> Outlook:
+        """Return the effect of hypothetical changes."""
+
+
+def _answering(state: Path | None) -> Answering:
+    if state is not None:
+        from kfp_gpuquota.cli.arguments.dumps import DumpedCluster, read_dump  # noqa: PLC0415 (a running one needs it not)
+
+        return DumpedCluster(read_dump(state))
+    if on_kubernetes():
+        raise UsageError(
+            "what-if is answered by the embedded cluster, or from a file: gpuquota debug state > state.json, then "
+            "gpuquota what-if --state state.json"
+        )
+    return cast("Client", client())
 
 
 def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: str, *, interactive: bool) -> JobSpec:
@@ -102,7 +130,7 @@ def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: st
     )
 
 
-def _projects(reached: Client, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:
+def _projects(reached: Answering, guaranteed: list[str], limit: list[str]) -> Iterator[Project]:
     """The projects as they would be."""
     rule = "a quota is given as PROJECT=N"
     least, most = pairs("guaranteed", guaranteed, rule), pairs("limit", limit, rule)

@@ -34,15 +34,19 @@ from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, with_status
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.metrics import metrics_text
 from kfp_gpuquota.cluster.local.storage import retention
-from kfp_gpuquota.cluster.local.storage.history import SAMPLE_S, MemoryHistory, UsageHistory
+from kfp_gpuquota.cluster.local.storage.history import SAMPLE_S, MemoryHistory, UsageHistory, gpu_hours
 from kfp_gpuquota.cluster.whatif import outlook
 from kfp_gpuquota.errors import AlreadyExistsError, ConflictError, NotFoundError, StateFileError
+from kfp_gpuquota.scheduler.dump import take_dump
+from kfp_gpuquota.version import __version__
 
 if TYPE_CHECKING:
+    from kfp_gpuquota.api.history import GpuHours
     from kfp_gpuquota.cluster.local.driver import Driver
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.cluster.local.storage.store import Store
+    from kfp_gpuquota.scheduler.dump import StateDump
 
 PREVIOUS_RUN: Final = "previous"
 """In the place of a worker whose log is read: the first worker of the run before the present one."""
@@ -277,6 +281,14 @@ class LocalCluster:
     def what_if(self, supposed: Supposition) -> Outlook:
         """Return the effect of hypothetical changes. Raises NotFoundError for an unknown job or node."""
         return outlook(self._state.scheduler, supposed, self._state.clock())
+
+    def gpu_hours(self, since_s: float) -> tuple[GpuHours, ...]:
+        """Return the projects' GPU-hours of the last `since_s` seconds, the most first."""
+        return gpu_hours(self._store, self._state.clock(), since_s)
+
+    def debug_state(self) -> StateDump:
+        """Return what the planner sees, and the plan that it makes of it."""
+        return take_dump(self._state.scheduler, self._state.clock(), __version__)
 
     # History and logs
 

@@ -77,14 +77,28 @@ def connect(config: RayConfig) -> str:
     if tuple(int(part) for part in ray.__version__.split(".")[:2]) < OLDEST_RAY:
         oldest = ".".join(map(str, OLDEST_RAY))
         raise Refused(f"Ray {ray.__version__} is too old; run: pip install 'ray>={oldest}' on every node")
-    _check_answers(config.address)
+    address = _found(config.address)
+    _check_answers(address)
     try:
-        context: Any = ray.init(
-            address=config.address, namespace="gpuquota", log_to_driver=False, logging_level=logging.ERROR
-        )
+        context: Any = ray.init(address=address, namespace="gpuquota", log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise Refused(_sentence(config, error), final=isinstance(error, RuntimeError)) from error
     return str(context.address_info["gcs_address"])
+
+
+def _found(address: str) -> str:
+    """Return HOST:PORT of the cluster that Ray finds for auto. Raises Refused if it finds none.
+
+    Ray's own connection waits for a recorded head that has ended, and then aborts the process.
+    """
+    if address != "auto":
+        return address
+    from ray._private.services import canonicalize_bootstrap_address  # noqa: PLC0415
+
+    try:
+        return canonicalize_bootstrap_address(address) or address
+    except ConnectionError:
+        raise Refused(f"no Ray cluster was found at {address!r}; start one with: ray start --head") from None
 
 
 def _check_answers(address: str) -> None:

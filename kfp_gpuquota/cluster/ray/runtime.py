@@ -19,6 +19,7 @@ import msgspec
 
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.ray import messages
+from kfp_gpuquota.cluster.ray.bridge_output import copy_without_native_stacks, ended_by
 from kfp_gpuquota.cluster.ray.membership import serving
 from kfp_gpuquota.cluster.ray.messages import NODE_ID
 from kfp_gpuquota.cluster.ray.nodes import (
@@ -52,6 +53,7 @@ FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 15.0
 LOG_S: Final = 15.0
 USED_AFTER_S: Final = 1.5
+OUTPUT_S: Final = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -253,19 +255,25 @@ class RayRuntime:
                 *(sys.executable, "-m", "kfp_gpuquota.cluster.ray.bridge"),
                 *(msgspec.json.encode(self._config).decode(), self._cluster, described, str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
                 cwd="/",
             )
         link = await messages.Link.over(ours)
+        assert process.stderr is not None, "it is a pipe"
+        copying = asyncio.create_task(copy_without_native_stacks(process.stderr, sys.stderr.buffer))
         try:
             async for message in link.receive(messages.FromBridge):
                 self._on_message(message, link)
+            await asyncio.wait({copying}, timeout=OUTPUT_S)  # it ends with the process, which has closed the link
+            self._failure = self._failure or ended_by(await process.wait())
         finally:
             self._link = None
             link.close()
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            copying.cancel()
 
     def _on_message(self, message: messages.FromBridge, link: messages.Link) -> None:
         match message:
@@ -334,6 +342,7 @@ class RayRuntime:
             self._node_id(worker.node): self.nodes[worker.node].labels[ADDRESS] for worker in self._devices.values()
         }
         self._fence.observe(self._seen, with_workers, now)
+        self._used = {node.id: self._used[node.id] for node in self._seen if node.id in self._used}
         self._lose(self._fence.passed(now))
         if self._reports is not None:
             ready = [as_node(node, ready=node.id not in self._fence.held_back) for node in self._seen if node.gpus]

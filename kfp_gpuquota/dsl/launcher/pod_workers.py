@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from kfp_gpuquota.api import WorkerPhase
-from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
 from kfp_gpuquota.cluster.kubernetes.elasticjob import workflows
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 from kfp_gpuquota.dsl.launcher.relay import Relay
 from kfp_gpuquota.dsl.launcher.run_watch import RunWatch
 from kfp_gpuquota.dsl.spec import step_pod
@@ -131,7 +131,7 @@ class PodWorkers:
     def watch_run(self, ended: Callable[[], None]) -> None:
         """Call `ended` from another thread when the run is terminated."""
         if name := step_pod.workflow(self._own):
-            calls = Calls(self._client.calls.credentials, retry_for_s=0.0)
+            calls = Calls(self._client.calls.connection, retry_for_s=0.0)
             self._watch = RunWatch(calls, self._client.namespace, name, ended)
             self._watch.start()
 
@@ -142,7 +142,7 @@ class PodWorkers:
         deleted gracefully, or whose node shuts down, is Failed for a moment first; one deleted with grace period 0 is
         not.
         """
-        calls = Calls(self._client.calls.credentials, retry_for_s=0.0)  # the other connection was interrupted
+        calls = Calls(self._client.calls.connection, retry_for_s=0.0)  # there is no time for more attempts
         if step_pod.timed_out(self._own, time.time()) or self._run_is_over(calls):
             return False
         with contextlib.suppress(GpuQuotaError):  # without permission to delete it, Argo may see it Failed
@@ -174,7 +174,7 @@ class PodWorkers:
         if worker not in {f"{job.spec.name}-{index}" for index in (worker.rpartition("-")[2],) if index.isdecimal()}:
             raise UsageError(f"{worker!r} is not a worker of job {job.spec.name!r}")
         self._delivered.add(worker)
-        calls = Calls(self._client.calls.credentials, retry_for_s=0.0)  # this method runs in a thread of the relay
+        calls = Calls(self._client.calls.connection, retry_for_s=0.0)  # the worker repeats its upload
         path = f"{_JOBS.format(namespace=quote(job.spec.project))}/{quote(job.spec.name)}"
         calls.patch(path, {"metadata": {"annotations": {_outputs_annotation(worker): self._uid}}})
 

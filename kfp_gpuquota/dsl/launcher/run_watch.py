@@ -6,7 +6,6 @@ watches the same object, so that it need not wait for Argo to stop its pod.
 
 from __future__ import annotations
 
-import http.client
 import threading
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
@@ -19,7 +18,7 @@ from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 Json = dict[str, Any]
 
@@ -56,7 +55,7 @@ class RunWatch(threading.Thread):
                     return
             except (NotFoundError, UnauthorizedError):  # no Workflows here, or a role without this right
                 return
-            except (GpuQuotaError, msgspec.MsgspecError, OSError, http.client.HTTPException):
+            except (GpuQuotaError, msgspec.MsgspecError):
                 self._closed.wait(RETRY_S)
 
     def close(self) -> None:
@@ -67,7 +66,7 @@ class RunWatch(threading.Thread):
         """Return True when the run is over, False when the watch has expired before that."""
         query = {"watch": "true", "fieldSelector": f"metadata.name={self._workflow}", "timeoutSeconds": WATCH_S}
         with self._calls.open(self._path, IDLE_TIMEOUT_S, **query) as stream:
-            while line := stream.readline():
+            for line in stream.lines():
                 event = msgspec.json.decode(line, type=_Event)
                 if self._closed.is_set() or event.type == "ERROR":
                     return False

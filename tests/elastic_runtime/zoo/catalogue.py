@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.elastic_runtime.zoo import adversarial, classic, contrastive, defects, language
+from tests.elastic_runtime.zoo import adversarial, classic, contrastive, defects, generative, language, practice
 
-__all__ = ["adversarial", "classic", "contrastive", "defects", "language"]
+__all__ = ["adversarial", "classic", "contrastive", "defects", "generative", "language", "practice"]

@@ -369,3 +369,45 @@ def move(model: nn.Module, moves: list[torch.Tensor], factor: float) -> None:
 @script(modes=("fast",))
 def sharpness_aware_minimisation(**init: Any) -> Any:
     return sharpness_aware(init, always=False)
+
+
+def quasi_newton_steps(line_search: str | None = None, **init: Any) -> Any:
+    """LBFGS evaluates the loss and its gradients several times in each step, and amplifies rounding in float32."""
+    job = elastic_runtime.init(**init)
+    model = mlp().double()
+    optimizer: Any = torch.optim.LBFGS(
+        model.parameters(), lr=0.3, max_iter=4, history_size=5, line_search_fn=line_search
+    )
+    model, optimizer, loader = job.prepare(model, optimizer, vectors())
+    for _epoch in job.epochs(EPOCHS):
+        for x, y in loader:
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
+                optimizer.zero_grad()
+                loss = cross_entropy(model(x.double()), y) + 1e-3 * sum(p.square().sum() for p in model.parameters())
+                job.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+    return model
+
+
+@script(modes=("fast",))
+def quasi_newton(**init: Any) -> Any:
+    return quasi_newton_steps(**init)
+
+
+@script(modes=("fast",))
+def quasi_newton_with_a_line_search(**init: Any) -> Any:
+    return quasi_newton_steps("strong_wolfe", **init)
+
+
+@script(modes=("fast",))
+def normalisation_over_the_whole_batch(**init: Any) -> Any:
+    """With one worker SyncBatchNorm is BatchNorm; its result is the same with more."""
+    job = elastic_runtime.init(**init)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    model: Any = nn.SyncBatchNorm.convert_sync_batchnorm(plain)  # type: ignore[no-untyped-call]
+    model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), images())
+    fit(job, model, optimizer, loader, lambda x, y: cross_entropy(model(x), y))
+    return model

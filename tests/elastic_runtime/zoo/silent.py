@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader, Subset, random_split
 
 import elastic_runtime
 from tests.elastic_runtime.zoo.classic import sharpness_aware
@@ -148,3 +148,25 @@ def rate_counted_by_the_loop(**init: Any) -> Any:
 @script(rehearsed="has other gradients than before", modes=("fast",))
 def parameters_moved_back_though_the_step_was_lost(**init: Any) -> Any:
     return sharpness_aware(init, always=True)
+
+
+@script(rehearsed="one training for each process")
+def folds_in_one_process(**init: Any) -> Any:
+    """Cross-validation: a job for each fold."""
+    models = []
+    data = Samples(vector)
+    for fold in range(2):
+        job = elastic_runtime.init(**init)
+        torch.manual_seed(fold)
+        model = nn.Linear(8, 3)
+        chosen = Subset(data, [i for i in range(48) if i % 2 != fold])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader: Any = DataLoader(chosen, batch_size=GLOBAL_BATCH // 3, shuffle=True)
+        model, optimizer, loader = job.prepare(model, optimizer, loader)
+        for _epoch in job.epochs(1):
+            for x, y in loader:
+                job.backward(cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append(model)
+    return models

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.cluster.kubernetes.controller.cluster_objects import ClusterObjects
     from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
+    from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.objects.core_types import Node
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob, GpuQuota
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
@@ -58,10 +59,11 @@ class ProjectUsage(NamedTuple):
 
 
 class Snapshot:
-    """Updates `cluster`, with the pods of other controllers (`plain`) and the ElasticJobs (`elastic`)."""
+    """Updates `cluster`, with the pods of other controllers (`plain`), the ElasticJobs (`elastic`)
+    and the Ray clusters that change their size (`ray`)."""
 
-    def __init__(self, cluster: ClusterObjects, rules: RulesBook, elastic: ElasticJobs) -> None:
-        self.rules, self.elastic = rules, elastic
+    def __init__(self, cluster: ClusterObjects, rules: RulesBook, elastic: ElasticJobs, ray: RayUnits) -> None:
+        self.rules, self.elastic, self.ray = rules, elastic, ray
         self.state, self.allocator, self.emitted_nodes = cluster.state, cluster.allocator, cluster.emitted_nodes
         self.nodes, self.pods = cluster.nodes, cluster.pods
         self.quotas, self.projects = cluster.quotas, cluster.projects
@@ -96,6 +98,7 @@ class Snapshot:
             if (job := self._jobs.pop(uid, None)) is not None:
                 self._safely(self.put_job, job)
             await slices.yield_if_due()
+        self.ray.start(self.put_pod)
         self._not_emitted = dict(self.pods)
         self.pods.clear()  # others hold this dict: it stays the same one
         for uid in [pod.uid for pod in sorted(self._not_emitted.values(), key=self._start_order)]:
@@ -284,7 +287,7 @@ class Snapshot:
         elif pod.uid in self._foreign or (before is None and self._is_foreign(pod)):
             self._put_foreign(pod)
         else:
-            self.plain.put(pod)
+            self._put_counted(pod)
         if pod.stage is Stage.ENDED:
             self._forget(pod.uid)
 
@@ -302,9 +305,18 @@ class Snapshot:
             self.elastic.drop_pod(pod)
         elif uid in self._foreign:
             self._release_foreign(uid)
+        elif uid not in self.plain.members and self.ray.owns(pod):
+            self.ray.drop_pod(uid)
         else:
             self.plain.drop(uid)
         self._forget(uid)
+
+    def _put_counted(self, pod: PodView) -> None:
+        """Add or update a pod of a team: as a worker of a Ray cluster's unit, or as a job of its own or of a group."""
+        if pod.uid not in self.plain.members and self.ray.owns(pod):
+            self.ray.put_pod(pod)
+        else:
+            self.plain.put(self.ray.ungrouped(pod))
 
     def _forget(self, uid: str) -> None:
         self.pods.pop(uid, None)
@@ -342,4 +354,4 @@ class Snapshot:
         """Count a team's existing pods against its new quota."""
         for pod in [pod for pod in self._foreign.values() if pod.namespace == project]:
             self._release_foreign(pod.uid)
-            self.plain.put(pod)
+            self._put_counted(pod)

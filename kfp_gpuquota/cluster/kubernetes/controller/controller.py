@@ -38,7 +38,10 @@ from kfp_gpuquota.cluster.kubernetes.convert.volumes import Volumes
 from kfp_gpuquota.cluster.kubernetes.elasticjob.reconciler import ElasticJobs
 from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.startup_backoff import ReadyRules
-from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
+from kfp_gpuquota.cluster.kubernetes.kuberay.owners import Owners
+from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
+from kfp_gpuquota.cluster.kubernetes.kuberay.units import Ledger
+from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels, ray_types
 from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
 from kfp_gpuquota.cluster.kubernetes.pods.node_exclusions import NodeExclusions
 from kfp_gpuquota.cluster.kubernetes.pods.pod_actions import PodActions
@@ -140,11 +143,19 @@ class Controller:
             events=self,
             epoch=epoch,
         )
-        self.snapshot = snapshot = Snapshot(cluster, self.rules, self.elastic)
+        self.evictions = Evictions(cluster.pods, self._writer, self.rules, self._pod_events, self)
+        self.ray = RayUnits(
+            Owners(self.limits, self.volumes),
+            Ledger(cluster.emit, cluster.allocator),
+            self._writer,
+            self.evictions,
+            self.events,
+            self.pods,
+        )
+        self.snapshot = snapshot = Snapshot(cluster, self.rules, self.elastic, self.ray)
         self.profiles = Profiles(self._writer, snapshot.quotas, self._record_namespace_event)
         self.default_quotas = DefaultQuotas(self._writer, self.rules, snapshot.quotas, self.profiles.asks)
         self.reflectors = [self.pods, *self._other_reflectors()]
-        self.evictions = Evictions(snapshot.pods, self._writer, self.rules, self._pod_events, self)
         self.actions = PodActions(
             snapshot.plain,
             self._writer,
@@ -153,10 +164,11 @@ class Controller:
             self.evictions,
             self._pod_events,
             self.pods,
+            self.ray,
         )
         self.gangs = Gangs(snapshot.pods, self._put_pod, self._writer)
-        self._waiting = WaitEvents(snapshot.plain, self._pod_events)
-        self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self.elastic.avoid)
+        self._waiting = WaitEvents(snapshot.plain, self.ray, self._pod_events)
+        self._exclusions = NodeExclusions(snapshot.pods, snapshot.put_pod, self._nodes_excluded)
         self._recovery = PodRecovery(
             snapshot.pods,
             snapshot.plain,
@@ -199,6 +211,13 @@ class Controller:
         """Return the number of requests to the API server that wait for a slot, by lane."""
         return self._writer.depth
 
+    def current_state(self) -> scheduler.State | None:
+        """Return the state that the next plan is made of; None until all objects are listed."""
+        if not self.snapshot.complete:
+            return None
+        self.snapshot.catch_up()
+        return self.snapshot.state
+
     async def _load(self) -> None:
         """List all objects, and emit them to the scheduler."""
         for reflector in self.reflectors:
@@ -238,6 +257,10 @@ class Controller:
                 self.volumes.drop_volume,
             ),
             self._reflector("/api/v1/limitranges", core_types.LimitRange, self.limits.put, self.limits.drop),
+            self._reflector(
+                ray_types.CLUSTERS, ray_types.RayCluster, self.ray.put_cluster, self.ray.drop_cluster, optional=True
+            ),
+            self._reflector(ray_types.JOBS, ray_types.RayJob, self.ray.put_job, self.ray.drop_job, optional=True),
             self._reflector(
                 "/api/v1/namespaces", core_types.Namespace, self._namespace_changed, self._namespace_deleted
             ),
@@ -284,6 +307,10 @@ class Controller:
         self.snapshot.put_pod(self._exclusions.apply(self.volumes.apply(view)))
         self.evictions.note(view)
         self._recovery.note(view)
+
+    def _nodes_excluded(self, controller_uid: str, nodes: tuple[str, ...]) -> None:
+        self.elastic.avoid(controller_uid, nodes)
+        self.ray.avoid(controller_uid, nodes)
 
     def _limits_changed(self, namespace: str) -> None:
         self.elastic.limits_changed(namespace)
@@ -420,6 +447,7 @@ class Controller:
 
     def _carry_out(self, plan: scheduler.Plan) -> None:
         self.elastic.decisions.plan(plan)
+        self.ray.carry_out(plan)
         self._waiting.note(plan.waiting)
         for evict in plan.evict:
             self.actions.stop(evict.workers, evict.reason)

@@ -28,7 +28,7 @@ from kfp_gpuquota.cluster.kubernetes.client.leader.leader_election import Leader
 from kfp_gpuquota.cluster.kubernetes.client.process import probes
 from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
-from kfp_gpuquota.cluster.kubernetes.controller import metrics
+from kfp_gpuquota.cluster.kubernetes.controller import debug_state, metrics
 from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
@@ -99,7 +99,12 @@ class Replica:
             credentials = load_credentials(options.kubeconfig, options.context)
             connection = await stack.enter_async_context(Connection(credentials, count=self._metrics.count_call))
             served = probes.serving(
-                self._metrics, options.metrics_port, ready=self._is_ready, refresh=self._look, healthy=self._is_healthy
+                self._metrics,
+                options.metrics_port,
+                ready=self._is_ready,
+                refresh=self._look,
+                healthy=self._is_healthy,
+                further=() if options.reviews_only else (debug_state.route(connection, lambda: self._controller),),
             )
             log.info("metrics and probes on port %d", await stack.enter_async_context(served))
             if options.cert_dir:

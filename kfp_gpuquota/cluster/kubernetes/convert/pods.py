@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 NODE_NAME_FIELD: Final = "metadata.name"
 RAY_NODE_TYPE: Final = "ray.io/node-type"
+RAY_GROUP: Final = "ray.io/group"
 MAX_TIME_S: Final = 10**12
 MAX_GROUP: Final = 10_000  # pods that start together
 _LONGEST_DEVICES: Final = 5 * MAX_DEVICES
@@ -101,7 +102,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     another pod. `excluded_nodes` are nodes on which another pod of its owner did not fit. `grace_s` is its grace
     period, `ends_at` when the grace period of its deletion ends, `reclaimed_at` when an earlier controller began to
     reclaim its GPUs; both are 0 if that has not happened. `stand_in` is the stand-in of an autoscaled pool whose
-    devices it holds (autoscaled_pools.py).
+    devices it holds (autoscaled_pools.py). `ray_group` is the group of its Ray cluster that it belongs to.
     """
 
     uid: str
@@ -141,6 +142,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ends_at: float = 0.0
     reclaimed_at: float = 0.0
     stand_in: str = ""
+    ray_group: str = ""
 
     @property
     def holds(self) -> bool:
@@ -244,6 +246,7 @@ def pod_view(pod: Pod) -> PodView:
         grace_s=int(spec.termination_grace_period_seconds),
         ends_at=meta.deletion_timestamp.timestamp() if meta.deletion_timestamp else 0.0,
         stand_in=stand_in,
+        ray_group=intern(meta.labels.get(RAY_GROUP, "")),
         reclaimed_at=_seconds((meta.annotations or {}).get(labels.RECLAIMED_AT, "")),
         **_wishes(meta.labels, meta.annotations or {}),
     )

@@ -42,4 +42,11 @@ READY: Final = f"{GROUP}/ready"
 LEDGER: Final = f"{GROUP}/ledger"
 SIMULATED: Final = f"{GROUP}/simulated-gpus"
 
+DEBUG_STATE: Final = "/debug/state"
+"""The non-resource URL of what the planner sees."""
 NOTEBOOK: Final = "notebook-name"
+
+# On RayClusters, RayJobs and RayServices (KubeRay).
+ELASTIC: Final = f"{GROUP}/elastic"
+RAY_GROUPS: Final = f"{GROUP}/ray-groups"  # what the user requested of groups whose size the controller has changed
+SUSPENDED: Final = f"{GROUP}/suspended"  # why the controller has suspended the RayJob

@@ -17,7 +17,7 @@ from kfp_gpuquota.errors import NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 Json = dict[str, Any]
 

@@ -25,7 +25,7 @@ from kfp_gpuquota.errors import ConflictError, NotFoundError, UnauthorizedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 Json = dict[str, Any]
 

@@ -12,8 +12,7 @@ import urllib.parse
 import urllib.request
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
+from kfp_gpuquota.api.history import GpuHours
 from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
 
 if TYPE_CHECKING:
@@ -26,16 +25,7 @@ TIMEOUT_S: Final = 60.0
 _HOUR_S: Final = 3600.0
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """GPU-hours of a project, or idle ones (`IDLE_NAME`)."""
-
-    project: str
-    guaranteed: float = 0.0
-    borrowed: float = 0.0
-    total: float = 0.0
-
-
-def usage(prometheus: str, since_s: float) -> list[Usage]:
+def usage(prometheus: str, since_s: float) -> list[GpuHours]:
     """Return the projects' GPU-hours, the most first, then the idle ones.
 
     Raises UsageError for a URL that is not Prometheus', ClusterUnavailableError if it does not respond.
@@ -44,7 +34,7 @@ def usage(prometheus: str, since_s: float) -> list[Usage]:
     for labels, seconds in _query(prometheus, HELD.format(since=since)):
         held.setdefault(labels.get("project", ""), {})[labels.get("kind", "")] = seconds / _HOUR_S
     rows = [
-        Usage(
+        GpuHours(
             project=project,
             guaranteed=round(kinds.get("guaranteed", 0.0), 2),
             borrowed=round(kinds.get("borrowed", 0.0), 2),
@@ -54,7 +44,7 @@ def usage(prometheus: str, since_s: float) -> list[Usage]:
     ]
     idle = sum(seconds for _, seconds in _query(prometheus, IDLE.format(since=since))) / _HOUR_S
     rows.sort(key=lambda row: (-row.total, row.project))
-    return [*rows, Usage(project=IDLE_NAME, total=round(idle, 2))]
+    return [*rows, GpuHours(project=IDLE_NAME, total=round(idle, 2))]
 
 
 def _query(prometheus: str, expression: str) -> Iterator[tuple[dict[str, str], float]]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.writes.request import Write
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.pods.eviction import Evictions
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
@@ -53,10 +54,11 @@ class PodActions:
         evictions: Evictions,
         recorder: PodEventRecorder,
         written_pods: WrittenPods,
+        ray: RayUnits,
     ) -> None:
         self._pods, self._writer, self._recorder, self._written_pods = pods, writer, recorder, written_pods
         self._reservations, self._rules = reservations, rules
-        self._evictions = evictions
+        self._evictions, self._ray = evictions, ray
         self._pod = msgspec.json.Decoder(Pod)
 
     def start(self, job: str, placements: Iterable[scheduler.Placement], reason: Reason) -> None:
@@ -88,8 +90,10 @@ class PodActions:
         """Evict a pod that cannot stay on its node, so that its owner recreates it."""
         if pod.uid in self._pods.members:
             self._pods.assume_leaving(pod.uid)
-            self._recorder.record(pod, reason, why)
-            self._evictions.evict(pod, bounded=False)
+        elif not self._ray.leave(pod.uid):
+            return
+        self._recorder.record(pod, reason, why)
+        self._evictions.evict(pod, bounded=False)
 
     def _prepare(self, pod: PodView, admission: Write) -> None:
         """Reserve shared GPUs, wait until the pod's part is free, write its GPU configuration, then admit it."""

@@ -148,7 +148,7 @@ class PodRecovery:
 
     def _not_ready(self, pod: PodView) -> None:
         """Evict a pod that does not start; its owner's next pod waits at the gate, and gets another node."""
-        if pod.uid not in self._plain.members:
+        if self._elastic.owns(pod):
             return
         failure = pod.start_failure or "its volumes or its network are not ready"
         why = f"it did not start on node {pod.node} in {self._timeout_s:g} s: {failure}"
@@ -164,7 +164,7 @@ class PodRecovery:
         """Evict a pod for which the autoscaler adds no node, if its owner recreates it, so that it is queued again."""
         failure = pod.start_failure or "kube-scheduler has reported no reason"
         why = f"the autoscaler added no node for it in {self._timeout_s:g} s: {failure}"
-        if pod.uid in self._plain.members and self._rules.rules.recreates(pod):
+        if not self._elastic.owns(pod) and self._rules.rules.recreates(pod):
             self._released.inc()
             self._actions.remake(pod, "NoNodeCame", f"{why}; its GPUs are released")
         else:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Reason
     from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView
+    from kfp_gpuquota.cluster.kubernetes.kuberay.reconciler import RayUnits
     from kfp_gpuquota.cluster.kubernetes.pods.plain_pods import PlainPods
     from kfp_gpuquota.cluster.kubernetes.pods.pod_event_recorder import PodEventRecorder
 
@@ -39,8 +40,8 @@ class Reported(NamedTuple):
 class WaitEvents:
     """Waiting pods and their last events."""
 
-    def __init__(self, pods: PlainPods, recorder: PodEventRecorder) -> None:
-        self._pods, self._recorder = pods, recorder
+    def __init__(self, pods: PlainPods, ray: RayUnits, recorder: PodEventRecorder) -> None:
+        self._pods, self._ray, self._recorder = pods, ray, recorder
         self._reasons: Mapping[str, Reason] = {}
         self._reported: dict[str, Reported] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -72,7 +73,7 @@ class WaitEvents:
 
     def _waiting(self) -> Iterator[tuple[PodView, str, str]]:
         for uid, reason in self._reasons.items():
-            if pods := self._pods.waiting_of(uid):
+            if pods := self._pods.waiting_of(uid) or self._ray.waiting_of(uid):
                 yield pods[0], reason.code.value, reason.message
         for gathered in self._pods.gathering.values():
             views = [member.view for member in gathered.values()]

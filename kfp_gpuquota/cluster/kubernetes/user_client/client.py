@@ -6,8 +6,6 @@ It calls the API server directly: RBAC decides what its user may do.
 from __future__ import annotations
 
 import base64
-import http.client
-import json
 import time
 import uuid
 from contextlib import suppress
@@ -20,10 +18,10 @@ from kfp_gpuquota.api import Phase
 from kfp_gpuquota.api.queue import Queued, queued
 from kfp_gpuquota.api.wire import EventList, Health, JobList, Lease, LogChunk, NodeView, ProjectView
 from kfp_gpuquota.cluster.jobs.records import Intent
-from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
 from kfp_gpuquota.cluster.kubernetes.objects import core_types, custom_types, labels
 from kfp_gpuquota.cluster.kubernetes.quota import workload_policies
 from kfp_gpuquota.cluster.kubernetes.user_client import views
+from kfp_gpuquota.cluster.kubernetes.user_client.calls import RETRY_FOR_S, Calls
 from kfp_gpuquota.cluster.kubernetes.user_client.pod_log import POLL_S, PodLog
 from kfp_gpuquota.errors import (
     AlreadyExistsError,
@@ -41,12 +39,11 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job, JobSpec, Project
     from kfp_gpuquota.api.policy import WorkloadPolicy
-    from kfp_gpuquota.cluster.kubernetes.client.http.credentials import Credentials
+    from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection
 
 Json = dict[str, Any]
 T = TypeVar("T")
 
-RETRY_FOR_S: Final = 30.0
 _GROUP: Final = f"/apis/{labels.API_VERSION}"
 QUOTAS: Final = f"{_GROUP}/gpuquotas"
 _CANCELLED: Final = "gpuquota-cancel"
@@ -61,19 +58,19 @@ class _Namespace(core_types.Struct, frozen=True):
 class KubernetesClient:
     """The jobs and quotas of one API server. A project is a namespace. Raises the errors of `kfp_gpuquota.errors`."""
 
-    def __init__(self, credentials: Credentials, *, image: str = "", retry_for_s: float = RETRY_FOR_S) -> None:
-        self.calls = Calls(credentials, retry_for_s=retry_for_s)
+    def __init__(self, connection: Connection, *, image: str = "", retry_for_s: float = RETRY_FOR_S) -> None:
+        self.calls = Calls(connection, retry_for_s=retry_for_s)
         self._image = image
         self._logs: dict[tuple[str, str], PodLog] = {}
 
     @property
     def namespace(self) -> str:
-        """Return the credentials' namespace, which is the default project."""
-        return self.calls.credentials.namespace
+        """Return the context's namespace, which is the default project."""
+        return self.calls.connection.namespace
 
     def health(self) -> Health:
         """Return the version and the API server's URL."""
-        return Health(version=__version__, pid=0, home=self.calls.credentials.server, started_at=0.0)
+        return Health(version=__version__, pid=0, home=self.calls.connection.server, started_at=0.0)
 
     # Projects and nodes
 
@@ -88,7 +85,7 @@ class KubernetesClient:
     def get_project(self, name: str) -> ProjectView:
         """Return a project. Raises NotFoundError."""
         try:
-            found = _decode(self.calls.get(f"{QUOTAS}/{quote(name)}"), custom_types.GpuQuota)
+            found = self.calls.read(f"{QUOTAS}/{quote(name)}", custom_types.GpuQuota)
         except NotFoundError:
             raise NotFoundError(
                 f"project {name!r} has no GPU quota; an admin sets it in its Profile, or with: "
@@ -115,7 +112,7 @@ class KubernetesClient:
             raise ConflictError(f"the quota of {project.name!r} was changed in the meantime; read it again and retry")
         path, wanted = f"{QUOTAS}/{quote(project.name)}", views.gpu_quota(project)
         try:
-            before = _decode(self.calls.get(path), custom_types.GpuQuota)
+            before = self.calls.read(path, custom_types.GpuQuota)
         except NotFoundError:
             return self.create_project(project)
         if before.metadata.labels.get(labels.SOURCE) == "profile":
@@ -130,7 +127,7 @@ class KubernetesClient:
     def quota_gap(self, name: str) -> str:
         """Return a warning if the namespace is not labelled, so that its pods start without a quota; else ""."""
         try:
-            found = _decode(self.calls.get(f"/api/v1/namespaces/{quote(name)}"), _Namespace)
+            found = self.calls.read(f"/api/v1/namespaces/{quote(name)}", _Namespace)
         except NotFoundError:
             return f"namespace {name!r} does not exist; a team needs one, a department does not"
         if found.metadata.labels.get(labels.MANAGED) == "true":
@@ -162,7 +159,7 @@ class KubernetesClient:
         except AlreadyExistsError:
             cleared = dict.fromkeys(custom_types.PolicySpec.__struct_encode_fields__)
             self.calls.patch(path, {"spec": {**cleared, **wanted["spec"]}})
-        return workload_policies.policy_of(_decode(self.calls.get(path), custom_types.PolicyObject))
+        return workload_policies.policy_of(self.calls.read(path, custom_types.PolicyObject))
 
     def delete_policy(self, name: str) -> None:
         """Delete a policy. Raises NotFoundError."""
@@ -226,7 +223,7 @@ class KubernetesClient:
                     f"project {spec.project!r} already has a job {spec.name!r}; choose another name, or delete it "
                     f"first: gpuquota delete -p {spec.project} {spec.name}"
                 ) from None
-        return views.job_of(_decode(made, custom_types.ElasticJob))
+        return views.job_of(msgspec.json.decode(msgspec.json.encode(made), type=custom_types.ElasticJob))
 
     def list_jobs(
         self, project: str = "", *, name: str = "", after: int | None = None, timeout_s: float = 0.0
@@ -239,14 +236,14 @@ class KubernetesClient:
         """
         if after is not None and timeout_s > 0:
             self._await_change(project, name, after, timeout_s)
-        listed = self.calls.get(_jobs(project), **_named(name))
-        found = [_decode(item, custom_types.ElasticJob) for item in listed.get("items", [])]
+        listed = self.calls.read(_jobs(project), core_types.Page[custom_types.ElasticJob], **_named(name))
+        found = listed.items or []
         pods = self._pods(project, name) if found else {}
         jobs = []
         for each in found:
             with suppress(InvalidFieldError):
                 jobs.append(views.job_of(each, pods.get((each.metadata.namespace, each.metadata.name), ())))
-        return JobList(revision=int(listed["metadata"]["resourceVersion"]), jobs=tuple(jobs))
+        return JobList(revision=int(listed.metadata.resource_version), jobs=tuple(jobs))
 
     def job_pages(self, project: str, size: int) -> Iterator[JobList]:
         """Yield all jobs, or those of a project, in one list, which the API server answers from its cache."""
@@ -265,7 +262,7 @@ class KubernetesClient:
 
     def get_job(self, project: str, name: str) -> Job:
         """Return a job. Raises NotFoundError."""
-        stored = _decode(self._found(project, name), custom_types.ElasticJob)
+        stored = self._found(project, name)
         return views.job_of(stored, self._pods(project, name).get((project, name), ()))
 
     def delete_job(self, project: str, name: str) -> None:
@@ -310,7 +307,7 @@ class KubernetesClient:
     def _take_over(self, project: str, name: str, lease: Lease) -> None:
         """Acquire the lease in the version that was read; of two concurrent attempts only one succeeds."""
         for _ in range(_TAKE_OVERS):
-            stored = _decode(self._found(project, name), custom_types.ElasticJob)
+            stored = self._found(project, name)
             if _is_stopping(stored):
                 raise ConflictError(f"job {name!r} is being stopped, and cannot be taken over; submit it again instead")
             version = {"op": "test", "path": "/metadata/resourceVersion", "value": stored.metadata.resource_version}
@@ -378,9 +375,9 @@ class KubernetesClient:
 
     # Requests
 
-    def _found(self, project: str, name: str) -> Json:
+    def _found(self, project: str, name: str) -> custom_types.ElasticJob:
         try:
-            return self.calls.get(_job(project, name))
+            return self.calls.read(_job(project, name), custom_types.ElasticJob)
         except NotFoundError:
             raise NotFoundError(f"project {project!r} has no job {name!r}; see: gpuquota list -p {project}") from None
 
@@ -392,7 +389,8 @@ class KubernetesClient:
         return self.get_job(project, name)
 
     def _items(self, path: str, kind: type[T], **query: object) -> list[T]:
-        return [_decode(item, kind) for item in self.calls.get(path, **query).get("items", [])]
+        page: core_types.Page[T] = self.calls.read(path, core_types.Page[kind], **query)  # type: ignore[valid-type]
+        return page.items or []
 
     def _pods(self, project: str, name: str = "") -> dict[tuple[str, str], list[core_types.Pod]]:
         path = f"/api/v1/namespaces/{quote(project)}/pods" if project else "/api/v1/pods"
@@ -408,10 +406,8 @@ class KubernetesClient:
     def _await_change(self, project: str, name: str, after: int, timeout_s: float) -> None:
         """Wait until one of the jobs has changed. A revision that is too old counts as a change."""
         query = {"watch": "true", "resourceVersion": after, "timeoutSeconds": int(timeout_s) or 1, **_named(name)}
-        with suppress(RunError, UsageError, OSError, http.client.HTTPException):
-            stream = self.calls.open(_jobs(project), timeout_s + 5, **query)
-            with stream:
-                stream.readline()
+        with suppress(RunError, UsageError), self.calls.open(_jobs(project), timeout_s + 5, **query) as stream:
+            next(stream.lines(), None)
 
 
 def _is_stopping(stored: custom_types.ElasticJob) -> bool:
@@ -433,7 +429,3 @@ def _jobs(project: str) -> str:
 
 def _job(project: str, name: str) -> str:
     return f"{_jobs(project)}/{quote(name)}"
-
-
-def _decode(item: Json, kind: type[T]) -> T:
-    return msgspec.json.decode(json.dumps(item), type=kind)

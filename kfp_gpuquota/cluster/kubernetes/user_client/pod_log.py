@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import time
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
+from kfp_gpuquota.cluster.kubernetes.user_client.connection import PIECE
 from kfp_gpuquota.errors import NotFoundError, RunError, UsageError
 
 if TYPE_CHECKING:
-    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
+    from kfp_gpuquota.cluster.kubernetes.user_client.connection import Response
 
-PIECE: Final = 1 << 16
 POLL_S: Final = 0.5
 SILENCE_S: Final = 25.0
 
@@ -24,7 +24,7 @@ class PodLog:
         self._calls = calls
         self._path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(pod)}/log"
         self.offset = offset
-        self._stream: http.client.HTTPResponse | None = None
+        self._stream: Response | None = None
         self._over = False
 
     def read(self, timeout_s: float) -> tuple[bytes, bool]:
@@ -36,14 +36,14 @@ class PodLog:
                 self._skip(self.offset)
             except NotFoundError:
                 return b"", False
-            except (RunError, UsageError, OSError, http.client.HTTPException):  # its container has not started
+            except (RunError, UsageError):  # its container has not started
                 self.close()
                 if time.monotonic() >= deadline:
                     return b"", True
                 time.sleep(POLL_S)
         try:
-            text = self._stream.read1(PIECE)
-        except (OSError, http.client.HTTPException):  # no output within SILENCE_S, or the connection was closed
+            text = self._stream.read_piece()
+        except RunError:  # no output within SILENCE_S, or the connection was closed
             self.close()
             return b"", True
         self.offset += len(text)
@@ -75,5 +75,5 @@ class PodLog:
 
     def _skip(self, size: int) -> None:
         assert self._stream is not None
-        while size > 0 and (text := self._stream.read1(min(size, PIECE))):
+        while size > 0 and (text := self._stream.read_piece(min(size, PIECE))):
             size -= len(text)

@@ -1,1 +1,1 @@
-"""HTTP to the API server: asynchronous and blocking clients, and their credentials."""
+"""HTTP from the controller and the node agent to the API server: an asynchronous client, and its credentials."""

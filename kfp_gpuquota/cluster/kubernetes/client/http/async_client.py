@@ -184,7 +184,7 @@ class Connection:
 
     def _headers(self) -> CIMultiDict[str]:
         # Compression would cost the API server and this process more than the cluster's network costs.
-        headers = CIMultiDict(self._credentials.headers, Accept=JSON)
+        headers = CIMultiDict(Accept=JSON)
         headers["Accept-Encoding"] = "identity"
         headers["User-Agent"] = USER_AGENT
         if token := self._credentials.token():

@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 from kfp_gpuquota.cluster.kubernetes.client.http.sockets import listen
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from prometheus_client import CollectorRegistry
 
@@ -32,8 +32,9 @@ async def serving(
     ready: Callable[[], bool],
     refresh: Callable[[], None],
     healthy: Callable[[], str] = lambda: "",
+    further: Iterable[web.RouteDef] = (),
 ) -> AsyncIterator[int]:
-    """Serve /metrics, /healthz and /readyz; yield the port.
+    """Serve /metrics, /healthz, /readyz and the `further` routes, which check their requests; yield the port.
 
     `refresh()` updates the metrics before they are read; `healthy()` returns a problem, "" if there is none.
     """
@@ -50,7 +51,7 @@ async def serving(
         return web.Response(text="ok") if ready() else web.Response(status=503, text="not ready")
 
     app = web.Application()
-    app.add_routes([web.get("/metrics", show), web.get("/healthz", health), web.get("/readyz", readiness)])
+    app.add_routes([web.get("/metrics", show), web.get("/healthz", health), web.get("/readyz", readiness), *further])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

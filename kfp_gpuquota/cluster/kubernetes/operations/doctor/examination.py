@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kfp_gpuquota.cluster.findings import Finding
-    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 CHECKS: Final[tuple[Callable[[Facts], Iterator[Finding]], ...]] = (
     checks_installation.readable,

@@ -19,7 +19,7 @@ from kfp_gpuquota.errors import GpuQuotaError, NotFoundError, UnauthorizedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfp_gpuquota.cluster.kubernetes.client.http.blocking_client import Calls
+    from kfp_gpuquota.cluster.kubernetes.user_client.calls import Calls
 
 Json = dict[str, Any]
 
@@ -137,7 +137,7 @@ class Reader:
     def _clock(self) -> float:
         with self._calls.open("/version", timeout_s=15.0) as response:
             response.read()
-            return parsedate_to_datetime(response.headers["Date"]).timestamp()
+            return parsedate_to_datetime(response.header("Date")).timestamp()
 
     def _version(self) -> tuple[int, int]:
         found = self._calls.get("/version")

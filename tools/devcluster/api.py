@@ -1,15 +1,21 @@
-"""A small blocking client of an API server, for tests and for setting a cluster up: dicts in, dicts out."""
+"""Requests of tests, and of a cluster's setup, to its API server: dicts in, dicts out, by the official client's pool.
+
+Unlike `user_client.calls.Calls`, it raises what the server answers as it is, and acts as any identity.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
-import ssl
 import time
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote
 
 import msgspec
+
+from kfp_gpuquota.cluster.kubernetes.user_client.connection import Connection, url
+from kfp_gpuquota.errors import ClusterUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,29 +47,23 @@ class ApiError(Exception):
 class Api:
     """Requests as one identity. Paths are the API's own: /api/v1/namespaces/default/pods/NAME."""
 
-    def __init__(self, server: str, authority: Path, headers: Headers) -> None:
-        self._server, self._authority, self._headers = server, authority, headers
-        self._context = ssl.create_default_context(cafile=authority)
-        self._idle: http.client.HTTPSConnection | None = None
+    def __init__(self, connection: Connection, headers: Headers | None = None) -> None:
+        self._connection = connection
+        self._headers = connection.headers() if headers is None else headers
 
     @classmethod
     def of_kubeconfig(cls, path: Path) -> Api:
-        """The client that a kubeconfig of this package describes."""
-        config = json.loads(path.read_bytes())
-        cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
-        headers = [("Authorization", f"Bearer {user['token']}")]
-        if "as" in user:
-            headers += _impersonation(user["as"], user.get("as-groups", []))
-        return cls(cluster["server"], cluster["certificate-authority"], headers)
+        """The client that a kubeconfig describes."""
+        return cls(Connection.open(str(path)))
 
     def as_user(self, user: str, *groups: str, extra: dict[str, str] | None = None) -> Api:
         """The same server as another user (impersonation, so RBAC and admission see that user, with `extra` fields)."""
         more = [(f"Impersonate-Extra-{quote(name, safe='')}", value) for name, value in (extra or {}).items()]
-        return Api(self._server, self._authority, [*self._headers, *_impersonation(user, list(groups)), *more])
+        return Api(self._connection, [*self._headers, *_impersonation(user, list(groups)), *more])
 
     def with_token(self, token: str) -> Api:
         """The same server with another bearer token, for example a service account's."""
-        return Api(self._server, self._authority, [("Authorization", f"Bearer {token}")])
+        return Api(self._connection, [("Authorization", f"Bearer {token}")])
 
     def get(self, path: str, **query: str) -> Object:
         """One object or a list."""
@@ -71,8 +71,7 @@ class Api:
 
     def text(self, path: str, **query: str) -> str:
         """What is no JSON, as a container's log."""
-        target = f"{path}?{urlencode(query)}" if query else path
-        status, answer = self._exchange("GET", target, None, self._headers)
+        status, answer = self._exchange("GET", url(path, query), None, self._headers)
         if status >= http.client.BAD_REQUEST:
             raise ApiError(status, _decoded(answer))
         return answer.decode(errors="replace")
@@ -121,7 +120,7 @@ class Api:
         """Return whether the API server reports that it is ready."""
         try:
             return self.text("/readyz") == "ok"
-        except (ApiError, OSError, http.client.HTTPException):
+        except (ApiError, OSError):
             return False
 
     def until_served(self, collection: str, timeout_s: float = TIMEOUT_S) -> None:
@@ -161,21 +160,18 @@ class Api:
         """(ADDED, MODIFIED or DELETED, object) until `timeout_s` is over; what exists comes first."""
         deadline = time.monotonic() + timeout_s
         whole = {**(query or {}), "watch": "1", "timeoutSeconds": str(int(timeout_s) + 1)}
-        connection = self._connect(timeout_s)
-        try:
-            answer = _send(connection, "GET", f"{collection}?{urlencode(whole)}", None, self._headers)
+        target = url(collection, whole)
+        with (
+            contextlib.suppress(ClusterUnavailableError),  # no event within the time
+            self._connection.send("GET", target, self._headers, timeout_s=timeout_s) as answer,
+        ):
             if answer.status >= http.client.BAD_REQUEST:
                 raise ApiError(answer.status, _decoded(answer.read()))
-            while (left := deadline - time.monotonic()) > 0:
-                connection.sock.settimeout(left)
-                if not (line := answer.readline()):
-                    return
+            for line in answer.lines():
                 event = json.loads(line)
                 yield event["type"], event["object"]
-        except TimeoutError:
-            return
-        finally:
-            connection.close()
+                if time.monotonic() > deadline:
+                    return
 
     def request(
         self,
@@ -190,9 +186,9 @@ class Api:
 
         Repeated while a server that has just started reads its storage; not where an eviction is put off.
         """
-        target = f"{path}?{urlencode(query)}" if query else path
+        target = url(path, query or {})
         content = None if body is None else json.dumps(body).encode()
-        headers = [*self._headers, ("Content-Type", content_type), ("Accept", JSON)]
+        headers = [*self._headers, ("Content-Type", content_type)]
         deadline = time.monotonic() + BUSY_S
         while True:
             status, answer = self._exchange(method, target, content, headers)
@@ -204,39 +200,16 @@ class Api:
         return _decoded(answer)
 
     def _exchange(self, method: str, target: str, body: bytes | None, headers: Headers) -> tuple[int, bytes]:
-        connection, self._idle = self._idle, None
-        reused = connection is not None
-        connection = connection or self._connect(WATCH_S)
+        """Return status and body. Raises ConnectionError."""
         try:
-            answer = _send(connection, method, target, body, headers)
-            content = answer.read()
-        except (http.client.RemoteDisconnected, ConnectionError, ssl.SSLError):
-            connection.close()
-            if not reused:
-                raise
-            # the server had closed an idle connection, so nothing of the request was read
-            return self._exchange(method, target, body, headers)
-        self._idle = connection
-        return answer.status, content
-
-    def _connect(self, timeout_s: float) -> http.client.HTTPSConnection:
-        return http.client.HTTPSConnection(urlsplit(self._server).netloc, context=self._context, timeout=timeout_s)
+            with self._connection.send(method, target, headers, body, timeout_s=WATCH_S) as answer:
+                return answer.status, answer.read()
+        except ClusterUnavailableError as error:
+            raise ConnectionError(error.message) from error
 
 
 def _impersonation(user: str, groups: list[str]) -> list[tuple[str, str]]:
     return [("Impersonate-User", user), *(("Impersonate-Group", group) for group in groups)]
-
-
-def _send(
-    connection: http.client.HTTPSConnection, method: str, target: str, body: bytes | None, headers: Headers
-) -> http.client.HTTPResponse:
-    connection.putrequest(method, target)
-    for name, value in headers:
-        connection.putheader(name, value)
-    if body is not None:
-        connection.putheader("Content-Length", str(len(body)))
-    connection.endheaders(body)
-    return connection.getresponse()
 
 
 def _one(path: str) -> tuple[str, dict[str, str]]:

@@ -1,0 +1,45 @@
+"""`gpuquota debug`: what a cluster's planner sees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import typer
+
+from kfp_gpuquota.cli.arguments.options import client, on_kubernetes
+from kfp_gpuquota.cli.display.output import in_json
+from kfp_gpuquota.cli.display.terminal import say_data
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.server.client import Client
+
+app = typer.Typer(help="What a cluster's planner sees.", no_args_is_help=True)
+
+
+@app.callback()
+def debug() -> None:
+    """Show what a cluster's planner sees."""
+
+
+@app.command("state", short_help="Write projects, nodes, jobs and workers as JSON.")
+def state() -> None:
+    """Write what the planner sees as JSON: projects, nodes, jobs, workers, the time, and the plan that it makes.
+
+    The file has names of jobs and labels of nodes, but no environment, command or Secret of any job. On Kubernetes this
+    needs kubectl and the rights of the Role gpuquota-debug in gpuquota-system.
+
+    Examples:
+      gpuquota debug state > state.json
+      gpuquota --context NAME debug state > state.json
+      gpuquota simulate --state state.json
+    """
+    say_data(in_json(_state().decode()))
+
+
+def _state() -> bytes:
+    if not on_kubernetes():
+        return cast("Client", client()).debug_state()
+    from kfp_gpuquota.cluster.connect import kube_calls, kube_context  # noqa: PLC0415 (the embedded cluster needs it not)
+    from kfp_gpuquota.cluster.kubernetes.operations.debug_state import read  # noqa: PLC0415
+
+    return read(kube_calls(), kube_context() or "")

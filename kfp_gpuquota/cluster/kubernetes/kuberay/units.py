@@ -1,0 +1,178 @@
+"""Tracks the pods of one unit as the workers of a job of the scheduler. No I/O.
+
+A slot is a worker: it holds devices from the plan that assigned them until its pod has ended.
+
+| event                                  | slot                                        | scheduler's event       |
+|----------------------------------------|---------------------------------------------|-------------------------|
+| planned                                | new, without a pod                          | WorkerStarted           |
+| a gated pod of its group waits         | has the pod, which is admitted to its node  |                         |
+| an admitted pod without a slot is seen | new (after a restart)                       | WorkerStarted           |
+| asked to leave, or its pod is deleted  | leaves                                      | WorkerLeaving           |
+| its pod has ended; none appeared       | removed                                     | WorkerGone              |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kfp_gpuquota import scheduler
+from kfp_gpuquota.cluster.kubernetes.convert.pods import PodView, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
+    from kfp_gpuquota.cluster.kubernetes.kuberay.specs import Request
+
+
+@dataclass(slots=True)
+class Slot:
+    """A planned worker. `reclaimed`: it leaves because its GPUs are borrowed, so that the reclaim bound applies.
+
+    `by_kuberay`: KubeRay deletes its pod for a patch of its group, so no eviction is requested at first.
+    """
+
+    id: str
+    group: str
+    node: str
+    devices: tuple[int, ...]
+    since: float
+    pod: PodView | None = None
+    leaving: bool = False
+    reclaimed: bool = False
+    by_kuberay: bool = False
+
+    @property
+    def terminating(self) -> bool:
+        """Return whether its pod is being deleted."""
+        return self.pod is not None and self.pod.stage is Stage.TERMINATING
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Where slots are accounted: the scheduler's state and the devices of nodes."""
+
+    emit: Callable[[scheduler.Event], None]
+    allocator: DeviceAllocator
+
+
+@dataclass
+class Unit:
+    """A job of the scheduler whose pods KubeRay creates. `owner_uid` is that of its RayJob or RayCluster.
+
+    `paused`: the user has suspended it, or its group requests no replicas. `ended`: it gets no more workers, and is
+    removed with its last one.
+    """
+
+    uid: str
+    owner_uid: str
+    namespace: str
+    at: float
+    request: Request
+    ledger: Ledger
+    movable: bool
+    slots: dict[str, Slot] = field(default_factory=dict)
+    waiting: dict[str, PodView] = field(default_factory=dict)
+    paused: bool = False
+    ended: bool = False
+    _by_pod: dict[str, Slot] = field(default_factory=dict)
+    _made: int = 0
+
+    def submit(self) -> None:
+        """Submit it to the scheduler."""
+        request = self.request
+        self.ledger.emit(
+            scheduler.JobSubmitted(self.uid, request.spec, self.at, movable=self.movable, parts=request.parts)
+        )
+
+    def update(self, request: Request) -> None:
+        """Apply a changed request; what pods of other sizes request counts from their next start on."""
+        if request != self.request and not self.ended:
+            self.request = request
+            self.ledger.emit(scheduler.JobUpdated(self.uid, request.spec))
+
+    def pause(self, *, paused: bool) -> None:
+        """Exclude it from planning, or include it again."""
+        if paused != self.paused and not self.ended:
+            self.paused = paused
+            self.ledger.emit(scheduler.JobSuspended(self.uid) if paused else scheduler.JobResumed(self.uid))
+
+    def end(self) -> bool:
+        """Start no more workers; return whether it holds nothing, and is removed."""
+        for slot in self.missing():
+            self.release(slot)
+        if not self.ended:
+            self.ended = True
+            self.ledger.emit(scheduler.JobCompleting(self.uid))
+        if self.slots:
+            return False
+        self.ledger.emit(scheduler.JobRemoved(self.uid))
+        return True
+
+    # Slots
+
+    def plan(self, placements: tuple[scheduler.Placement, ...], now: float) -> list[Slot]:
+        """Return a new slot for each placement."""
+        only = next(iter(self.request.gpus))
+        return [self._slot(one.part or only, one.node, one.devices, now) for one in placements]
+
+    def adopt(self, pod: PodView) -> Slot:
+        """Return a new slot for a pod that was admitted before."""
+        slot = self._slot(pod.ray_group, pod.node, pod.devices, pod.created)
+        self.attach(slot, pod)
+        return slot
+
+    def attach(self, slot: Slot, pod: PodView) -> None:
+        """Give the slot its pod."""
+        self.waiting.pop(pod.uid, None)
+        slot.pod = pod
+        self._by_pod[pod.uid] = slot
+
+    def detach(self, slot: Slot) -> None:
+        """Take the slot's pod, which was not admitted, from it."""
+        if slot.pod is not None:
+            self._by_pod.pop(slot.pod.uid, None)
+            slot.pod = None
+
+    def slot_of(self, pod_uid: str) -> Slot | None:
+        """Return the slot of a pod, if it has one."""
+        return self._by_pod.get(pod_uid)
+
+    def missing(self, group: str = "") -> list[Slot]:
+        """Return the slots (of a group) that have no pod."""
+        return [slot for slot in self.slots.values() if slot.pod is None and group in {"", slot.group}]
+
+    def pods(self, group: str) -> Iterator[Slot]:
+        """Return the slots of a group that have pods."""
+        return (slot for slot in self.slots.values() if slot.pod is not None and slot.group == group)
+
+    def leave(self, slot: Slot, now: float | None) -> None:
+        """Record that the slot's worker was asked to leave."""
+        if not slot.leaving:
+            slot.leaving = True
+            self.ledger.emit(scheduler.WorkerLeaving(slot.id, now))
+
+    def stay(self, slot: Slot) -> None:
+        """Record that the slot's worker stays, because another one leaves instead."""
+        self.release(slot)
+        pod = slot.pod
+        assert pod is not None, "only workers with pods are asked to leave"
+        self.attach(self._slot(slot.group, slot.node, slot.devices, slot.since), pod)
+
+    def release(self, slot: Slot) -> None:
+        """Release the slot's devices."""
+        del self.slots[slot.id]
+        if slot.pod is not None:
+            self._by_pod.pop(slot.pod.uid, None)
+        self.ledger.allocator.release(slot.id)
+        self.ledger.emit(scheduler.WorkerGone(slot.id))
+
+    def _slot(self, group: str, node: str, devices: tuple[int, ...] | None, at: float) -> Slot:
+        self._made += 1
+        name = f"{self.uid}/{self._made}"
+        taken = self.ledger.allocator.take(name, node, self.request.gpus[group], devices)
+        part = group if self.request.parts else ""
+        self.ledger.emit(scheduler.WorkerStarted(name, self.uid, node, taken, at, part))
+        slot = self.slots[name] = Slot(name, group, node, taken, at)
+        return slot

@@ -1,0 +1,27 @@
+"""`gpuquota report` of the embedded cluster, which has the history itself."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from tests.polling import until
+
+if TYPE_CHECKING:
+    from kfp_gpuquota.server.client import Client
+    from tests.cli.conftest import Cli
+
+
+@pytest.mark.slow
+def test_the_embedded_cluster_reports_from_its_own_history(cli: Cli) -> None:
+    assert cli("report", "--since", "7d", "-o", "csv") == "project,guaranteed_gpu_hours,borrowed_gpu_hours,gpu_hours\n"
+    cli("project create team-a --guaranteed 1")
+    cli("submit", "hold", "-p", "team-a", "-g", "2", "--", "sleep", "infinity")
+    until(lambda: cast("Client", cli.cluster.client).gpu_hours(3600.0))  # two samples
+    (row,) = json.loads(cli("report", "--since", "1h", "-o", "json"))
+    assert row["project"] == "team-a"
+    assert "GPU-HOURS" in cli("report")
+    answer = cli.run("report", "--since", "2y")
+    assert (answer.code, "for example 30d" in answer.err) == (2, True)
