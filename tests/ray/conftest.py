@@ -30,11 +30,16 @@ WARM_S = 5.0
 class RayCluster:
     """A head without GPUs and CPUs, and raylets with fake GPUs."""
 
-    def __init__(self, *gpus: int, port: int | None = None) -> None:
+    def __init__(self) -> None:
         from ray.cluster_utils import Cluster  # noqa: PLC0415 (takes a second)
 
-        head = {**self._shape(0), **({} if port is None else {"gcs_server_port": port})}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+        # `shutdown_at_exit` also makes the kernel end Ray's processes with this one, however it ends.
+        self.cluster = Cluster(shutdown_at_exit=True)
+        self.raylets: list[Any] = []
+
+    def start(self, *gpus: int, port: int | None = None) -> None:
+        """Start the head, and a raylet for each number of GPUs."""
+        self.cluster.add_node(**self._shape(0), **({} if port is None else {"gcs_server_port": port}))
         self.raylets = [self.cluster.add_node(wait=False, **self._shape(each)) for each in gpus]
         self.cluster.wait_for_nodes()
 
@@ -63,8 +68,9 @@ class RayCluster:
 @contextlib.contextmanager
 def ray_nodes(*gpus: int, port: int | None = None) -> Iterator[RayCluster]:
     """A Ray cluster whose raylets have these numbers of GPUs, and whose head listens on `port`."""
-    cluster = RayCluster(*gpus, port=port)
+    cluster = RayCluster()
     try:
+        cluster.start(*gpus, port=port)
         yield cluster
     finally:
         cluster.close()
