@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kfp_gpuquota.cli.arguments.mistakes import Command
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import GpuQuotaError
 from kfp_gpuquota.version import __version__
 
@@ -103,7 +103,7 @@ def _first_word(words: Sequence[str]) -> str:
 
 def _show_version(*, wanted: bool) -> None:
     if wanted:
-        say(f"gpuquota {__version__}")
+        echo(f"gpuquota {__version__}")
         raise typer.Exit
 
 
@@ -156,7 +156,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except GpuQuotaError as error:
-        say(f"Error: {error.message}", err=True)
+        echo(f"Error: {error.message}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -171,9 +171,9 @@ def _end_of_output(error: OSError) -> None:
     if isinstance(error, BrokenPipeError):
         sys.exit(141)
     if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}:
-        say(f"Error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", err=True)
+        echo(f"Error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", err=True)
         sys.exit(1)
-    say(f"Error: the output cannot be written: {error.strerror}", err=True)
+    echo(f"Error: the output cannot be written: {error.strerror}", err=True)
     sys.exit(1)
 
 

@@ -14,7 +14,7 @@ import typer
 
 from kfp_gpuquota.cli.arguments.options import OutputOption  # noqa: TC001  # typer reads annotations at run time
 from kfp_gpuquota.cli.display.output import Format, show, table
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import ClusterUnavailableError, DefinitionError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def route(
     except OSError as error:
         raise UsageError(f"cannot write {str(out)!r}: {error.strerror}") from error
     steps = [step.step for step in check_pipeline(routed.spec).routed]
-    say(f"{out}: {_steps(len(steps))} routed{': ' if steps else ''}{', '.join(steps)}")
+    echo(f"{out}: {_steps(len(steps))} routed{': ' if steps else ''}{', '.join(steps)}")
 
 
 @app.command("check", short_help="Show what will be routed, and what is wrong.")
@@ -165,7 +165,7 @@ def run(
         server = KfpServer(host, token=token, cookie=cookie, headers=_headers(header or []), ca_cert=ca_cert)
         with _reached(server, kubeflow_namespace if kubeflow else "", namespace or project, service_account) as found:
             run_id = found.submit(loaded, values, root=root, namespace=namespace)
-        say(f"run {run_id} submitted to {host or f'the Kubeflow in namespace {kubeflow_namespace}'}")
+        echo(f"run {run_id} submitted to {host or f'the Kubeflow in namespace {kubeflow_namespace}'}")
         return
     from kfp_gpuquota.dsl.pipelines import run as runs  # noqa: PLC0415
 
@@ -173,7 +173,7 @@ def run(
         more = f" (and {len(problems) - 1} more; see: gpuquota pipeline check {file})" if len(problems) > 1 else ""
         raise DefinitionError(problems[0] + more)
     for name, value in runs.run_locally(loaded, values, root).items():
-        say(f"{name}: {value}")
+        echo(f"{name}: {value}")
 
 
 @contextlib.contextmanager

@@ -12,18 +12,34 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+class Ended:
+    """Waits for the end of one worker; it is `ShimEvents`."""
+
+    def __init__(self) -> None:
+        self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def worker_started(self, worker: str) -> None:
+        """Its end counts."""
+
+    def worker_ended(self, worker: str, code: int) -> None:
+        self.code.set_result(code)
+
+    def worker_not_started(self, worker: str, why: str) -> None:
+        self.code.set_exception(RuntimeError(f"{worker}: {why}"))
+
+
 async def run(directory: Path, lease_s: float) -> int:
     """Return the exit code of a long-running worker under a lease of this many seconds that is not renewed."""
     directory.mkdir()
     (directory / "lease").write_text(str(time.clock_gettime(time.CLOCK_BOOTTIME) + lease_s))
-    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    watched = shims.Shims(lambda _: None, lambda _, code: ended.set_result(code), lambda *_: None)
+    ended = Ended()
+    watched = shims.Shims(ended)
     command = shims.WorkerCommand(
         command=("sleep", "1000"), environment={}, working_directory="/", grace_period_s=60.0, lease_s=lease_s
     )
     watched.start("worker", directory, command)
     async with asyncio.timeout(60):
-        return await ended
+        return await ended.code
 
 
 def test_a_worker_is_killed_when_its_lease_ends(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from kfp_gpuquota.api.quantity import as_number, parse_gpu_memory, parse_mib, sh
 from kfp_gpuquota.cli.arguments.amounts import pairs, whole_number
 from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.display.output import Format, age, in_json, show, table
-from kfp_gpuquota.cli.display.terminal import say, say_data
+from kfp_gpuquota.cli.display.terminal import echo, echo_data
 from kfp_gpuquota.errors import ClusterStartError, ConflictError, StateFileError, UsageError
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def start(
             ray=on_ray,
         )
         _start_as(home, config)
-    say(f"the cluster runs in {home.root}")
+    echo(f"the cluster runs in {home.root}")
     status()
 
 
@@ -225,7 +225,7 @@ def backup(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to w
     from kfp_gpuquota.cluster.local.storage.database import back_up  # noqa: PLC0415
 
     back_up(embedded_home().database, file.absolute())
-    say(f"the cluster's state is in {file}")
+    echo(f"the cluster's state is in {file}")
 
 
 @app.command("restore", short_help="Go back to a copy of the cluster's state.")
@@ -250,7 +250,7 @@ def restore(
 
     home = _stopped_home("restored")
     former = database.restore(file.absolute(), home.database)
-    say(f"the state was restored from {file}" + (f"; the former one is {former}" if former else ""))
+    echo(f"the state was restored from {file}" + (f"; the former one is {former}" if former else ""))
 
 
 def _restore_to_kubernetes(file: Path) -> None:
@@ -258,7 +258,7 @@ def _restore_to_kubernetes(file: Path) -> None:
     from kfp_gpuquota.cluster.kubernetes.operations.exporting import restored  # noqa: PLC0415
 
     for name, outcome in restored(kube_calls(), file.read_text()):
-        say(f"{name} {outcome}")
+        echo(f"{name} {outcome}")
 
 
 @app.command("export", short_help="Write the cluster's state as JSON.")
@@ -279,14 +279,14 @@ def export(
         from kfp_gpuquota.cluster.connect import kube_calls  # noqa: PLC0415
         from kfp_gpuquota.cluster.kubernetes.operations import exporting  # noqa: PLC0415
 
-        say_data(in_json(exporting.exported(kube_calls(), jobs=jobs)))
+        echo_data(in_json(exporting.exported(kube_calls(), jobs=jobs)))
         return
     if jobs:
         raise UsageError("--jobs is for Kubernetes: on this machine all jobs are exported; leave it out")
     from kfp_gpuquota.cluster.connect import embedded_home  # noqa: PLC0415
     from kfp_gpuquota.cluster.local.storage.exporting import exported  # noqa: PLC0415
 
-    say_data(in_json(exported(embedded_home().database)))
+    echo_data(in_json(exported(embedded_home().database)))
 
 
 @app.command("repair", short_help="Show what of the state cannot be used; repair a damaged file.")
@@ -308,11 +308,11 @@ def repair(
         _salvage_if_damaged(home)
     if discard:
         store = Store(_stopped_home("repaired").database)
-        say(f"{store.discard_quarantined()} records were deleted")
+        echo(f"{store.discard_quarantined()} records were deleted")
         store.close()
         return
     rows = [(each.kind, each.key, each.why) for each in quarantined(home.database)]
-    say(table(("KIND", "NAME", "WHY"), rows) if rows else "nothing is set aside")
+    echo(table(("KIND", "NAME", "WHY"), rows) if rows else "nothing is set aside")
 
 
 def _salvage_if_damaged(home: Home) -> None:
@@ -325,7 +325,7 @@ def _salvage_if_damaged(home: Home) -> None:
             raise
         damaged, kept = salvage(home.database)
         counts = ", ".join(f"{count} {name}" for name, count in kept.items() if count)
-        say(f"the state file was damaged and is now {damaged}; kept were {counts or 'no records'}")
+        echo(f"the state file was damaged and is now {damaged}; kept were {counts or 'no records'}")
 
 
 def _stopped_home(what: str) -> Home:
@@ -350,13 +350,13 @@ def stop() -> None:
 
     home = embedded_home()
     if not home.is_locked():
-        say("the cluster does not run")
+        echo("the cluster does not run")
         return
     reached = client()
     running = [job.spec.name for job in reached.list_jobs().jobs if job.status.gpus]
     reached.stop_cluster()
     await_stop(home)
-    say("the cluster has stopped" + (f"; still running: {', '.join(running)}" if running else ""))
+    echo("the cluster has stopped" + (f"; still running: {', '.join(running)}" if running else ""))
 
 
 @app.command("status", short_help="Show the cluster.")

@@ -8,7 +8,7 @@ import typer
 
 from kfp_gpuquota.cli.arguments.options import client, on_kubernetes
 from kfp_gpuquota.cli.display.output import in_json
-from kfp_gpuquota.cli.display.terminal import say_data
+from kfp_gpuquota.cli.display.terminal import echo_data
 
 if TYPE_CHECKING:
     from kfp_gpuquota.server.client import Client
@@ -33,7 +33,7 @@ def state() -> None:
       gpuquota --context NAME debug state > state.json
       gpuquota simulate --state state.json
     """
-    say_data(in_json(_state().decode()))
+    echo_data(in_json(_state().decode()))
 
 
 def _state() -> bytes:

@@ -11,7 +11,7 @@ from kfp_gpuquota.api.policy import MemoryRule, PartRule, WorkloadPolicy
 from kfp_gpuquota.api.quantity import parse_gpu_memory, show_mib
 from kfp_gpuquota.cli.arguments.options import OutputOption, client
 from kfp_gpuquota.cli.display.output import Format, show, table
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,7 +89,7 @@ def delete_policy(name: NameArgument) -> None:
       gpuquota policy delete sessions
     """
     client().delete_policy(name)
-    say(f"policy {name} deleted")
+    echo(f"policy {name} deleted")
 
 
 def _table(policies: tuple[WorkloadPolicy, ...]) -> str:

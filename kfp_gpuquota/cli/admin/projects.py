@@ -14,7 +14,7 @@ from kfp_gpuquota.cli.arguments.completion import complete_project
 from kfp_gpuquota.cli.arguments.options import OutputOption, client, on_kubernetes
 from kfp_gpuquota.cli.display.output import Format, show
 from kfp_gpuquota.cli.display.project_table import project_table
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import ConflictError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def create(
     project = Project(name=name, **given, **others, pools=_pools(pool or []))
     reached = client()
     view = reached.create_project(project)
-    say(f"project {name} created: {_quota(view)}")
+    echo(f"project {name} created: {_quota(view)}")
     for note in (reached.quota_gap(name), _overcommitted(reached)):
         _note(note)
 
@@ -119,7 +119,7 @@ def set_quota(
         return
     reached = client()
     view = _changed(reached, name, changed, _pools(pool or []))
-    say(f"project {name} changed: {_quota(view)}")
+    echo(f"project {name} changed: {_quota(view)}")
     _note(_overcommitted(reached))
 
 
@@ -161,7 +161,7 @@ def delete(names: Annotated[list[str], typer.Argument(metavar="NAME...", autocom
 
     for name in names:
         reached.delete_project(name)
-        say(f"project {name} deleted")
+        echo(f"project {name} deleted")
         if load_settings().project == name and not on_kubernetes():
             save_settings(msgspec.structs.replace(load_settings(), project=""))
             _note("it was the project to work in; choose another one with: gpuquota config project NAME")
@@ -180,7 +180,7 @@ def config_project(
     from kfp_gpuquota.cluster.connect import current_project, load_settings, save_settings  # noqa: PLC0415
 
     if not name:
-        say(current_project())
+        echo(current_project())
         return
     if on_kubernetes():
         raise UsageError(
@@ -189,7 +189,7 @@ def config_project(
         )
     client().get_project(name)
     save_settings(msgspec.structs.replace(load_settings(), project=name))
-    say(f"project {name} is used from now on")
+    echo(f"project {name} is used from now on")
 
 
 @config.command("context", short_help="Set the cluster to work with.")
@@ -206,16 +206,16 @@ def config_context(name: Annotated[str, typer.Argument(metavar="[NAME]")] = "") 
 
     if not name:
         context = kube_context()
-        say(EMBEDDED if context is None else context or "the current context")
+        echo(EMBEDDED if context is None else context or "the current context")
         return
     save_settings(msgspec.structs.replace(load_settings(), context=name))
     client().health()
-    say(f"context {name} is used from now on")
+    echo(f"context {name} is used from now on")
 
 
 def _note(text: str) -> None:
     if text:
-        say(f"note: {text}", err=True)
+        echo(f"note: {text}", err=True)
 
 
 def _overcommitted(reached: ClusterClient) -> str:

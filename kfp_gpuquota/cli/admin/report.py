@@ -13,7 +13,7 @@ import typer
 
 from kfp_gpuquota.cli.arguments.options import client, on_kubernetes
 from kfp_gpuquota.cli.display.output import in_json, table
-from kfp_gpuquota.cli.display.terminal import say, say_data
+from kfp_gpuquota.cli.display.terminal import echo, echo_data
 from kfp_gpuquota.errors import InvalidFieldError, UsageError
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def report(
     """
     rows = _rows(_seconds(since), prometheus)
     if output is ReportFormat.JSON:
-        say_data(in_json(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode()))
+        echo_data(in_json(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode()))
     elif output is ReportFormat.CSV:
-        say_data(_csv(rows))
+        echo_data(_csv(rows))
     else:
-        say(table(("PROJECT", "GUARANTEED", "BORROWED", "GPU-HOURS"), map(_row, rows)))
+        echo(table(("PROJECT", "GUARANTEED", "BORROWED", "GPU-HOURS"), map(_row, rows)))
 
 
 def _rows(since_s: float, prometheus: str) -> Sequence[GpuHours]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from kfp_gpuquota.cli.arguments.options import client, on_kubernetes
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def ui(*, no_browser: NoBrowserOption = False) -> None:
         raise UsageError("the web page is one of the embedded cluster; leave out the context")
     link = cast("Client", client()).open_page()
     if no_browser or not _opened(link.url):
-        say(f"open this link within {link.valid_s / 60:.0f} minutes, once: {link.url}")
+        echo(f"open this link within {link.valid_s / 60:.0f} minutes, once: {link.url}")
     else:
-        say("the page opens in your browser; if it does not: gpuquota ui --no-browser")
+        echo("the page opens in your browser; if it does not: gpuquota ui --no-browser")
 
 
 def _opened(url: str) -> bool:

@@ -9,7 +9,7 @@ import typer
 
 from kfp_gpuquota.cli.arguments.options import on_kubernetes
 from kfp_gpuquota.cli.display.output import table
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cluster.kubernetes.operations.removal import Removal, Waiting
 from kfp_gpuquota.errors import ConflictError, UsageError
 
@@ -54,20 +54,20 @@ def uninstall(
     calls = kube_calls()
     removal = Removal(calls, waiting)
     if not removal.steps:
-        say(f"nothing of gpuquota is installed in {calls.connection.server}")
+        echo(f"nothing of gpuquota is installed in {calls.connection.server}")
         return
-    say(f"cluster: {calls.connection.server}")
-    say(table(("REMOVED", "COUNT", "NAMES"), [_row(step) for step in removal.steps]))
+    echo(f"cluster: {calls.connection.server}")
+    echo(table(("REMOVED", "COUNT", "NAMES"), [_row(step) for step in removal.steps]))
     for line in _consequences(removal):
-        say(line)
+        echo(line)
     if dry_run:
         return
     if not yes and not _confirmed():
         raise UsageError("nothing was removed; confirm with --yes")
-    removal.run(lambda step: say(f"removing {step.title}: {len(step.objects)}"))
+    removal.run(lambda step: echo(f"removing {step.title}: {len(step.objects)}"))
     if left := removal.remaining():
         raise ConflictError(f"still there: {'; '.join(_left(left))}; run the same command again")
-    say("gpuquota is removed" + (f"; {len(removal.unopened)} pods wait at the gate" if removal.unopened else ""))
+    echo("gpuquota is removed" + (f"; {len(removal.unopened)} pods wait at the gate" if removal.unopened else ""))
 
 
 def _row(step: Step) -> tuple[str, int, str]:

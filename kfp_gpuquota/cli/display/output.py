@@ -14,7 +14,7 @@ import msgspec
 from kfp_gpuquota.api import Job
 from kfp_gpuquota.api.control_characters import visible
 from kfp_gpuquota.api.wire import NodeView, ProjectView
-from kfp_gpuquota.cli.display.terminal import say, say_data
+from kfp_gpuquota.cli.display.terminal import echo, echo_data
 from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Format(StrEnum):
 def show(content: object, output: Format, tabulated: str = "") -> None:
     """Print `content` (structs) as JSON or YAML, or the table made of it."""
     if text := rendered(content, output, tabulated):
-        (say_data if output in {Format.JSON, Format.YAML} else say)(text)
+        (echo_data if output in {Format.JSON, Format.YAML} else echo)(text)
 
 
 def rendered(content: object, output: Format, tabulated: str) -> str:
@@ -98,7 +98,7 @@ def watch(pictures: Iterator[str]) -> None:
     """Redraw in place on a terminal, print one after the other elsewhere; until Ctrl-C."""
     if not sys.stdout.isatty():
         for picture in pictures:
-            say(picture)
+            echo(picture)
         return
     from rich.live import Live  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415

@@ -31,12 +31,12 @@ def visible_log(text: str) -> str:
     )
 
 
-def say(text: str, *, err: bool = False) -> None:
+def echo(text: str, *, err: bool = False) -> None:
     """Print text, made visible, and a line's end."""
     typer.echo(visible(text), err=err)
 
 
-def say_data(text: str) -> None:
+def echo_data(text: str) -> None:
     """Print JSON or YAML: made visible on a terminal, else as it is."""
     typer.echo(visible(text) if sys.stdout.isatty() else text)
 

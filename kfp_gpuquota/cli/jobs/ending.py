@@ -12,7 +12,7 @@ from kfp_gpuquota.cli.arguments.completion import complete_job
 from kfp_gpuquota.cli.arguments.names import job_names, matches
 from kfp_gpuquota.cli.arguments.options import ProjectOption, client, project_or_configured
 from kfp_gpuquota.cli.display.tables import output_hint, phase_text
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import JobFailedError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def suspend(jobs: JobsArgument, project: ProjectOption = "") -> None:
     reached, project = client(), project_or_configured(project)
     for name in job_names(jobs):
         reached.suspend_job(project, name)
-        say(f"job {name} suspended")
+        echo(f"job {name} suspended")
 
 
 def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
@@ -52,7 +52,7 @@ def resume(jobs: JobsArgument, project: ProjectOption = "") -> None:
     reached, project = client(), project_or_configured(project)
     for name in job_names(jobs):
         reached.resume_job(project, name)
-        say(f"job {name} resumed")
+        echo(f"job {name} resumed")
 
 
 def wait(
@@ -79,9 +79,9 @@ def wait(
     ]
     for job in failed:
         why = f": {job.status.reason.message}" if job.status.reason else ""
-        say(f"job {job.spec.name} {phase_text(job.status.phase)}{why}", err=True)
+        echo(f"job {job.spec.name} {phase_text(job.status.phase)}{why}", err=True)
         if hint := output_hint(job):
-            say(hint, err=True)
+            echo(hint, err=True)
     if failed:
         raise typer.Exit(1)
 
@@ -125,7 +125,7 @@ def delete(
     if wait_for_end:
         _wait_until_deleted(reached, project, {uids[name] for name in jobs})
     for name in jobs:
-        say(f"job {name} deleted")
+        echo(f"job {name} deleted")
 
 
 def _phase(text: str) -> Phase | None:

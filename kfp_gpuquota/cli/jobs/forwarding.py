@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Final
 
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ def forward(pairs: Sequence[tuple[int, int]]) -> None:
 async def _forward(pairs: Sequence[tuple[int, int]]) -> None:
     for local, remote in pairs:
         if local == remote:
-            say(f"the job runs on this machine: its port {remote} is at {LOOPBACK}:{remote}")
+            echo(f"the job runs on this machine: its port {remote} is at {LOOPBACK}:{remote}")
             continue
         try:
             await asyncio.start_server(_connector(remote), LOOPBACK, local)
         except OSError as error:
             raise RunError(f"port {local} of this machine cannot be used ({error.strerror}); choose another") from error
-        say(f"forwarding {LOOPBACK}:{local} -> {remote}")
+        echo(f"forwarding {LOOPBACK}:{local} -> {remote}")
     await asyncio.Event().wait()
 
 
@@ -51,7 +51,7 @@ def _connector(
         try:
             its_reader, its_writer = await asyncio.open_connection(LOOPBACK, remote)
         except OSError as error:
-            say(f"nothing of the job listens on port {remote} ({error.strerror})", err=True)
+            echo(f"nothing of the job listens on port {remote} ({error.strerror})", err=True)
             writer.close()
             return
         await asyncio.gather(_copy(reader, its_writer), _copy(its_reader, writer))

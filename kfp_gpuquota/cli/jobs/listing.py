@@ -19,7 +19,7 @@ from kfp_gpuquota.cli.arguments.options import (
 from kfp_gpuquota.cli.display.output import Format, rendered, show, terminal_width
 from kfp_gpuquota.cli.display.output import watch as watch_pictures
 from kfp_gpuquota.cli.display.tables import event_table, job_table, node_table
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def list_things(
         _print_pages(reached, chosen, selector, output, headers=not no_headers)
         return
     jobs = _chosen(reached.list_jobs(chosen).jobs, selector) if what is What.JOBS else ()
-    say(_listed(reached, what, output, jobs, headers=not no_headers))
+    echo(_listed(reached, what, output, jobs, headers=not no_headers))
 
 
 def get(
@@ -235,5 +235,5 @@ def _print_pages(reached: ClusterClient, project: str, selector: str, output: Fo
         if jobs or headers:
             picture = "" if output is Format.NAME else job_table(jobs, output, width=terminal_width(), headers=headers)
             if text := rendered(jobs, output, picture):
-                say(text)
+                echo(text)
         headers = False

@@ -10,7 +10,7 @@ import typer
 
 from kfp_gpuquota.api import Phase
 from kfp_gpuquota.cli.arguments.options import JobArgument, ProjectOption, client, project_or_configured
-from kfp_gpuquota.cli.display.terminal import say, write_log
+from kfp_gpuquota.cli.display.terminal import echo, write_log
 from kfp_gpuquota.errors import NotFoundError, UsageError
 from kfp_gpuquota.server.cluster_client import log_so_far
 
@@ -68,7 +68,7 @@ def logs(
         chunks = _job_log(reached, project, job, begin)
     written = write_log(chunks)
     if not written and not follow and not worker and min((w.index for w in found.status.workers), default=0):
-        say(
+        echo(
             f"nothing was printed since job {job} was started again; see what it printed before with: "
             f"gpuquota logs {job} -p {project} --previous",
             err=True,
@@ -87,21 +87,21 @@ def follow_to_the_end(reached: ClusterClient, project: str, name: str, *, outliv
 
     def report(job: Job) -> None:
         for line in messages.lines(job, time.monotonic()):
-            say(line, err=True)
+            echo(line, err=True)
 
     try:
         write_log(_job_log(reached, project, name, lambda _: 0, report))
         ended = reached.get_job(project, name)
     except NotFoundError:
-        say(f"job {name} was deleted", err=True)
+        echo(f"job {name} was deleted", err=True)
         return 1
     except KeyboardInterrupt:
         if not outlives_interrupt:
             return 130
         again, stop = f"gpuquota logs {name} -p {project} -f", f"gpuquota delete {name} -p {project}"
-        say(f"\njob {name} goes on; follow it again with: {again}; stop it with: {stop}", err=True)
+        echo(f"\njob {name} goes on; follow it again with: {again}; stop it with: {stop}", err=True)
         return 130
-    say(f"job {name} {conclusion(ended)}", err=True)
+    echo(f"job {name} {conclusion(ended)}", err=True)
     return exit_status(ended)
 
 
@@ -126,7 +126,7 @@ def tail_start(chunks: Iterable[bytes], lines: int) -> int:
 def _say_if_not_started(job: Job) -> None:
     if not job.status.workers and job.status.phase in {Phase.PENDING, Phase.SUSPENDED}:
         why = f": {job.status.reason.message}" if job.status.reason else ""
-        say(f"job {job.spec.name} has not started and is {job.status.phase.value.lower()}{why}", err=True)
+        echo(f"job {job.spec.name} has not started and is {job.status.phase.value.lower()}{why}", err=True)
 
 
 def _job_log(
@@ -150,7 +150,7 @@ def _job_log(
             seen(found)
         while found is not None and (left := to_follow(found, followed)):
             if followed:
-                say(f"worker {left[0].index} goes on:", err=True)
+                echo(f"worker {left[0].index} goes on:", err=True)
             worker = left[0].id
             offset = 0 if followed else begin(worker)
             followed.append(worker)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ def rehearse_here(command: Sequence[str], environment: Mapping[str, str], direct
     """
     if not command:
         raise UsageError("--rehearse needs the command, after --: gpuquota submit NAME --rehearse -- python train.py")
-    say(f"rehearsing: {' '.join(command)}", err=True)
+    echo(f"rehearsing: {' '.join(command)}", err=True)
     variables = {**os.environ, **environment, "ELASTIC_REHEARSE": "1"}
     try:
         code = subprocess.run(command, env=variables, cwd=directory, check=False).returncode
     except OSError as error:
         raise UsageError(f"--rehearse: {command[0]!r} cannot be started here: {error.strerror}") from error
     if code != 0:
-        say(f"the rehearsal ended with exit code {code}; nothing was submitted", err=True)
+        echo(f"the rehearsal ended with exit code {code}; nothing was submitted", err=True)
         raise typer.Exit(code if code > 0 else 1)

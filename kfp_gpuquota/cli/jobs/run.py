@@ -10,7 +10,7 @@ import typer
 from kfp_gpuquota.api import Kind, Phase
 from kfp_gpuquota.cli.arguments.amounts import gpus_or_fraction, pairs
 from kfp_gpuquota.cli.arguments.options import ProjectOption, client
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
 from kfp_gpuquota.cli.jobs.submit import (  # noqa: TC001 (typer reads annotations at run time)
     EnvironmentOption,
@@ -83,6 +83,6 @@ def _cancel(job: JobHandle) -> None:
     try:
         if not job.status.phase.final:
             job.cancel()
-            say(f"job {job.name} is {Phase.CANCELLED.value.lower()}", err=True)
+            echo(f"job {job.name} is {Phase.CANCELLED.value.lower()}", err=True)
     except NotFoundError:
         return

@@ -16,7 +16,7 @@ from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, clie
 from kfp_gpuquota.cli.display.gpus import gibibytes
 from kfp_gpuquota.cli.display.output import Format, age, show, table
 from kfp_gpuquota.cli.display.tables import output_hint, phase_text, progress_text
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import UnauthorizedError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def describe(job: JobWords, project: ProjectOption = "", output: OutputOption = 
         parts.append(table(("GPU", "NODE", "USED", "REQUEST", "LIMIT", "MAY USE NOW"), shares))
     if found.status.resizes:
         parts.append(table(("SIZE CHANGED", "FROM", "TO", "STEP", "PAUSE", "WHY"), _resize_rows(found)))
-    say("\n\n".join(parts))
+    echo("\n\n".join(parts))
 
 
 def explain(job: JobWords, project: ProjectOption = "") -> None:
@@ -71,16 +71,16 @@ def explain(job: JobWords, project: ProjectOption = "") -> None:
     status = found.status
     why = f": {status.reason.message}" if status.reason is not None else ""
     holds = "" if status.phase.final else f" with {show_gpus(status.gpus)}"
-    say(f"{found.spec.name} {phase_text(status.phase)}{holds}{why}")
+    echo(f"{found.spec.name} {phase_text(status.phase)}{holds}{why}")
     if hint := output_hint(found):
-        say(hint)
+        echo(hint)
     if place := _place_in_queue(reached, found):
-        say(place)
+        echo(place)
     if (stopped := status.last_eviction) is not None and stopped.reason != status.reason:
-        say(f"it was last stopped {age(stopped.at)} ago: {stopped.reason.message}")
+        echo(f"it was last stopped {age(stopped.at)} ago: {stopped.reason.message}")
     for what, happened in (("lost a worker", status.last_failure), ("was moved", status.last_move)):
         if happened is not None and happened.reason != status.reason:
-            say(f"it last {what} {age(happened.at)} ago: {happened.reason.message}")
+            echo(f"it last {what} {age(happened.at)} ago: {happened.reason.message}")
 
 
 def _throughput(job: Job) -> str:

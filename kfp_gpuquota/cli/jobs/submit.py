@@ -15,7 +15,7 @@ from kfp_gpuquota.cli.arguments.amounts import gpus_or_fraction, pairs, tolerati
 from kfp_gpuquota.cli.arguments.mistakes import Command
 from kfp_gpuquota.cli.arguments.options import OutputOption, ProjectOption, client, on_kubernetes, project_or_configured
 from kfp_gpuquota.cli.display.output import Format, show
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.logs import follow_to_the_end
 from kfp_gpuquota.cli.jobs.rehearsal import rehearse_here
 from kfp_gpuquota.cluster.submission import forwarded_environment, most_gpus
@@ -273,9 +273,9 @@ def submit(
         for field, policy in job.status.set_by.items():
             value = getattr(job.spec, field)
             shown = show_mib(value) if field.endswith("_mib") else f"{value:g}"
-            say(f"{field} is {shown}: policy {policy} says so", err=follow)
+            echo(f"{field} is {shown}: policy {policy} says so", err=follow)
         see = f"see it with: gpuquota describe {name} -p {project}"
-        say(f"job {name} submitted to project {project}; {see}", err=follow)  # what follows is the job's
+        echo(f"job {name} submitted to project {project}; {see}", err=follow)  # what follows is the job's
     show(job, output)
     if follow:
         raise typer.Exit(follow_to_the_end(reached, project, name))

@@ -14,7 +14,7 @@ from kfp_gpuquota.cli.display.output import Format, show, terminal_width
 from kfp_gpuquota.cli.display.output import watch as watch_pictures
 from kfp_gpuquota.cli.display.project_table import project_table
 from kfp_gpuquota.cli.display.tables import job_table, node_table
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.errors import InvalidFieldError, UnauthorizedError, UsageError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def top(
     """
     reached = client()
     if plot is not None:
-        say(_plot_memory(reached, plot, seconds))
+        echo(_plot_memory(reached, plot, seconds))
         return
     if gpus:
         watch_pictures(_gpu_pictures(reached, once=not watch))
@@ -64,7 +64,7 @@ def top(
     project = _visible_project(reached)
     if watch:
         watch_pictures(_overview(reached, project) for _ in reached.watch_jobs(project))
-    say(_overview(reached, project))
+    echo(_overview(reached, project))
 
 
 def _overview(reached: ClusterClient, project: str) -> str:

@@ -15,7 +15,7 @@ from kfp_gpuquota.cli.arguments.options import (
     project_or_configured,
 )
 from kfp_gpuquota.cli.display.output import Format, show
-from kfp_gpuquota.cli.display.terminal import say
+from kfp_gpuquota.cli.display.terminal import echo
 from kfp_gpuquota.cli.jobs.submit import (  # noqa: TC001 (typer reads annotations at run time)
     MaxOption,
     MinOption,
@@ -58,6 +58,6 @@ def update(
     if changed == JobUpdate():
         raise UsageError(f"name what to change: gpuquota update {job} --min-gpus N, --max-gpus N or --priority N")
     updated = cast("Client", client()).update_job(project_or_configured(project), job, changed)
-    say(f"job {job} updated")
+    echo(f"job {job} updated")
     if output is not Format.TABLE:
         show(updated, output)

@@ -40,52 +40,52 @@ _MEANINGS = {126: ": its command cannot be executed", 127: ": its command was no
 
 
 def after_worker_exited(
-    job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str = ""
+    job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str = ""
 ) -> JobRecord:
-    """Return the job after the worker `gone` has exited; `workers` are all of its present attempt, including `gone`.
+    """Return the job after the end of `exited`, one of `workers`, which are all of the present attempt.
 
     `killed_for` is why this cluster killed the worker, "" where it did not.
     """
-    if not gone.released and job.intent is Intent.RUN:
-        job = _after_own_end(job, gone, workers, now, killed_for)
+    if not exited.released and job.intent is Intent.RUN:
+        job = _after_own_end(job, exited, workers, now, killed_for)
     if any(worker.alive for worker in workers):
         return job
     return settled(job, workers, now)
 
 
 def _after_own_end(
-    job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str
+    job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float, killed_for: str
 ) -> JobRecord:
-    code = gone.worker.exit_code or 0
+    code = exited.worker.exit_code or 0
     if code == 0:
-        message = f"worker {gone.worker.index} has ended with exit code 0"
-        reason = Reason(code=ReasonCode.WORKER_ENDED, message=message, details={"worker": gone.worker.id})
+        message = f"worker {exited.worker.index} has ended with exit code 0"
+        reason = Reason(code=ReasonCode.WORKER_ENDED, message=message, details={"worker": exited.worker.id})
         return msgspec.structs.replace(job, completing=True, resize_reason=reason)
     others = any(worker.alive or _finished(worker) for worker in workers)
-    if job.completing and others and not _failed_by_itself(job, gone):
+    if job.completing and others and not _failed_by_itself(job, exited):
         return job  # the training is over, and another worker has or will have its result
-    if _is_failed_growth(job, gone, workers, now):
-        return _without_growth(job, gone, code, now)
+    if _is_failed_growth(job, exited, workers, now):
+        return _without_growth(job, exited, code, now)
     job = _forgiven(job, now)
     counted = _is_new_incident(job, now)
     may_restart = not counted or job.status.restarts < job.spec.max_restarts
     recoverable = job.managed and (others or code > KILLED_ABOVE) and may_restart
-    recoverable = recoverable and not (job.completing and _failed_by_itself(job, gone))
-    why = _failure(gone, code, job, killed_for, recoverable=recoverable, counted=counted)
+    recoverable = recoverable and not (job.completing and _failed_by_itself(job, exited))
+    why = _failure(exited, code, job, killed_for, recoverable=recoverable, counted=counted)
     job = with_status(job, restarts=job.status.restarts + (recoverable and counted), exit_code=code, reason=why)
     job = msgspec.structs.replace(job, resize_reason=why, incident_at=now if counted else job.incident_at)
-    job = _with_failure(job, gone, why, now)
+    job = _with_failure(job, exited, why, now)
     if not recoverable:
         return msgspec.structs.replace(job, intent=Intent.FAIL)
     return job if others else msgspec.structs.replace(job, intent=Intent.REQUEUE)
 
 
-def _is_failed_growth(job: JobRecord, gone: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> bool:
+def _is_failed_growth(job: JobRecord, exited: WorkerRecord, workers: Sequence[WorkerRecord], now: float) -> bool:
     """Return whether a worker failed by itself while joining a training, or within GROWTH_S of the expansion."""
-    code = gone.worker.exit_code or 0
+    code = exited.worker.exit_code or 0
     if not job.managed or not job.size or code > KILLED_ABOVE or not any(worker.alive for worker in workers):
         return False
-    if gone.worker.rank is None:
+    if exited.worker.rank is None:
         return True
     last = job.status.resizes[-1] if job.status.resizes else None
     return last is not None and last.to_gpus > last.from_gpus and 0 <= now - last.at <= GROWTH_S
@@ -101,26 +101,26 @@ def unexplained_loss(job: JobRecord, lost: WorkerRecord) -> JobRecord:
     return msgspec.structs.replace(job, resize_reason=reason)
 
 
-def _with_failure(job: JobRecord, gone: WorkerRecord, why: Reason, now: float) -> JobRecord:
-    """The job with the loss of `gone` as its last failure, and as the reason of the change of size that it caused."""
+def _with_failure(job: JobRecord, exited: WorkerRecord, why: Reason, now: float) -> JobRecord:
+    """The job with the loss of `exited` as its last failure, and as the reason of the change of size that it caused."""
     resizes = job.status.resizes
     last = resizes[-1].reason if resizes else None
-    if last and last.code is ReasonCode.WORKER_ENDED and last.details.get("worker") == gone.worker.id:
+    if last and last.code is ReasonCode.WORKER_ENDED and last.details.get("worker") == exited.worker.id:
         resizes = (*resizes[:-1], msgspec.structs.replace(resizes[-1], reason=why))
     return with_status(job, last_failure=Occurrence(at=now, reason=why), resizes=resizes)
 
 
-def _without_growth(job: JobRecord, gone: WorkerRecord, code: int, now: float) -> JobRecord:
+def _without_growth(job: JobRecord, exited: WorkerRecord, code: int, now: float) -> JobRecord:
     reason = Reason(
         code=ReasonCode.WORKER_FAILED,
         message=(
-            f"worker {gone.worker.index} ended with exit code {code} when the job grew; the others train on, and it "
-            f"does not grow again in this run: see gpuquota logs {job.spec.name} --worker {gone.worker.index}"
+            f"worker {exited.worker.index} ended with exit code {code} when the job grew; the others train on, and it "
+            f"does not grow again in this run: see gpuquota logs {job.spec.name} --worker {exited.worker.index}"
         ),
-        details={"exit_code": code, "worker": gone.worker.id},
+        details={"exit_code": code, "worker": exited.worker.id},
     )
     job = msgspec.structs.replace(job, resize_reason=reason, growth_failed=reason)
-    return _with_failure(with_status(job, reason=reason), gone, reason, now)
+    return _with_failure(with_status(job, reason=reason), exited, reason, now)
 
 
 def _is_new_incident(job: JobRecord, now: float) -> bool:
@@ -145,10 +145,10 @@ def after_reboot(job: JobRecord) -> JobRecord:
     return with_status(job, phase=Phase.STOPPING, reason=reason)
 
 
-def _failed_by_itself(job: JobRecord, gone: WorkerRecord) -> bool:
+def _failed_by_itself(job: JobRecord, exited: WorkerRecord) -> bool:
     """Return whether the worker's program failed (not a signal) and it took part in the training, if there is one."""
-    trained = gone.worker.rank is not None or not job.managed
-    return trained and 0 < (gone.worker.exit_code or 0) <= KILLED_ABOVE
+    trained = exited.worker.rank is not None or not job.managed
+    return trained and 0 < (exited.worker.exit_code or 0) <= KILLED_ABOVE
 
 
 def resized(
@@ -221,13 +221,13 @@ def _finished(worker: WorkerRecord) -> bool:
 
 
 def _failure(
-    gone: WorkerRecord, code: int, job: JobRecord, killed_for: str, *, recoverable: bool, counted: bool
+    exited: WorkerRecord, code: int, job: JobRecord, killed_for: str, *, recoverable: bool, counted: bool
 ) -> Reason:
     how = f"was killed by signal {code - KILLED_ABOVE}" if code > KILLED_ABOVE else f"ended with exit code {code}"
     how += f" ({killed_for})" if killed_for else ""
     how += _MEANINGS.get(code, "")
     then = ""
-    if job.completing and _failed_by_itself(job, gone):
+    if job.completing and _failed_by_itself(job, exited):
         then = ", after its training had ended" if job.managed else ", after another one had ended with 0"
     elif recoverable:
         then = f"; restart {job.status.restarts + counted} of at most {job.spec.max_restarts}"
@@ -235,6 +235,6 @@ def _failure(
         then = f"; it had been restarted {job.spec.max_restarts} times, which is its max_restarts"
     return Reason(
         code=ReasonCode.WORKER_FAILED,
-        message=f"worker {gone.worker.index} {how}{then}",
-        details={"exit_code": code, "worker": gone.worker.id},
+        message=f"worker {exited.worker.index} {how}{then}",
+        details={"exit_code": code, "worker": exited.worker.id},
     )

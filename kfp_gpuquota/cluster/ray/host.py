@@ -135,7 +135,7 @@ class WorkerHost:
 
     def _tracked(self) -> shims.Shims:
         if self._shims is None:
-            self._shims = shims.Shims(self._on_started, self._on_ended, self._on_not_started)
+            self._shims = shims.Shims(self)
         return self._shims
 
     async def _start(self, task: Task, directory: Path) -> tuple[str, int, str]:
@@ -184,15 +184,20 @@ class WorkerHost:
     def _expect(self, worker: str) -> None:
         self._ends[worker] = asyncio.get_running_loop().create_future()
 
-    def _on_started(self, worker: str) -> None:
+    # As `ShimEvents`
+
+    def worker_started(self, worker: str) -> None:
+        """Answer the worker's start."""
         self._begin(worker, "")
 
-    def _on_ended(self, worker: str, code: int) -> None:
+    def worker_ended(self, worker: str, code: int) -> None:
+        """Answer who waits for the worker's end."""
         self._begin(worker, "")
         if (end := self._ends.get(worker)) and not end.done():
             end.set_result(code)
 
-    def _on_not_started(self, worker: str, why: str) -> None:
+    def worker_not_started(self, worker: str, why: str) -> None:
+        """Answer the worker's start with what prevented it."""
         self._begin(worker, why)
 
     def _begin(self, worker: str, failure: str) -> None:

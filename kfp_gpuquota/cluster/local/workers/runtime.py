@@ -28,17 +28,8 @@ LOG_CHUNK: Final = 1 << 18
 log = logging.getLogger(__name__)
 
 
-class Reports(Protocol):
+class Reports(shims.ShimEvents, Protocol):
     """The events of a runtime."""
-
-    def worker_started(self, worker: str) -> None:
-        """The worker's process runs; may be reported again."""
-
-    def worker_ended(self, worker: str, code: int) -> None:
-        """The worker's process has ended, and nothing that it started is left."""
-
-    def worker_not_started(self, worker: str, why: str) -> None:
-        """The machine could not start it for now; the driver tries again."""
 
     def worker_lost(self, worker: str, why: str) -> None:
         """The worker runs no more, and its own program is not the cause."""
@@ -109,9 +100,7 @@ class LocalRuntime:
     ) -> None:
         self._home, self._nodes = home, nodes
         self._open_files, self._log_limit = open_files, log_limit
-        self._shims = shims.Shims(
-            reports.worker_started, reports.worker_ended, reports.worker_not_started, device_locks
-        )
+        self._shims = shims.Shims(reports, device_locks)
 
     def check(self, spec: JobSpec) -> None:
         """Raise InvalidFieldError for a working directory that a job could not start in."""

@@ -17,14 +17,14 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
 from kfp_gpuquota.cluster.local.workers import shim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
 EXIT_SHIM_LOST: Final = 128 + signal.SIGKILL
 WORKER_ID_VARIABLE: Final = "ELASTIC_WORKER_ID"
@@ -58,25 +58,24 @@ class Found(StrEnum):
     """Its node is asked, and what it answers is reported like any other event of the worker."""
 
 
+class ShimEvents(Protocol):
+    """The events of shims, from the event loop."""
+
+    def worker_started(self, worker: str) -> None:
+        """The worker's process runs; may be reported again."""
+
+    def worker_ended(self, worker: str, code: int) -> None:
+        """The worker's process has ended, and nothing that it started is left."""
+
+    def worker_not_started(self, worker: str, why: str) -> None:
+        """The machine could not start it for now; it may be tried again."""
+
+
 class Shims:
-    """The shims of one daemon.
+    """The shims of one daemon. Each shim, and not its worker, has the `inherited` descriptors."""
 
-    Callbacks come from the event loop: `on_started(worker)`, `on_ended(worker, code)`, `on_not_started(worker, why)`.
-    With the last one the shim ended before it could start the worker, which may be tried again. Each shim, and not its
-    worker, has the `inherited` descriptors.
-    """
-
-    def __init__(
-        self,
-        on_started: Callable[[str], None],
-        on_ended: Callable[[str, int], None],
-        on_not_started: Callable[[str, str], None],
-        inherited: Sequence[int] = (),
-    ) -> None:
-        self._on_started = on_started
-        self._on_ended = on_ended
-        self._on_not_started = on_not_started
-        self._inherited = inherited
+    def __init__(self, events: ShimEvents, inherited: Sequence[int] = ()) -> None:
+        self._events, self._inherited = events, inherited
         self._pidfds: dict[str, int] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._directories: dict[str, Path] = {}
@@ -154,7 +153,7 @@ class Shims:
             self._loop.remove_reader(pipe)
             pipe.close()
             if message:
-                self._on_started(worker)
+                self._events.worker_started(worker)
 
         self._loop.add_reader(pipe, readable)
 
@@ -174,21 +173,23 @@ class Shims:
             self._follow_other(worker, directory)
             return
         if child and not any((directory / name).exists() for name in ("process.json", "exit.json")):
-            self._on_not_started(worker, f"the process above it ended with {code}; is the disk or the machine full?")
+            self._events.worker_not_started(
+                worker, f"the process above it ended with {code}; is the disk or the machine full?"
+            )
             return
         if not (directory / "exit.json").exists():
             end_leftovers(worker)
-        self._on_ended(worker, exit_code(directory))
+        self._events.worker_ended(worker, exit_code(directory))
 
     def _follow_other(self, worker: str, directory: Path) -> None:
         """Another shim was there first: a daemon started it and died. Its papers appear within moments."""
         found = self.adopt(worker, directory)
         if found is Found.ENDED:
-            self._on_ended(worker, exit_code(directory))
+            self._events.worker_ended(worker, exit_code(directory))
         elif found is Found.NEVER_STARTED:
             self._loop.call_later(_OTHER_SHIM_DELAY_S, self._follow_other, worker, directory)
         else:
-            self._on_started(worker)
+            self._events.worker_started(worker)
 
     def _signal(self, worker: str, number: signal.Signals) -> None:
         if (pidfd := self._pidfds.get(worker)) is not None:
