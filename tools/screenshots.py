@@ -18,7 +18,7 @@ from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from kfp_gpuquota.api import JobSpec, Kind, Project
+from kfp_gpuquota.api import JobSpec, Kind, Project, pipeline_labels
 from kfp_gpuquota.cluster.connect import connect
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.cluster.local.home import Home
@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parents[1]
 IMAGES: Final = ROOT / "docs" / "images"
-PAGES: Final = {"teams": "/teams", "queue": "/queue", "job": "/jobs/vision/digits", "nodes": "/nodes"}
+PAGES: Final = {
+    "teams": "/teams",
+    "queue": "/queue",
+    "pipelines": "/pipelines",
+    "job": "/jobs/vision/digits",
+    "nodes": "/nodes",
+}
 WIDTHS: Final = {"wide": 1440, "narrow": 375}
 TALLEST: Final = {"wide": 1300, "narrow": 1500}
 COLORS: Final = 96
@@ -51,6 +57,13 @@ RUNNING: Final = (
     ("notebook", "robotics", 1, Kind.BUILD),
     ("segment", "vision", 2, Kind.TRAIN),
 )
+STEPS: Final = {
+    "digits": ("vision-nightly-0412", "train"),
+    "segment": ("vision-nightly-0412", "segment"),
+    "world-model": ("world-model-7", "train"),
+    "finetune-7b": ("assistant-31", "finetune"),
+}
+"""Jobs that are steps of pipelines: their run and task."""
 WAITING: Final = (
     ("grasp-sweep-1", "robotics", 4, Kind.TRAIN),
     ("grasp-sweep-2", "robotics", 2, Kind.TRAIN),
@@ -106,6 +119,7 @@ def _play(client: Client) -> None:
             min_gpus=1,
             max_gpus=2,
             cool_down_s=0.0,
+            labels=_labels("digits"),
         )
     )
     _until(lambda: _step(client) > 100)
@@ -124,8 +138,16 @@ def _play(client: Client) -> None:
     _until(lambda: _step(client) > step + 1500)
 
 
+def _labels(job: str) -> dict[str, str]:
+    run, task = STEPS.get(job, ("", ""))
+    return {pipeline_labels.RUN: run, pipeline_labels.TASK: task} if run else {}
+
+
 def _submit(client: Client, name: str, project: str, gpus: int, kind: Kind) -> None:
-    client.submit(JobSpec(name=name, project=project, command=SLEEP, gpus=gpus, kind=kind, grace_period_s=1))
+    labels = _labels(name)
+    client.submit(
+        JobSpec(name=name, project=project, command=SLEEP, gpus=gpus, kind=kind, grace_period_s=1, labels=labels)
+    )
 
 
 def _take(client: Client) -> None:

@@ -63,6 +63,7 @@ def build_pages(
         web.get(f"{base}/", site.start),
         web.get(f"{base}/teams", site.page),
         web.get(f"{base}/queue", site.page),
+        web.get(f"{base}/pipelines", site.page),
         web.get(f"{base}/nodes", site.page),
         web.get(job, site.page),
         web.get(f"{job}/log", site.log),

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 from kfp_gpuquota.web.live import LivePage
-from kfp_gpuquota.web.views import job, nodes, queue, supposing, teams
+from kfp_gpuquota.web.views import job, nodes, pipelines, queue, supposing, teams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kfp_gpuquota.web.setting import Setting
     from kfp_gpuquota.web.source import Source
 
 _MEASURED_S: Final = 10.0
@@ -32,11 +33,11 @@ class Page:
 
 
 class Pages:
-    """The pages of one cluster. `base` begins the path of every address."""
+    """The pages of one cluster."""
 
-    def __init__(self, source: Source, base: str) -> None:
-        self._source, self._base = source, base
-        self._rows = queue.Rows(base)
+    def __init__(self, source: Source, setting: Setting) -> None:
+        self._source, self._setting, self._base = source, setting, setting.base
+        self._rows = queue.Rows(setting.base)
 
     def at(self, path: str, names: Mapping[str, str], query: Mapping[str, str]) -> Page:
         """Return the page of an address. Raises NotFoundError for a job that does not exist."""
@@ -45,6 +46,8 @@ class Pages:
         match path.removeprefix(self._base):
             case "/queue":
                 return self._queue(query)
+            case "/pipelines":
+                return self._pipelines(query.get("namespace") or query.get("project", ""))
             case "/nodes":
                 return self._nodes(query.get("namespace") or query.get("project", ""))
             case _:
@@ -74,6 +77,12 @@ class Pages:
             "outlook": supposing.lines(self._source, supposed) if supposed.given else None,
         }
         return Page("Queue", "queue", "queue.html", live, values)
+
+    def _pipelines(self, chosen: str) -> Page:
+        live = LivePage(lambda: pipelines.elements(self._source, self._setting, chosen), _MEASURED_S)
+        return Page(
+            "Pipelines", "pipelines", "pipelines.html", live, {"chosen": chosen, "projects": self._projects(chosen)}
+        )
 
     def _nodes(self, chosen: str) -> Page:
         shared = any(view.shares for view in self._source.nodes())

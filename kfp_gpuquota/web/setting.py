@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import quote
 
 
 @dataclass(frozen=True)
@@ -10,7 +11,8 @@ class Setting:
     """`base` begins every path (no slash at its end); `origins` are those of the pages, such as "https://example.org".
 
     `framed`: Kubeflow's dashboard of the same origin shows the pages in a frame, and names the namespace. `resizable`:
-    the size bounds of a job can be changed. `what_if`: the cluster answers suppositions.
+    the size bounds of a job can be changed. `what_if`: the cluster answers suppositions. `run_page` is the address of a
+    run in Kubeflow Pipelines, with {run} and {namespace}; "" where there is none.
     """
 
     base: str
@@ -19,4 +21,9 @@ class Setting:
     resizable: bool = True
     what_if: bool = True
     deletes: str = "The job is stopped, and its logs and checkpoints are removed."
+    run_page: str = ""
     if_lost: str = "not connected; if the cluster was restarted, run gpuquota ui"
+
+    def run_address(self, namespace: str, run: str) -> str:
+        """Return the address of a run's page, "" where there is none."""
+        return self.run_page.replace("{namespace}", quote(namespace, "")).replace("{run}", quote(run, ""))

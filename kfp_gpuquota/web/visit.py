@@ -19,5 +19,5 @@ class Visit:
     def __init__(self, source: Source, setting: Setting) -> None:
         self.source = source
         self.live = Live(source)
-        self.pages = Pages(source, setting.base)
+        self.pages = Pages(source, setting)
         self.actions = Actions(source, setting.base)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kfp_gpuquota.api import pipeline_labels
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credentials
 from kfp_gpuquota.cluster.kubernetes.objects import labels
@@ -197,6 +198,17 @@ def test_actions_need_the_users_right_and_are_audited(kubeflow_cluster: DevClust
         *[(ours.viewer.name, 403)] * 2, *[(ours.editor.name, 303)] * 3, (ours.editor.name, 422),
     ]  # fmt: skip
     assert lines[0]["request"] == f"POST /gpuquota{ours.job}/suspend"
+
+
+def test_pipelines_shows_a_runs_steps_with_a_link_to_kubeflow(kubeflow_cluster: DevCluster, ours: Team) -> None:
+    step = job("step")
+    step["metadata"]["labels"] = {pipeline_labels.RUN: "0a1b", pipeline_labels.TASK: "train"}
+    kubeflow_cluster.api.create(jobs_of(ours.namespace), step)
+    until(lambda: "0a1b" in ours.editor.get("/pipelines").text, "the run is not shown")
+    text = ours.editor.get("/pipelines").text
+    assert f'href="/_/pipeline/?ns={ours.namespace}#/runs/details/0a1b"' in text
+    assert f'/jobs/{ours.namespace}/step">step</a>' in text
+    kubeflow_cluster.api.delete(f"{jobs_of(ours.namespace)}/step")
 
 
 def test_a_stream_shows_a_change_and_a_deleted_job(kubeflow_cluster: DevCluster, ours: Team) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ROLES = "/apis/rbac.authorization.k8s.io/v1"
 ACCOUNT = "gpuquota-web-page"
 BASE = "/gpuquota"
+RUN_PAGE = "/_/pipeline/?ns={namespace}#/runs/details/{run}"
 COMPONENT = MANIFESTS / "components" / "web-page"
 
 
@@ -64,7 +65,14 @@ def web_page(cluster: DevCluster, log: Path, *options: str) -> Iterator[WebPage]
     kubeconfig, port = cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT), free_ports().api
     given = options or ("--trusted-proxy=127.0.0.0/8",)
     command = [sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes.web", f"--kubeconfig={kubeconfig}"]
-    more = [f"--port={port}", f"--base-path={BASE}/", "--log-format=json", "--dashboard", *given]
+    more = [
+        f"--port={port}",
+        f"--base-path={BASE}/",
+        "--log-format=json",
+        "--dashboard",
+        f"--run-page={RUN_PAGE}",
+        *given,
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *more], stderr=output)
     try:

@@ -20,7 +20,7 @@ from tests.web.visitor import Tags, Visitor
 if TYPE_CHECKING:
     from tests.conftest import EmbeddedCluster
 
-ADDRESSES = ("/", "/teams", "/queue", "/nodes", "/jobs/team-a/train", "/jobs/team-a/train/log")
+ADDRESSES = ("/", "/teams", "/queue", "/pipelines", "/nodes", "/jobs/team-a/train", "/jobs/team-a/train/log")
 JOB = "/jobs/team-a/train"
 
 

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.xdist_group("chromium")
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_digits.py")
-PATHS = ("/teams", "/queue?what-if=1&project=team-a&gpus=1", "/nodes", "/jobs/team-a/holder", "/jobs/team-b/waits")
+PATHS = (
+    "/teams",
+    "/queue?what-if=1&project=team-a&gpus=1",
+    "/pipelines",
+    "/nodes",
+    "/jobs/team-a/holder",
+    "/jobs/team-b/waits",
+)
 LOG = "/jobs/team-a/holder/log"
 CURVE = "return document.querySelector('#figures .line')?.getAttribute('d') ?? ''"
 REQUESTS = "return performance.getEntriesByType('resource').map(e => e.name.split('/').pop().split('?')[0])"

@@ -21,6 +21,7 @@ from kfp_gpuquota.api import (
     Resize,
     Worker,
     WorkerPhase,
+    pipeline_labels,
 )
 from kfp_gpuquota.api.history import Report, Usage
 from kfp_gpuquota.api.wire import Event, EventKind, NodeView, ProjectView, ShareView
@@ -66,6 +67,8 @@ class HostileSource:
         )  # fmt: skip
         spec = JobSpec(name="j", project="p", command=("c",), gpu_fraction=0.5)
         self._job: Job = poisoned(Job(uid="u", spec=spec, status=status))
+        labels = {pipeline_labels.RUN: HOSTILE, pipeline_labels.TASK: HOSTILE}
+        msgspec.structs.force_setattr(self._job.spec, "labels", labels)
         share = ShareView(
             worker="w",
             job="j",
@@ -135,9 +138,9 @@ def html_of(page: Page) -> str:
 
 
 @pytest.mark.parametrize("phase", [Phase.PENDING, Phase.RUNNING, Phase.FAILED])
-@pytest.mark.parametrize("address", ["/teams", "/queue", "/nodes", "job"])
+@pytest.mark.parametrize("address", ["/teams", "/queue", "/pipelines", "/nodes", "job"])
 def test_hostile_strings_are_shown_as_text(phase: Phase, address: str) -> None:
-    pages = Pages(HostileSource(phase), "/b")  # type: ignore[arg-type]
+    pages = Pages(HostileSource(phase), Setting("/b", frozenset(), run_page="/p/{namespace}/{run}"))  # type: ignore[arg-type]
     query = {"state": "all", "project": "", "word": "", "gpus": HOSTILE, "min_gpus": HOSTILE}
     names = {"project": HOSTILE, "name": HOSTILE} if address == "job" else {}
     html = str(html_of(pages.at(f"/b{address}", names, query)))
@@ -157,6 +160,7 @@ def test_hostile_parameters_are_shown_as_text_or_refused(visitor: Visitor) -> No
         f"/queue?word={hostile}&project={hostile}&gpus={hostile}&what-if=1&min_gpus={hostile}",
         f"/teams?project={hostile}&span={hostile}",
         f"/nodes?namespace={hostile}",
+        f"/pipelines?project={hostile}",
         f"/jobs/{hostile}/{hostile}",
         f"/jobs/{hostile}/x/log?worker={hostile}&q={hostile}",
         f"/{hostile}",

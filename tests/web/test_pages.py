@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kfp_gpuquota.api import pipeline_labels
 from tests.web.visitor import Tags
 
 if TYPE_CHECKING:
@@ -76,6 +78,24 @@ def test_what_if_answers_in_sentences_and_submits_nothing(waiting: EmbeddedClust
     assert "does not exist" in text_of(visitor, asked + "nobody")
     assert "it must be a whole number" in text_of(visitor, "/queue?what-if=1&project=team-a&gpus=x")
     assert len(waiting.client.list_jobs().jobs) == 3
+
+
+def test_pipelines_shows_the_steps_of_each_run_the_newest_run_first(
+    embedded_cluster: EmbeddedCluster, visitor: Visitor
+) -> None:
+    assert "No run of a pipeline has a step here." in text_of(visitor, "/pipelines")
+    embedded_cluster.project("team-a", 2)
+    for run, task in (("run-1", "prepare"), ("run-1", "train"), ("run-2", "train")):
+        labels = {pipeline_labels.RUN: run, pipeline_labels.TASK: task}
+        embedded_cluster.submit(f"{task}-{run}", labels=labels)
+    embedded_cluster.submit("of-no-run")
+    embedded_cluster.wait_for_phase("train-run-1", "Running")
+    text = text_of(visitor, "/pipelines?project=team-a")
+    assert "2 runs." in text
+    assert text.index("run-2 team-a") < text.index("run-1 team-a") < text.index("prepare") < text.rindex("train-run-1")
+    assert "of-no-run" not in text
+    assert re.search(r"traintrain-run-1Running1waited \d+s, ran \d+s", text)
+    assert "No run" in text_of(visitor, "/pipelines?namespace=team-b")
 
 
 def test_nodes_shows_what_runs_on_each_gpu_and_since_when_one_is_idle(

@@ -130,6 +130,7 @@ _SITE: Final = """\
             - --trusted-proxy=127.0.0.6/32
             - --origin=https://kubeflow.example.org
             - --dashboard
+            - --run-page=/_/pipeline/?ns={namespace}#/runs/details/{run}
 """
 _SITE_VALUES: Final = """\
             - --base-path={{ .Values.webPage.basePath }}
@@ -142,6 +143,9 @@ _SITE_VALUES: Final = """\
             {{- end }}
             {{- if .Values.webPage.dashboard }}
             - --dashboard
+            {{- end }}
+            {{- with .Values.webPage.runPage }}
+            - --run-page={{ . }}
             {{- end }}
             {{- with .Values.webPage.extraArgs }}
             {{- toYaml . | nindent 12 }}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.api import pipeline_labels
 from kfp_gpuquota.api.environment import WORKER_VARIABLES
 from kfp_gpuquota.api.validation import MAX_SECONDS, check_range
 from kfp_gpuquota.cluster.connect import current_project
@@ -66,7 +67,7 @@ class Step:
     @property
     def labels(self) -> dict[str, str]:
         """The labels of the step's job."""
-        return {"pipeline-run": label_value(self.run_id), "pipeline-task": label_value(self.name)}
+        return {pipeline_labels.RUN: label_value(self.run_id), pipeline_labels.TASK: label_value(self.name)}
 
 
 def step_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Step:

@@ -509,7 +509,12 @@ def elastic_job(
         **resource_requests_of(template).constraints(),
         **constraints.constraints(),
     }
-    named = {"name": short_name(job.metadata.name), "project": job.metadata.namespace, "command": ("pod",)}
+    named = {
+        "name": short_name(job.metadata.name),
+        "project": job.metadata.namespace,
+        "command": ("pod",),
+        "labels": job.metadata.labels,
+    }
     try:
         return msgspec.convert({**named, **chosen}, JobSpec, strict=False)
     except msgspec.ValidationError as error:

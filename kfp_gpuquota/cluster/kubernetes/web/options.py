@@ -29,6 +29,7 @@ class Options(argparse.Namespace):
     trusted_proxy: list[Network]
     user_header: str
     dashboard: bool
+    run_page: str
     log_format: str
     log_level: str
 
@@ -63,6 +64,12 @@ def _origin(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}".lower()
 
 
+def _address(text: str) -> str:
+    if text and not text.startswith(("/", "https://", "http://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; it begins with https:// or with / on the same host")
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpuquota-web-page")
     parser.add_argument("--kubeconfig", help="by default $KUBECONFIG, the pod's service account or ~/.kube/config")
@@ -83,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dashboard", action="store_true", help="pages of the same origin may show the pages in a frame"
     )
+    parser.add_argument(
+        "--run-page", type=_address, default="", metavar="URL",
+        help="address of a run in Kubeflow Pipelines, with {namespace} and {run}; "
+        "in Kubeflow: /_/pipeline/?ns={namespace}#/runs/details/{run}",
+    )  # fmt: skip
     parser.add_argument("--log-format", default="text", choices=logging_setup.FORMATS)
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser

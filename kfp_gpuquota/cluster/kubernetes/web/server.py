@@ -72,6 +72,7 @@ async def serving(options: Options, objects: Objects, connection: Connection) ->
         what_if=False,
         deletes="The job is stopped and deleted, with its logs; checkpoints in a volume stay.",
         if_lost="not connected; trying again",
+        run_page=options.run_page,
     )
     rights = Rights(connection, objects.bindings, objects.namespaces)
     logs = PodLogs(objects, connection)

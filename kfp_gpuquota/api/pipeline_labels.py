@@ -1,0 +1,10 @@
+"""The labels of a job that runs a step of a Kubeflow pipeline."""
+
+from __future__ import annotations
+
+from typing import Final
+
+RUN: Final = "pipeline-run"
+"""The run's id, as KFP has it."""
+TASK: Final = "pipeline-task"
+"""The step's name in its run."""
