@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from kfp_gpuquota.api import Project
+from kfp_gpuquota.api import Project, pipeline_labels
 from tests.polling import until
 from tests.web.browser import Browser, chromium
 
@@ -46,7 +46,9 @@ def browser(driver: webdriver.Chrome, embedded_cluster: EmbeddedCluster) -> Iter
     """Team-a holds both GPUs, a job of team-b waits."""
     embedded_cluster.project("team-a", 1)
     embedded_cluster.project("team-b", 0, limit=1)
-    embedded_cluster.submit("holder", "sh", "-c", "echo 'one <b>line</b>'; exec sleep infinity", gpus=2)
+    labels = {pipeline_labels.RUN: "nightly-1", pipeline_labels.TASK: "train"}
+    command = ("sh", "-c", "echo 'one <b>line</b>'; exec sleep infinity")
+    embedded_cluster.submit("holder", *command, gpus=2, labels=labels)
     embedded_cluster.wait_for_phase("holder", "Running")
     embedded_cluster.submit("waits", project="team-b")
     opened = Browser(driver, embedded_cluster)
@@ -118,7 +120,8 @@ def test_without_scripts_everything_is_shown_and_can_be_done(
     browser: Browser, embedded_cluster: EmbeddedCluster
 ) -> None:
     browser.scripts(allowed=False)
-    for path, text in zip(PATHS, ("borrows 1 GPU", "would wait", "holder", "GPUs held", "needs 1 GPU"), strict=True):
+    shown = ("borrows 1 GPU", "would wait", "nightly-1", "holder", "GPUs held", "needs 1 GPU")
+    for path, text in zip(PATHS, shown, strict=True):
         browser.driver.get(browser.base + path)
         assert text in browser.text("main"), path
     browser.driver.get(browser.base + LOG)
