@@ -345,6 +345,18 @@ def test_a_launcher_that_stays_away_is_given_up(step: Step) -> None:
         RelayClient(str(step.mount), timeout_s=0.5).read("/step")
 
 
+def test_of_a_file_that_changes_while_it_is_sent_no_byte_more_than_announced_is_sent(tmp_path: Path) -> None:
+    grown = tmp_path / "grown"
+    grown.write_bytes(b"announced" + b" and written later")
+    here, there = socket.socketpair()
+    with here, there, grown.open("rb") as file:
+        remote.send_file(here, file, len(b"announced"))
+        with pytest.raises(ConnectionError, match="82 bytes shorter"):
+            remote.send_file(here, file, 100)
+        here.close()
+        assert there.makefile("rb").read() == b"announced and written later"
+
+
 def test_a_large_file_is_never_whole_in_memory(step: Step) -> None:
     step.serve("true")
     large = step.root / "large"

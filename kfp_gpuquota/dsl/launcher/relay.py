@@ -264,7 +264,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Length", str(size))
             self.end_headers()
-            remote.send_file(self.connection, file)
+            remote.send_file(self.connection, file, size)
 
     def _receive(self, target: Path, size: int, mode: int) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ class RelayClient:
         if isinstance(body, bytes):
             connection.sock.sendall(body)
         elif size:
-            send_file(connection.sock, body)
+            send_file(connection.sock, body, size)
         response = connection.getresponse()
         if response.status == UNAVAILABLE:
             raise ConnectionError("the launcher cannot accept the request now")
@@ -134,11 +134,18 @@ class RelayClient:
             self._request("PUT", path, file, facts.st_size)
 
 
-def send_file(connection: Any, file: Any) -> None:
-    """Send the rest of a file; `sendfile` of a TLS socket sends 8 KiB at a time."""
+def send_file(connection: Any, file: Any, size: int) -> None:
+    """Send the next `size` bytes of a file, also of one that still grows. Raises ConnectionError where it has fewer.
+
+    `sendfile` of a TLS socket sends 8 KiB at a time.
+    """
     buffer = memoryview(bytearray(CHUNK_SIZE))
-    while got := file.readinto(buffer):
+    while size:
+        got = file.readinto(buffer[: min(size, CHUNK_SIZE)])
+        if not got:
+            raise ConnectionError(f"a file became {size} bytes shorter while it was sent")
         connection.sendall(buffer[:got])
+        size -= got
 
 
 def main(directory: str) -> int:
