@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,10 @@ class RehearsedOrders:
             return
         self._closed = True
         if self._second is None:
-            self.records.write("end")
+            if self._leads:  # it was refused before it began
+                shutil.rmtree(self.directory, ignore_errors=True)
+            else:
+                self.records.write("end")
             return
         failed = any(row["what"] == "error" for row in self.records.rows())
         self._second.end(0.0 if failed else SECOND_WORKER_S)

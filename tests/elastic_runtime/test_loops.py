@@ -180,6 +180,7 @@ for epoch in job.epochs(10):
     for x, in loader:
         job.backward(model(x).mean())
         optimizer.step()
+        optimizer.zero_grad()
     if epoch == 1:
         END
 assert [r["cause"] for r in resizes] == ["join"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import random
 import re
 import socket
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +32,11 @@ forked.preload(
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("0.0.0.0", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on now, below those that the kernel gives to others' connections meanwhile."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("0.0.0.0", random.randrange(10_000, 20_000)))
+            return int(probe.getsockname()[1])
 
 
 @dataclass
