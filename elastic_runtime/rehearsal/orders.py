@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
@@ -78,21 +79,29 @@ class RehearsedOrders:
         if self._closed:
             return
         self._closed = True
-        if self._second is None:
-            if self._leads:  # it was refused before it began
-                shutil.rmtree(self.directory, ignore_errors=True)
-            else:
-                self.records.write("end")
+        if not self._leads:
+            self.records.write("end")
             return
+        if self._second is not None:  # else this training was refused before it began
+            self._report(self._second)
+        self._remove_directory()
+
+    def _report(self, second: SecondWorker) -> None:
         failed = any(row["what"] == "error" for row in self.records.rows())
-        self._second.end(0.0 if failed else SECOND_WORKER_S)
+        second.end(0.0 if failed else SECOND_WORKER_S)
         rows = [*self.records.rows(), *Records(self.directory, SECOND).rows()]
         findings = findings_of(rows)
-        if not failed and self._second.code != 0 and not any(row["what"] == "error" for row in rows):
-            findings.append(self._second.finding())
+        if not failed and second.code != 0 and not any(row["what"] == "error" for row in rows):
+            findings.append(second.finding())
         report.show(findings, rows)
-        self._second.forget()
         self.exit_code = int(any(finding.fails for finding in findings))
+
+    def _remove_directory(self) -> None:
+        """Under another name first: a thread that still prepares a generation would create files in it meanwhile."""
+        ended = self.directory.with_name(f"{self.directory.name}.ended")
+        with suppress(FileNotFoundError):
+            self.directory.rename(ended)
+        shutil.rmtree(ended, ignore_errors=True)
 
     def at_exit(self) -> None:
         """The script has ended by itself: the exit code is the report's."""

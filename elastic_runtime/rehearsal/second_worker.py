@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -120,10 +119,6 @@ class SecondWorker:
             "its last lines:\n" + "\n".join(f"    {line}" for line in lines),
             "run the script alone with these lines in mind",
         )
-
-    def forget(self) -> None:
-        """Remove the directory."""
-        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _where(trace: TracebackType | None) -> str:

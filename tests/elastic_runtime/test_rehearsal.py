@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
 import subprocess
 import sys
+import tempfile
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from elastic_runtime.rehearsal.orders import RehearsedOrders
 from elastic_runtime.rehearsal.records import flattened, print_of
 from elastic_runtime.rehearsal.report import lines
 from elastic_runtime.rehearsal.timetable import FAILING, FIRST, JOINED, SECOND, first_order, order_after_failure
@@ -20,6 +25,7 @@ from elastic_runtime.rehearsal.verdict import findings_of
 from elastic_runtime.state.random_streams import RandomStreams
 from tests.elastic_runtime.zoo.parts import SCRIPTS
 from tests.elastic_runtime.zoo.rehearsing import rehearse
+from tests.polling import until
 
 QUICK = [
     ("perceptron", "fast"),
@@ -85,6 +91,31 @@ def test_the_second_worker_is_the_same_command_started_again(tmp_path: Path) -> 
     assert "Note: the gradients of step 3 depend on the number of workers" in done.stdout
     assert "Nothing would go wrong on a cluster" in done.stdout
     assert "trained to its end" not in done.stdout
+
+
+def test_nothing_stays_of_a_rehearsal_though_a_thread_still_writes_to_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    orders = RehearsedOrders("1", FIRST, lambda _order: None)
+    ended = threading.Event()
+
+    def write() -> None:
+        for number in itertools.count():
+            if ended.is_set():
+                return
+            with suppress(FileNotFoundError):
+                (orders.directory / str(number)).touch()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        until((orders.directory / "2000").exists)
+        orders.close()
+    finally:
+        ended.set()
+        writer.join()
+    assert not list(tmp_path.iterdir())
 
 
 # The timetable
