@@ -44,6 +44,17 @@ class History:
             self.delete, self.suspend, self.resume, self.cancel, self.kill_worker, self.kill_shim, self.kill_daemon,
         ]  # fmt: skip
 
+    def play(self) -> None:
+        """Take all steps, wait for the end of what they began, and check it; print them where that fails."""
+        try:
+            for _ in range(ACTIONS):
+                self.step()
+            self.settle()
+        except BaseException:
+            print("\n".join(self.done))
+            raise
+        self.check_results()
+
     def step(self) -> None:
         action = self.random.choice(self.actions)
         with contextlib.suppress(ConflictError, NotFoundError, StateFileError):  # the last one: the disk is full
@@ -163,12 +174,4 @@ def test_whatever_happens_no_gpu_is_held_twice_and_every_job_ends(tmp_path: Path
     with running_cluster(tmp_path / "home", ClusterConfig(nodes=2, gpus_per_node=3)) as cluster:
         for name, (guaranteed, limit) in TEAMS.items():
             cluster.project(name, guaranteed, limit=limit)
-        history = History(cluster, seed, tally)
-        try:
-            for _ in range(ACTIONS):
-                history.step()
-            history.settle()
-        except BaseException:
-            print("\n".join(history.done))
-            raise
-        history.check_results()
+        History(cluster, seed, tally).play()
