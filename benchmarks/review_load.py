@@ -21,7 +21,7 @@ from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.objects import labels
-from tools.devcluster.layout import free_ports
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -110,7 +110,7 @@ class Generator:
 @contextlib.asynccontextmanager
 async def beside(kubeconfig: Path) -> AsyncIterator[Generator]:
     """A load on a webhook process of its own, beside the controller's; it answers by the time that this is entered."""
-    port = free_ports().api
+    port = free_port()
     arguments = [f"--kubeconfig={kubeconfig}", "--reviews-only", f"--webhook-port={port}"]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as output:
         process = subprocess.Popen(

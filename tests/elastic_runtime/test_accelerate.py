@@ -15,8 +15,8 @@ import torch
 from tests.elastic_runtime import training
 from tests.elastic_runtime.accelerate_training import train
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.test_torchrun import free_port
 from tests.elastic_runtime.training import Plan, trained_alone
+from tools.devcluster.layout import free_port
 
 PLAN = Plan(body=train)
 

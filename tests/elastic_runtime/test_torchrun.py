@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic_runtime.membership.torchrun import agree_on_round
 from tests.elastic_runtime.training import Plan, train
+from tools.devcluster.layout import free_port
 
 SCRIPT = """
 import os, pathlib, signal, sys
@@ -58,11 +58,6 @@ def torchrun(folder: Path, nodes: int, workers: int) -> None:
             stack.callback(run.kill)
         codes = [agent.wait(170) for agent in agents]
     assert not any(codes), "\n".join((folder / f"node-{n}.log").read_text()[-3000:] for n in range(nodes))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -16,10 +16,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from elastic_runtime.integrations.transformers import ElasticTrainer
 from tests.elastic_runtime.harness import Cluster
-from tests.elastic_runtime.test_torchrun import free_port
 from tests.elastic_runtime.test_trainer import DATA, Small, arguments
 from tests.elastic_runtime.training import Gate, Plan, trained_alone
 from tests.forked import preload
+from tools.devcluster.layout import free_port
 
 preload("elastic_runtime.integrations.transformers")
 

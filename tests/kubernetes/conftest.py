@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
@@ -38,24 +38,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def skip_or_fail(lack: object) -> NoReturn:
+    """Skip the test for what the machine lacks; fail it where nothing may be skipped."""
+    if os.environ.get(REQUIRED) == "1":
+        pytest.fail(f"{REQUIRED}=1, but {lack}")
+    pytest.skip(str(lack))
+
+
 def start_or_skip(directory: Path, options: Options) -> DevCluster:
     """A cluster; where the machine cannot run one, the test is skipped, or fails where it must not be."""
     lack = binaries.missing(kubelet=options.kubelet)
     if not lack and not binaries.built():
         lack = "the control plane is not built yet; build it with: python -m tools.devcluster build"
-    if lack and os.environ.get(REQUIRED) == "1":
-        pytest.fail(f"{REQUIRED}=1, but {lack}")
     if lack:
-        pytest.skip(lack)
+        skip_or_fail(lack)
     return DevCluster.start(directory, options)
 
 
 def built_or_skip(name: str) -> Path:
     """The archive of one of this project's images; skipped, or failed, as `start_or_skip` does."""
-    if (lack := built_images.missing()) and os.environ.get(REQUIRED) == "1":
-        pytest.fail(f"{REQUIRED}=1, but {lack}")
-    if lack:
-        pytest.skip(lack)
+    if lack := built_images.missing():
+        skip_or_fail(lack)
     return built_images.provide(name)
 
 

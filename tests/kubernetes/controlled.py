@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import http.client
-import random
 import re
-import socket
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +13,7 @@ from tests import forked, programs
 from tests.kubernetes.installation import QUOTAS, jobs_of
 from tests.polling import TIMEOUT_S, until
 from tools.devcluster import DevCluster, fake_nodes, image
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,14 +27,6 @@ forked.preload(
     "kfp_gpuquota.cluster.kubernetes.__main__",
     "kfp_gpuquota.cluster.kubernetes.shards.__main__",
 )
-
-
-def free_port() -> int:
-    """A port that nothing listens on now, below those that the kernel gives to others' connections meanwhile."""
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("0.0.0.0", random.randrange(10_000, 20_000)))
-            return int(probe.getsockname()[1])
 
 
 @dataclass

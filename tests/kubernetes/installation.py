@@ -18,7 +18,7 @@ from kfp_gpuquota.cluster.kubernetes.objects.custom_types import PolicyObject
 from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 from kfp_gpuquota.cluster.kubernetes.quota.workload_policies import PATH, PolicyBook
 from tools.devcluster.api import JSON_PATCH, ApiError
-from tools.devcluster.layout import free_ports
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,7 +138,7 @@ def live_webhook(cluster: DevCluster) -> Iterator[None]:
 
     When it ends, they go where they went before.
     """
-    port = free_ports().api
+    port = free_port()
     before = [one["clientConfig"] for one in cluster.api.get(CONFIGURATION)["webhooks"]]
     point_to(cluster, f"https://127.0.0.1:{port}{server.PATH}")
     kubeconfig = cluster.kubeconfig_of_service_account(NAMESPACE, WEBHOOK_ACCOUNT)

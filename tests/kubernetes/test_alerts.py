@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from tests.kubernetes.conftest import REQUIRED
+from tests.kubernetes.conftest import skip_or_fail
 from tools.devcluster import promtool
 from tools.devcluster.binaries import UnavailableError
 
@@ -84,9 +83,7 @@ def program() -> Path:
     try:
         return promtool.provide()
     except UnavailableError as lack:
-        if os.environ.get(REQUIRED) == "1":
-            pytest.fail(f"{REQUIRED}=1, but {lack}")
-        pytest.skip(str(lack))
+        skip_or_fail(lack)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from kfp_gpuquota.cluster.kubernetes.client.http.credentials import load_credent
 from kfp_gpuquota.errors import RunError
 from kfp_gpuquota.server.transport.tls import load_pair
 from tests import forked, programs
-from tests.kubernetes.controlled import free_port
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path

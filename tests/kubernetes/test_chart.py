@@ -11,7 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.version import __version__
-from tests.kubernetes.conftest import REQUIRED, start_or_skip
+from tests.kubernetes.conftest import skip_or_fail, start_or_skip
 from tests.kubernetes.installation import MANIFESTS, NAMESPACE, QUOTAS
 from tests.kubernetes.test_crds import quota
 from tests.kubernetes.test_manifests import relative
@@ -42,9 +42,7 @@ def run_helm(*words: str, kubeconfig: Path | None = None) -> str:
     try:
         program = helm.provide()
     except UnavailableError as error:
-        if os.environ.get(REQUIRED) == "1":
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+        skip_or_fail(error)
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig or os.devnull)}
     done = subprocess.run([program, *words], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
@@ -63,7 +61,7 @@ def kustomize(folder: Path) -> Objects:
     try:
         kubectl = binaries.provide() / "kubectl"
     except UnavailableError as error:
-        pytest.skip(str(error))
+        skip_or_fail(error)
     done = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True, check=True)
     return by_name(yaml.safe_load_all(done.stdout))
 

@@ -18,12 +18,13 @@ import pytest
 from kfp_gpuquota.cluster.kubernetes.admission import server
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from tests import forked, programs
-from tests.kubernetes.controlled import Controlled, free_port
+from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.faulty_proxy import FaultyProxy
 from tests.kubernetes.installation import NAMESPACE
 from tests.kubernetes.running_workers import Observer, RunningWorkers
 from tests.kubernetes.test_leader import LEASE
 from tests.polling import until
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

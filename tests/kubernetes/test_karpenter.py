@@ -16,9 +16,10 @@ import pytest
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tests.kubernetes.conftest import start_or_skip
-from tests.kubernetes.controlled import Controlled, free_port
+from tests.kubernetes.controlled import Controlled
 from tests.kubernetes.installation import MANIFESTS, NAMESPACE
 from tools.devcluster import Options
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.kubernetes.controlled import Controlled, free_port
+from tests.kubernetes.controlled import Controlled
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from tests.kubernetes.test_crds import quota
 from tests.kubernetes.web_page import BASE, bind, web_page
 from tests.polling import until
 from tests.web.browser import chromium
-from tools.devcluster.layout import free_ports
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -109,7 +109,7 @@ def test_the_page_shows_the_namespace_that_is_selected_in_the_dashboard(
     for name in names:
         api.create(QUOTAS, quota(name, guaranteed=1))
         bind(kubeflow_cluster, user, "kubeflow-view", name)
-    port = free_ports().api
+    port = free_port()
     options = ("--trusted-proxy=127.0.0.1/32", f"--origin=http://127.0.0.1:{port}")
     with web_page(kubeflow_cluster, tmp_path / "log", *options) as page, Gateway(port, page.port, user).running():
         driver.get(f"http://127.0.0.1:{port}/?selected={names[0]}&frame={BASE}/teams")

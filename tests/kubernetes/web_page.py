@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tests.kubernetes.installation import MANIFESTS, NAMESPACE
 from tests.polling import until
 from tests.web.visitor import Visitor
-from tools.devcluster.layout import free_ports
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +62,7 @@ def web_page(cluster: DevCluster, log: Path, *options: str) -> Iterator[WebPage]
     """Run the page with the account and the rights of the component; yield when it can be asked."""
     for name in ("rbac", "policy"):
         cluster.kubectl("apply", "-f", str(COMPONENT / f"{name}.yaml"))
-    kubeconfig, port = cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT), free_ports().api
+    kubeconfig, port = cluster.kubeconfig_of_service_account(NAMESPACE, ACCOUNT), free_port()
     given = options or ("--trusted-proxy=127.0.0.0/8",)
     command = [sys.executable, "-m", "kfp_gpuquota.cluster.kubernetes.web", f"--kubeconfig={kubeconfig}"]
     more = [

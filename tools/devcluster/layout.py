@@ -116,6 +116,11 @@ def free_ports() -> Ports:
     return msgspec.convert(dict(zip(names, _free(len(names)), strict=True)), Ports)
 
 
+def free_port() -> int:
+    """Return a port without a listener."""
+    return _free(1)[0]
+
+
 def _free(count: int) -> list[int]:
     held: list[socket.socket] = []
     try:
