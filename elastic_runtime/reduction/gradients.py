@@ -92,7 +92,7 @@ class BucketReducer:
     scale = 1.0
     expects = True
     held = False
-    _leftovers = Leftovers()
+    _leftovers: Leftovers
     _uncleared: frozenset[str] = frozenset()
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:

@@ -6,8 +6,9 @@ that keeps them in a running cluster.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from kfp_gpuquota.scheduler.dump.records import STATE_INDEXES, JobRecord, NodeRecord, QueueRecord, RequestRecord
 from kfp_gpuquota.scheduler.state.model import (
     NO_RULES,
     Amount,
@@ -25,27 +26,23 @@ from kfp_gpuquota.scheduler.state.tree import graft
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfp_gpuquota.scheduler.dump.records import (
-        AmountRecord,
-        JobRecord,
-        NodeRecord,
-        PendingRecord,
-        QueueRecord,
-        RequestRecord,
-        StateDump,
-        WorkerRecord,
-    )
+    import msgspec
+
+    from kfp_gpuquota.scheduler.dump.records import AmountRecord, PendingRecord, StateDump, WorkerRecord
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-_JOB_FIELDS: Final = (
-    "spread", "priority", "preemptible", "movable", "submitted_at", "suspended", "completing", "removed", "below_since",
-    "stale_after_s", "waiting_since", "deferred_until", "deferred_for", "preemption_delay_s", "cool_down_s",
-    "min_run_time_s", "started_at", "grown_at", "shrunk_at", "checkpoint_at", "throughput_reported", "counting_from",
-)  # fmt: skip
-_QUEUE_FIELDS: Final = ("priority", "created", "exists", "used", "used_until")
-_INDEXES: Final = ("growable", "below", "sheltered", "suspended", "emptying", "deferred")
+
+def _same(record: type[msgspec.Struct], *others: str) -> tuple[str, ...]:
+    """Return the fields that a record and the scheduler's own class share: all but `others`."""
+    return tuple(name for name in record.__struct_fields__ if name not in others)
+
+
+_JOB_FIELDS: Final = _same(JobRecord, "queue", "request", "workers", "pending", "hosts", "throughput")
+_QUEUE_FIELDS: Final = _same(QueueRecord, "key", "deserved", "limit", "children", "running", "waiting")
+_NODE_FIELDS: Final = _same(NodeRecord, "workers")
+_REQUEST_FIELDS: Final = _same(RequestRecord, "nodes", "labels", "terms", "tolerations", "barred")
 
 
 def read_state(dump: StateDump) -> State:
@@ -54,7 +51,7 @@ def read_state(dump: StateDump) -> State:
     state.ledger.reclaim_shelter_s = dump.reclaim_shelter_s
     state.projects = {project.name: project for project in dump.projects}
     for node in dump.nodes:
-        state.ledger.put_host(_host(node))
+        state.ledger.put_host(Host(**_taken(node, _NODE_FIELDS)))
     _read_queues(state, dump.queues)
     requests: dict[RequestRecord, Request] = {}  # equal workers share one request, as in the original
     for record in dump.jobs:
@@ -65,28 +62,16 @@ def read_state(dump: StateDump) -> State:
     return state
 
 
-def _host(record: NodeRecord) -> Host:
-    return Host(
-        name=record.name,
-        devices=record.devices,
-        gpu_memory_mib=record.gpu_memory_mib,
-        ready=record.ready,
-        cpu=record.cpu,
-        memory=record.memory,
-        max_tasks=record.max_tasks,
-        labels=record.labels,
-        taints=record.taints,
-        pool=record.pool,
-    )
+def _taken(record: msgspec.Struct, fields: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in fields}
 
 
 def _read_queues(state: State, records: Iterable[QueueRecord]) -> None:
     queues = state.ledger.queues
     for record in records:
-        queue = queues[record.key] = Queue(name=record.name, pool=record.pool, weights=record.weights)
-        queue.deserved, queue.limit = _amount(record.deserved), _amount(record.limit)
-        for name in _QUEUE_FIELDS:
-            setattr(queue, name, getattr(record, name))
+        queue = queues[record.key] = Queue(
+            deserved=_amount(record.deserved), limit=_amount(record.limit), **_taken(record, _QUEUE_FIELDS)
+        )
         graft(queue, None)
     for record in records:
         for child in record.children:
@@ -99,19 +84,11 @@ def _amount(record: AmountRecord) -> Amount:
 
 def _read_job(state: State, record: JobRecord, requests: dict[RequestRecord, Request]) -> None:
     job = Job(
-        uid=record.uid,
-        name=record.name,
         queue=state.ledger.queues[record.queue],
-        gang=record.gang,
-        wanted=record.wanted,
-        most=record.most,
         request=_request(record.request, requests),
-        groups=record.groups,
         throughput=dict(record.throughput),
+        **_taken(record, _JOB_FIELDS),
     )
-    for name in _JOB_FIELDS:
-        setattr(job, name, getattr(record, name))
-    job.next_index = record.next_index
     job.pending = [_pending(job, one, requests) for one in record.pending]
     for worker in record.workers:
         _read_worker(state, job, worker, requests)
@@ -146,14 +123,9 @@ def _request(record: RequestRecord, made: dict[RequestRecord, Request]) -> Reque
     if found is None:
         rules = Rules(record.labels, record.terms, record.tolerations, frozenset(record.barred))
         found = made[record] = Request(
-            devices=record.devices,
-            share=record.share,
-            memory_mib=record.memory_mib,
-            compute=record.compute,
-            cpu=record.cpu,
-            memory=record.memory,
             nodes=None if record.nodes is None else frozenset(record.nodes),
             rules=NO_RULES if rules == NO_RULES else rules,
+            **_taken(record, _REQUEST_FIELDS),
         )
     return found
 
@@ -161,9 +133,8 @@ def _request(record: RequestRecord, made: dict[RequestRecord, Request]) -> Reque
 def _restore_orders(state: State, dump: StateDump) -> None:
     """Put every index of the state into the order that it had."""
     workers, hosts = state.workers, state.ledger.hosts
-    for name in _INDEXES:
+    for name in STATE_INDEXES:
         _sort(getattr(state, name), getattr(dump.orders, name))
-    _sort(workers, dump.orders.workers)
     _sort(state.ledger.leaving, [workers[id_] for id_ in dump.orders.leaving])
     for node in dump.nodes:
         _sort(hosts[node.name].tasks, [workers[id_] for id_ in node.workers])

@@ -164,6 +164,10 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     deferred: tuple[str, ...] = ()
 
 
+STATE_INDEXES: Final = tuple(name for name in Orders.__struct_fields__ if name != "leaving")
+"""The indexes that are attributes of the state; `leaving` is the ledger's."""
+
+
 class StateDump(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the planner of `version` saw at `at`, and the plan that it makes of it.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from kfp_gpuquota.scheduler.dump.records import (
+    STATE_INDEXES,
     AmountRecord,
     JobRecord,
     NodeRecord,
@@ -47,10 +48,8 @@ def job_records(state: State) -> tuple[JobRecord, ...]:
 
 def orders(state: State) -> Orders:
     """Return the orders of the state's indexes."""
-    indexes = ("growable", "below", "sheltered", "suspended", "emptying", "deferred")
-    named = {name: tuple(getattr(state, name)) for name in indexes}
     leaving = tuple(task.id for task in state.ledger.leaving)
-    return msgspec.convert({**named, "workers": tuple(state.workers), "leaving": leaving}, Orders)
+    return Orders(leaving=leaving, **{name: tuple(getattr(state, name)) for name in STATE_INDEXES})
 
 
 def _node(host: Host) -> NodeRecord:

@@ -44,16 +44,16 @@ class Run:
 
 
 def runs(jobs: Iterable[Job], project: str, now: float) -> list[Run]:
-    """Return the runs of a project, or of all (""), the newest first. A run in two projects is two of them."""
+    """Return the runs of a project, or of all (""), the newest first; `jobs` are oldest first.
+
+    A run in two projects is two of them.
+    """
     found: dict[tuple[str, str], list[Job]] = {}
     for job in jobs:
         run = job.spec.labels.get(pipeline_labels.RUN)
         if run and (not project or job.spec.project == project):
             found.setdefault((job.spec.project, run), []).append(job)
-    made = [
-        Run(run, owner, tuple(_step(job, now) for job in _in_order(steps))) for (owner, run), steps in found.items()
-    ]
-    return sorted(made, key=lambda run: run.began, reverse=True)
+    return [Run(run, owner, tuple(_step(job, now) for job in steps)) for (owner, run), steps in reversed(found.items())]
 
 
 def elements(source: Source, setting: Setting, project: str) -> Elements:
@@ -67,10 +67,6 @@ def elements(source: Source, setting: Setting, project: str) -> Elements:
         for run in found[:RUNS]
     }
     return Elements({"counts": counts}, {"runs": rows})
-
-
-def _in_order(jobs: Iterable[Job]) -> list[Job]:
-    return sorted(jobs, key=lambda job: job.status.submitted_at)
 
 
 def _step(job: Job, now: float) -> Step:
