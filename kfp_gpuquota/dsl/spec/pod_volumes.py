@@ -74,7 +74,7 @@ def tasks_of(spec: Json, label: str) -> Iterator[Json]:
 
 
 def _claim_name(mount: Json, inputs: Json) -> str:
-    """Return the claim's name, or the placeholder of a new one of `inputs` where only the run knows the name."""
+    """Return the claim's name, or the placeholder of a new one of `inputs` where its name is determined in the run."""
     given: Json = mount.get("pvcNameParameter") or mount  # compilers before kfp-kubernetes 2.13 write only the latter
     runtime: Json = given.get("runtimeValue") or given
     if constant := runtime.get("constant"):

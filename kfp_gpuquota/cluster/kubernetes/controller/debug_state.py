@@ -44,7 +44,7 @@ class Planned(Protocol):
 
 
 class User(msgspec.Struct, frozen=True):
-    """The user of a token, as the API server knows them."""
+    """The user of a token, as authenticated by the API server."""
 
     username: str = ""
     uid: str = ""

@@ -233,7 +233,7 @@ def project_view(quota: GpuQuota) -> ProjectView:
 def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ()) -> NodeView:
     """Return a node and the pods that hold its devices, including pods outside the quota.
 
-    Only the kubelet knows the devices of those: the first unassigned ones are shown for them.
+    The devices of those are recorded by the kubelet only: the first unassigned ones are shown for them.
     """
     here = [pod for pod in pods if pod.spec.node_name == node.metadata.name and _holds(pod)]
     shown, held = nodes.node_of(node), dict[int, tuple[str, ...]]()

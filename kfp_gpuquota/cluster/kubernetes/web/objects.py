@@ -51,7 +51,7 @@ class Watch(Protocol):
 
 
 class Objects:
-    """All objects that the pages show, whoever may see them."""
+    """All objects that the pages show, regardless of permissions."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, ElasticJob] = {}

@@ -117,7 +117,7 @@ class UserPages:
         return {}
 
     def events_of(self, uid: str) -> tuple[Event, ...]:
-        """Return what the job's status tells of its past, oldest first."""
+        """Return the events in the job's status, oldest first."""
         stored = self._objects.stored(uid)
         if stored is None or not self._sees(stored.metadata.namespace):
             return ()
