@@ -77,7 +77,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mix. `gpus` is then `gpu_devices`, and need not be given. `gpu_compute` is the part of each device's computing
     power, which MPS limits on NVIDIA's; a worker counts as the larger one of its two parts.
 
-    `cpu` (cores) and `memory_mib` (main memory) are per worker, as are `node_selector` (labels that a node must have),
+    `cpu` (cores) and `memory_mib` (main memory) are per worker, as are `cpu_limit` and `memory_limit_mib`, which the
+    kernel enforces (a request that is not given is then the limit), `node_selector` (labels that a node must have),
     `node_affinity` (one of the terms must admit the node) and `tolerations`. It runs on nodes of `node_pool`, within
     its project's quota there; without one on nodes of no pool. All workers run on nodes with the same
     value of the label `required_topology` (a rack, a zone), and of `preferred_topology` where that is possible. With
@@ -102,6 +103,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gpu_devices: PositiveCount | None = None
     cpu: Cores | None = None
     memory_mib: Mebibytes | None = None
+    cpu_limit: Cores | None = None
+    memory_limit_mib: Mebibytes | None = None
     kind: Kind = Kind.TRAIN
     priority: Priority | None = None
     preemptible: bool | None = None
@@ -126,6 +129,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_name("project", self.project)
         self._check_share()
         self._check_sizes()
+        self._check_machine()
         self._check_scheduling()
         self._check_process()
 
@@ -212,16 +216,26 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                     field, count, f"it must be a multiple of gpus_per_worker, which is {self.worker_gpus}"
                 )
 
+    def _check_machine(self) -> None:
+        """Check amounts of CPU and memory; a request that is not given is the limit, as on Kubernetes."""
+        for field, limit in (("cpu", "cpu_limit"), ("memory_mib", "memory_limit_mib")):
+            for name in (field, limit):
+                if (value := getattr(self, name)) is not None and name.startswith("cpu"):
+                    check_range(name, value, MIN_CORES, MAX_COUNT, "cores")
+                elif value is not None:
+                    check_count(name, value, 1, "MiB", MAX_MIB)
+            requested, most = getattr(self, field), getattr(self, limit)
+            if requested is None:
+                msgspec.structs.force_setattr(self, field, most)
+            elif most is not None and most < requested:
+                raise InvalidFieldError(limit, most, f"it cannot be below {field}, which is {requested:g}")
+
     def _check_scheduling(self) -> None:
         check_range("priority", self.effective_priority, 0, MAX_PRIORITY)
         check_range("cool_down_s", self.cool_down_s, 0, MAX_SECONDS, "s")
         check_range("min_run_time_s", self.min_run_time_s, 0, MAX_SECONDS, "s")
         if self.node is not None:
             check_name("node", self.node)
-        if self.cpu is not None:
-            check_range("cpu", self.cpu, MIN_CORES, MAX_COUNT, "cores")
-        if self.memory_mib is not None:
-            check_count("memory_mib", self.memory_mib, 1, "MiB", MAX_MIB)
         if self.node_pool:
             check_name("node_pool", self.node_pool)
         check_labels("node_selector", self.node_selector)

@@ -64,6 +64,13 @@ CpuOption = Annotated[
 MemoryOption = Annotated[
     str | None, typer.Option("--memory", metavar="SIZE", help="Main memory of each worker, as 8Gi.")
 ]
+CpuLimitOption = Annotated[
+    str | None, typer.Option("--cpu-limit", metavar="CORES", help="The most CPU that a worker gets, as 2 or 500m.")
+]
+MemoryLimitOption = Annotated[
+    str | None,
+    typer.Option("--memory-limit", metavar="SIZE", help="The most memory of a worker, as 16Gi; above it is ended."),
+]
 ElasticOption = Annotated[
     bool, typer.Option("--elastic", help="May run with 1 GPU up to what the project may hold, and change on the way.")
 ]
@@ -177,6 +184,8 @@ def submit(
     gpu_devices: GpuDevicesOption = None,
     cpu: CpuOption = None,
     memory: MemoryOption = None,
+    cpu_limit: CpuLimitOption = None,
+    memory_limit: MemoryLimitOption = None,
     node_selector: SelectorOption = None,
     toleration: TolerationOption = None,
     node_pool: PoolOption = "",
@@ -214,6 +223,7 @@ def submit(
       gpuquota submit notebook -g 1 --interactive -- jupyter lab
       gpuquota submit quarter -g 0.25 --gpu-limit 0.8 -- python train.py
       gpuquota submit halves --gpu-memory 40G --gpu-memory-limit 80G --gpu-devices 8 -- python train.py
+      gpuquota submit bounded -g 1 --cpu-limit 4 --memory-limit 16Gi -- python train.py
       gpuquota submit sleeper -g 1 --command sleep --args infinity
     """
     if follow and output not in {Format.TABLE, Format.WIDE}:
@@ -248,6 +258,8 @@ def submit(
         gpu_devices=_count("gpu_devices", gpu_devices),
         cpu=None if cpu is None else parse_cores("cpu", cpu),
         memory_mib=None if memory is None else parse_mib("memory", memory),
+        cpu_limit=None if cpu_limit is None else parse_cores("cpu_limit", cpu_limit),
+        memory_limit_mib=None if memory_limit is None else parse_mib("memory_limit", memory_limit),
         node_selector=pairs("node_selector", node_selector or [], "a label is given as KEY=VALUE"),
         node_pool=node_pool,
         required_topology=required_topology,

@@ -25,6 +25,7 @@ from kfp_gpuquota.cluster.jobs.lifecycle import after_reboot, after_worker_exite
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 from kfp_gpuquota.cluster.local.home import Home, write_private
 from kfp_gpuquota.cluster.local.workers import shims
+from kfp_gpuquota.cluster.local.workers.cgroups import NONE, Cgroups
 from kfp_gpuquota.cluster.local.workers.runtime import LocalRuntime
 from kfp_gpuquota.cluster.local.workers.sharing import Sharing
 from kfp_gpuquota.cluster.plan_pacing import PlanPacing, RestAfterPlans
@@ -53,11 +54,13 @@ class Settings:
     """Settings of all workers: their soft limit on open files (0: as inherited), and the size of a kept log.
 
     `device_locks` are the descriptors that their shims inherit, so that the GPUs stay locked while they run.
+    Their limits on memory and CPU are enforced in `cgroups`.
     """
 
     open_files: int = 0
     log_limit: int = 0
     device_locks: tuple[int, ...] = ()
+    cgroups: Cgroups = NONE
 
 
 class Driver:
@@ -100,6 +103,7 @@ class Driver:
             open_files=settings.open_files,
             log_limit=settings.log_limit,
             device_locks=settings.device_locks,
+            cgroups=settings.cgroups,
         )
 
     def wake(self) -> None:
@@ -413,7 +417,7 @@ class Driver:
             workers = [record if w.worker.id == gone.id else w for w in self._state.attempt_of(before)]
             killed_for = self._killed_for.pop(gone.id, "")
             after = after_worker_exited(before, record, workers, recorder.now, killed_for)
-            if why := self.sharing.why_ended(gone.id):
+            if why := self.sharing.why_ended(gone.id) or self.runtime.why_ended(before.spec, gone):
                 after = with_status(after, reason=why)
             recorder.note(after, EventKind.WORKER_GONE, worker=gone.id, gpus=-gone.gpus)
             recorder.change.workers[gone.id] = record

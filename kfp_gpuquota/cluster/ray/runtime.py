@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.local.workers import shims
+from kfp_gpuquota.cluster.local.workers.runtime import refuse_limits
 from kfp_gpuquota.cluster.ray import messages
 from kfp_gpuquota.cluster.ray.bridge_output import copy_without_native_stacks, ended_by
 from kfp_gpuquota.cluster.ray.membership import serving
@@ -37,7 +38,7 @@ from kfp_gpuquota.errors import ClusterStartError, InvalidFieldError, NotFoundEr
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Iterable
 
-    from kfp_gpuquota.api import JobSpec, Node, Worker
+    from kfp_gpuquota.api import JobSpec, Node, Reason, Worker
     from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.local.driver import Settings
     from kfp_gpuquota.cluster.local.home import Home
@@ -126,7 +127,10 @@ class RayRuntime:
     # WorkerRuntime
 
     def check(self, spec: JobSpec) -> None:
-        """Raise InvalidFieldError for a part of a GPU."""
+        """Raise InvalidFieldError for a part of a GPU, and for limits on memory and CPU."""
+        refuse_limits(
+            spec, "this cluster runs on Ray, whose processes have one cgroup on each node; leave the limit out"
+        )
         if spec.shared:
             field = "gpu_fraction" if spec.gpu_fraction is not None else "gpu_memory_mib"
             raise InvalidFieldError(
@@ -165,6 +169,10 @@ class RayRuntime:
     def exit_code(self, worker: Worker) -> int:  # noqa: ARG002 (the protocol's)
         """Nothing that is asked for: `adopt` never returns ENDED."""
         return shims.EXIT_SHIM_LOST
+
+    def why_ended(self, spec: JobSpec, worker: Worker) -> Reason | None:  # noqa: ARG002 (the protocol's)
+        """Return None: no limits of the machine are enforced on Ray."""
+        return None
 
     def process_id(self, worker: Worker) -> int | None:
         """Return the process id on the worker's node."""

@@ -86,9 +86,9 @@ def pod_template(spec: JobSpec, image: str) -> Json:
         container["env"] = [{"name": name, "value": value} for name, value in sorted(spec.environment.items())]
     if spec.working_directory:
         container["workingDir"] = spec.working_directory
-    requests = {"cpu": spec.cpu, "memory": None if spec.memory_mib is None else f"{spec.memory_mib}Mi"}
-    if asked := {name: str(value) for name, value in requests.items() if value is not None}:
-        container["resources"] = {"requests": asked}
+    amounts = {"requests": (spec.cpu, spec.memory_mib), "limits": (spec.cpu_limit, spec.memory_limit_mib)}
+    if resources := {kind: given for kind, amount in amounts.items() if (given := _quantities(*amount))}:
+        container["resources"] = resources
     pod: Json = {"containers": [container], "restartPolicy": "Never"}
     if spec.node is not None:
         pod["nodeSelector"] = {"kubernetes.io/hostname": spec.node}
@@ -101,6 +101,11 @@ def pod_template(spec: JobSpec, image: str) -> Json:
     if spec.tolerations:
         pod["tolerations"] = [msgspec.to_builtins(toleration) for toleration in spec.tolerations]
     return {"spec": pod}
+
+
+def _quantities(cpu: float | None, memory_mib: int | None) -> dict[str, str]:
+    given = {"cpu": None if cpu is None else str(cpu), "memory": None if memory_mib is None else f"{memory_mib}Mi"}
+    return {name: quantity for name, quantity in given.items() if quantity is not None}
 
 
 def job_lease(lease: Lease, now: float) -> Json:

@@ -12,7 +12,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+from kfp_gpuquota.api import Reason, ReasonCode
+from kfp_gpuquota.api.quantity import show_mib
 from kfp_gpuquota.cluster.local.workers import shims
+from kfp_gpuquota.cluster.local.workers.cgroups import NONE
 from kfp_gpuquota.cluster.local.workers.environment import worker_environment
 from kfp_gpuquota.errors import InvalidFieldError
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import JobSpec, Node, Worker
     from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.local.home import Home
+    from kfp_gpuquota.cluster.local.workers.cgroups import Cgroups
 
 LOG_CHUNK: Final = 1 << 18
 
@@ -69,6 +73,9 @@ class WorkerRuntime(Protocol):
     def exit_code(self, worker: Worker) -> int:
         """Return the exit code of a worker for which `adopt` returned ENDED."""
 
+    def why_ended(self, spec: JobSpec, worker: Worker) -> Reason | None:
+        """Return why the machine ended the worker; None where it did not."""
+
     def process_id(self, worker: Worker) -> int | None:
         """Return the process id of a worker on its node; None where it is not available."""
 
@@ -97,13 +104,15 @@ class LocalRuntime:
         open_files: int = 0,
         log_limit: int = 0,
         device_locks: tuple[int, ...] = (),
+        cgroups: Cgroups = NONE,
     ) -> None:
-        self._home, self._nodes = home, nodes
+        self._home, self._nodes, self._cgroups = home, nodes, cgroups
         self._open_files, self._log_limit = open_files, log_limit
         self._shims = shims.Shims(reports, device_locks)
 
     def check(self, spec: JobSpec) -> None:
-        """Raise InvalidFieldError for a working directory that a job could not start in."""
+        """Raise InvalidFieldError for a limit that cannot be enforced, or a directory that a job could not start in."""
+        refuse_limits(spec, self._cgroups.unavailable)
         directory = spec.working_directory
         if directory and not Path(directory).is_absolute():
             raise InvalidFieldError("working_directory", directory, "it must be an absolute path")
@@ -112,6 +121,7 @@ class LocalRuntime:
 
     def start(self, job: JobRecord, worker: Worker) -> None:
         """Start the worker under a shim. Raises OSError."""
+        cgroup, cgroup_files = self._cgroups.of(worker.id, job.spec)
         command = shims.WorkerCommand(
             command=job.spec.command,
             environment=worker_environment(self._home, job, worker, self._nodes),
@@ -119,6 +129,8 @@ class LocalRuntime:
             grace_period_s=job.spec.grace_period_s,
             open_files=self._open_files,
             log_limit=self._log_limit,
+            cgroup=cgroup,
+            cgroup_files=cgroup_files,
         )
         self._shims.start(worker.id, self._directory(worker), command)
 
@@ -146,6 +158,13 @@ class LocalRuntime:
         """Return the exit code that the worker's shim recorded."""
         return shims.exit_code(self._directory(worker))
 
+    def why_ended(self, spec: JobSpec, worker: Worker) -> Reason | None:
+        """Return that the kernel ended it for its memory limit, if it did."""
+        if spec.memory_limit_mib is None or not shims.ran_out_of_memory(self._directory(worker)):
+            return None
+        message = f"worker {worker.index} used more than its memory limit of {show_mib(spec.memory_limit_mib)}"
+        return Reason(code=ReasonCode.WORKER_FAILED, message=message, details={"worker": worker.id})
+
     def process_id(self, worker: Worker) -> int | None:
         """Return what the worker's shim wrote."""
         return shims.process_id(self._directory(worker))
@@ -161,7 +180,9 @@ class LocalRuntime:
         return read_from(self._directory(worker) / "log", offset)
 
     def remove_job(self, uid: str) -> None:
-        """Delete the job's directory."""
+        """Delete the job's directory, and what is left of its workers' cgroups."""
+        for directory in self._home.job(uid).glob("workers/*"):
+            shims.remove_cgroup(directory)
         self._home.remove_job(uid)
 
     def close(self) -> None:
@@ -170,6 +191,15 @@ class LocalRuntime:
 
     def _directory(self, worker: Worker) -> Path:
         return self._home.worker(worker.job_uid, worker.id)
+
+
+def refuse_limits(spec: JobSpec, why: str) -> None:
+    """Raise InvalidFieldError where the job has limits and there is a reason why they cannot be enforced."""
+    if not why:
+        return
+    for field in ("memory_limit_mib", "cpu_limit"):
+        if (value := getattr(spec, field)) is not None:
+            raise InvalidFieldError(field, value, f"it cannot be enforced: {why}")
 
 
 def read_from(path: Path, offset: int, limit: int = LOG_CHUNK) -> tuple[bytes, int]:

@@ -7,7 +7,7 @@ Run as `python -I -S shim.py DIRECTORY`; standard library only, so that it start
     DIRECTORY/process.json  pids, start times, boot id                        written before the worker's exec
     DIRECTORY/log           the last of what the worker writes                by this process, from a pipe
     DIRECTORY/lease         until when the worker may run, on CLOCK_BOOTTIME  by its holder; only with `lease_s`
-    DIRECTORY/exit.json     exit code and time                                renamed from exit.reserve, last
+    DIRECTORY/exit.json     exit code, time, cause                            renamed from exit.reserve, last
 
 A worker id runs at most once: a second shim finds the lock held, or process.json there, and ends. On SIGTERM the
 worker's process group gets SIGTERM, and SIGKILL when the grace period is over; on SIGUSR1 it gets SIGKILL at once.
@@ -15,6 +15,8 @@ When the shim itself is killed, the kernel kills the worker.
 
 With `lease_s` in spec.json the worker gets SIGKILL when its lease ends without having been renewed: on a machine that
 has lost the rest of its cluster. A replacement is started elsewhere only when the lease must have ended.
+
+With `cgroup` in spec.json the worker runs in a cgroup of that path, whose files have the content of `cgroup_files`.
 
 A full disk must not turn a success into a failure: space for exit.json is reserved before the worker starts, and output
 that cannot be written is dropped. Of the log the last `log_limit` bytes are kept: older blocks are given back to the
@@ -84,9 +86,10 @@ def reserve() -> None:
         os.fsync(file.fileno())
 
 
-def record_exit(code: int, *, lease_ended: bool = False) -> None:
+def record_exit(code: int, *, lease_ended: bool = False, out_of_memory: bool = False) -> None:
     """Write exit.json into its reserved space, so a full disk does not matter."""
-    content = json.dumps({"code": code, "at": time.time(), "lease_ended": lease_ended}).encode()
+    ended = {"code": code, "at": time.time(), "lease_ended": lease_ended, "out_of_memory": out_of_memory}
+    content = json.dumps(ended).encode()
     with open("exit.reserve", "r+b") as file:  # noqa: PTH123
         file.write(content.ljust(RESERVED_BYTES))
         file.flush()
@@ -157,6 +160,7 @@ def supervise(spec: dict[str, object]) -> int:
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     reserve()
+    cgroup = make_cgroup(spec)
     worker, log = start_worker(spec, signals)
     log.start()
     announce(worker)
@@ -164,8 +168,41 @@ def supervise(spec: dict[str, object]) -> int:
     lease_ended = wait(worker, signals, float(spec["grace_period_s"]), leased=leased)  # type: ignore[arg-type]
     code = end_group(worker)
     log.drain()
-    record_exit(128 - code if code < 0 else code, lease_ended=lease_ended)
+    out_of_memory = remove_cgroup(cgroup) if cgroup else False
+    record_exit(128 - code if code < 0 else code, lease_ended=lease_ended, out_of_memory=out_of_memory)
     return 0
+
+
+def make_cgroup(spec: dict[str, object]) -> str:
+    """Make the worker's cgroup with its limits, and return its path; "" for a worker without limits."""
+    if cgroup := str(spec.get("cgroup", "")):
+        os.makedirs(cgroup, exist_ok=True)  # noqa: PTH103
+        for name, content in spec["cgroup_files"].items():  # type: ignore[attr-defined]
+            try:
+                write_to(f"{cgroup}/{name}", content)
+            except FileNotFoundError:
+                if name != "memory.swap.max":  # a kernel without swap has no such file
+                    raise
+    return cgroup
+
+
+def remove_cgroup(cgroup: str) -> bool:
+    """Remove the cgroup, whose processes have ended; return whether the kernel killed some for their memory."""
+    killed = False
+    with contextlib.suppress(OSError):
+        with open(f"{cgroup}/memory.events") as file:  # noqa: PTH123
+            killed = any(line.startswith("oom_kill ") and line.split()[1] != "0" for line in file)
+        os.rmdir(cgroup)  # noqa: PTH106
+    return killed
+
+
+def write_to(path: str, content: str) -> None:
+    """Write to a file of the kernel's, in one call."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, content.encode())
+    finally:
+        os.close(descriptor)
 
 
 def start_worker(spec: dict[str, object], signals: set[signal.Signals]) -> tuple[int, Log]:
@@ -191,6 +228,8 @@ def become_worker(spec: dict[str, object], go: int, log: int, parent: int, signa
     """Become the worker in the child process; never returns."""
     try:
         os.setsid()
+        if spec.get("cgroup"):
+            write_to(f"{spec['cgroup']}/cgroup.procs", "0")
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent or not os.read(go, 1):
             os._exit(EXIT_CANNOT_EXECUTE)

@@ -45,6 +45,10 @@ class WorkerCommand(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes of the log to keep; 0: all."""
     lease_s: float = 0.0
     """For how long the worker outlives the last renewal of its lease; 0: it needs none."""
+    cgroup: str = ""
+    """The cgroup to make for it; "": it has none of its own."""
+    cgroup_files: dict[str, str] = {}
+    """The content of files of that cgroup."""
 
 
 class Found(StrEnum):
@@ -206,6 +210,18 @@ def exit_code(directory: Path) -> int:
 def lease_ended(directory: Path) -> bool:
     """Return whether the worker was ended because its lease expired."""
     return bool((_read_json(directory / "exit.json") or {}).get("lease_ended", False))
+
+
+def ran_out_of_memory(directory: Path) -> bool:
+    """Return whether the kernel killed processes of the worker for its memory limit."""
+    return bool((_read_json(directory / "exit.json") or {}).get("out_of_memory", False))
+
+
+def remove_cgroup(directory: Path) -> None:
+    """Remove the cgroup of a worker that has ended, where its shim was killed and could not."""
+    with contextlib.suppress(OSError):
+        if cgroup := (_read_json(directory / "spec.json") or {}).get("cgroup"):
+            Path(cgroup).rmdir()
 
 
 def process_id(directory: Path) -> int | None:
