@@ -95,7 +95,8 @@ def test_a_job_is_submitted_once_however_often_the_request_is_repeated(client: K
 def test_what_a_job_asks_for_reaches_its_pods_template(
     client: KubernetesClient, crds_cluster: DevCluster, quota: str
 ) -> None:
-    client.submit(spec(quota, environment={"A": "1"}, cpu=2, memory_mib=512, cpu_limit=4, memory_limit_mib=1024, node_selector={"zone": "b"}))
+    amounts = {"cpu": 2, "memory_mib": 512, "cpu_limit": 4, "memory_limit_mib": 1024}
+    client.submit(spec(quota, environment={"A": "1"}, **amounts, node_selector={"zone": "b"}))
     client.submit(spec(quota, name="labelled", labels={"stage": "test"}))
     assert client.get_job(quota, "labelled").spec.labels == {"stage": "test"}
     pod = crds_cluster.api.get(f"{jobs_of(quota)}/train")["spec"]["template"]["spec"]
@@ -105,7 +106,7 @@ def test_what_a_job_asks_for_reaches_its_pods_template(
             "image": "trainer:1",
             "command": ["python", "train.py"],
             "env": [{"name": "A", "value": "1"}],
-            "resources": {"requests": {"cpu": "2", "memory": "512Mi"}},
+            "resources": {"requests": {"cpu": "2", "memory": "512Mi"}, "limits": {"cpu": "4", "memory": "1024Mi"}},
         }
     ]
     assert pod["nodeSelector"] == {"zone": "b"}
