@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -95,7 +95,7 @@ def test_a_job_is_submitted_once_however_often_the_request_is_repeated(client: K
 def test_what_a_job_asks_for_reaches_its_pods_template(
     client: KubernetesClient, crds_cluster: DevCluster, quota: str
 ) -> None:
-    amounts = {"cpu": 2, "memory_mib": 512, "cpu_limit": 4, "memory_limit_mib": 1024}
+    amounts: dict[str, Any] = {"cpu": 2, "memory_mib": 512, "cpu_limit": 4, "memory_limit_mib": 1024}
     client.submit(spec(quota, environment={"A": "1"}, **amounts, node_selector={"zone": "b"}))
     client.submit(spec(quota, name="labelled", labels={"stage": "test"}))
     assert client.get_job(quota, "labelled").spec.labels == {"stage": "test"}

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError, is_disruption_budget
 from kfp_gpuquota.cluster.kubernetes.convert import requests
 from kfp_gpuquota.cluster.kubernetes.convert.pods import Stage
+from kfp_gpuquota.cluster.steady_clock import since_boot_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,13 +42,22 @@ SLACK_S: Final = 5.0
 
 @dataclass(slots=True)
 class _Ending:
-    """The eviction of one pod. `bounded`: it holds borrowed GPUs, so the reclaim bound applies."""
+    """The eviction of one pod. `bounded`: it holds borrowed GPUs, so the reclaim bound applies.
+
+    `requested_at` is in seconds since the epoch, `began` the same moment in seconds since the machine started: what is
+    left of the bound does not depend on the machine's clock.
+    """
 
     pod: PodView
     requested_at: float
+    began: float
     bounded: bool
     noted: bool = False
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+
+    def age_s(self) -> float:
+        """Return for how long the pod has been evicted, before a restart of the controller included."""
+        return since_boot_s() - self.began
 
 
 class EvictionContext(Protocol):
@@ -88,12 +98,14 @@ class Evictions:
         if pod.uid in self._endings:
             return
         now, bounded = time.time(), bounded or self._context.borrows(pod.namespace)
-        ending = self._endings[pod.uid] = _Ending(pod, self._requested_at(pod, now), bounded)
+        requested_at = self._requested_at(pod, now)
+        ending = _Ending(pod, requested_at, since_boot_s() - (now - requested_at), bounded)
+        self._endings[pod.uid] = ending
         ending.noted = ending.requested_at < now
         self._context.eviction_step("evicted")
         if bounded:
-            self._set(ending, "delete", self._last_moment(ending) - now, self._delete)
-        if now < self._last_moment(ending) or not bounded:
+            self._set(ending, "delete", self._left_s(ending), self._delete)
+        if not bounded or self._left_s(ending) > 0:
             self._evict(pod.uid)
 
     def note(self, pod: PodView) -> None:
@@ -106,7 +118,7 @@ class Evictions:
         if (ending := self._endings.pop(uid, None)) is not None:
             for timer in ending.timers.values():
                 timer.cancel()
-            self._context.eviction_ended(time.time() - ending.requested_at)
+            self._context.eviction_ended(ending.age_s())
 
     def close(self) -> None:
         """Cancel all timers."""
@@ -123,9 +135,9 @@ class Evictions:
     def _grace_of(self, pod: PodView) -> float:
         return max(1.0, min(pod.grace_s, self._rules.rules.reclaim.max_grace_s))
 
-    def _last_moment(self, ending: _Ending) -> float:
-        """Return the latest time at which the pod must be deleted to end within the bound."""
-        return ending.requested_at + self._rules.rules.reclaim.bound_s - self._grace_of(ending.pod) - SLACK_S
+    def _left_s(self, ending: _Ending) -> float:
+        """Return in how many seconds the pod must be deleted at the latest, to end within the bound."""
+        return self._rules.rules.reclaim.bound_s - self._grace_of(ending.pod) - SLACK_S - ending.age_s()
 
     def _evict(self, uid: str) -> None:
         ending, pod = self._endings.get(uid), self._pods.get(uid)
@@ -140,8 +152,8 @@ class Evictions:
             return  # the watch reports it as well; 409 may be another pod with that name, or a transient conflict
         if not ending.bounded and self._context.borrows(ending.pod.namespace):
             # another job may wait for this pod's GPUs: the plan counts GPUs of terminating pods as free soon
-            ending.bounded, ending.requested_at = True, time.time()
-            self._set(ending, "delete", self._last_moment(ending) - ending.requested_at, self._delete)
+            ending.bounded, ending.requested_at, ending.began = True, time.time(), since_boot_s()
+            self._set(ending, "delete", self._left_s(ending), self._delete)
         self._context.eviction_step("refused")
         self._recorder.record(ending.pod, "EvictionBlocked", self._why_blocked(ending, error))
         if ending.bounded and not ending.noted:
@@ -161,7 +173,8 @@ class Evictions:
         ending, pod = self._endings.get(uid), self._pods.get(uid)
         if ending is None or pod is None:
             return
-        deadline = ending.requested_at + self._rules.rules.reclaim.bound_s
+        bound_s = self._rules.rules.reclaim.bound_s
+        deadline = ending.requested_at + bound_s
         if pod.stage is Stage.TERMINATING:
             if pod.ends_at > deadline:
                 self._context.eviction_step("overdue")
@@ -170,10 +183,10 @@ class Evictions:
                     pod, "ReclaimOverdue", f"it was deleted with a grace period that ends {late} too late"
                 )
             return
-        grace = max(1.0, min(self._grace_of(pod), deadline - time.time() - SLACK_S))
+        grace = max(1.0, min(self._grace_of(pod), bound_s - ending.age_s() - SLACK_S))
         self._context.eviction_step("deleted")
-        why = f"the reclaim of its borrowed GPUs began {time.time() - ending.requested_at:.0f} s ago"
-        bound = f"{self._rules.rules.reclaim.bound_s:g} s are allowed (QuotaPolicy, reclaim.boundSeconds)"
+        why = f"the reclaim of its borrowed GPUs began {ending.age_s():.0f} s ago"
+        bound = f"{bound_s:g} s are allowed (QuotaPolicy, reclaim.boundSeconds)"
         self._recorder.record(pod, "ReclaimForced", f"{why}, {bound}: it is deleted with {grace:g} s of grace period")
         write = requests.deletion(pod.namespace, pod.name, pod.uid, grace)
         self._writer.submit(write, lambda _: None, partial(self._not_deleted, uid))
