@@ -115,6 +115,20 @@ def test_a_job_that_cannot_be_started_for_lack_of_inodes_starts_when_there_are_s
         cluster.wait_for_phase("job", "Succeeded")
 
 
+@as_root
+def test_a_daemon_that_is_killed_when_no_inode_is_left_is_started_again(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=32m,nr_inodes=60") as disk, running_cluster(disk / "home") as cluster:
+        cluster.project("team-a", 1)
+        files = [disk / f"file-{number}" for number in range(100)]
+        with contextlib.suppress(OSError):
+            for path in files:
+                path.touch()
+        cluster.kill_daemon()
+        assert [view.project.name for view in cluster.client.list_projects()] == ["team-a"]
+        for path in files:
+            path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def no_descriptors(pid: int) -> Iterator[None]:
     """The process can open nothing more."""

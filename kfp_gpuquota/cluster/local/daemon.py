@@ -64,6 +64,11 @@ def main(arguments: Sequence[str]) -> int:
         log.error("%s", error.message)
         _say(ready, error.message)
         return error.exit_code
+    except OSError as error:
+        message = f"the cluster cannot use {home.root}: {error}; is its disk full (df -h, df -i)?"
+        log.error("%s", message)
+        _say(ready, message)
+        return 1
     return 0
 
 

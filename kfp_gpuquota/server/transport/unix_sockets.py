@@ -9,6 +9,7 @@ neither a token nor a request. Rejected: TCP on loopback, where any user may tak
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import os
 import socket
@@ -37,13 +38,21 @@ def socket_path(url: str) -> Path:
 
 
 def listen(path: Path) -> socket.socket:
-    """Return a socket that listens at `path` and takes the place of an earlier one in one step."""
+    """Return a socket that listens at `path` and takes the place of an earlier one in one step.
+
+    On a file system without free inodes it uses that of the earlier one.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         partial.unlink(missing_ok=True)
-        with _address(partial) as address:
-            listener.bind(address)
+        try:
+            _bind(listener, partial)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            path.unlink(missing_ok=True)
+            _bind(listener, partial)
         partial.chmod(0o600)
         listener.listen(BACKLOG)
         partial.replace(path)
@@ -51,6 +60,11 @@ def listen(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _bind(listener: socket.socket, path: Path) -> None:
+    with _address(path) as address:
+        listener.bind(address)
 
 
 def peer(connected: socket.socket) -> tuple[int, int]:
