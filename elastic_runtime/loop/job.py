@@ -68,6 +68,8 @@ class Job:
         options: TrainingOptions,
     ) -> None:
         self._environment, self._options = environment, options
+        if environment.rehearse:
+            self._check_only_one()  # before it begins a second rehearsal
         self._member = Member(
             environment,
             options.seed,
@@ -480,22 +482,21 @@ class Job:
 
     def _start(self, *, total_steps: int | None, last_step: int | None = None) -> None:
         if not self._prepared.started:
-            self._check_only_one()
+            if self._member.coordinated:
+                self._check_only_one()
+                _trained[:] = [self]
             self._take_schedulers()
         self._prepared.start(total_steps=total_steps, last_step=last_step)
         self._call_leader()
 
     def _check_only_one(self) -> None:
         """UsageError for a second training in a process of a cluster, which has ended the job with the first one."""
-        if not self._member.coordinated:
-            return
         if _trained and _trained[0] is not self:
             raise UsageError(
                 "this process has trained another job already: a cluster runs one training for each process, and ends "
                 "the job with it; submit a job for each training (fold, seed), as gpuquota submit fold-1 --elastic -- "
                 "python train.py --fold 1"
             )
-        _trained[:] = [self]
 
     def _take_schedulers(self) -> None:
         """Carry schedulers along that `prepare` was not given; UsageError for several of one optimizer."""
