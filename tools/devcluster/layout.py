@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import random
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -122,17 +125,24 @@ def free_port() -> int:
 
 
 def _free(count: int) -> list[int]:
-    held: list[socket.socket] = []
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.choice(PORTS)  # noqa: S311
+        if _reserve(port):
+            ports.append(port)
+    return ports
+
+
+def _reserve(port: int) -> bool:
+    """Return whether nothing listens at the port and no other process was given it; this one keeps it to its end."""
+    directory = Path(tempfile.gettempdir()) / f"gpuquota-ports-{os.getuid()}"
+    directory.mkdir(exist_ok=True)
+    lock = os.open(directory / str(port), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        while len(held) < count:
-            candidate = socket.socket()
-            try:
-                candidate.bind(("0.0.0.0", random.choice(PORTS)))  # noqa: S104, S311
-            except OSError:
-                candidate.close()
-            else:
-                held.append(candidate)
-        return [one.getsockname()[1] for one in held]
-    finally:
-        for one in held:
-            one.close()
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with socket.socket() as probe:
+            probe.bind(("0.0.0.0", port))  # noqa: S104
+    except OSError:
+        os.close(lock)
+        return False
+    return True
