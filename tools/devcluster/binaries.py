@@ -119,4 +119,4 @@ def _build(target: Path) -> None:
 
 
 if __name__ == "__main__":  # with the standard library only: CI builds while it installs everything else
-    print(provide())
+    provide()

@@ -128,9 +128,7 @@ class RayRuntime:
 
     def check(self, spec: JobSpec) -> None:
         """Raise InvalidFieldError for a part of a GPU, and for limits on memory and CPU."""
-        refuse_limits(
-            spec, "this cluster runs on Ray, whose processes have one cgroup on each node; leave the limit out"
-        )
+        refuse_limits(spec, "this cluster runs on Ray, whose processes have one cgroup on each node")
         if spec.shared:
             field = "gpu_fraction" if spec.gpu_fraction is not None else "gpu_memory_mib"
             raise InvalidFieldError(

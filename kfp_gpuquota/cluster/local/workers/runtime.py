@@ -199,7 +199,7 @@ def refuse_limits(spec: JobSpec, why: str) -> None:
         return
     for field in ("memory_limit_mib", "cpu_limit"):
         if (value := getattr(spec, field)) is not None:
-            raise InvalidFieldError(field, value, f"it cannot be enforced: {why}")
+            raise InvalidFieldError(field, value, f"it cannot be enforced: {why}", hint="or leave the limit out")
 
 
 def read_from(path: Path, offset: int, limit: int = LOG_CHUNK) -> tuple[bytes, int]:
