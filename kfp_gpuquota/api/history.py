@@ -17,12 +17,16 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GpuHours(msgspec.Struct, frozen=True, kw_only=True):
-    """GPU-hours of a project over a time: within its guarantee, borrowed, and both together."""
+    """GPU-hours of a project over a time: within its guarantee, borrowed, and both together.
+
+    `unused`: those in which the GPUs did nothing while the project held them; None where that was not measured.
+    """
 
     project: str
     guaranteed: float = 0.0
     borrowed: float = 0.0
     total: float = 0.0
+    unused: float | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

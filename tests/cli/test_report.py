@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @pytest.mark.slow
 def test_the_embedded_cluster_reports_from_its_own_history(cli: Cli) -> None:
-    assert cli("report", "--since", "7d", "-o", "csv") == "project,guaranteed_gpu_hours,borrowed_gpu_hours,gpu_hours\n"
+    header = "project,guaranteed_gpu_hours,borrowed_gpu_hours,gpu_hours,unused_gpu_hours\n"
+    assert cli("report", "--since", "7d", "-o", "csv") == header
     cli("project create team-a --guaranteed 1")
     cli("submit", "hold", "-p", "team-a", "-g", "2", "--", "sleep", "infinity")
     until(lambda: cast("Client", cli.cluster.client).gpu_hours(3600.0))  # two samples

@@ -1,57 +1,113 @@
-"""`gpuquota report`: the GPU-hours that a server with Prometheus' API has."""
+"""`gpuquota report` on Kubernetes: the GPU-hours that a real Prometheus has, from samples written into its storage."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from tests import forked, programs
+from tests.kubernetes.conftest import skip_or_fail
+from tests.polling import until
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-HELD = {("vision", "guaranteed"): 7200.0, ("vision", "borrowed"): 3600.0, ("speech", "guaranteed"): 36000.0}
+HOURS = 12
+MINUTES = 60 * HOURS
+HELD = {("vision", "guaranteed"): 2.0, ("vision", "borrowed"): 1.0, ("speech", "guaranteed"): 4.0}
+"""GPUs of each project, all the time."""
+IDLE = 0.5
+UTILISATION = {
+    'exported_namespace="vision",exported_pod="notebook",namespace="gpu-operator",pod="dcgm-1",gpu="0"': (0, 80),
+    'exported_namespace="vision",exported_pod="train-0",namespace="gpu-operator",pod="dcgm-1",gpu="1"': (97, 97),
+    'namespace="gpu-operator",pod="dcgm-1",gpu="2"': (0, 0),
+    'namespace="speech",pod="train-0",gpu="0"': (0, 0),
+}
+"""In percent, in the first and in the second half of the time; the last one is scraped with `honorLabels`."""
 
 
-class Answering(BaseHTTPRequestHandler):
-    """Answers the two queries of a report, over seven days, as Prometheus does."""
-
-    def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        (query,) = parse_qs(url.query).get("query", [""])
-        result = []
-        if "[604800s]" in query and "idle" in query:
-            result = [{"metric": {}, "value": [0, "1800"]}]
-        elif "[604800s]" in query:
-            result = [
-                {"metric": {"project": project, "kind": kind}, "value": [0, str(seconds)]}
-                for (project, kind), seconds in HELD.items()
-            ]
-        body = json.dumps({"status": "success", "data": {"resultType": "vector", "result": result}}).encode()
-        found = url.path == "/api/v1/query"
-        self.send_response(200 if found else 404)
-        self.end_headers()
-        self.wfile.write(body if found else b"")
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        pass
+def samples(series: Mapping[str, Iterable[tuple[int, float]]]) -> Iterator[str]:
+    """OpenMetrics, of one metric's series: (minute, value)."""
+    begin = time.time() - 60 * MINUTES
+    for name, values in series.items():
+        for minute, value in values:
+            yield f"{name} {value} {begin + 60 * minute:.3f}"
 
 
-@pytest.fixture
-def prometheus() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Answering) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+def growing(per_s: float) -> list[tuple[int, float]]:
+    return [(minute, 60 * minute * per_s) for minute in range(MINUTES + 1)]
+
+
+def halves(first: float, second: float) -> list[tuple[int, float]]:
+    return [(minute, first if 2 * minute < MINUTES else second) for minute in range(MINUTES + 1)]
+
+
+def history() -> str:
+    """The whole history, as text."""
+    held = {
+        f'gpuquota_gpu_seconds_total{{project="{project}",kind="{kind}"}}': growing(gpus)
+        for (project, kind), gpus in HELD.items()
+    }
+    used = {f"DCGM_FI_DEV_GPU_UTIL{{{labels}}}": halves(*percents) for labels, percents in UTILISATION.items()}
+    lines = [
+        "# TYPE gpuquota_gpu_seconds counter",
+        *samples(held),
+        "# TYPE gpuquota_idle_gpu_seconds counter",
+        *samples({"gpuquota_idle_gpu_seconds_total": growing(IDLE)}),
+        "# TYPE DCGM_FI_DEV_GPU_UTIL gauge",
+        *samples(used),
+        "# EOF\n",
+    ]
+    return "\n".join(lines)
+
+
+def run_prometheus(folder: Path, samples: str) -> Iterator[str]:
+    """Yield the URL of a Prometheus with these samples."""
+    server, promtool = shutil.which("prometheus"), shutil.which("promtool")
+    if server is None or promtool is None:
+        skip_or_fail("no prometheus (Debian's package has it)")
+    (folder / "samples").write_text(samples)
+    (folder / "prometheus.yml").write_text("")
+    data = folder / "data"
+    if samples:
+        made = [promtool, "tsdb", "create-blocks-from", "openmetrics", str(folder / "samples"), str(data)]
+        subprocess.run(made, check=True, capture_output=True)
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    arguments = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={data}"]
+    with (
+        (folder / "log").open("wb") as log,
+        subprocess.Popen([server, *arguments, f"--web.listen-address=127.0.0.1:{port}"], stderr=log) as process,
+    ):
+        try:
+            until(lambda: process.poll() is not None or is_ready(url), "Prometheus")
+            yield url
+        finally:
+            process.kill()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/-/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield from run_prometheus(tmp_path_factory.mktemp("prometheus"), history())
 
 
 def report(folder: Path, *words: str) -> tuple[int, str]:
@@ -61,20 +117,29 @@ def report(folder: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_gpu_hours_by_project_and_kind_are_shown_with_what_nobody_held(prometheus: str, tmp_path: Path) -> None:
-    given = ("--since", "7d", "--prometheus", prometheus)
+def test_gpu_hours_by_project_and_kind_with_unused_ones_and_what_nobody_held(prometheus: str, tmp_path: Path) -> None:
+    given = ("--since", f"{HOURS}h", "--prometheus", prometheus)
     code, shown = report(tmp_path, *given, "-o", "csv")
-    assert (code, shown.splitlines()) == (
-        0,
-        [
-            "project,guaranteed_gpu_hours,borrowed_gpu_hours,gpu_hours",
-            "speech,10.0,0.0,10.0",
-            "vision,2.0,1.0,3.0",
-            "(idle),0.0,0.0,0.5",
-        ],
-    )
-    assert "GPU-HOURS" in report(tmp_path, *given)[1]
-    assert json.loads(report(tmp_path, *given, "-o", "json")[1])[1]["borrowed"] == 1.0
+    assert code == 0, shown
+    header, *rows = csv.reader(io.StringIO(shown))
+    assert header == ["project", "guaranteed_gpu_hours", "borrowed_gpu_hours", "gpu_hours", "unused_gpu_hours"]
+    figures = {name: tuple(map(float, row)) for name, *row in rows}
+    assert list(figures) == ["speech", "vision", "(idle)"]
+    assert figures["speech"] == pytest.approx((48, 0, 48, 12), rel=0.01)
+    assert figures["vision"] == pytest.approx((24, 12, 36, 6), rel=0.01)
+    assert figures["(idle)"] == pytest.approx((0, 0, 6, 0), rel=0.01)
+    table = report(tmp_path, *given)[1]
+    assert "GPU-HOURS" in table
+    assert "UNUSED" in table
+    assert json.loads(report(tmp_path, *given, "-o", "json")[1])[1]["borrowed"] == pytest.approx(12, rel=0.01)
+
+
+def test_without_nvidias_exporter_nothing_is_said_of_use(tmp_path: Path) -> None:
+    without = "\n".join(line for line in history().splitlines() if "DCGM" not in line) + "\n"
+    for url in run_prometheus(tmp_path, without):
+        given = ("--since", f"{HOURS}h", "--prometheus", url)
+        assert "UNUSED" not in report(tmp_path, *given)[1]
+        assert json.loads(report(tmp_path, *given, "-o", "json")[1])[0]["unused"] is None
 
 
 def test_a_mistake_is_named_with_what_to_do(prometheus: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.history import GpuHours
     from kfp_gpuquota.server.client import Client
 
+_COLUMNS: Final = ("PROJECT", "GUARANTEED", "BORROWED", "GPU-HOURS", "UNUSED")
 _UNITS: Final = {"h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
@@ -49,7 +50,8 @@ def report(
     """Show how many GPU-hours each project held, within its guarantee and borrowed.
 
     On Kubernetes the history is that of the Prometheus that scrapes the controller, and GPU-hours that no project held
-    are a row as well. The embedded cluster keeps 400 days.
+    are a row as well. If it scrapes NVIDIA's dcgm-exporter, too, UNUSED are the GPU-hours in which a project held GPUs
+    that did nothing. The embedded cluster keeps 400 days.
 
     Examples:
       gpuquota report --since 7d
@@ -62,7 +64,8 @@ def report(
     elif output is ReportFormat.CSV:
         echo_data(_csv(rows))
     else:
-        echo(table(("PROJECT", "GUARANTEED", "BORROWED", "GPU-HOURS"), map(_row, rows)))
+        columns = _COLUMNS if any(row.unused is not None for row in rows) else _COLUMNS[:-1]
+        echo(table(columns, (_row(row)[: len(columns)] for row in rows)))
 
 
 def _rows(since_s: float, prometheus: str) -> Sequence[GpuHours]:
@@ -78,14 +81,14 @@ def _rows(since_s: float, prometheus: str) -> Sequence[GpuHours]:
     return usage(prometheus, since_s)
 
 
-def _row(row: GpuHours) -> tuple[str, float, float, float]:
-    return row.project, row.guaranteed, row.borrowed, row.total
+def _row(row: GpuHours) -> tuple[str, float, float, float, float | None]:
+    return row.project, row.guaranteed, row.borrowed, row.total, row.unused
 
 
 def _csv(rows: Sequence[GpuHours]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("project", "guaranteed_gpu_hours", "borrowed_gpu_hours", "gpu_hours"))
+    writer.writerow(("project", "guaranteed_gpu_hours", "borrowed_gpu_hours", "gpu_hours", "unused_gpu_hours"))
     writer.writerows(map(_row, rows))
     return text.getvalue().rstrip("\n")
 

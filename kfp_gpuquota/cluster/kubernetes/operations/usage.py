@@ -1,7 +1,8 @@
 """GPU-hours of each project over a time, from the Prometheus that scrapes the controller.
 
 The controller adds up GPU-seconds while it leads and keeps none of them, so that only Prometheus has a history. A gap
-in which no controller led counts nothing.
+in which no controller led counts nothing. What GPUs did is measured by NVIDIA's exporter (dcgm-exporter), if the same
+Prometheus scrapes it; it names the pod that holds the GPU, and not those that share one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ from kfp_gpuquota.errors import ClusterUnavailableError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+SAMPLED_EVERY_S: Final = 60
 HELD: Final = "sum by (project, kind) (increase(gpuquota_gpu_seconds_total[{since}s]))"
 IDLE: Final = "sum(increase(gpuquota_idle_gpu_seconds_total[{since}s]))"
+UNUSED: Final = (
+    f"{SAMPLED_EVERY_S} * sum by (namespace, exported_namespace) "
+    f"(sum_over_time((DCGM_FI_DEV_GPU_UTIL == bool 0)[{{since}}s:{SAMPLED_EVERY_S}s]))"
+)
 IDLE_NAME: Final = "(idle)"
 TIMEOUT_S: Final = 60.0
 _HOUR_S: Final = 3600.0
@@ -31,6 +37,7 @@ def usage(prometheus: str, since_s: float) -> list[GpuHours]:
     Raises UsageError for a URL that is not Prometheus', ClusterUnavailableError if it does not respond.
     """
     since, held = int(since_s), dict[str, dict[str, float]]()
+    unused = _unused(prometheus, since)
     for labels, seconds in _query(prometheus, HELD.format(since=since)):
         held.setdefault(labels.get("project", ""), {})[labels.get("kind", "")] = seconds / _HOUR_S
     rows = [
@@ -39,12 +46,26 @@ def usage(prometheus: str, since_s: float) -> list[GpuHours]:
             guaranteed=round(kinds.get("guaranteed", 0.0), 2),
             borrowed=round(kinds.get("borrowed", 0.0), 2),
             total=round(sum(kinds.values()), 2),
+            unused=None if unused is None else round(min(unused.get(project, 0.0), sum(kinds.values())), 2),
         )
         for project, kinds in held.items()
     ]
     idle = sum(seconds for _, seconds in _query(prometheus, IDLE.format(since=since))) / _HOUR_S
     rows.sort(key=lambda row: (-row.total, row.project))
-    return [*rows, GpuHours(project=IDLE_NAME, total=round(idle, 2))]
+    return [*rows, GpuHours(project=IDLE_NAME, total=round(idle, 2), unused=None if unused is None else 0.0)]
+
+
+def _unused(prometheus: str, since: int) -> dict[str, float] | None:
+    """Return the GPU-hours by namespace in which held GPUs were not used; None if nobody measured them.
+
+    Where Prometheus does not honor labels, the measured pod's namespace is the label `exported_namespace`, and
+    `namespace` is that of the exporter.
+    """
+    unused = dict[str, float]()
+    for labels, seconds in _query(prometheus, UNUSED.format(since=since)):
+        namespace = labels.get("exported_namespace") or labels.get("namespace", "")
+        unused[namespace] = unused.get(namespace, 0.0) + seconds / _HOUR_S
+    return unused or None
 
 
 def _query(prometheus: str, expression: str) -> Iterator[tuple[dict[str, str], float]]:
