@@ -22,6 +22,7 @@ from kfp_gpuquota.cluster.kubernetes.web.rights import (
     KEPT_S,
     Asked,
     Bindings,
+    Identity,
     Rights,
     RoleBinding,
     Subject,
@@ -35,6 +36,7 @@ from tools.devcluster import Api, ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tools.devcluster import DevCluster
 
@@ -241,14 +243,14 @@ def test_the_pages_account_changes_of_a_job_no_more_than_the_page(kubeflow_clust
 
 
 async def reviews_of(
-    cluster: DevCluster, user: str, namespaces: list[str], bound: list[str]
+    cluster: DevCluster, name: str, namespaces: list[str], bound: list[str]
 ) -> tuple[set[str] | None, int]:
     """What the user may see of these namespaces with bindings in some, and how many requests that took."""
     answers: list[str] = []
-    bindings = Bindings()
-    for name in bound:
-        subject = Subject("User", user)
-        bindings.put(RoleBinding(Metadata(uid=f"uid-{name}", namespace=name), (subject, Subject("Group", "g"))))
+    user, bindings = Identity(name), Bindings()
+    subjects = (Subject("User", name), Subject("Group", "g"))
+    for namespace in bound:
+        bindings.put(RoleBinding(Metadata(uid=f"uid-{namespace}", namespace=namespace), subjects))
     credentials = load_credentials(str(cluster.kubeconfig))
     async with Connection(credentials, count=lambda verb, _status: answers.append(verb)) as connection:
         rights = Rights(connection, bindings, lambda: namespaces)
@@ -272,10 +274,10 @@ def test_reviews_are_as_many_as_the_users_namespaces_and_not_as_the_clusters(
 
 
 def test_a_right_that_was_taken_away_is_gone_after_a_minute(kubeflow_cluster: DevCluster, ours: Team) -> None:
-    user, api = f"guest-{uuid.uuid4().hex[:6]}", kubeflow_cluster.api
+    user, api = Identity(f"guest-{uuid.uuid4().hex[:6]}"), kubeflow_cluster.api
     bindings, now = Bindings(), 0.0
-    bindings.put(RoleBinding(Metadata(uid="b", namespace=ours.namespace), (Subject("User", user),)))
-    binding = bind(kubeflow_cluster, user, "kubeflow-view", ours.namespace)
+    bindings.put(RoleBinding(Metadata(uid="b", namespace=ours.namespace), (Subject("User", user.name),)))
+    binding = bind(kubeflow_cluster, user.name, "kubeflow-view", ours.namespace)
 
     async def run() -> None:
         nonlocal now
@@ -293,6 +295,23 @@ def test_a_right_that_was_taken_away_is_gone_after_a_minute(kubeflow_cluster: De
             assert await rights.visible(user) == frozenset()
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_a_user_sees_what_a_group_that_the_proxy_names_may_see(
+    kubeflow_cluster: DevCluster, page: WebPage, ours: Team, tmp_path: Path
+) -> None:
+    group = f"staff-{uuid.uuid4().hex[:6]}"
+    bind(kubeflow_cluster, group, "kubeflow-view", ours.namespace, kind="Group")
+    options = ("--trusted-proxy=127.0.0.0/8", "--groups-header=kubeflow-groups")
+    with web_page(kubeflow_cluster, tmp_path / "log", *options) as with_groups:
+        member, other = (
+            with_groups.user("member", f"others, {group}"),
+            with_groups.user("other", "others,system:masters"),
+        )
+        until(lambda: member.get("/teams").status == 200, "the member is not let in")
+        assert ours.namespace in text_of(member, "/teams")
+        assert other.get("/teams").status == 403
+    assert page.user("member", group).get("/teams").status == 403, "a header that no proxy sets was believed"
 
 
 def test_an_administrator_sees_all_teams(kubeflow_cluster: DevCluster, page: WebPage, ours: Team, theirs: Team) -> None:

@@ -30,14 +30,15 @@ COMPONENT = MANIFESTS / "components" / "web-page"
 
 
 class User(Visitor):
-    """A browser behind the proxy, which adds the user's name to each request."""
+    """A browser behind the proxy, which adds the user's name to each request, and the groups if there are any."""
 
-    def __init__(self, port: int, name: str) -> None:
+    def __init__(self, port: int, name: str, groups: str = "") -> None:
         super().__init__(f"http://127.0.0.1:{port}{BASE}/enter")
         self.name = name
+        self._named = {"kubeflow-userid": name, **({"kubeflow-groups": groups} if groups else {})}
 
     def _begun(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> HTTPConnection:
-        return super()._begun(method, path, body, {"kubeflow-userid": self.name, **headers})
+        return super()._begun(method, path, body, {**self._named, **headers})
 
 
 @dataclass
@@ -47,9 +48,9 @@ class WebPage:
     port: int
     log: Path
 
-    def user(self, name: str) -> User:
+    def user(self, name: str, groups: str = "") -> User:
         """Somebody's browser."""
-        return User(self.port, name)
+        return User(self.port, name, groups)
 
     def audit(self) -> list[dict[str, Any]]:
         """The audit lines, oldest first."""
@@ -84,11 +85,11 @@ def web_page(cluster: DevCluster, log: Path, *options: str) -> Iterator[WebPage]
         process.wait()
 
 
-def bind(cluster: DevCluster, user: str, role: str, namespace: str = "") -> str:
-    """Give the user a ClusterRole, in a namespace or everywhere; return the binding's path."""
+def bind(cluster: DevCluster, name: str, role: str, namespace: str = "", *, kind: str = "User") -> str:
+    """Give the user or group a ClusterRole, in a namespace or everywhere; return the binding's path."""
     where = f"{ROLES}/namespaces/{namespace}/rolebindings" if namespace else f"{ROLES}/clusterrolebindings"
-    subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": user}
+    subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name}
     reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role}
-    name = f"{role}-{uuid.uuid4().hex[:6]}"
-    cluster.api.create(where, {"metadata": {"name": name}, "subjects": [subject], "roleRef": reference})
-    return f"{where}/{name}"
+    binding = f"{role}-{uuid.uuid4().hex[:6]}"
+    cluster.api.create(where, {"metadata": {"name": binding}, "subjects": [subject], "roleRef": reference})
+    return f"{where}/{binding}"

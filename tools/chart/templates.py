@@ -135,6 +135,9 @@ _SITE: Final = """\
 _SITE_VALUES: Final = """\
             - --base-path={{ .Values.webPage.basePath }}
             - --user-header={{ .Values.webPage.userHeader }}
+            {{- with .Values.webPage.groupsHeader }}
+            - --groups-header={{ . }}
+            {{- end }}
             {{- range .Values.webPage.trustedProxies }}
             - --trusted-proxy={{ . }}
             {{- end }}

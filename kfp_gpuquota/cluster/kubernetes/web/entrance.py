@@ -1,7 +1,8 @@
 """Who a request is from: a proxy that has authenticated the user names the user in a header.
 
 The header counts only on connections from the networks that were configured as the proxy's, since anybody else could
-write it, too.
+write it, too. The header with the user's groups is read only if one is configured: a proxy that does not know of it
+would pass on what the browser has sent.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.cluster.kubernetes.web.pages import UserPages
+from kfp_gpuquota.cluster.kubernetes.web.rights import Identity
 from kfp_gpuquota.web.access import Refusal
 from kfp_gpuquota.web.visit import Visit
 
@@ -21,27 +23,27 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from kfp_gpuquota.cluster.kubernetes.web.options import Network, Options
     from kfp_gpuquota.web.setting import Setting
-
-    Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAX_USERS: Final = 1000
 MAX_NAME: Final = 256
+MAX_GROUPS: Final = 256
 _SYSTEM: Final = "system:"
 
 
 class Entrance:
-    """`web.access.Door` for users whom a proxy names in the header `header`.
+    """`web.access.Door` for users whom a proxy names in a header.
 
     `pages_of(user)` makes what a user is shown, which is kept for the last `MAX_USERS` of them.
     """
 
-    def __init__(
-        self, setting: Setting, pages_of: Callable[[str], UserPages], header: str, proxies: Sequence[Network]
-    ) -> None:
-        self._setting, self._pages_of, self._header, self._proxies = setting, pages_of, header, proxies
+    def __init__(self, setting: Setting, pages_of: Callable[[Identity], UserPages], options: Options) -> None:
+        self._setting, self._pages_of = setting, pages_of
+        self._header, self._groups_header = options.user_header, options.groups_header
+        self._proxies: Sequence[Network] = options.trusted_proxy
         self._key = secrets.token_bytes(32)
-        self._visits: dict[str, Visit] = {}
+        self._visits: dict[Identity, Visit] = {}
 
     async def refusal(self, request: web.Request) -> Refusal | None:
         """Return why the sender is not let in: no trusted proxy names a person, or nothing may be seen."""
@@ -50,7 +52,7 @@ class Entrance:
         user = self.user_of(request)
         if not user:
             return Refusal(401, f"The proxy has not named a user (header {self._header}).")
-        source = self._visit(user).source
+        source = self.visit(request).source
         assert isinstance(source, UserPages)
         await source.refresh()
         if source.sees_nothing:
@@ -58,8 +60,13 @@ class Entrance:
         return None
 
     def visit(self, request: web.Request) -> Visit:
-        """Return what the user is shown."""
-        return self._visit(self.user_of(request))
+        """Return what the user is shown: the same as before, unless the user's groups have changed."""
+        user = Identity(self.user_of(request), self._groups_of(request))
+        found = self._visits.pop(user, None) or Visit(self._pages_of(user), self._setting)
+        self._visits[user] = found  # as the one that was used last
+        while len(self._visits) > MAX_USERS:
+            del self._visits[next(iter(self._visits))]
+        return found
 
     def form_token(self, request: web.Request) -> str:
         """Return a token for the user's forms, which is valid as long as this process runs."""
@@ -70,9 +77,15 @@ class Entrance:
         names = request.headers.getall(self._header, [])
         if not self._is_proxy(request.remote) or len(names) != 1:
             return ""
-        name = names[0]
-        usable = name.isprintable() and len(name) <= MAX_NAME and not name.startswith(_SYSTEM)
-        return name if usable else ""
+        return names[0] if _is_usable(names[0]) else ""
+
+    def _groups_of(self, request: web.Request) -> tuple[str, ...]:
+        """Return the user's groups: a list with commas between them, in one header or several."""
+        if not self._groups_header or not self._is_proxy(request.remote):
+            return ()
+        named = ",".join(request.headers.getall(self._groups_header, [])).split(",")
+        groups = {group for text in named if _is_usable(group := text.strip())}
+        return tuple(sorted(groups)[:MAX_GROUPS])
 
     def _is_proxy(self, remote: str | None) -> bool:
         if not remote:
@@ -82,10 +95,7 @@ class Entrance:
             address = address.ipv4_mapped
         return any(address in network for network in self._proxies)
 
-    def _visit(self, user: str) -> Visit:
-        """Return the user's visit, as the one that was used last."""
-        found = self._visits.pop(user, None) or Visit(self._pages_of(user), self._setting)
-        self._visits[user] = found
-        while len(self._visits) > MAX_USERS:
-            del self._visits[next(iter(self._visits))]
-        return found
+
+def _is_usable(name: str) -> bool:
+    """Return whether it can be the name of a person or of their group; those of the cluster's own are refused."""
+    return bool(name) and name.isprintable() and len(name) <= MAX_NAME and not name.startswith(_SYSTEM)

@@ -28,6 +28,7 @@ class Options(argparse.Namespace):
     origin: list[str]
     trusted_proxy: list[Network]
     user_header: str
+    groups_header: str
     dashboard: bool
     run_page: str
     log_format: str
@@ -87,6 +88,10 @@ def _parser() -> argparse.ArgumentParser:
         help="network of a proxy that authenticates users and names them; may be given several times",
     )  # fmt: skip
     parser.add_argument("--user-header", default="kubeflow-userid", help="header with the user's name (%(default)s)")
+    parser.add_argument(
+        "--groups-header", default="", metavar="NAME",
+        help="header with the user's groups, comma-separated, which the proxy must always set; none by default",
+    )  # fmt: skip
     parser.add_argument(
         "--dashboard", action="store_true", help="pages of the same origin may show the pages in a frame"
     )

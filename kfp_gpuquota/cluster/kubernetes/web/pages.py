@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
     from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
     from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
-    from kfp_gpuquota.cluster.kubernetes.web.rights import Rights
+    from kfp_gpuquota.cluster.kubernetes.web.rights import Identity, Rights
 
 Json = dict[str, Any]
 
@@ -45,7 +45,7 @@ class ForbiddenError(UsageError):
 class UserPages:
     """`web.source.Source` for one user. `refresh` has to be awaited before it is read."""
 
-    def __init__(self, user: str, objects: Objects, rights: Rights, logs: PodLogs, connection: Connection) -> None:
+    def __init__(self, user: Identity, objects: Objects, rights: Rights, logs: PodLogs, connection: Connection) -> None:
         self._user, self._objects, self._rights = user, objects, rights
         self._logs, self._connection = logs, connection
         self._visible: frozenset[str] | None = frozenset()
@@ -148,7 +148,7 @@ class UserPages:
         job = self.job(project, name)
         asked = Asked(self._user, "get", "pods", project, subresource="log", group="")
         if not await self._rights.may(asked):
-            raise ForbiddenError(f"{self._user} may not read logs in namespace {project!r}")
+            raise ForbiddenError(f"{self._user.name} may not read logs in namespace {project!r}")
         return await self._logs.read(job, worker, offset, timeout_s)
 
     # Actions
@@ -188,7 +188,7 @@ class UserPages:
         asked = Asked(self._user, verb, namespace=job.spec.project, name=job.spec.name)
         if not await self._rights.may_now(asked):
             raise ForbiddenError(
-                f"{self._user} may not {verb} ElasticJob {job.spec.name!r} in namespace {job.spec.project!r}"
+                f"{self._user.name} may not {verb} ElasticJob {job.spec.name!r} in namespace {job.spec.project!r}"
             )
 
     async def _call(self, verb: str, job: Job, body: Json) -> bytes:

@@ -3,8 +3,8 @@
 Rights are kept for a minute, denials for 5 s.
 
 Which namespaces a user may list jobs in takes one review where it is all of them. Otherwise only namespaces with a
-RoleBinding for the user, and with anything to show, are asked about: the number of reviews grows with the user's
-namespaces and not with the cluster's.
+RoleBinding for the user or one of the user's groups, and with anything to show, are asked about: the number of reviews
+grows with the user's namespaces and not with the cluster's.
 """
 
 from __future__ import annotations
@@ -31,10 +31,17 @@ MAX_KEPT: Final = 50_000
 AT_ONCE: Final = 16
 
 
+class Identity(NamedTuple):
+    """A user, and the groups that the proxy names."""
+
+    name: str
+    groups: tuple[str, ...] = ()
+
+
 class Asked(NamedTuple):
     """What somebody wants to do; a namespace "" means all of them, and a name "" any."""
 
-    user: str
+    user: Identity
     verb: str
     resource: str = "elasticjobs"
     namespace: str = ""
@@ -66,32 +73,33 @@ class _Review(msgspec.Struct, frozen=True):
 
 
 class Bindings:
-    """The namespaces in which each user has a RoleBinding."""
+    """The namespaces in which each user and each group has a RoleBinding."""
 
     def __init__(self) -> None:
-        self._bound: dict[str, tuple[str, frozenset[str]]] = {}
-        self._of_user: dict[str, dict[str, str]] = {}
+        self._bound: dict[str, tuple[str, frozenset[Subject]]] = {}
+        self._of_subject: dict[Subject, dict[str, str]] = {}
 
     def put(self, binding: RoleBinding) -> None:
         """Take a new or changed binding."""
         uid = binding.metadata.uid
         self.drop(uid)
-        users = frozenset(subject.name for subject in binding.subjects or () if subject.kind == "User")
-        self._bound[uid] = binding.metadata.namespace, users
-        for user in users:
-            self._of_user.setdefault(user, {})[uid] = binding.metadata.namespace
+        subjects = frozenset(subject for subject in binding.subjects or () if subject.kind in {"User", "Group"})
+        self._bound[uid] = binding.metadata.namespace, subjects
+        for subject in subjects:
+            self._of_subject.setdefault(subject, {})[uid] = binding.metadata.namespace
 
     def drop(self, uid: str) -> None:
         """Forget a binding."""
-        _, users = self._bound.pop(uid, ("", frozenset[str]()))
-        for user in users:
-            del self._of_user[user][uid]
-            if not self._of_user[user]:
-                del self._of_user[user]
+        _, subjects = self._bound.pop(uid, ("", frozenset[Subject]()))
+        for subject in subjects:
+            del self._of_subject[subject][uid]
+            if not self._of_subject[subject]:
+                del self._of_subject[subject]
 
-    def namespaces_of(self, user: str) -> frozenset[str]:
-        """Return where the user has a binding, of whatever role."""
-        return frozenset(self._of_user.get(user, {}).values())
+    def namespaces_of(self, user: Identity) -> frozenset[str]:
+        """Return where the user, or one of the user's groups, has a binding, of whatever role."""
+        subjects = [Subject("User", user.name), *(Subject("Group", group) for group in user.groups)]
+        return frozenset(name for subject in subjects for name in self._of_subject.get(subject, {}).values())
 
 
 class Rights:
@@ -128,12 +136,18 @@ class Rights:
             "namespace": asked.namespace,
             "name": asked.name,
         }
-        review = {"spec": {"user": asked.user, "resourceAttributes": {name: at for name, at in wanted.items() if at}}}
+        review = {
+            "spec": {
+                "user": asked.user.name,
+                "groups": asked.user.groups,
+                "resourceAttributes": {name: at for name, at in wanted.items() if at},
+            }
+        }
         async with self._free:
             answer = await self._connection.call("POST", REVIEWS, review)
         return msgspec.json.decode(answer, type=_Review).status.allowed
 
-    async def visible(self, user: str) -> frozenset[str] | None:
+    async def visible(self, user: Identity) -> frozenset[str] | None:
         """Return the namespaces whose jobs the user may list; None for all of them, also later ones."""
         if await self.may(Asked(user, "list")):
             return None

@@ -19,7 +19,7 @@ from kfp_gpuquota.cluster.kubernetes.web.entrance import Entrance
 from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
 from kfp_gpuquota.cluster.kubernetes.web.pages import UserPages
 from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
-from kfp_gpuquota.cluster.kubernetes.web.rights import Rights
+from kfp_gpuquota.cluster.kubernetes.web.rights import Identity, Rights
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
 from kfp_gpuquota.web.app import build_pages
 from kfp_gpuquota.web.setting import Setting
@@ -77,10 +77,10 @@ async def serving(options: Options, objects: Objects, connection: Connection) ->
     rights = Rights(connection, objects.bindings, objects.namespaces)
     logs = PodLogs(objects, connection)
 
-    def pages_of(user: str) -> UserPages:
+    def pages_of(user: Identity) -> UserPages:
         return UserPages(user, objects, rights, logs, connection)
 
-    entrance = Entrance(setting, pages_of, options.user_header, options.trusted_proxy)
+    entrance = Entrance(setting, pages_of, options)
     application = build_pages(entrance, setting, outer=[audited(entrance)])
     runner = LimitedRunner(
         application, LIMITS, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None
