@@ -316,7 +316,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     `gpus` is held now, where a share of a device counts as that; `result_worker` is the worker whose outputs are the
     job's. `set_by` has the policy that set a field of its spec: {field: policy}. `last_failure` is when and why it
     last lost a worker; `moves` counts how often the scheduler moved one of its workers to another place, `last_move` is
-    the last of them.
+    the last of them. `page` is the URL of the job on the web page of its cluster; "" where there is none.
     """
 
     phase: Phase = Phase.PENDING
@@ -338,6 +338,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[Worker, ...] = ()
     resizes: tuple[Resize, ...] = ()
     set_by: dict[str, str] = {}
+    page: str = ""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,6 +50,12 @@ def test_changes_are_told_once_where_the_cluster_remembers_the_last_few_only() -
     ]
 
 
+def test_the_address_of_the_jobs_page_is_told_once_it_is_known() -> None:
+    page = "https://kubeflow.example.org/gpuquota/jobs/team-a/train"
+    jobs = [_job(Phase.PENDING), _job(Phase.PENDING, page=page), _job(Phase.RUNNING, gpus=1, page=page)]
+    assert _story(*jobs) == [f"the job's page: {page}", "training with 1 GPU"]
+
+
 def test_an_image_that_cannot_be_pulled_is_told_once() -> None:
     fits = _job(Phase.STARTING, reason=Reason(code=ReasonCode.FITS, message="starts with 1 GPU"))
     pull = _job(

@@ -222,9 +222,11 @@ def shout(*more: str, python: str = sys.executable) -> list[str]:
 
 def test_a_steps_worker_runs_in_a_pod_of_its_own_and_its_artifacts_are_relayed(controlled: Controlled) -> None:
     steps = Steps(controlled, shout())
-    controlled.start()
+    controlled.start("--page-url=https://kubeflow.example.org/gpuquota/")
     phase, log = steps.until_ended(steps.run())
     assert phase == "Succeeded", log
+    (job,) = steps.jobs()
+    assert f"the job's page: https://kubeflow.example.org/gpuquota/jobs/{steps.team}/{job}" in log
     assert f"[0] reading {DATA} as worker 0" in log
     assert f"{MODEL}: HELLO" in log, log
     assert "gpuquota: succeeded after" in log

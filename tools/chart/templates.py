@@ -195,6 +195,9 @@ TEMPLATES: Final = (
                 "            {{- with .Values.controller.reservationRuntimeClass }}\n"
                 "            - --reservation-runtime-class={{ . }}\n"
                 "            {{- end }}\n"
+                "            {{- if and .Values.webPage.enabled .Values.webPage.origins }}\n"
+                "            - --page-url={{ first .Values.webPage.origins }}{{ .Values.webPage.basePath }}\n"
+                "            {{- end }}\n"
                 "            {{- with .Values.controller.extraArgs }}\n"
                 "            {{- toYaml . | nindent 12 }}\n"
                 "            {{- end }}\n",

@@ -122,6 +122,7 @@ def _facts(job: Job, place: str) -> list[tuple[str, object]]:
         ("asks for", request_of(spec)),
         ("policies", ", ".join(_set_by(job, field, policy) for field, policy in status.set_by.items())),
         ("status", f"{status.phase.value} with {show_gpus(status.gpus)}"),
+        ("page", status.page),
         ("because", status.reason.message if status.reason else ""),
         ("queue", place),
         ("progress", ", ".join(part for part in (progress_text(job), metrics, _throughput(job)) if part)),

@@ -8,6 +8,7 @@ import gc
 import logging
 import sys
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from kfp_gpuquota.cluster.kubernetes.client.process import logging_setup
 from kfp_gpuquota.cluster.kubernetes.client.process.signals import until_stopped
@@ -41,6 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _serve(options: ReplicaOptions) -> int:
     return 0 if await until_stopped(Replica(options).run()) else LEASE_LOST
+
+
+def _web_address(text: str) -> str:
+    """Return the URL. Raises ArgumentTypeError."""
+    parts = urlsplit(text)
+    if text and (parts.scheme not in {"http", "https"} or not parts.netloc):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as https://kubeflow.example.org/gpuquota/")
+    return text
 
 
 def _urls(text: str) -> tuple[str, ...]:
@@ -100,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers-ready-pause", type=float, default=ready.pause_s, metavar="SECONDS",
         help="pause before the next attempt, doubled each time, up to an hour (%(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--page-url", type=_web_address, default="", metavar="URL",
+        help="the web page as browsers reach it: each job's page is then in its status and in its step's log",
     )  # fmt: skip
     parser.add_argument("--leader-elect", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.runtime import refuse_limits
 from kfp_gpuquota.cluster.ray import messages
@@ -240,17 +241,18 @@ class RayRuntime:
     # The bridge
 
     async def _keep_connected(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             await self._run_bridge()
-            if not self._tried.is_set():
-                self._failure = self._failure or "its process ended"
-                self._tried.set()
+            self._failure = self._failure or "its process ended"
+            self._tried.set()
             if self.connected is not None:
-                self.connected, pause_s = None, FIRST_PAUSE_S
-            log.error("Ray is not connected (%s); tried again in %g s", self._failure or "its process ended", pause_s)
+                self.connected = None
+                backoff.reset()
+            pause_s = backoff.next_s()
+            log.error("Ray is not connected (%s); tried again in %g s", self._failure, pause_s)
             await asyncio.sleep(pause_s)
-            self._failure, pause_s = "", min(2 * pause_s, LONGEST_PAUSE_S)
+            self._failure = ""
 
     async def _run_bridge(self) -> None:
         """Run one bridge until it ends."""

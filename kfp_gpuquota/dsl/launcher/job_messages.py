@@ -36,9 +36,13 @@ class JobMessages:
         """Return the messages for the changes since the previous state; `now` is in seconds of any monotonic clock."""
         states = [*self._phase(job), *self._restarts(job), *self._resizes(job)]
         self.state = states[-1] if states else self.state
-        messages = [*states, *self._progress(job, now), *self._joining(job, now)]
+        messages = [*self._page(job), *states, *self._progress(job, now), *self._joining(job, now)]
         self._before = job
         return messages
+
+    def _page(self, job: Job) -> Iterator[str]:
+        if job.status.page and not (self._before and self._before.status.page):
+            yield f"the job's page: {job.status.page}"
 
     def _phase(self, job: Job) -> Iterator[str]:
         before, status = self._before, job.status

@@ -84,8 +84,8 @@ class Controller:
     """All parts that run while this process leads.
 
     `tls` is the TLS context of the membership service; None serves without TLS, for a trusted network. `fence` is
-    checked before each write, and `epoch` is the leader's (`leaseTransitions`). `clock` gives the time of records and
-    plans, in seconds since 1970.
+    checked before each write, and `epoch` is the leader's (`leaseTransitions`). `page_url` is the address
+    of the web page. `clock` gives the time of records and plans, in seconds since 1970.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class Controller:
         ready: ReadyRules | None = None,
         fence: Fence = NO_FENCE,
         epoch: int = 0,
+        page_url: str = "",
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._now = clock or SteadyClock()
@@ -146,6 +147,7 @@ class Controller:
             written_pods=self.pods,
             events=self,
             epoch=epoch,
+            page_url=page_url,
         )
         self.evictions = Evictions(cluster.pods, self._writer, self.rules, self._pod_events, self)
         self.ray = RayUnits(

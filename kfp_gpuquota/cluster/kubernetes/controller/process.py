@@ -56,7 +56,8 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     With `reviews_only` it never leads. `keys_namespace` has the Secrets of the authority and the key; "": `namespace`,
     with which they are deleted. `cert_dir` has the webhook's certificate; "": the process issues its own.
-    `membership_shards` are URLs of the processes that serve workers; (): this process.
+    `membership_shards` are URLs of the processes that serve workers; (): this process. `page_url` is the address of the
+    web page; "": there is none.
     """
 
     kubeconfig: str | None = None
@@ -76,6 +77,7 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
     reservation_image: str = reservation_pods.IMAGE
     reservation_runtime_class: str = ""
     reservation_priority_class: str = ""
+    page_url: str = ""
     leader_elect: bool = False
     workers_ready_timeout: float = ReadyRules().timeout_s
     workers_ready_tries: int = ReadyRules().tries
@@ -226,6 +228,7 @@ class Replica:
             ready=ReadyRules(options.workers_ready_timeout, options.workers_ready_tries, options.workers_ready_pause),
             fence=election.validity if options.leader_elect else NO_FENCE,
             epoch=election.epoch,
+            page_url=options.page_url,
         )
 
     async def _certificates(self, connection: Connection) -> server.Certificates:

@@ -56,7 +56,7 @@ class ElasticJobs:
     """All ElasticJobs. All methods run in the event loop.
 
     `limits` and `volumes` add default requests and volumes' nodes to a job's specification, and `rules` cap its grace
-    period. Its parts report to it as `JobPartEvents`.
+    period. `page_url` is the address of the web page. Its parts report to it as `JobPartEvents`.
     """
 
     def __init__(
@@ -74,8 +74,9 @@ class ElasticJobs:
         written_pods: WrittenPods,
         events: ElasticJobEvents,
         epoch: int = 0,
+        page_url: str = "",
     ) -> None:
-        self.book, self._settings = book, settings
+        self.book, self._settings, self._page_url = book, settings, page_url
         self._limits, self._volumes, self._rules = limits, volumes, rules
         self.statuses = statuses = StatusWriter(writer, self._status)
         self.workers = WorkerPods(
@@ -99,7 +100,7 @@ class ElasticJobs:
         )
 
     def _status(self, uid: str) -> Built | None:
-        return job_status(self.book, self.membership, uid)
+        return job_status(self.book, self.membership, uid, self._page_url)
 
     def start(self) -> None:
         """Continue the work of an earlier controller, after all objects have been listed."""

@@ -156,6 +156,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     message: str = ""
     reason: str = ""
     conditions: tuple[Condition, ...] = ()
+    page: str | None = None
     observed_generation: int = 0
     start_time: datetime | None = None
     completion_time: datetime | None = None

@@ -157,6 +157,7 @@ def job_of(stored: ElasticJob, pods: Sequence[Pod] = ()) -> Job:
             workers=tuple(workers),
             resizes=resizes_of(status.resizes),
             set_by=set_by(stored.metadata.annotations),
+            page=status.page or "",
         ),
     )
 

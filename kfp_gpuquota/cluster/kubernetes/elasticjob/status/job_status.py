@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
 
 
-def job_status(book: Book, membership: JobMembership, uid: str) -> Built | None:
-    """Return an ElasticJob's status; None if it was deleted. The `membership` is notified after the write."""
+def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = "") -> Built | None:
+    """Return an ElasticJob's status; None if it was deleted. The `membership` is notified after the write.
+
+    `page_url` is the address of the web page, if the cluster has one.
+    """
     state, record = book.runtime_states.get(uid), book.jobs.get(uid)
     if state is None or state.object.metadata.deletion_timestamp is not None:
         return None
@@ -43,6 +46,7 @@ def job_status(book: Book, membership: JobMembership, uid: str) -> Built | None:
             membership_digest=state.secret,
             membership_shard=state.shard,
             conditions=conditions,
+            page=f"{page_url.rstrip('/')}/jobs/{meta.namespace}/{meta.name}" if page_url else None,
             ended=state.ended,
             ran_s=state.ran_s,
             ranks=state.ranks,
