@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +17,14 @@ from kfp_gpuquota.cluster.local.start import start_with
 from kfp_gpuquota.cluster.ray.config import RayConfig
 from kfp_gpuquota.errors import ClusterStartError
 from tests.polling import until
-from tests.ray.conftest import cluster_on, ray_nodes
+from tests.ray.conftest import cluster_on, ray_nodes, wait_for_nodes
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kfp_gpuquota.api import Job
+    from tests.conftest import EmbeddedCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
@@ -47,3 +54,46 @@ def test_jobs_start_again_on_the_nodes_of_a_new_head_after_their_first_workers_h
             cluster.wait_for("train", again)
             until(lambda: starts.read_text().count("begin") == 2, "a second start")
             stack.close()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[str]:
+    """HOST:PORT of a Redis, in which a head keeps its state."""
+    program = shutil.which("redis-server")
+    if program is None:
+        lack = "no redis-server (Debian's package has it)"
+        (pytest.fail if os.environ.get("GPUQUOTA_REQUIRE_KUBERNETES") else pytest.skip)(lack)
+    port = str(free_port())
+    options = ("--port", port, "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path))
+    with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as process:
+        yield f"127.0.0.1:{port}"
+        process.terminate()
+
+
+def test_a_head_with_redis_is_restarted_and_every_worker_goes_on(
+    redis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = tmp_path / "starts"
+    monkeypatch.setenv("RAY_REDIS_ADDRESS", redis)
+    with ray_nodes(2) as nodes, cluster_on(nodes) as cluster:
+        cluster.project("team-a", 2)
+        cluster.submit("train", *LOGGING, environment={"STARTS": str(starts)})
+        first = cluster.wait_for_phase("train", "Running").status.workers[0]
+        head = nodes.cluster.head_node
+        head.kill_gcs_server()
+        head.start_gcs_server()
+        before = lease_of(cluster)
+        until(lambda: lease_of(cluster) > before, "the worker's lease is renewed")
+        wait_for_nodes(cluster, 1)
+        cluster.submit("next", "true")
+        cluster.wait_for_phase("next", "Succeeded")
+        assert cluster.job("train").status.workers[0].pid == first.pid
+        cluster.client.cancel_job("team-a", "train")
+        cluster.wait_for_phase("train", "Cancelled")
+    assert starts.read_text().count("begin") == 1
+
+
+def lease_of(cluster: EmbeddedCluster) -> float:
+    """When the lease of the only worker ends, in seconds since boot."""
+    (lease,) = (cluster.home.root / "nodes").glob("jobs/*/workers/*/lease")
+    return float(lease.read_text())
