@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.xdist_group("ray-train"), pytest.mark.timeout(600)]
 
 EPOCHS = 20
+NODE = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False}
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,9 @@ def raylets() -> Iterator[Any]:
     """Two raylets with one CPU each."""
     from ray.cluster_utils import Cluster  # noqa: PLC0415 (takes a second)
 
-    shape = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=shape, shutdown_at_exit=False)
+    cluster = Cluster(initialize_head=True, head_node_args=NODE, shutdown_at_exit=True)
     try:
-        cluster.add_node(**shape)
+        cluster.add_node(**NODE)
         ray.init(cluster.address, log_to_driver=False)
         yield cluster
     finally:
@@ -96,29 +96,28 @@ def trained_alone() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_training_shrinks_and_grows_in_place_and_ends_with_the_model_of_one_worker(
+def test_a_training_changes_size_and_loses_a_worker_and_nodes_and_ends_with_the_model_of_one_worker(
     raylets: Any, tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"
-    training = Training(tmp_path, "resized", checkpoint_config=CheckpointConfig(num_to_keep=2), callbacks=[Seen(seen)])
+    training = Training(tmp_path, "changed", checkpoint_config=CheckpointConfig(num_to_keep=2), callbacks=[Seen(seen)])
     training.wait_for(2)
-    stays = until(lambda: training.pid(0), "rank 0")
-    limit_workers("resized", 1)
+    shrinks_and_grows_in_place(training)
+    killed = until(lambda: training.pid(1), "rank 1")
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: training.pid(1) not in {0, killed}, "another rank 1")
+    leaves_a_node_that_drains(training, raylets)
+    raylets.remove_node(raylets.list_all_nodes()[-1], allow_graceful=False)  # and a node is lost
     training.wait_for(1)
-    with pytest.raises(UsageError, match=r"workers=3 is not between 1 and 2"):
-        limit_workers("resized", 3)
-    limit_workers("resized", None)
+    raylets.add_node(**NODE)
     training.wait_for(2)
-    with pytest.raises(UsageError, match=r"a training named 'resized' runs on this Ray cluster"):
-        ElasticTorchTrainer(train, run_config=RunConfig(name="resized", storage_path=str(tmp_path))).fit()
     result = training.go()
 
     assert training.steps() == list(range(EPOCHS * STEPS_PER_EPOCH))
     assert result.return_value == trained_alone()
-    assert training.pid(0) == stays
     assert result.error is None
     assert result.metrics["epoch"] == EPOCHS - 1
-    assert result.metrics["name"] == "resized"
+    assert result.metrics["name"] == "changed"
     assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [EPOCHS - 2, EPOCHS - 1]
     with result.checkpoint.as_directory() as directory:
         model = torch.load(os.path.join(directory, "model.pt"))  # noqa: PTH118
@@ -127,44 +126,32 @@ def test_a_training_shrinks_and_grows_in_place_and_ends_with_the_model_of_one_wo
     assert [int(row.split()[0]) for row in rows] == list(range(EPOCHS))
     assert all(row.endswith("True") for row in rows)
     assert {row.partition(" ")[2].rpartition(" ")[0] for row in rows} <= {"[0]", "[0, 1]"}
-    with pytest.raises(UsageError, match=r"no training named 'resized' runs"):
-        limit_workers("resized", 1)
+    with pytest.raises(UsageError, match=r"no training named 'changed' runs"):
+        limit_workers("changed", 1)
 
 
-@pytest.mark.slow
-def test_a_killed_worker_is_replaced_and_a_node_that_drains_is_left_without_losing_a_step(
-    raylets: Any, tmp_path: Path
-) -> None:
-    training = Training(tmp_path, "moved")
+def shrinks_and_grows_in_place(training: Training) -> None:
+    stays = until(lambda: training.pid(0), "rank 0")
+    limit_workers(training.name, 1)
+    training.wait_for(1)
+    with pytest.raises(UsageError, match=r"workers=3 is not between 1 and 2"):
+        limit_workers(training.name, 3)
+    limit_workers(training.name, None)
     training.wait_for(2)
-    killed = until(lambda: training.pid(1), "rank 1")
-    os.kill(killed, signal.SIGKILL)
-    until(lambda: training.pid(1) not in {0, killed}, "another rank 1")
+    other = RunConfig(name=training.name, storage_path=str(training.directory))
+    with pytest.raises(UsageError, match=rf"a training named {training.name!r} runs on this Ray cluster"):
+        ElasticTorchTrainer(train, run_config=other).fit()
+    assert training.pid(0) == stays
+
+
+def leaves_a_node_that_drains(training: Training, raylets: Any) -> None:
     leaves = raylets.list_all_nodes()[-1]
     drain(raylets.address, leaves.node_id, 60.0)
     training.wait_for(1)
     until(lambda: is_empty(leaves.node_id), "the drained node is empty")
     raylets.remove_node(leaves)
-    raylets.add_node(num_cpus=1, object_store_memory=STORE_BYTES, include_dashboard=False)
+    raylets.add_node(**NODE)
     training.wait_for(2)
-    result = training.go()
-
-    assert training.steps() == list(range(EPOCHS * STEPS_PER_EPOCH))
-    assert result.return_value == trained_alone()
-
-
-@pytest.mark.slow
-def test_a_node_that_is_killed_costs_no_step_and_another_one_takes_its_place(raylets: Any, tmp_path: Path) -> None:
-    training = Training(tmp_path, "orphaned")
-    training.wait_for(2)
-    raylets.remove_node(raylets.list_all_nodes()[-1], allow_graceful=False)
-    training.wait_for(1)
-    raylets.add_node(num_cpus=1, object_store_memory=STORE_BYTES, include_dashboard=False)
-    training.wait_for(2)
-    result = training.go()
-
-    assert training.steps() == list(range(EPOCHS * STEPS_PER_EPOCH))
-    assert result.return_value == trained_alone()
 
 
 def fit_alone(function: Any, directory: Path, **options: Any) -> Any:
