@@ -172,6 +172,7 @@ def complete_system(layer: Layer) -> None:
         path for path in layer.files if path.startswith("usr/share/ca-certificates/") and path.endswith(".crt")
     )
     layer.add("etc/ssl/certs/ca-certificates.crt", b"".join(layer.files[path].content for path in authorities))
+    layer.link("usr/lib/ssl/cert.pem", "/etc/ssl/certs/ca-certificates.crt")  # where OpenSSL looks for it
     layer.folder("home/nonroot", 0o700, USER)
     layer.folder("tmp", 0o1777)
     layer.merge_usr()
@@ -185,7 +186,7 @@ def add_applets(layer: Layer) -> None:
 
 def _add(archive: tarfile.TarFile, entry: tarfile.TarInfo, layer: Layer) -> None:
     path = merged(entry.name)
-    if not path or (path.startswith(_UNUSED) and not path.endswith("/copyright")):
+    if not path or (path.startswith(_UNUSED) and not _is_license(entry)):
         return
     if entry.isdir():
         layer.folder(path, entry.mode)
@@ -195,6 +196,11 @@ def _add(archive: tarfile.TarFile, entry: tarfile.TarInfo, layer: Layer) -> None
         layer.link(path, entry.linkname)
     elif file := archive.extractfile(entry):
         layer.add(path, file.read(), entry.mode)
+
+
+def _is_license(entry: tarfile.TarInfo) -> bool:
+    """Whether an entry of usr/share/doc is a license, or the link of a package that has another one's."""
+    return entry.name.endswith("/copyright") or (entry.issym() and entry.name.count("/") == 4)
 
 
 def _run(*command: str, epoch: int = 0) -> bytes:

@@ -47,7 +47,7 @@ def write(path: Path, name: str, settings: Settings, layers: Mapping[str, Sequen
     ]
     index = {"schemaVersion": 2, "mediaType": _INDEX, "manifests": manifests, "annotations": dict(settings.labels)}
     annotations = {
-        "io.containerd.image.name": familiar(name),
+        "io.containerd.image.name": full_name(name),
         "org.opencontainers.image.ref.name": name.rpartition(":")[2],
     }
     top = {**_store(blobs, _INDEX, _json(index)), "annotations": annotations}
@@ -63,7 +63,7 @@ def write(path: Path, name: str, settings: Settings, layers: Mapping[str, Sequen
             archive.addfile(entry, io.BytesIO(content))
 
 
-def familiar(name: str) -> str:
+def full_name(name: str) -> str:
     """Return an image's full name, by which a kubelet finds it: without a registry it is one of docker.io."""
     first, separator, _ = name.partition("/")
     if separator and (first == "localhost" or "." in first or ":" in first):
