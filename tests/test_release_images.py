@@ -26,6 +26,7 @@ from tests.kubernetes.conftest import skip_or_fail
 from tests.polling import until
 from tools.devcluster.image import ARCHITECTURES
 from tools.release import debian, distributions, images, oci, sbom, wheels
+from tools.release.__main__ import main
 from tools.release.layer import Blob, Layer
 
 if TYPE_CHECKING:
@@ -242,6 +243,8 @@ def test_a_machine_without_mmdebstrap_is_named_the_package(monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(distributions.BuildError, match="apt-get install dpkg mmdebstrap"):
         images.build(tmp_path, REGISTRY, "v1", EPOCH)
+    assert main([str(tmp_path / "release"), "--images"]) == 1
+    assert not (tmp_path / "release").exists()
     assert debian.host_sources()[0].endswith("http://deb.debian.org/debian bookworm main")
 
 
@@ -262,7 +265,7 @@ def test_the_sbom_lists_what_is_in_an_image(tmp_path: Path) -> None:
     assert len(packages) == len(document["packages"])
     locators = {packages[one]["externalRefs"][0]["referenceLocator"] for one in contained}
     assert locators == {
-        "pkg:deb/debian/libstdc%2B%2B6@1%3A2%2Bb1?arch=arm64",
+        "pkg:deb/debian/libstdc%2B%2B6@1%3A2%2Bb1?arch=arm64&distro=bookworm",
         f"pkg:pypi/kfp-gpuquota@{__version__}",
         "pkg:pypi/yarl@1.2",
     }

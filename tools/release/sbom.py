@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.version import __version__
 from tools.release import distributions
+from tools.release.debian import RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -108,7 +109,9 @@ def _inside(package: Package, listed: Iterable[Json]) -> Json:
     suffix = f"-{package.version}-{package.architecture}"
     one = _package(package.name, package.version, "NOASSERTION", suffix)
     version = urllib.parse.quote(package.version, safe="")
-    locator = f"pkg:deb/debian/{urllib.parse.quote(package.name)}@{version}?arch={package.architecture}"
+    locator = (
+        f"pkg:deb/debian/{urllib.parse.quote(package.name)}@{version}?arch={package.architecture}&distro={RELEASE}"
+    )
     one["externalRefs"][0]["referenceLocator"] = locator
     return one
 
