@@ -241,6 +241,7 @@ def test_a_package_is_extracted_without_what_belongs_to_a_machine(tmp_path: Path
 
 def test_a_machine_without_mmdebstrap_is_named_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", str(EPOCH))
     with pytest.raises(distributions.BuildError, match="apt-get install dpkg mmdebstrap"):
         images.build(tmp_path, REGISTRY, "v1", EPOCH)
     assert main([str(tmp_path / "release"), "--images"]) == 1

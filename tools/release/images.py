@@ -5,6 +5,7 @@ A node's agent, the web page and the membership service are programs of the cont
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,8 @@ def _labels(name: str) -> dict[str, str]:
 
 
 def _revision() -> str:
+    if not shutil.which("git"):
+        return ""
     asked = ["git", "-C", str(distributions.REPOSITORY), "rev-parse", "HEAD"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
