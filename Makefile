@@ -9,6 +9,7 @@ HISTORIES ?= 300
 KARPENTER ?= v1.13.0
 REGISTRY ?= kfp-gpuquota
 TAG ?=
+IMAGES ?=
 KFP := kfp kfp-kubernetes kfp-pipeline-spec kfp-server-api
 CLIENT_TESTS := access client exporting logs
 KFP_TESTS := compile caching local check pipeline_file worker_settings
@@ -74,8 +75,8 @@ layers: $(VENV)/.dev  ## Import layers
 docs: $(VENV)/.dev  ## The documentation as a site, in out/docs; any warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs out/docs
 
-release: $(VENV)/.dev  ## What a release publishes, in out/release: sdists, wheels, chart, install YAML, SBOM (REGISTRY=..., TAG=...)
-	$(BIN)/python -m tools.release out/release --registry '$(REGISTRY)' $(TAG:%=--tag '%')
+release: $(VENV)/.dev  ## What a release publishes, in out/release: sdists, wheels, chart, install YAML, SBOM, with IMAGES=1 images (REGISTRY=..., TAG=...)
+	$(BIN)/python -m tools.release out/release --registry '$(REGISTRY)' $(TAG:%=--tag '%') $(IMAGES:%=--images)
 
 screenshots: $(VENV)/.dev  ## Pictures of the web page for docs/images, of a cluster made for them; needs chromium
 	$(BIN)/python -m tools.screenshots

@@ -10,16 +10,18 @@ from pathlib import Path
 
 from kfp_gpuquota.version import __version__
 from tools.devcluster import UnavailableError
-from tools.release import distributions, manifests, sbom
+from tools.release import debian, distributions, images, manifests, sbom
 
 FIRST_DAY: int = 1_767_225_600  # 2026-01-01: of a tree without a history
 
 
-def release(target: Path, registry: str, tag: str, epoch: int) -> list[Path]:
+def release(target: Path, registry: str, tag: str, epoch: int, *, with_images: bool = False) -> list[Path]:
     """Build a release into a folder, which is new, empty or has an earlier release; return its files.
 
     Raises BuildError for any other folder, whose files would be lost.
     """
+    if with_images and (lack := debian.missing()):
+        raise distributions.BuildError(lack)
     target.mkdir(parents=True, exist_ok=True)
     found = list(target.iterdir())
     if found and not (target / sbom.SUMS).exists():
@@ -28,7 +30,9 @@ def release(target: Path, registry: str, tag: str, epoch: int) -> list[Path]:
         old.unlink()
     artifacts = distributions.build(target, epoch)
     artifacts += [manifests.package(target, epoch), *manifests.render(target, registry, tag)]
-    return [*artifacts, *sbom.write(target, artifacts, epoch)]
+    built = images.build(target, registry, tag, epoch) if with_images else []
+    artifacts += [image.path for image in built]
+    return [*artifacts, *sbom.write(target, artifacts, epoch, built)]
 
 
 def source_date_epoch() -> int:
@@ -44,11 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Build a release; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.release", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--registry", default="kfp-gpuquota", help="registry of the images in the install files")
+    parser.add_argument("--registry", default="kfp-gpuquota", help="registry of the images and of the install files")
     parser.add_argument("--tag", default=__version__, help="tag of the images; by default the version")
+    parser.add_argument("--images", action="store_true", help="also build the images, of packages that are downloaded")
     given = parser.parse_args(arguments)
     try:
-        built = release(given.folder, given.registry, given.tag, source_date_epoch())
+        built = release(given.folder, given.registry, given.tag, source_date_epoch(), with_images=given.images)
     except (distributions.BuildError, UnavailableError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
