@@ -10,8 +10,10 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from elastic_runtime.membership import background
 from elastic_runtime.membership.orders import Order
 from elastic_runtime.membership.pair_authentication import check_users, listening_ports, prove
 from elastic_runtime.membership.process_group import COLLECTIVE_TIMEOUT, Group, Interrupt
@@ -124,7 +126,7 @@ class Generations:
             self._built[number] = Generation(number, order.members, None)
             return
         self._building.add(number)
-        threading.Thread(target=self._build, args=(order,), name=f"elastic-build-{number}", daemon=True).start()
+        background.start(partial(self._build, order), f"elastic-build-{number}")
 
     def _build(self, order: Order) -> None:
         rank, size = order.members.index(self.worker), len(order.members)

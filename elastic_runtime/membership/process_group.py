@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_runtime.errors import CollectiveError
+from elastic_runtime.membership import background
 from elastic_runtime.membership.pickled_objects import Exchange
 from elastic_runtime.torch_internals import all_gather_flat, drop_group, make_default, reduce_scatter_flat
 
@@ -101,9 +102,7 @@ class Group:
 
     def close_soon(self, after_s: float = 0.0) -> None:
         """Close it in the background, where it costs some tens of milliseconds of a core."""
-        timer = threading.Timer(after_s, self._close)
-        timer.name, timer.daemon = "elastic-close", True
-        timer.start()
+        background.start(self._close, "elastic-close", after_s=after_s)
 
     def _close(self) -> None:
         group, second = self._lanes
@@ -118,7 +117,7 @@ class Group:
         if not held or sys.is_finalizing():
             return
         with contextlib.suppress(RuntimeError):  # no thread can be started any more: the process is about to end
-            threading.Thread(target=held.clear, name="elastic-drop", daemon=True).start()
+            background.start(held.clear, "elastic-drop")
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing in place."""
@@ -206,7 +205,7 @@ class Group:
             finally:
                 ended.set()
 
-        threading.Thread(target=transfer, name="elastic-transfer", daemon=True).start()
+        background.start(transfer, "elastic-transfer")
         while not ended.wait(POLL.total_seconds()):
             if self._interrupt.is_set:
                 called_away.set()

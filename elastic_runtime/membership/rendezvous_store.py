@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
+import socket
 import threading
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from elastic_runtime.membership import background
 from elastic_runtime.torch_internals import Store
 
 if TYPE_CHECKING:
@@ -100,6 +104,7 @@ class CoordinatorStore(Store):
         except _AWAY:
             self._local.connection = None  # the coordinator restarted or closed an idle connection: once more
             try:
+                background.check()
                 return self._exchange(operation, json.dumps(fields))
             except _AWAY as error:
                 self._local.connection = None
@@ -119,7 +124,15 @@ class CoordinatorStore(Store):
         stored: tuple[http.client.HTTPConnection, str] | None = getattr(self._local, "connection", None)
         if stored is None:
             stored = self._local.connection = self._environment.connect(_CONNECTION_TIMEOUT_S)
+            background.interrupted_by(partial(_shut_down, stored[0]))
         return stored
+
+
+def _shut_down(connection: http.client.HTTPConnection) -> None:
+    """Make a request that waits for its answer fail."""
+    if connection.sock is not None:
+        with contextlib.suppress(OSError):  # not connected any more
+            connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _encode(value: str | bytes) -> str:

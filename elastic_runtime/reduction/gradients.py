@@ -92,12 +92,12 @@ class BucketReducer:
     scale = 1.0
     expects = True
     held = False
-    _leftovers: Leftovers
     _uncleared: frozenset[str] = frozenset()
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], tail_size: int) -> None:
         self._parameters, self._tail_size = list(parameters), tail_size
         self.on_stray: Callable[[str], None] = ignore
+        self._leftovers = Leftovers()
         self._lay_out()
 
     def attach(self) -> None:
