@@ -55,8 +55,6 @@ PYTHON: Final = (
 
 SHELL: Final = ("busybox-static",)
 
-_ARCHIVE: Final = "http://deb.debian.org/debian"
-_SECURITY: Final = "http://deb.debian.org/debian-security"
 _KEYRING: Final = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _PROGRAMS: Final = {"mmdebstrap": "mmdebstrap", "dpkg-deb": "dpkg"}
 _UNUSED: Final = (
@@ -118,7 +116,10 @@ def missing() -> str:
 
 
 def host_sources() -> list[str]:
-    """Return apt's lines for RELEASE as this machine is configured; Debian's own where apt has no such source."""
+    """Return apt's lines for RELEASE as this machine is configured.
+
+    Where apt has no such source there are none, and mmdebstrap takes those of Debian's own archive.
+    """
     suites = [RELEASE, f"{RELEASE}-updates", f"{RELEASE}-security"]
     found: dict[str, str] = {}
     if shutil.which("apt-get"):
@@ -128,9 +129,7 @@ def host_sources() -> list[str]:
             kind, component, suite, address = line.split(maxsplit=3)
             if kind == "Packages" and component == "main" and suite in suites:
                 found.setdefault(suite, address)
-    if RELEASE not in found:
-        found = {suites[0]: _ARCHIVE, suites[1]: _ARCHIVE, suites[2]: _SECURITY}
-    return [source(found[suite], suite) for suite in suites if suite in found]
+    return [source(found[suite], suite) for suite in suites if suite in found] if RELEASE in found else []
 
 
 def source(address: str, suite: str) -> str:
