@@ -148,7 +148,7 @@ class RunningWorkers:
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
-    def start(self, pod: Object) -> None:
+    def start(self, pod: Object) -> Worker:
         """Start the pod's program."""
         (secret,) = [v["secret"]["secretName"] for v in pod["spec"]["volumes"] if v["name"] == "gpuquota-membership"]
         path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/secrets/{secret}"
@@ -157,7 +157,8 @@ class RunningWorkers:
             folder.mkdir()
             self._write(path, folder)
             self._secrets[path] = folder
-        self.workers[pod["metadata"]["uid"]] = Worker(pod, self._secrets[path])
+        worker = self.workers[pod["metadata"]["uid"]] = Worker(pod, self._secrets[path])
+        return worker
 
     def trained(self) -> bool:
         """Every worker is in a generation."""

@@ -17,6 +17,7 @@ from kfp_gpuquota.dsl.launcher.job_messages import JobMessages
 from tests.kubernetes.conftest import address_of
 from tests.kubernetes.controlled import Controlled, is_leaving, is_over
 from tests.kubernetes.installation import jobs_of
+from tests.kubernetes.running_workers import RunningWorkers, Worker
 from tests.kubernetes.users import connection_of
 from tools.devcluster import ApiError
 from tools.devcluster.node import host_python
@@ -286,6 +287,64 @@ def test_a_restarted_controller_remembers_who_had_finished(controlled: Controlle
     assert status["resultWorker"] == "two-0"
 
 
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_restarted_controller_knows_a_released_worker_from_one_that_has_finished(
+    controlled: Controlled, tmp_path: Path, *, deleted: bool
+) -> None:
+    """A released worker ends with 0 too, perhaps before its pod's deletion and the new generation were stored."""
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    job = controlled.job(team, "two", gpus=1, maxGpus=2, minGpus=1, coolDownSeconds=0, gracePeriodSeconds=1)
+    workers = RunningWorkers(controlled.cluster, tmp_path)
+    controlled.on_close.append(workers.stop)
+
+    def start(name: str) -> Worker:
+        return workers.start(controlled.until(path_of(team, name), _runs))
+
+    stays, leaves = start("two-0"), start("two-1")
+    controlled.until(job, lambda j: len(j["status"].get("ranks", ())) == 2)
+    controlled.kill()
+    leaves.close()
+    stays.generation, stays.members = stays.generation + 1, (stays.id,)  # agreed on just before
+    path = path_of(team, "two-1")
+    if deleted:
+        controlled.cluster.api.patch(path, {"metadata": {"finalizers": ["example.org/slow"]}})
+        controlled.cluster.api.delete(path)
+    controlled.finish(path)
+    controlled.start()
+    start("two-2")
+    controlled.until(job, lambda j: sorted(j["status"]["ranks"]) == [0, 2])
+    if deleted:
+        controlled.cluster.api.patch(path, {"metadata": {"finalizers": None}})
+    for name in ("two-0", "two-2"):
+        controlled.finish(path_of(team, name))
+    assert controlled.until_phase(job, "Succeeded")["status"]["resultWorker"] in {"two-0", "two-2"}
+    assert set(controlled.pods(team)) <= {"two-0", "two-1", "two-2"}
+
+
+def test_a_worker_that_was_killed_while_no_controller_ran_is_replaced_and_the_others_train_on(
+    controlled: Controlled, tmp_path: Path
+) -> None:
+    """The lost one is the oldest: it is listed before those that are alive."""
+    controlled.add_nodes(1, gpus=2)
+    team = controlled.team(guaranteed=2)
+    controlled.start()
+    job = controlled.job(team, "two", gpus=2, gpusPerWorker=1, minGpus=1, maxGpus=2, gracePeriodSeconds=1)
+    workers = RunningWorkers(controlled.cluster, tmp_path)
+    controlled.on_close.append(workers.stop)
+    started = [workers.start(controlled.until(path_of(team, f"two-{n}"), _runs)) for n in (0, 1)]
+    controlled.until(job, lambda j: len(j["status"].get("ranks", ())) == 2)
+    controlled.kill()
+    started[0].close()
+    controlled.finish(path_of(team, "two-0"), exit_code=137)
+    controlled.start()
+    controlled.until(path_of(team, "two-2"), _runs)
+    status = controlled.until(job, lambda j: j["status"].get("restarts"))["status"]
+    assert (status["phase"], status["attempt"], status["restarts"]) == ("Running", 1, 1)
+    assert alive(controlled, team).keys() == {"two-1", "two-2"}
+
+
 def test_a_worker_that_fails_after_another_has_ended_well_fails_the_job(controlled: Controlled) -> None:
     controlled.add_nodes(1, gpus=2)
     team = controlled.team(guaranteed=2)
@@ -379,6 +438,10 @@ def training(epochs: int = EPOCHS) -> dict[str, Any]:
         "volumeMounts": mounts,
     }
     return {"spec": {"containers": [container], "volumes": volumes}}
+
+
+def _runs(pod: dict[str, Any]) -> bool:
+    return bool(pod["status"].get("phase") == "Running")
 
 
 def _sizes(job: dict[str, Any]) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kfp_gpuquota.api import ReasonCode
-from kfp_gpuquota.scheduler import JobResumed, JobSuspended, NodeRemoved, QuotaRemoved
+from kfp_gpuquota.scheduler import JobCompleting, JobResumed, JobSuspended, NodeRemoved, Placement, QuotaRemoved
 from tests.scheduler.world import World
 
 
@@ -274,6 +274,15 @@ def test_a_suspended_job_is_not_considered(pair: World) -> None:
     assert decided.waiting["train"].code is ReasonCode.SUSPENDED
     pair.state.apply(JobResumed("train"))
     assert len(pair.step().bind) == 1
+
+
+def test_a_completing_job_does_not_grow_in_whatever_order_a_restart_reports_it(pair: World) -> None:
+    pair.submit("train", "team-a", 1, 1, 2)
+    pair.state.apply(JobCompleting("train"))  # before its workers
+    pair.start("train", Placement("node-1", (0,)))
+    assert pair.step().empty
+    pair.state.apply(JobCompleting("train", completing=False))
+    assert len(pair.step().resize) == 1
 
 
 def test_nothing_is_placed_on_a_node_that_is_gone_and_its_workers_still_count(pair: World) -> None:

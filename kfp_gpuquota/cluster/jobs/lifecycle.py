@@ -61,7 +61,7 @@ def _after_own_end(
         message = f"worker {exited.worker.index} has ended with exit code 0"
         reason = Reason(code=ReasonCode.WORKER_ENDED, message=message, details={"worker": exited.worker.id})
         return msgspec.structs.replace(job, completing=True, resize_reason=reason)
-    others = any(worker.alive or _finished(worker) for worker in workers)
+    others = any(worker.alive or finished(worker) for worker in workers)
     if job.completing and others and not _failed_by_itself(job, exited):
         return job  # the training is over, and another worker has or will have its result
     if _is_failed_growth(job, exited, workers, now):
@@ -202,7 +202,7 @@ def settled(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobR
 
 
 def _completed(job: JobRecord, workers: Sequence[WorkerRecord], now: float) -> JobRecord:
-    finishers = [worker for worker in workers if _finished(worker)]
+    finishers = [worker for worker in workers if finished(worker)]
     if not finishers:  # every worker was asked to leave, one by one
         return _requeued(job)
     result = min(finishers, key=lambda w: (w.worker.rank is None, w.worker.rank or 0, w.worker.index))
@@ -216,7 +216,8 @@ def _requeued(job: JobRecord) -> JobRecord:
     return with_status(job, phase=Phase.PENDING, started_at=None)
 
 
-def _finished(worker: WorkerRecord) -> bool:
+def finished(worker: WorkerRecord) -> bool:
+    """Return whether the worker has ended with exit code 0 without having been asked to leave."""
     return not worker.alive and not worker.released and worker.worker.exit_code == 0
 
 

@@ -36,8 +36,8 @@ def job_changed(before: JobRecord | None, after: JobRecord | None) -> Iterator[s
         yield scheduler.JobSuspended(after.uid) if _suspended(after) else scheduler.JobResumed(after.uid)
     if before is not None and before.spec is not after.spec and _sizes(before) != _sizes(after):
         yield scheduler.JobUpdated(after.uid, after.spec)
-    if after.completing and not (before is not None and before.completing):
-        yield scheduler.JobCompleting(after.uid)
+    if after.completing != (before is not None and before.completing):
+        yield scheduler.JobCompleting(after.uid, after.completing)
     yield from _growth(before, after)
     yield from _progress(before, after)
 

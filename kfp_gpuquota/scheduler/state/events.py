@@ -63,9 +63,13 @@ class JobRemoved(Event, frozen=True, tag=True):
 
 
 class JobCompleting(Event, frozen=True, tag=True):
-    """A worker of the job has finished: the job gets no more workers, unless it returns to the queue."""
+    """A worker of the job has finished, so that the job gets no more workers; `completing=False` takes that back.
+
+    It is taken back when the job returns to the queue.
+    """
 
     uid: str
+    completing: bool = True
 
 
 class JobSuspended(Event, frozen=True, tag=True):

@@ -139,7 +139,7 @@ class State:
     @_apply.register
     def _(self, event: events.JobCompleting) -> None:
         job = self._job(event.uid)
-        job.completing = True
+        job.completing = event.completing
         self._changed(job)
 
     @_apply.register
@@ -285,7 +285,6 @@ class State:
         _unfile(job)
         if job.removed and not job.tasks:
             del self.jobs[job.uid]
-        job.completing = job.completing and bool(job.tasks)
         considered = not job.removed and not job.suspended and not job.completing
         tasks = next_tasks(job) if considered else []
         if tasks:

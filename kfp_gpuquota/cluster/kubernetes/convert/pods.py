@@ -149,6 +149,11 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """Return whether the pod holds devices."""
         return self.stage in {Stage.ASSIGNED, Stage.TERMINATING}
 
+    @property
+    def leaving(self) -> bool:
+        """Return whether the pod is being deleted, also where its containers have ended."""
+        return self.stage is Stage.TERMINATING or (self.stage is Stage.ENDED and self.ends_at > 0)
+
 
 def counted_view(pod: Pod) -> PodView:
     """Return the view of `pod`; never raises.

@@ -28,6 +28,7 @@ class RuntimeState:
         self.ran_s = job.status.ran_seconds
         self.ended = set(job.status.ended)
         self.ranks = job.status.ranks
+        self.ended_unseen: set[str] = set()  # workers that ended with 0 under an earlier controller, perhaps released
         self.lease_seen_at = time.monotonic()  # when this process saw the lease's last renewal
         self.refused = ""  # why its specification is invalid
         self.held_back = ""  # why its pods could not be created
@@ -52,4 +53,5 @@ class RuntimeState:
         self.ended.clear()
         self.complaints.clear()
         self.ranks = ()
+        self.ended_unseen.clear()
         self.shard = -1

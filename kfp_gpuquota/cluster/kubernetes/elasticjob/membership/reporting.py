@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kfp_gpuquota.cluster.jobs.job_book import Change
-from kfp_gpuquota.cluster.jobs.lifecycle import progressed, resized
+from kfp_gpuquota.cluster.jobs.lifecycle import finished, progressed, resized
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import index_of
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
@@ -179,13 +179,27 @@ class JobMembership:
             pause_ms=round(commit.pause_ms, 1),
             lost_steps=commit.lost_steps,
         )
-        self._book.record(after)
+        self._book.record(self._without_released(after, commit.members))
         log.info(
             "job %s: generation %d of %d workers at step %d, paused for %.1f ms, %d steps lost",
             state.object.metadata.name, commit.generation, len(commit.members), commit.step, commit.pause_ms,
             commit.lost_steps,
         )  # fmt: skip
         self._statuses.changed(job_uid)
+
+    def _without_released(self, job: JobRecord, members: tuple[str, ...]) -> JobRecord:
+        """Return the job after the first report of a restored generation.
+
+        A worker that ended with 0 under an earlier controller, and is no member, was released and has not finished.
+        """
+        unseen = self._book.runtime_states[job.uid].ended_unseen
+        released = unseen.difference(members)
+        unseen.clear()
+        for worker in released:
+            self._book.workers[worker] = msgspec.structs.replace(self._book.workers[worker], released=True)
+        if not released or any(finished(record) for record in self._book.attempt_of(job)):
+            return job
+        return msgspec.structs.replace(job, completing=False)
 
     def kill_requested(self, job_uid: str, worker: str, why: str) -> None:
         """Kill a worker's process on request of the membership."""

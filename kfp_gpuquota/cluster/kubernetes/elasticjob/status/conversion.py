@@ -109,7 +109,7 @@ def worker_record(
     )
     known = before.worker if before is not None else worker
     released = before is not None and before.released
-    if pod.stage is Stage.TERMINATING and not released:
+    if pod.leaving and not released:
         return WorkerRecord(
             worker=msgspec.structs.replace(known, phase=WorkerPhase.LEAVING),
             attempt=pod.attempt,

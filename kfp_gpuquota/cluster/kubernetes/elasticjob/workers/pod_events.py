@@ -8,8 +8,8 @@ import msgspec
 
 from kfp_gpuquota.api import Phase, Worker, WorkerPhase
 from kfp_gpuquota.cluster.jobs.job_book import Change
-from kfp_gpuquota.cluster.jobs.lifecycle import after_worker_exited
-from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, with_status
+from kfp_gpuquota.cluster.jobs.lifecycle import after_worker_exited, finished
+from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 from kfp_gpuquota.cluster.kubernetes.convert.pods import KILLED, PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import counting, worker_record
@@ -112,9 +112,10 @@ class WorkerPodEvents:
     def _ended(self, pod: PodView, exit_code: int | None) -> None:
         """Record the worker's exit; cluster/lifecycle.py determines the job's next state."""
         worker = worker_id(pod.job_uid, pod.index)
-        before = self._book.jobs[pod.job_uid]
-        known = self._book.workers.get(worker) or worker_record(pod, (), 1.0, None, self._book.now())
-        now = self._book.now()
+        before, now = self._book.jobs[pod.job_uid], self._book.now()
+        known = self._book.workers.get(worker) or self._ended_unseen(pod, worker)
+        if pod.leaving and not known.released and worker not in self._workers.killed:
+            known = leaving(known, now)
         gone = msgspec.structs.replace(
             known.worker,
             phase=WorkerPhase.GONE,
@@ -135,14 +136,31 @@ class WorkerPodEvents:
         self._events.workers_changed(gone.job_uid)
 
     def _restore_ended(self, pod: PodView, worker: str) -> None:
-        """Restore a worker whose exit an earlier controller has processed; exit code 0 means that the job completes."""
-        job = self._book.jobs[pod.job_uid]
-        known = worker_record(pod, (), 1.0, None, self._book.now())
+        """Restore a worker whose exit an earlier controller has processed.
+
+        Exit code 0 means that the job completes, unless the worker was released.
+        """
+        job, known = self._book.jobs[pod.job_uid], self._ended_unseen(pod, worker)
         gone = msgspec.structs.replace(known.worker, phase=WorkerPhase.GONE, exit_code=pod.exit_code)
-        if pod.attempt == job.attempt and pod.exit_code == 0 and not job.status.phase.final:
-            job = msgspec.structs.replace(job, completing=True)
         record = msgspec.structs.replace(known, worker=gone)
+        if pod.attempt == job.attempt and finished(record) and not job.status.phase.final:
+            job = msgspec.structs.replace(job, completing=True)
         self._book.commit(Change(jobs={job.uid: job}, workers={worker: record}))
+
+    def _ended_unseen(self, pod: PodView, worker: str) -> WorkerRecord:
+        """Return the record of a worker that this controller never saw alive.
+
+        Exit code 0 alone does not tell whether it finished the training or was released: a released worker's pod is
+        being deleted, or it is no member of the last generation. Where its pod's deletion and that generation were not
+        stored any more, `JobMembership.generation_committed` corrects this when its peers have reconnected.
+        """
+        record, state = worker_record(pod, (), 1.0, None, self._book.now()), self._book.runtime_states[pod.job_uid]
+        if pod.exit_code != 0 or record.released:
+            return record
+        if state.ranks and pod.index not in state.ranks:
+            return leaving(record, self._book.now())
+        state.ended_unseen.add(worker)
+        return record
 
     def _carry_on(self, before: JobRecord, after: JobRecord, gone: WorkerRecord, others: list[str]) -> None:
         state = self._book.runtime_states[before.uid]
