@@ -150,6 +150,8 @@ def reducing(rank: int, size: int, port: int, elements: int, answer: Any) -> Non
     times = in_turns(group, buckets, exact, plain)
     if rank == 0:
         answer.put(tuple(statistics.median(found[1:]) for found in times))
+        answer.close()
+        answer.join_thread()
     group.barrier()
     os._exit(0)
 

@@ -69,6 +69,8 @@ def worker(task: Task, environment: dict[str, str], steps: int, turn: int, answe
     found = interleaved([elastic_step, plain_step, local_step], steps, turn)
     if job.rank == 0:
         answer.put(found)
+        answer.close()
+        answer.join_thread()  # what its thread has not written yet would be lost
     dist.barrier()
     os._exit(0)
 
