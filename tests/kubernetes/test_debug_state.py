@@ -13,6 +13,9 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota import scheduler
+from kfp_gpuquota.api import Project
+from kfp_gpuquota.api.wire import Supposition
+from kfp_gpuquota.cli.arguments.dumps import DumpedCluster
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
 from kfp_gpuquota.cluster.kubernetes.client.http.credentials import from_file
 from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
@@ -106,6 +109,8 @@ def test_the_state_is_read_by_whom_rbac_allows_and_explains_what_users_see(
     assert {names[uid]: str(reason) for uid, reason in replayed.plan.waiting.items() if uid in names} == {
         "waits": message
     }
+    supposed = Supposition(projects=(Project(name=team, guaranteed=4),))
+    assert [effect.job for effect in DumpedCluster(dump).what_if(supposed).starts] == ["waits"]
     (ran,) = (job for job in dump.jobs if job.name == "runs" and job.queue == team)
     assert len(ran.workers) == 2
     assert debug_state.leader(calls)

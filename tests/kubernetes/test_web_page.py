@@ -138,6 +138,9 @@ def test_nodes_name_pods_of_the_own_team_only(kubeflow_cluster: DevCluster, ours
     until(lambda: "plain" in text_of(ours.viewer, "/nodes"), "the pod is not shown")
     assert "plain" not in text_of(theirs.viewer, "/nodes")
     assert "used by others" in text_of(theirs.viewer, "/nodes")
+    assert "idle for" not in text_of(theirs.viewer, "/nodes"), "since when the other GPUs are idle is not known"
+    kubeflow_cluster.api.delete(f"/api/v1/namespaces/{ours.namespace}/pods/plain", 0)
+    until(lambda: "idle for" in text_of(theirs.viewer, "/nodes"), "since when the GPU is idle is not shown")
 
 
 def test_who_is_not_named_by_a_trusted_proxy_is_refused(page: WebPage, ours: Team) -> None:

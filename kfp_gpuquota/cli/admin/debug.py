@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import typer
 
+from kfp_gpuquota.cli.arguments.dumps import kubernetes_dump
 from kfp_gpuquota.cli.arguments.options import client, on_kubernetes
 from kfp_gpuquota.cli.display.output import in_json
 from kfp_gpuquota.cli.display.terminal import echo_data
@@ -33,13 +34,5 @@ def state() -> None:
       gpuquota --context NAME debug state > state.json
       gpuquota simulate --state state.json
     """
-    echo_data(in_json(_state().decode()))
-
-
-def _state() -> bytes:
-    if not on_kubernetes():
-        return cast("Client", client()).debug_state()
-    from kfp_gpuquota.cluster.connect import kube_calls, kube_context  # noqa: PLC0415 (the embedded cluster needs it not)
-    from kfp_gpuquota.cluster.kubernetes.operations.debug_state import read  # noqa: PLC0415
-
-    return read(kube_calls(), kube_context() or "")
+    dump = kubernetes_dump() if on_kubernetes() else cast("Client", client()).debug_state()
+    echo_data(in_json(dump.decode()))

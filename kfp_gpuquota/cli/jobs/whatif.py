@@ -70,6 +70,8 @@ def what_if(
 ) -> None:
     """Show which jobs would start, grow, shrink or stop if jobs, quotas or nodes changed.
 
+    On Kubernetes this needs kubectl and the rights of the Role gpuquota-debug in gpuquota-system, or a file.
+
     Examples:
       gpuquota what-if -g 4 --interactive
       gpuquota what-if --guaranteed team-b=4 --limit team-b=8
@@ -104,16 +106,11 @@ class Answering(Protocol):
 
 
 def _answering(state: Path | None) -> Answering:
-    if state is not None:
-        from kfp_gpuquota.cli.arguments.dumps import DumpedCluster, read_dump  # noqa: PLC0415 (a running one needs it not)
+    if state is None and not on_kubernetes():
+        return cast("Client", client())
+    from kfp_gpuquota.cli.arguments.dumps import dumped_cluster  # noqa: PLC0415 (the embedded cluster answers by itself)
 
-        return DumpedCluster(read_dump(state))
-    if on_kubernetes():
-        raise UsageError(
-            "what-if is answered by the embedded cluster, or from a file: gpuquota debug state > state.json, then "
-            "gpuquota what-if --state state.json"
-        )
-    return cast("Client", client())
+    return dumped_cluster(state)
 
 
 def _job(gpus: str | None, min_gpus: str | None, memory: str | None, project: str, *, interactive: bool) -> JobSpec:

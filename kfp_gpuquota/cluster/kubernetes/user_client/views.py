@@ -241,19 +241,19 @@ def node_view(node: Node, pods: Iterable[Pod], shares: Sequence[ShareView] = ())
 
     The devices of those are recorded by the kubelet only: the first unassigned ones are shown for them.
     """
-    here = [pod for pod in pods if pod.spec.node_name == node.metadata.name and _holds(pod)]
+    here = [pod for pod in pods if pod.spec.node_name == node.metadata.name and holds_devices(pod)]
     shown, held = nodes.node_of(node), dict[int, tuple[str, ...]]()
     for pod in here:
-        for device in _devices(pod):
+        for device in devices_of(pod):
             held[device] = (*held.get(device, ()), pod.metadata.name)
     for pod in here:
-        foreign = 0 if _devices(pod) else gpus_of(pod.spec)
+        foreign = 0 if devices_of(pod) else gpus_of(pod.spec)
         free = [device.index for device in shown.devices if device.index not in held]
         held.update((index, (pod.metadata.name,)) for index in free[:foreign])
     return NodeView(node=shown, held=held, used=_used(held, shares), shares=tuple(shares))
 
 
-def _devices(pod: Pod) -> tuple[int, ...]:
+def devices_of(pod: Pod) -> tuple[int, ...]:
     """Return the pod's annotated devices, or the device that a reservation pod holds."""
     from kfp_gpuquota.cluster.kubernetes.sharing import reservation_pods  # noqa: PLC0415 (it imports aiohttp)
 
@@ -261,7 +261,8 @@ def _devices(pod: Pod) -> tuple[int, ...]:
     return worker_of(pod, "").devices if reserved is None else (reserved.device,)
 
 
-def _holds(pod: Pod) -> bool:
+def holds_devices(pod: Pod) -> bool:
+    """Return whether the pod, if it has devices, still holds them."""
     return pod.status.phase not in {"Succeeded", "Failed"}
 
 

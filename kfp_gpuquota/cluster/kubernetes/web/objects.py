@@ -67,6 +67,7 @@ class Objects:
         self._node_views: tuple[int, tuple[NodeView, ...]] = (-1, ())
         self._versions = {"nodes": 0, "quotas": 0}
         self._changed = asyncio.Event()
+        self.idle_since: dict[tuple[str, int], float] = {}  # when the last pod left a device of a node
         self.bindings = Bindings()
         self.usage = UsageHistory()
         self.revision = _now_ms()
@@ -180,6 +181,8 @@ class Objects:
     def put_pod(self, pod: Pod) -> None:
         """Take a new or changed pod."""
         uid = pod.metadata.uid
+        if (before := self._pods.get(uid)) is not None and views.holds_devices(before) and not views.holds_devices(pod):
+            self._left(before)
         if not (labels.JOB in pod.metadata.labels or labels.RESERVES in pod.metadata.labels or _holds_gpus(pod)):
             if uid in self._pods:
                 self.drop_pod(uid)
@@ -191,6 +194,8 @@ class Objects:
     def drop_pod(self, uid: str) -> None:
         """Forget a deleted pod."""
         if (pod := self._pods.pop(uid, None)) is not None:
+            if views.holds_devices(pod):
+                self._left(pod)
             others = self._pods_of[_job_of(pod)]
             others.pop(uid, None)
             if not others:
@@ -206,7 +211,10 @@ class Objects:
 
     def drop_node(self, uid: str) -> None:
         """Forget a node."""
-        self._nodes.pop(uid, None)
+        if (node := self._nodes.pop(uid, None)) is not None:
+            self.idle_since = {
+                place: since for place, since in self.idle_since.items() if place[0] != node.metadata.name
+            }
         self._changes("nodes")
 
     def put_quota(self, quota: GpuQuota) -> None:
@@ -241,6 +249,11 @@ class Objects:
             found.append(Report(time.time(), progress.step, progress.metrics))
         if len(found) > MAX_REPORTS:
             del found[1::2]
+
+    def _left(self, pod: Pod) -> None:
+        """Note that the pod's devices are idle from now on, where no other pod holds them."""
+        for device in views.devices_of(pod):
+            self.idle_since[_node_of(pod), device] = time.time()
 
     def _pod_changed(self, pod: Pod) -> None:
         if (uid := self._uids.get(_job_of(pod))) is not None:

@@ -113,8 +113,8 @@ class UserPages:
         return ()
 
     def idle_since(self) -> dict[tuple[str, int], float]:
-        """Return nothing: the cluster has no record of it."""
-        return {}
+        """Return when the last pod left each device, of those that a pod left since the page's process runs."""
+        return self._objects.idle_since
 
     def events_of(self, uid: str) -> tuple[Event, ...]:
         """Return the events in the job's status, oldest first."""
