@@ -345,17 +345,26 @@ def test_a_worker_that_was_killed_while_no_controller_ran_is_replaced_and_the_ot
     assert alive(controlled, team).keys() == {"two-1", "two-2"}
 
 
-def test_a_worker_that_fails_after_another_has_ended_well_fails_the_job(controlled: Controlled) -> None:
+@pytest.mark.parametrize("controlled_at_the_end", [True, False])
+def test_a_worker_that_fails_after_another_has_ended_well_fails_the_job(
+    controlled: Controlled, *, controlled_at_the_end: bool
+) -> None:
+    """Also where both end while no controller runs."""
     controlled.add_nodes(1, gpus=2)
     team = controlled.team(guaranteed=2)
     controlled.start()
     job = controlled.job(team, "two", gpus=2, gpusPerWorker=1, gracePeriodSeconds=1)
     controlled.until_phase(job, "Running")
     for name in ("two-0", "two-1"):
-        controlled.until(path_of(team, name), lambda p: p["status"].get("phase") == "Running")
+        controlled.until(path_of(team, name), _runs)
+    if not controlled_at_the_end:
+        controlled.kill()
     controlled.finish(path_of(team, "two-0"))
-    controlled.until(job, lambda j: j["status"]["ended"] == [0])
+    if controlled_at_the_end:
+        controlled.until(job, lambda j: j["status"]["ended"] == [0])
     controlled.finish(path_of(team, "two-1"), exit_code=1)
+    if not controlled_at_the_end:
+        controlled.start()
     status = controlled.until_phase(job, "Failed")["status"]
     assert status["exitCode"] == 1
     assert "worker 1 ended with exit code 1, after another one had ended with 0" in status["message"]

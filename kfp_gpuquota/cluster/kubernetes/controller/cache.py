@@ -120,13 +120,9 @@ class Snapshot:
             log.exception("%r could not be emitted to the scheduler", what)
 
     def _start_order(self, pod: PodView) -> tuple[object, ...]:
-        """Return a sort key: workers whose exits were processed before, then completed pods, then pods with devices.
-
-        Workers that ended since come last, completed ones first: an exit is judged by who else is alive.
-        """
+        """Return a sort key: workers processed before, then completed pods, then pods with annotated devices."""
         accounted = self.elastic.accounted(pod)
-        new_exit = self.elastic.owns(pod) and pod.stage is Stage.ENDED and not accounted
-        return new_exit, not accounted, pod.exit_code != 0, pod.devices is None, pod.created, pod.uid
+        return not accounted, pod.exit_code != 0, pod.devices is None, pod.created, pod.uid
 
     def share_of(self, holder: str) -> ShareNote | None:
         """Return the share that a holder of parts of GPUs has requested, if any."""

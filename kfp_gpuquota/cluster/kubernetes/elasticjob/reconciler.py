@@ -104,7 +104,7 @@ class ElasticJobs:
 
     def start(self) -> None:
         """Continue the work of an earlier controller, after all objects have been listed."""
-        self.pod_events.started = True
+        self.pod_events.start()
         self.membership.begin_epoch()
         for uid, job in list(self.book.jobs.items()):
             alive = self.book.alive_of(uid)

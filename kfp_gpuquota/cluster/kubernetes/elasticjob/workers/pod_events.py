@@ -16,6 +16,8 @@ from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import countin
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import KILL_GRACE_S
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kfp_gpuquota.cluster.kubernetes.convert.device_allocator import DeviceAllocator
     from kfp_gpuquota.cluster.kubernetes.elasticjob.decisions import Decisions
     from kfp_gpuquota.cluster.kubernetes.elasticjob.events import JobPartEvents, StatusRequests
@@ -42,7 +44,22 @@ class WorkerPodEvents:
         self._book, self._allocator, self._membership = book, allocator, membership
         self._workers, self._decisions = workers, decisions
         self._statuses, self._events = statuses, events
+        self._exits: dict[str, dict[str, PodView]] = {}  # until `start`: by job and worker
         self.started = False
+
+    def start(self) -> None:
+        """Process the workers that ended while no controller ran, after all that are alive are known.
+
+        Those of one job are processed together, completed ones first: an exit is judged by the job's other workers.
+        """
+        for exits in self._exits.values():
+            pods = sorted(exits.values(), key=lambda pod: (pod.exit_code != 0, pod.index))
+            records = [self._last_known(pod) for pod in pods]
+            for position, (pod, record) in enumerate(zip(pods, records, strict=True)):
+                if record.alive:
+                    self._ended(pod, pod.exit_code, records[position + 1 :])
+        self._exits.clear()
+        self.started = True
 
     def put_pod(self, pod: PodView) -> None:
         """Process a new or changed pod of a worker."""
@@ -51,10 +68,12 @@ class WorkerPodEvents:
         if before is not None and not before.alive:
             return
         if pod.stage is Stage.ENDED:
-            if before is not None or pod.index not in self._book.runtime_states[pod.job_uid].ended:
+            if before is None and pod.index in self._book.runtime_states[pod.job_uid].ended:
+                self._restore_ended(pod)
+            elif self.started:
                 self._ended(pod, pod.exit_code)
             else:
-                self._restore_ended(pod, worker)
+                self._exits.setdefault(pod.job_uid, {})[worker] = pod
             return
         if not pod.holds:
             return
@@ -109,11 +128,14 @@ class WorkerPodEvents:
             state.start_failure[worker] = start_failure
             self._statuses.changed(state.object.metadata.uid)
 
-    def _ended(self, pod: PodView, exit_code: int | None) -> None:
-        """Record the worker's exit; cluster/lifecycle.py determines the job's next state."""
+    def _ended(self, pod: PodView, exit_code: int | None, others: Sequence[WorkerRecord] = ()) -> None:
+        """Record the worker's exit; cluster/lifecycle.py determines the job's next state.
+
+        `others`: workers whose exits are recorded after this one, and which count as alive until then.
+        """
         worker = worker_id(pod.job_uid, pod.index)
         before, now = self._book.jobs[pod.job_uid], self._book.now()
-        known = self._book.workers.get(worker) or self._ended_unseen(pod, worker)
+        known = self._last_known(pod)
         if pod.leaving and not known.released and worker not in self._workers.killed:
             known = leaving(known, now)
         gone = msgspec.structs.replace(
@@ -123,11 +145,13 @@ class WorkerPodEvents:
             exit_code=KILLED if exit_code is None or worker in self._workers.killed else exit_code,
         )
         record = msgspec.structs.replace(known, worker=gone)
-        workers = [w for w in self._book.attempt_of(before) if w.worker.id != worker]
+        known_ids = {worker, *(record.worker.id for record in others)}
+        workers = [w for w in self._book.attempt_of(before) if w.worker.id not in known_ids]
+        workers += [w for w in others if w.attempt == before.attempt and w.alive]
         after = before
         if pod.attempt == before.attempt and not before.status.phase.final:
             after = after_worker_exited(before, record, [*workers, record], now)
-        self._carry_on(before, after, record, [w.worker.id for w in workers if w.alive])
+        self._carry_on(before, after, record, [w.worker.id for w in workers if w.alive and w not in others])
         self._workers.pods.pop(worker, None)
         self._workers.killed.discard(worker)
         self._membership.service.worker_exited(
@@ -135,31 +159,33 @@ class WorkerPodEvents:
         )
         self._events.workers_changed(gone.job_uid)
 
-    def _restore_ended(self, pod: PodView, worker: str) -> None:
+    def _restore_ended(self, pod: PodView) -> None:
         """Restore a worker whose exit an earlier controller has processed.
 
         Exit code 0 means that the job completes, unless the worker was released.
         """
-        job, known = self._book.jobs[pod.job_uid], self._ended_unseen(pod, worker)
+        job, known = self._book.jobs[pod.job_uid], self._last_known(pod)
         gone = msgspec.structs.replace(known.worker, phase=WorkerPhase.GONE, exit_code=pod.exit_code)
         record = msgspec.structs.replace(known, worker=gone)
         if pod.attempt == job.attempt and finished(record) and not job.status.phase.final:
             job = msgspec.structs.replace(job, completing=True)
-        self._book.commit(Change(jobs={job.uid: job}, workers={worker: record}))
+        self._book.commit(Change(jobs={job.uid: job}, workers={gone.id: record}))
 
-    def _ended_unseen(self, pod: PodView, worker: str) -> WorkerRecord:
-        """Return the record of a worker that this controller never saw alive.
+    def _last_known(self, pod: PodView) -> WorkerRecord:
+        """Return the last record of a worker that has ended, also of one that this controller never saw alive.
 
-        Exit code 0 alone does not tell whether it finished the training or was released: a released worker's pod is
-        being deleted, or it is no member of the last generation. Where its pod's deletion and that generation were not
-        stored any more, `JobMembership.generation_committed` corrects this when its peers have reconnected.
+        Of such a one exit code 0 does not tell whether it finished the training or was released. It was released if its
+        pod is being deleted, or if it is no member of the last generation. Where neither was stored any more,
+        `JobMembership.generation_committed` corrects the record when the worker's peers have reconnected.
         """
+        if known := self._book.workers.get(worker_id(pod.job_uid, pod.index)):
+            return known
         record, state = worker_record(pod, (), 1.0, None, self._book.now()), self._book.runtime_states[pod.job_uid]
         if pod.exit_code != 0 or record.released:
             return record
         if state.ranks and pod.index not in state.ranks:
             return leaving(record, self._book.now())
-        state.ended_unseen.add(worker)
+        state.ended_unseen.add(record.worker.id)
         return record
 
     def _carry_on(self, before: JobRecord, after: JobRecord, gone: WorkerRecord, others: list[str]) -> None:
