@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfp_gpuquota.api import Phase, Reason, ReasonCode
+from kfp_gpuquota.api import Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.job import Resize
 from kfp_gpuquota.api.wire import ShareView
-from kfp_gpuquota.cluster.jobs.records import Intent, with_status
+from kfp_gpuquota.cluster.jobs.records import Intent, WorkerRecord, with_status
 from kfp_gpuquota.cluster.kubernetes.client.writes.status_writer import QUIET_S, Built, StatusWriter
 from kfp_gpuquota.cluster.kubernetes.elasticjob.deadlines import Deadline, Due, next_deadline
 from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import (
     record_of,
     status_of,
+    unmanaged_size,
     with_condition,
     without_pods,
 )
@@ -146,6 +147,24 @@ def test_a_shared_device_is_in_use_as_far_as_its_sharers_have_asked_for_it() -> 
 def test_a_run_of_which_no_pod_is_left_is_over_as_it_was_meant_to_be(intent: Intent, phase: Phase) -> None:
     record = record_of(job_with(phase="Running", intent=intent.value, attempt=1))
     assert without_pods(record, 5.0).status.phase is phase
+
+
+def test_workers_that_start_one_after_another_are_no_growth() -> None:
+    """After a growth the failure of a worker counts otherwise, and the size history would show one."""
+    job = record_of(job_with(phase="Starting", attempt=1))
+
+    def workers(*phases: WorkerPhase) -> list[WorkerRecord]:
+        made = [
+            Worker(id=f"u-{i}", job_uid="u", index=i, node="n", devices=(i,), phase=phase, started_at=0.0)
+            for i, phase in enumerate(phases)
+        ]
+        return [WorkerRecord(worker=worker, attempt=1) for worker in made]
+
+    assert unmanaged_size(job, workers(WorkerPhase.RUNNING, WorkerPhase.STARTING), 1.0).size == 0
+    whole = unmanaged_size(job, workers(WorkerPhase.RUNNING, WorkerPhase.RUNNING), 2.0)
+    assert (whole.size, whole.status.resizes) == (2, ())
+    shrunk = unmanaged_size(whole, workers(WorkerPhase.RUNNING, WorkerPhase.STARTING), 3.0)
+    assert [(change.from_gpus, change.to_gpus) for change in shrunk.status.resizes] == [(2, 1)]
 
 
 def test_what_waits_for_time_comes_in_its_order() -> None:

@@ -126,6 +126,15 @@ def worker_record(
     )
 
 
+def with_rank(record: WorkerRecord, ranks: Sequence[int]) -> WorkerRecord:
+    """Return the worker's record with its rank in the last stored generation; `ranks` has the members' indices."""
+    if record.worker.index not in ranks:
+        return record
+    return msgspec.structs.replace(
+        record, worker=msgspec.structs.replace(record.worker, rank=ranks.index(record.worker.index))
+    )
+
+
 def counting(job: JobRecord, pod: PodView) -> JobRecord:
     """Return the job's record including a worker that an earlier controller started."""
     job = msgspec.structs.replace(
@@ -137,10 +146,16 @@ def counting(job: JobRecord, pod: PodView) -> JobRecord:
 
 
 def unmanaged_size(job: JobRecord, alive: Iterable[WorkerRecord], now: float) -> JobRecord:
-    """Return the job with the size of its running workers, if it has no membership."""
+    """Return the job with the size of its running workers, if it has no membership.
+
+    It has no size until all workers that it starts with run: one that is slower than the others is not a growth.
+    """
     if job.managed or job.intent is not Intent.RUN:
         return job
-    running = [w.worker for w in alive if not w.released and w.worker.phase is WorkerPhase.RUNNING]
+    kept = [record.worker for record in alive if not record.released]
+    running = [worker for worker in kept if worker.phase is WorkerPhase.RUNNING]
+    if job.size == 0 and len(running) < len(kept):
+        return job
     return resized(job, sum(len(worker.devices) for worker in running), now)
 
 

@@ -12,7 +12,7 @@ from kfp_gpuquota.cluster.jobs.lifecycle import after_worker_exited, finished
 from kfp_gpuquota.cluster.jobs.records import Intent, JobRecord, WorkerRecord, leaving, with_status
 from kfp_gpuquota.cluster.kubernetes.convert.pods import KILLED, PodView, Stage
 from kfp_gpuquota.cluster.kubernetes.convert.worker_ids import worker_id
-from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import counting, worker_record
+from kfp_gpuquota.cluster.kubernetes.elasticjob.status.conversion import counting, with_rank, worker_record
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_manager import KILL_GRACE_S
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class WorkerPodEvents:
             pod = msgspec.structs.replace(pod, stage=Stage.ASSIGNED)  # its exit is a failure, not a release
         job, state = self._book.jobs[pod.job_uid], self._book.runtime_states[pod.job_uid]
         after = worker_record(pod, self._devices_of(pod, worker), self._share_of(pod), before, self._book.now())
+        if before is None:
+            after = with_rank(after, state.ranks)
         self._note_trouble(state, worker, pod)
         if before is None:
             job = counting(job, pod)
@@ -145,13 +147,13 @@ class WorkerPodEvents:
             exit_code=KILLED if exit_code is None or worker in self._workers.killed else exit_code,
         )
         record = msgspec.structs.replace(known, worker=gone)
-        known_ids = {worker, *(record.worker.id for record in others)}
-        workers = [w for w in self._book.attempt_of(before) if w.worker.id not in known_ids]
+        ending = {worker, *(other.worker.id for other in others)}
+        workers = [w for w in self._book.attempt_of(before) if w.worker.id not in ending]
         workers += [w for w in others if w.attempt == before.attempt and w.alive]
         after = before
         if pod.attempt == before.attempt and not before.status.phase.final:
             after = after_worker_exited(before, record, [*workers, record], now)
-        self._carry_on(before, after, record, [w.worker.id for w in workers if w.alive and w not in others])
+        self._carry_on(before, after, record, [w.worker.id for w in workers if w.alive and w.worker.id not in ending])
         self._workers.pods.pop(worker, None)
         self._workers.killed.discard(worker)
         self._membership.service.worker_exited(
@@ -180,7 +182,8 @@ class WorkerPodEvents:
         """
         if known := self._book.workers.get(worker_id(pod.job_uid, pod.index)):
             return known
-        record, state = worker_record(pod, (), 1.0, None, self._book.now()), self._book.runtime_states[pod.job_uid]
+        state = self._book.runtime_states[pod.job_uid]
+        record = with_rank(worker_record(pod, (), 1.0, None, self._book.now()), state.ranks)
         if pod.exit_code != 0 or record.released:
             return record
         if state.ranks and pod.index not in state.ranks:
