@@ -65,6 +65,36 @@ def test_a_pod_is_bound_to_a_fake_node_and_runs(cluster: DevCluster, namespace: 
         cluster.api.delete("/api/v1/nodes/fake-0")
 
 
+def test_a_pod_created_again_with_its_name_is_not_taken_for_the_one_before(cluster: DevCluster, namespace: str) -> None:
+    fake_nodes.add(cluster.api, count=1, gpus=8)
+    try:
+        pods, names = f"/api/v1/namespaces/{namespace}/pods", [f"a-{number}" for number in range(8)]
+        for name in names:
+            cluster.api.create(pods, pod(name))
+            cluster.api.until(f"{pods}/{name}", running)
+        uids = []
+        for name in names:
+            cluster.api.delete(f"{pods}/{name}", 0)
+            gated = pod(name, schedulingGates=[{"name": "example.com/held"}])
+            uids.append(cluster.api.create(pods, gated)["metadata"]["uid"])
+        cluster.api.create(pods, pod("after"))
+        cluster.api.until(f"{pods}/after", running)
+        assert [cluster.api.get(f"{pods}/{name}")["metadata"]["uid"] for name in names] == uids
+    finally:
+        cluster.api.delete("/api/v1/nodes/fake-0")
+
+
+def test_a_fake_node_goes_on_when_its_program_was_killed(cluster: DevCluster, namespace: str) -> None:
+    fake_nodes.add(cluster.api, count=1, gpus=8)
+    try:
+        pods = f"/api/v1/namespaces/{namespace}/pods"
+        cluster.kill("kwok")
+        cluster.api.create(pods, pod("a"))
+        cluster.api.until(f"{pods}/a", running, timeout_s=30)
+    finally:
+        cluster.api.delete("/api/v1/nodes/fake-0")
+
+
 def test_secrets_of_the_cluster_are_its_owners_only(cluster: DevCluster) -> None:
     folder = cluster.layout.root
     for path in (cluster.kubeconfig, *folder.glob("certificates/*"), *folder.glob("kubeconfigs/*")):

@@ -137,26 +137,32 @@ def api_server(binaries: Path, layout: Layout, ports: Ports, options: Options, a
     )
 
 
-def controllers(binaries: Path, layout: Layout, ports: Ports, options: Options) -> list[Program]:
-    """kube-controller-manager and kube-scheduler."""
+def controllers(binaries: Path, layout: Layout, options: Options) -> list[Program]:
+    """kube-controller-manager and kube-scheduler.
+
+    Fake nodes send no heartbeats, and none are missed: on a busy machine they would be late, and KWOK never marks the
+    pods of a node ready again that was NotReady once. A real node's heartbeats are missed as on any cluster.
+    """
     folder = layout.authority.parent
+    patience = () if options.kubelet else ("--node-monitor-grace-period=24h",)
     return [
         Program(
             name="kube-controller-manager",
             argv=(
-                *_controller(binaries, layout, "kube-controller-manager", ports.controller_manager),
+                *_controller(binaries, layout, "kube-controller-manager"),
                 f"--service-account-private-key-file={folder / 'service-accounts.key'}",
                 f"--root-ca-file={layout.authority}",
                 "--use-service-account-credentials",
                 "--kube-api-qps=500",
                 "--kube-api-burst=1000",
+                *patience,
                 *options.flags.get("kube-controller-manager", ()),
             ),
         ),
         Program(
             name="kube-scheduler",
             argv=(
-                *_controller(binaries, layout, "kube-scheduler", ports.scheduler),
+                *_controller(binaries, layout, "kube-scheduler"),
                 "--kube-api-qps=1000",
                 "--kube-api-burst=2000",
                 *options.flags.get("kube-scheduler", ()),
@@ -183,13 +189,11 @@ def write_secret(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _controller(binaries: Path, layout: Layout, name: str, port: int) -> tuple[str, ...]:
+def _controller(binaries: Path, layout: Layout, name: str) -> tuple[str, ...]:
     return (
         str(binaries / name),
         f"--kubeconfig={layout.kubeconfig_of(f'system:{name}')}",
-        f"--secure-port={port}",
-        "--bind-address=127.0.0.1",
-        f"--cert-dir={layout.root / name}",
+        "--secure-port=0",  # nothing asks it, and a port that is taken would end it
         "--leader-elect=false",
     )
 

@@ -10,14 +10,18 @@ from tools.devcluster.processes import Program
 
 if TYPE_CHECKING:
     from tools.devcluster.api import Api
-    from tools.devcluster.layout import Layout, Ports
+    from tools.devcluster.layout import Layout
 
 STAGES: Final = Path(__file__).with_name("stages.yaml")
 MARK: Final = "kwok.x-k8s.io/node"
 
 
-def kwok(binaries: Path, layout: Layout, ports: Ports) -> Program:
-    """KWOK, for the nodes with the mark only: a real node beside them keeps its own kubelet."""
+def kwok(binaries: Path, layout: Layout) -> Program:
+    """KWOK, for the nodes with the mark only: a real node beside them keeps its own kubelet.
+
+    Without leases: a KWOK that is started again would leave its nodes alone until the lease of the one before expires.
+    Without a server: nothing asks it, and a port that is taken would end it.
+    """
     return Program(
         name="kwok",
         argv=(
@@ -26,8 +30,8 @@ def kwok(binaries: Path, layout: Layout, ports: Ports) -> Program:
             f"--config={STAGES}",
             "--manage-all-nodes=false",
             f"--manage-nodes-with-annotation-selector={MARK}=fake",
+            "--node-lease-duration-seconds=0",
             "--v=WARN",  # it has a line for every pod otherwise
-            f"--server-address=127.0.0.1:{ports.kwok}",
         ),
     )
 

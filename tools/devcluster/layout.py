@@ -47,9 +47,6 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     api: int
     etcd: int
     etcd_peer: int
-    controller_manager: int
-    scheduler: int
-    kwok: int
     kubelet: int
     kubelet_health: int
 

@@ -65,10 +65,10 @@ class Supervisor:
         self._launch(control_plane.api_server(self.folder, self.layout, self.ports, self.options, address))
         api = Api.of_kubeconfig(self.layout.kubeconfig)
         self._await("kube-apiserver", api.healthy)
-        for program in control_plane.controllers(self.folder, self.layout, self.ports, self.options):
+        for program in control_plane.controllers(self.folder, self.layout, self.options):
             self._launch(program)
         if self.options.kwok_nodes is not None:
-            self._launch(fake_nodes.kwok(self.folder, self.layout, self.ports))
+            self._launch(fake_nodes.kwok(self.folder, self.layout))
             fake_nodes.add(api, self.options.kwok_nodes, self.options.gpus_per_node)
         if self.options.kubelet:
             self._start_node(api)
