@@ -20,12 +20,13 @@ from tests.kubernetes.installation import QUOTAS, install, install_kubeflow, job
 from tools.devcluster import DevCluster, Options, binaries, built_images
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 REQUIRED = "GPUQUOTA_REQUIRE_KUBERNETES"
 HERE = Path(__file__).parent
 GROUPS = {"kubelet_cluster": "kubelet", "kubeflow_cluster": "kubeflow", "standalone": "kubeflow"}
 SLOW = {"kubelet_cluster", "standalone"}  # containers that start, run and end; a control plane more
+LOG_LINES, LINE_LENGTH = 12, 500
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
@@ -36,6 +37,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
         if not SLOW.isdisjoint(used):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with a failure how the logs of its cluster's programs end."""
+    report = yield
+    if report.failed:
+        used = getattr(item, "funcargs", {}).values()
+        for root in {one.layout.root for one in used if isinstance(one, DevCluster)}:
+            for log in sorted(root.glob("*.log")):
+                end = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                report.sections.append((f"end of {log}", "\n".join(line[:LINE_LENGTH] for line in end)))
+    return report
 
 
 def skip_or_fail(lack: object) -> NoReturn:

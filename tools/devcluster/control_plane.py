@@ -141,10 +141,10 @@ def controllers(binaries: Path, layout: Layout, options: Options) -> list[Progra
     """kube-controller-manager and kube-scheduler.
 
     Fake nodes send no heartbeats, and none are missed: on a busy machine they would be late, and KWOK never marks the
-    pods of a node ready again that was NotReady once. A real node's heartbeats are missed as on any cluster.
+    pods of a node ready again that was NotReady once. Without fake nodes, a real node's are missed as on any cluster.
     """
     folder = layout.authority.parent
-    patience = () if options.kubelet else ("--node-monitor-grace-period=24h",)
+    patience = () if options.kwok_nodes is None else ("--node-monitor-grace-period=24h",)
     return [
         Program(
             name="kube-controller-manager",
