@@ -58,12 +58,18 @@ def open_cluster(controlled: Controlled) -> Iterator[Controlled]:
     controlled.cluster.api.delete(f"{PATH}/default")
 
 
-def test_no_policy_is_created_where_administrators_switch_it_off(open_cluster: Controlled) -> None:
+def test_no_policy_is_created_while_administrators_switch_it_off(open_cluster: Controlled) -> None:
     open_cluster.add_nodes(1, gpus=1)
     team = open_cluster.team(guaranteed=1)
     open_cluster.start()
-    open_cluster.until_phase(open_cluster.job(team, "open"), "Running")
-    assert open_cluster.cluster.api.items(policies(team)) == []
+    api, job = open_cluster.cluster.api, open_cluster.job(team, "open")
+    open_cluster.until_phase(job, "Running")
+    assert api.items(policies(team)) == []
+    assert "networkPolicy" not in api.get(job)["status"]
+
+    api.patch(f"{PATH}/default", {"spec": {"isolateWorkers": True}})  # the job that runs is isolated, too
+    name = open_cluster.until(job, lambda found: found["status"].get("networkPolicy"))["status"]["networkPolicy"]
+    assert [one["metadata"]["name"] for one in api.items(policies(team))] == [name]
 
 
 def test_a_refused_policy_holds_the_job_back_and_says_why(controlled: Controlled) -> None:

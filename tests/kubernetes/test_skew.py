@@ -113,6 +113,8 @@ def test_objects_and_workers_of_the_last_release_survive_the_upgrade_and_the_way
     found = api.get(training)["status"]
     assert (found["phase"], found["gpus"], found["restarts"], found["attempt"]) == ("Running", 3, 0, 1)
     assert workers(controlled, team) == before, "no worker is replaced"
+    isolated = controlled.until(training, lambda one: one["status"].get("networkPolicy"))["status"]["networkPolicy"]
+    assert api.exists(f"/apis/networking.k8s.io/v1/namespaces/{team}/networkpolicies/{isolated}"), "0.1.0 created none"
 
     api.patch(training, {"spec": {"suspend": True}})  # it gives way, and the job of 0.1.0 that waits is planned
     controlled.until_phase(training, "Suspended")

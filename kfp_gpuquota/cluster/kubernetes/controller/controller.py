@@ -389,6 +389,7 @@ class Controller:
     def _rules_changed(self) -> None:
         self.snapshot.state.ledger.reclaim_shelter_s = self.rules.rules.reclaim.max_min_run_time_s
         self.default_quotas.rules_changed()
+        self.elastic.rules_changed()
         self.wake()
 
     def _record_namespace_event(self, namespace: str, reason: str, message: str) -> None:

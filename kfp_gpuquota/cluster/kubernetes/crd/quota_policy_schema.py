@@ -67,7 +67,8 @@ def _spec() -> Schema:
             "type": "boolean",
             "default": True,
             "description": "Each ElasticJob has a NetworkPolicy that admits traffic to its workers from its own workers"
-            " only. Its enforcement is up to the cluster's network plugin. A change applies to jobs that start later.",
+            " only. Its enforcement is up to the cluster's network plugin. Running jobs get it when this becomes true,"
+            " and keep it when it becomes false.",
         },
         "recreatingOwners": {
             "type": "array",

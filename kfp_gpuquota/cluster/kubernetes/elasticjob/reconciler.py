@@ -111,6 +111,7 @@ class ElasticJobs:
             if alive:
                 self.membership.open(job)
                 self.workers.renew_secret(uid)
+                self.workers.isolate(uid)
             elif not job.status.phase.final and job.attempt and job.status.phase is not Phase.SUSPENDED:
                 self.book.record(without_pods(job, self.book.now()))
             if alive and job.intent is not Intent.RUN:
@@ -125,6 +126,12 @@ class ElasticJobs:
         for uid in self.book.jobs if self.pod_events.started else ():
             if self.book.alive_of(uid):
                 self.workers.renew_secret(uid)
+
+    def rules_changed(self) -> None:
+        """Apply the cluster's rules to running jobs: they are isolated from now on, if the rules ask for it."""
+        for uid in self.book.jobs if self.pod_events.started else ():
+            if self.book.alive_of(uid):
+                self.workers.isolate(uid)
 
     def owns(self, pod: PodView) -> bool:
         """Return whether the pod is a worker of a tracked job."""

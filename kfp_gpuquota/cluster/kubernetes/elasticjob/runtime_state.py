@@ -43,7 +43,8 @@ class RuntimeState:
         self.shard = job.status.membership_shard  # the shard of its workers; -1: none yet
         self.secret = job.status.membership_digest  # digest of the workers' Secret, as stored
         self.secret_ensured_at = -math.inf  # when this process last ensured that it exists
-        self.isolation_ensured_at = -math.inf  # when it last ensured that the workers' NetworkPolicy exists
+        self.network_policy = job.status.network_policy  # name of the workers' NetworkPolicy, if one was created
+        self.isolation_ensured_at = -math.inf  # when this process last ensured that it exists
         self.timer: asyncio.TimerHandle | None = None
         self.look: asyncio.TimerHandle | None = None
         self.conditions = job.status.conditions

@@ -171,6 +171,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True, rename="camel"):
     generation_reserved: int = 0
     membership_digest: str = ""
     membership_shard: int = -1
+    network_policy: str | None = None
     intent: str = "run"
     ended: tuple[int, ...] = ()
     ran_seconds: float = 0.0

@@ -2,13 +2,17 @@
 
 An unchanged status is not written. Fields that change constantly (progress, a team's GPUs) are written every few
 seconds; a change of phase at once.
+
+While the cluster's kinds are older than this release, they lack fields that it writes, and server-side apply refuses
+an object with such a field. These fields are left out until this process ends: the rest of the status is written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 QUIET_S: Final = 0.05
 SELDOM_S: Final = 5.0
 AGAIN_S: Final = 5.0
+UNDECLARED: Final = re.compile(r"\.status\.(\w+): field not declared in schema")
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +41,7 @@ class StatusWriter:
         self._dirty: dict[str, asyncio.TimerHandle] = {}
         self._written: dict[str, tuple[float, bytes, Any]] = {}
         self._under_way: set[str] = set()
+        self._undeclared: set[str] = set()  # fields that the cluster's kind lacks
 
     def changed(self, key: str) -> None:
         """Write the status soon, if it has changed."""
@@ -68,6 +74,8 @@ class StatusWriter:
         if built is None:
             self.forget(key)
             return
+        if self._undeclared:
+            built = built.without(self._undeclared)
         at, body, urgent = self._written.get(key, (0.0, b"", None))
         encoded = msgspec.json.encode(built.body)
         if encoded == body:
@@ -92,8 +100,18 @@ class StatusWriter:
         self._written.pop(key, None)
         if isinstance(error, ApiError) and error.status == 404:
             return
+        if self._leave_out(set(UNDECLARED.findall(str(error)))):
+            self.changed(key)
+            return
         log.warning("the status of %s is written again in %g s: %s", key, AGAIN_S, error)
         self._dirty[key] = asyncio.get_running_loop().call_later(AGAIN_S, self._look, key)
+
+    def _leave_out(self, fields: set[str]) -> bool:
+        """Write these fields no more; return whether one of them was written until now."""
+        if added := fields - self._undeclared:
+            self._undeclared |= added
+            log.warning("the cluster's kinds are older than this release and lack status.%s", ", status.".join(added))
+        return bool(added)
 
 
 class Built(msgspec.Struct, frozen=True):
@@ -104,6 +122,11 @@ class Built(msgspec.Struct, frozen=True):
     body: Any
     urgent: Any
     stored: Callable[[], None] | None = None
+
+    def without(self, fields: Collection[str]) -> Built:
+        """Return it without these fields of the status."""
+        status = {name: value for name, value in self.body["status"].items() if name not in fields}
+        return msgspec.structs.replace(self, body={**self.body, "status": status})
 
 
 def _apply(built: Built) -> Write:

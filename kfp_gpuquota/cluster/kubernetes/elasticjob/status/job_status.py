@@ -45,6 +45,7 @@ def job_status(book: Book, membership: JobMembership, uid: str, page_url: str = 
             reserved=state.reserved,
             membership_digest=state.secret,
             membership_shard=state.shard,
+            network_policy=state.network_policy,
             conditions=conditions,
             page=f"{page_url.rstrip('/')}/jobs/{meta.namespace}/{meta.name}" if page_url else None,
             ended=state.ended,

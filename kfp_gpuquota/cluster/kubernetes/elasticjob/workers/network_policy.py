@@ -6,12 +6,16 @@ browser to a worker's TensorBoard, with another policy. Enforcement is up to the
 the worker's own node (the kubelet: probes, exec, logs, port-forward) is admitted by the plugins.
 
 The policy is created before the first worker and goes with the job, which owns it. Without it no worker is created: a
-protection that is silently absent would be worse than a job that waits with a reason.
+protection that is silently absent would be worse than a job that waits with a reason. Its name is stored in
+`status.networkPolicy`, so that a controller knows without reading policies which running jobs have none: those that an
+earlier release started, and those that started while `isolateWorkers` was false.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import ApiError
@@ -23,12 +27,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfp_gpuquota.cluster.kubernetes.client.writes.write_queue import Writer
+    from kfp_gpuquota.cluster.kubernetes.elasticjob.events import StatusRequests
     from kfp_gpuquota.cluster.kubernetes.elasticjob.store import Book
     from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
     from kfp_gpuquota.cluster.kubernetes.quota.quota_policy import RulesBook
 
 ENSURED_FOR_S: Final = 60.0
 """Seconds after which the policy's existence is ensured again before workers are created."""
+
+log = logging.getLogger(__name__)
 
 
 def policy_name(job: ElasticJob) -> str:
@@ -59,8 +66,8 @@ def network_policy(job: ElasticJob) -> dict[str, Any]:
 class JobNetworkPolicies:
     """Creates the jobs' NetworkPolicies, unless QuotaPolicy's `isolateWorkers` is false."""
 
-    def __init__(self, book: Book, writer: Writer, rules: RulesBook) -> None:
-        self._book, self._writer, self._rules = book, writer, rules
+    def __init__(self, book: Book, writer: Writer, rules: RulesBook, statuses: StatusRequests) -> None:
+        self._book, self._writer, self._rules, self._statuses = book, writer, rules, statuses
 
     def ensure(self, uid: str, done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """Call `done` when the policy exists or none is wanted, or `failed`. An existing one is not changed."""
@@ -72,6 +79,9 @@ class JobNetworkPolicies:
 
         def exists(_: bytes = b"") -> None:
             state.isolation_ensured_at = time.monotonic()
+            if not state.network_policy:
+                state.network_policy = policy_name(state.object)
+                self._statuses.changed(uid)
             done()
 
         def refused(error: Exception) -> None:
@@ -81,6 +91,11 @@ class JobNetworkPolicies:
                 failed(error)
 
         self._writer.submit(_creation(state.object), exists, refused)
+
+    def add_missing(self, uid: str) -> None:
+        """Create the policy of a running job that was started without one."""
+        if not self._book.runtime_states[uid].network_policy:
+            self.ensure(uid, lambda: None, partial(log.warning, "no NetworkPolicy for the workers of job %s: %s", uid))
 
 
 def _creation(job: ElasticJob) -> Write:

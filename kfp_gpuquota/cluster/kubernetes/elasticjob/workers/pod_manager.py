@@ -65,7 +65,7 @@ class WorkerPods:
         self._written_pods, self._statuses, self._events = written_pods, statuses, events
         self._pod = msgspec.json.Decoder(Pod)
         self._secrets = JobSecrets(book, writer, settings, statuses)
-        self._isolation = JobNetworkPolicies(book, writer, rules)
+        self._isolation = JobNetworkPolicies(book, writer, rules, statuses)
         self.pods: dict[str, PodView] = {}
         self.killed: set[str] = set()
 
@@ -94,6 +94,10 @@ class WorkerPods:
     def renew_secret(self, uid: str) -> None:
         """Replace the Secret of a running job if it does not hold this controller's token and authority."""
         self._secrets.renew(uid)
+
+    def isolate(self, uid: str) -> None:
+        """Create the NetworkPolicy of a running job that was started without one."""
+        self._isolation.add_missing(uid)
 
     def _make_pod(self, uid: str, worker: Worker, assignment: DeviceAssignment | None = None) -> None:
         record = self._book.workers.get(worker.id)
