@@ -137,9 +137,8 @@ class Generations:
             before = listening_ports() if self._secret.local else set()
             group = build_group(store, rank, size, name, self._backend(), COLLECTIVE_TIMEOUT)
             second = build_second_connections(store, rank, size, COLLECTIVE_TIMEOUT)
-            prove((group, second), rank, size, order.generation, self._secret.key())
-            if self._secret.local:
-                check_users(before)
+            suspect = partial(check_users, before) if self._secret.local else None
+            prove((group, second), rank, size, order.generation, self._secret.key(), suspect)
         except Exception as error:  # noqa: BLE001  (a build that failed without an event would be waited for without end)
             _log.debug("generation %d could not be built: %s", order.generation, error)
             with self._changed:

@@ -7,8 +7,11 @@ connection, both ends send 32 random bytes, and answer the other one's with
     HMAC-SHA256(key, "elastic pair" | generation | connection | own rank | peer's rank | own bytes | peer's bytes)
 
 which is a proof for this direction of this pair of this generation only: an answer cannot be used elsewhere. It costs
-two messages each way, and runs in the thread that builds the group. On one machine the users of the other ends are
-verified as well (`check_users`). What follows over the connection is neither signed nor encrypted.
+two messages each way, and runs in the thread that builds the group. Connections of others that are part of no pair do
+not matter: they are left open, and nobody reads from them. If proofs are still missing after a few seconds, someone
+else may have taken the place of a peer: on one machine the users of the connections are then looked at (`check_users`),
+so that the next generation is built without waiting for the time limit. What follows over a connection is neither
+signed nor encrypted.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import hmac
 import os
 import resource
 import secrets
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,13 +31,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_runtime.errors import CollectiveError
+from elastic_runtime.membership import background
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch.distributed as dist
 
 TIMEOUT = timedelta(seconds=30)
+PATIENCE_S = 3.0
+"""Seconds after which missing proofs are suspicious; they take milliseconds, on a busy machine a second."""
 _BYTES = 32
 _FIRST_TAG = 1 << 20
 _LISTENING, _CONNECTED = "0A", "01"
@@ -41,8 +48,38 @@ _LISTENING, _CONNECTED = "0A", "01"
 Peers = dict[int, torch.Tensor]
 
 
-def prove(connections: Sequence[dist.ProcessGroup], rank: int, size: int, generation: int, key: bytes) -> None:
-    """Return once all peers have proved that they hold the key. CollectiveError where one has not."""
+def prove(
+    connections: Sequence[dist.ProcessGroup],
+    rank: int,
+    size: int,
+    generation: int,
+    key: bytes,
+    suspect: Callable[[], None] | None = None,
+) -> None:
+    """Return once all peers have proved that they hold the key. CollectiveError where one has not.
+
+    `suspect` is called once if proofs are missing after `PATIENCE_S`; it raises where waiting longer is useless.
+    """
+    proved: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            _prove(connections, rank, size, generation, key)
+        except BaseException as error:  # noqa: BLE001  (raised in the caller's thread)
+            proved.set_exception(error)
+        else:
+            proved.set_result(None)
+
+    background.start(run, "elastic-prove")
+    try:
+        proved.result(PATIENCE_S)
+    except TimeoutError:
+        if suspect is not None:
+            suspect()
+        proved.result()
+
+
+def _prove(connections: Sequence[dist.ProcessGroup], rank: int, size: int, generation: int, key: bytes) -> None:
     peers = [peer for peer in range(size) if peer != rank]
     rounds = [_Round(group, number, rank, peers, generation, key) for number, group in enumerate(connections)]
     try:

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from elastic_runtime.errors import CollectiveError
+from elastic_runtime.membership import pair_authentication
 from elastic_runtime.membership.pair_authentication import check_users, listening_ports, prove
 from elastic_runtime.torch_internals import build_second_connections
 from tests.security.other_user import as_root, start
@@ -59,6 +60,17 @@ def test_a_peer_without_the_key_is_refused() -> None:
 
 def test_a_proof_of_another_generation_does_not_count() -> None:
     assert all("does not hold" in outcome for outcome in outcomes([b"key", b"key"], [3, 4]))
+
+
+def test_who_is_connected_is_looked_at_where_a_proof_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_authentication, "PATIENCE_S", 0.01)
+    (connections, _silent) = connected(2)
+
+    def intruder() -> None:
+        raise CollectiveError("user 65534 has connected")
+
+    with pytest.raises(CollectiveError, match="user 65534"):
+        prove(connections, 0, 2, 3, b"key", intruder)
 
 
 CLIENT = """

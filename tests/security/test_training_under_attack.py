@@ -116,10 +116,11 @@ def test_another_user_who_connects_to_each_new_port_at_once_does_not_take_part(
     script.write_text(TRAINING)
     gate.touch()
     embedded_cluster.project("team-a", 2)
-    with start(WATCH, 20) as intruder:
+    with start(WATCH, 60) as intruder:
         embedded_cluster.submit("train", sys.executable, str(script), str(gate), "0", gpus=2, gpus_per_worker=1)
         job = embedded_cluster.wait_for("train", lambda job: job.status.phase.final)
         intruder.kill()
     assert job.status.phase == "Succeeded", job.status
+    assert job.status.generation == 1, "connections that are part of no pair end no generation"
     log = embedded_cluster.client.read_log("team-a", "train").text.decode()
     assert f"weight {float(-STEPS)} after {STEPS}" in log
