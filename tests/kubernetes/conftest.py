@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 REQUIRED = "GPUQUOTA_REQUIRE_KUBERNETES"
 HERE = Path(__file__).parent
-GROUPS = {"kubelet_cluster": "kubelet", "kubeflow_cluster": "kubeflow", "standalone": "kubeflow"}
+GROUPS = {
+    "kubelet_cluster": "kubelet",
+    "kubeflow_cluster": "kubeflow",
+    "standalone": "kubeflow",
+    "ray_cluster": "kuberay",  # definitions of megabytes, which an API server takes seconds for
+}
 SLOW = {"kubelet_cluster", "standalone"}  # containers that start, run and end; a control plane more
 LOG_LINES, LINE_LENGTH = 12, 500
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}

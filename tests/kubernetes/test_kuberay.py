@@ -34,7 +34,7 @@ def ray_cluster(system_cluster: DevCluster) -> DevCluster:
     if not folder:
         pytest.skip(f"{DEFINITIONS} does not name KubeRay's definitions (CONTRIBUTING.md)")
     for name in ("rayclusters", "rayjobs", "rayservices"):
-        definition = yaml.safe_load((Path(folder) / f"{name}.yaml").read_text())
+        definition = yaml.load((Path(folder) / f"{name}.yaml").read_text(), yaml.CSafeLoader)
         path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
         system_cluster.api.apply(f"{path}/{definition['metadata']['name']}", definition)
         system_cluster.api.until_served(f"{RAY}/{name}")
