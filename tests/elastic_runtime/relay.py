@@ -21,10 +21,10 @@ RESET = struct.pack("ii", 1, 0)  # struct linger: what was not sent is dropped, 
 class Lane:
     """One worker's way to the coordinator, with all of its connections. Used in the relay's loop only."""
 
-    def __init__(self, coordinator_port: Callable[[], int]) -> None:
+    def __init__(self, coordinator_port: Callable[[], int], host: str) -> None:
         self.delay_s = 0.0
         self.torn = False
-        self._coordinator_port = coordinator_port
+        self._coordinator_port, self._host = coordinator_port, host
         self._passing = asyncio.Event()
         self._passing.set()
         self._ends: set[asyncio.StreamWriter] = set()
@@ -34,7 +34,7 @@ class Lane:
         """Carry one connection until either side ends it."""
         self._ends.add(writer)
         try:
-            there, onward = await asyncio.open_connection("127.0.0.1", self._coordinator_port())
+            there, onward = await asyncio.open_connection(self._host, self._coordinator_port())
         except OSError:
             self._reset(writer)
             return
@@ -90,10 +90,13 @@ class Lane:
 
 
 class Relay:
-    """`with Relay(port) as relay:` where `port()` returns the coordinator's current port. One lane per worker."""
+    """`with Relay(port) as relay:` where `port()` returns the coordinator's current port. One lane per worker.
 
-    def __init__(self, coordinator_port: Callable[[], int]) -> None:
-        self._coordinator_port = coordinator_port
+    The coordinator and the lanes are at `host`, an address of this machine.
+    """
+
+    def __init__(self, coordinator_port: Callable[[], int], host: str = "127.0.0.1") -> None:
+        self._coordinator_port, self._host = coordinator_port, host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._lanes: dict[str, Lane] = {}
@@ -142,8 +145,8 @@ class Relay:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
 
     async def _open(self, worker: str) -> int:
-        lane = self._lanes[worker] = Lane(self._coordinator_port)
-        server = await asyncio.start_server(lane.serve, "127.0.0.1", 0)
+        lane = self._lanes[worker] = Lane(self._coordinator_port, self._host)
+        server = await asyncio.start_server(lane.serve, self._host, 0)
         self._servers.append(server)
         port: int = server.sockets[0].getsockname()[1]
         return port

@@ -1,0 +1,111 @@
+"""The network between a worker and the daemon, on a real Ray cluster: nothing passes, and no connection ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from tests.elastic_runtime.relay import Relay
+from tests.polling import until
+from tests.ray.conftest import cluster_on, log_of
+from tests.ray.cut_off_training import STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import EmbeddedCluster
+    from tests.ray.conftest import RayCluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+
+ROOT = str(Path(__file__).parents[2])
+CUT_OFF = "1"
+FOR_EVER_S = 3600.0
+
+
+@pytest.fixture
+def cluster(nodes: RayCluster) -> Iterator[EmbeddedCluster]:
+    """This project's cluster on the module's raylets, with two teams."""
+    with cluster_on(nodes) as cluster:
+        cluster.project("team-a", 2)
+        cluster.project("team-b", 2)
+        yield cluster
+
+
+@pytest.fixture
+def relay(cluster: EmbeddedCluster) -> Iterator[Relay]:
+    """Carries the connections of workers 0 and 1 to the daemon's membership service."""
+
+    served = msgspec.json.decode((cluster.home.root / "membership.json").read_bytes())
+    with Relay(lambda: int(served["port"]), served["here"]) as relay:
+        yield relay
+
+
+def steps(directory: Path) -> list[tuple[int, int]]:
+    """The steps that were applied, in order, with the number of workers."""
+    file = directory / "steps"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [(int(step), int(workers)) for step, workers in map(str.split, lines)]
+
+
+def workers_of(directory: Path) -> int:
+    """How many workers applied the last step."""
+    return steps(directory)[-1][1] if steps(directory) else 0
+
+
+def pids(directory: Path) -> dict[str, int]:
+    """The workers' processes by number."""
+    return {path.name.removeprefix("pid-"): int(path.read_text()) for path in directory.glob("pid-*")}
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def test_a_short_cut_costs_nothing_and_a_worker_that_stays_cut_off_is_ended_before_it_is_replaced(
+    cluster: EmbeddedCluster, relay: Relay, tmp_path: Path
+) -> None:
+    cluster.submit("holds", "sleep", "3600", project="team-b", gpus=2)
+    cluster.wait_for_phase("holds", "Running", project="team-b")
+    lanes = {number: relay.open_lane(number) for number in ("0", CUT_OFF)}
+    script = (sys.executable, "-m", "tests.ray.cut_off_training", json.dumps(lanes), str(tmp_path))
+    size = {"gpus": 1, "min_gpus": 1, "max_gpus": 3, "cool_down_s": 0}
+    cluster.submit("train", *script, working_directory=ROOT, **size)  # type: ignore[arg-type]
+    until(lambda: workers_of(tmp_path) == 2, lambda: cluster.job("train"))
+    workers, generation = pids(tmp_path), cluster.job("train").status.generation
+
+    relay.hold([CUT_OFF], FOR_EVER_S)
+    at = len(steps(tmp_path))
+    until(lambda: len(steps(tmp_path)) > at + 60, "the training goes on: its workers still reach each other")
+    relay.heal()
+    assert pids(tmp_path) == workers
+    assert cluster.job("train").status.generation == generation
+
+    relay.hold([CUT_OFF], FOR_EVER_S)
+    cluster.client.delete_job("team-b", "holds")  # the training grows: another worker waits for the one that is cut off
+
+    def is_replaced() -> bool:
+        holders = [device for view in cluster.client.list_nodes() for device in view.held.values()]
+        assert all(len(held) <= 1 for held in holders), holders
+        grown = workers_of(tmp_path) == 3
+        assert not (grown and is_alive(workers[CUT_OFF])), "its replacement trains, and it still runs"
+        return grown
+
+    until(is_replaced, lambda: cluster.job("train").status)
+    relay.heal()
+    (tmp_path / "go").touch()
+    job = cluster.wait_for("train", lambda job: job.status.phase.final)
+    assert job.status.phase == "Succeeded", job.status
+    assert [step for step, _ in steps(tmp_path)] == list(range(STEPS)), "no step is lost or repeated"
+    assert f"weight {-float(STEPS)} after {STEPS}" in log_of(cluster, "train")
+    assert job.status.restarts == 1
