@@ -1,4 +1,4 @@
-"""A real Ray cluster of several raylets on one machine, started once a module, and this project's cluster on it."""
+"""A real Ray cluster of several raylets on one machine, and this project's cluster on it; started once."""
 
 from __future__ import annotations
 
@@ -87,18 +87,29 @@ def cluster_on(nodes: RayCluster, **more: object) -> Iterator[EmbeddedCluster]:
             yield cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def nodes() -> Iterator[RayCluster]:
     """Two raylets with two GPUs each."""
     with ray_nodes(2, 2) as cluster:
         yield cluster
 
 
-@pytest.fixture
-def cluster(nodes: RayCluster) -> Iterator[EmbeddedCluster]:
-    """This project's cluster on the module's raylets."""
+@pytest.fixture(scope="session")
+def shared_cluster(nodes: RayCluster) -> Iterator[EmbeddedCluster]:
+    """This project's cluster on these raylets, with two teams."""
     with cluster_on(nodes) as cluster:
+        cluster.project("team-a", 2)
+        cluster.project("team-b", 2)
         yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: EmbeddedCluster) -> Iterator[EmbeddedCluster]:
+    """The shared cluster; the test's jobs are deleted at its end."""
+    yield shared_cluster
+    for job in shared_cluster.client.list_jobs().jobs:
+        shared_cluster.client.delete_job(job.spec.project, job.spec.name)
+    until(lambda: not shared_cluster.client.list_jobs().jobs, "jobs are deleted")
 
 
 def log_of(cluster: EmbeddedCluster, name: str, project: str = "team-a") -> str:

@@ -14,7 +14,7 @@ import pytest
 from kfp_gpuquota.errors import InvalidFieldError
 from tests.conftest import processes_of
 from tests.polling import until
-from tests.ray.conftest import SILENCE_S, cluster_on, log_of, wait_for_nodes
+from tests.ray.conftest import SILENCE_S, log_of, wait_for_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,23 +27,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.time
 
 COUNTING = ("sh", "-c", 'echo begin >> "$STARTS"; trap "exit 0" TERM; while :; do sleep 0.1; done')
 """Writes down each start, and runs until it is stopped."""
-
-
-@pytest.fixture(scope="module")
-def cluster(nodes: RayCluster) -> Iterator[EmbeddedCluster]:
-    """This project's cluster on the module's raylets, with two teams."""
-    with cluster_on(nodes) as cluster:
-        cluster.project("team-a", 2)
-        cluster.project("team-b", 2)
-        yield cluster
-
-
-@pytest.fixture(autouse=True)
-def no_jobs_left(cluster: EmbeddedCluster) -> Iterator[None]:
-    yield
-    for job in cluster.client.list_jobs().jobs:
-        cluster.client.delete_job(job.spec.project, job.spec.name)
-    until(lambda: not cluster.client.list_jobs().jobs, "jobs are deleted")
 
 
 def start_counting(cluster: EmbeddedCluster, path: Path, name: str = "counted", **more: Any) -> Job:

@@ -14,29 +14,19 @@ import pytest
 
 from tests.elastic_runtime.relay import Relay
 from tests.polling import until
-from tests.ray.conftest import cluster_on, log_of
+from tests.ray.conftest import log_of
 from tests.ray.cut_off_training import STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.conftest import EmbeddedCluster
-    from tests.ray.conftest import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
 ROOT = str(Path(__file__).parents[2])
 CUT_OFF = "1"
 FOR_EVER_S = 3600.0
-
-
-@pytest.fixture
-def cluster(nodes: RayCluster) -> Iterator[EmbeddedCluster]:
-    """This project's cluster on the module's raylets, with two teams."""
-    with cluster_on(nodes) as cluster:
-        cluster.project("team-a", 2)
-        cluster.project("team-b", 2)
-        yield cluster
 
 
 @pytest.fixture
