@@ -312,6 +312,6 @@ def test_a_server_side_apply_is_looked_at_like_any_write(kubeflow_cluster: DevCl
     controller = kubeflow_cluster.api.as_user(CONTROLLER)
     body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}, "data": {"x": "y"}}
     path = f"/api/v1/namespaces/{team}/configmaps/x"
-    assert "of pods that share GPUs, and no others" in denied(
+    assert "of pods that share GPUs, and gpuquota-authority" in denied(
         controller.patch, path, body, APPLY, fieldManager="x", force="true"
     )

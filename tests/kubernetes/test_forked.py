@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.client.process.forked import computed
+from kfp_gpuquota.cluster.kubernetes.client.process.forked import MEMORY, computed
 from kfp_gpuquota.errors import ClusterUnavailableError
 from tests.polling import TIMEOUT_S, until
 
@@ -75,6 +75,11 @@ def test_a_child_that_fails_is_an_error_and_not_an_empty_answer() -> None:
 
     with pytest.raises(ClusterUnavailableError, match="the computation failed"):
         asyncio.run(computed(fails, TIMEOUT_S))
+
+
+def test_a_child_that_needs_too_much_memory_fails() -> None:
+    with pytest.raises(ClusterUnavailableError, match="the computation failed"):
+        asyncio.run(computed(lambda: b"x" * (2 * MEMORY), TIMEOUT_S))
 
 
 def test_a_child_whose_answer_nobody_waits_for_is_ended() -> None:

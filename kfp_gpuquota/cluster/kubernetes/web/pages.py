@@ -16,7 +16,7 @@ import msgspec
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON, MERGE_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
-from kfp_gpuquota.cluster.kubernetes.objects.what_if import MAX_VISIBLE, Question
+from kfp_gpuquota.cluster.kubernetes.objects.what_if import MAX_GPUS, MAX_VISIBLE, Question
 from kfp_gpuquota.cluster.kubernetes.web.objects import GROUP
 from kfp_gpuquota.cluster.kubernetes.web.rights import DENIAL_KEPT_S, KEPT_S, Asked
 from kfp_gpuquota.errors import (
@@ -195,6 +195,8 @@ class UserPages:
             raise NotFoundError(f"project {spec.project!r} does not exist, or you may not see it")
         if not await self._rights.may(Asked(self._user, "create", namespace=spec.project)):
             raise ForbiddenError(f"{self._user.name} may not create ElasticJobs in namespace {spec.project!r}")
+        if spec.gpus > MAX_GPUS:
+            raise InvalidFieldError("gpus", spec.gpus, f"it must be at most {MAX_GPUS}")
         if self._asking:
             raise ConflictError("your last question is still being answered; ask again in a moment")
         question = Question(

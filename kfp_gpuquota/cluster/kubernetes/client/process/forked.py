@@ -6,7 +6,8 @@ memory's page tables, and goes on while another core computes. Rejected: a proce
 data would have to be sent.
 
 The child computes and writes, and nothing else: it has closed the connections of this process, and no lock that another
-thread held at the fork is one that it needs. It is killed when its time is over, or when nobody waits for it any more.
+thread held at the fork is one that it needs. It is killed when its time is over, or when nobody waits for it any more,
+and fails where it needs too much memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import resource
 import signal
 from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from kfp_gpuquota.errors import ClusterUnavailableError
@@ -30,6 +32,8 @@ _FIRST_DESCRIPTOR: Final = 3
 _LAST_DESCRIPTOR: Final = 1 << 30
 NICENESS: Final = 10
 """A busy machine's processor is the event loop's first."""
+MEMORY: Final = 512 << 20
+"""Bytes that a child may allocate, beside what it shares with its parent."""
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +100,8 @@ def _compute(compute: Callable[[], bytes], answer: int, limit_s: float) -> NoRet
         seconds = ceil(limit_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         os.nice(NICENESS)
+        memory = _address_space() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         content = memoryview(compute())
         while content:
             content = content[os.write(answer, content) :]
@@ -103,3 +109,8 @@ def _compute(compute: Callable[[], bytes], answer: int, limit_s: float) -> NoRet
         log.exception("a computation in a child process failed")
         os._exit(1)
     os._exit(0)
+
+
+def _address_space() -> int:
+    """Return this process's virtual memory in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
