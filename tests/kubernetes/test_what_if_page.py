@@ -6,10 +6,13 @@ Controller and page are processes of their own; the page has its account's right
 from __future__ import annotations
 
 import json
+import socket
 import ssl
+import time
 import urllib.error
 import urllib.request
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ from urllib.parse import quote_plus
 
 import pytest
 
+from kfp_gpuquota.cluster.certificates import new_authority
 from kfp_gpuquota.cluster.kubernetes.objects.what_if import AUDIENCE, AUTHORITY, AUTHORITY_FILE, PATH
 from kfp_gpuquota.cluster.kubernetes.web.planner import TOKEN_FILE
 from tests.kubernetes.installation import NAMESPACE
@@ -202,6 +206,21 @@ def test_without_a_controller_that_answers_the_page_says_what_to_do(asking: Aski
     assert "ask again in a moment" in gone
     asking.start()
     until(waits, controlled.log)
+
+
+def test_a_user_waits_for_one_answer_at_a_time_and_everything_else_is_served(asking: Asking) -> None:
+    """Where the controller should be, connections are accepted, and nothing answers until the end of the test."""
+    controlled = asking.controlled
+    own = controlled.team("own", guaranteed=1)
+    user = asking.person(own, "list", "create")
+    (asking.files / AUTHORITY_FILE).write_bytes(new_authority("a", time.time()).certificate)
+    with socket.create_server(("127.0.0.1", asking.port)) as silent, ThreadPoolExecutor() as threads:
+        first = threads.submit(lambda: sentences(answer(asking.page.user(user.name), own)))
+        connection, _ = silent.accept()
+        assert "your last question is still being answered" in sentences(answer(user, own))
+        assert user.get("/teams").status == 200
+        connection.close()
+        assert "No controller answers at the moment" in first.result()
 
 
 def test_a_controller_that_does_not_lead_does_not_answer(asking: Asking) -> None:
