@@ -1,6 +1,9 @@
 """The web page of the embedded cluster: what 50 open pages cost the daemon, how fast a page is, how soon it shows news.
 
     python benchmarks/page.py [--pages 50] [--reporting 10] [--queued 1000]
+    python benchmarks/page.py --kubernetes [--queued 1000]
+
+With --kubernetes: the page of a Kubernetes cluster (benchmarks/page_kubernetes.py).
 
 Needs Debian's packages chromium and chromium-driver. Three parts, each on a cluster of its own:
 
@@ -32,9 +35,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
+from browser import chromium, drawn_at, painted
 from common import print_conditions, print_result
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 
 from kfp_gpuquota.api import JobSpec, Project
 from kfp_gpuquota.cluster.connect import connect
@@ -45,24 +47,14 @@ from kfp_gpuquota.cluster.local.start import await_stop, start_with
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from selenium import webdriver
+
     from kfp_gpuquota.server.client import Client
 
 MEASURED_S = 30.0
 IDLE_S = 10.0
 CHANGES = 20
-LOADS = 5
-PAINTS = "return performance.getEntriesByName('first-contentful-paint').map(e => e.startTime)"
 STREAM = {"Accept": "text/event-stream"}
-WATCH = """
-const [id, text, done] = arguments;
-const seen = () => document.getElementById(id)?.textContent.includes(text);
-const drawn = () => requestAnimationFrame(() => requestAnimationFrame(() => done(Date.now())));
-if (seen()) drawn();
-else {
-  const observer = new MutationObserver(() => { if (seen()) { observer.disconnect(); drawn(); } });
-  observer.observe(document.body, { childList: true, subtree: true });
-}
-"""
 
 
 def main() -> None:
@@ -73,7 +65,13 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=50)
     parser.add_argument("--reporting", type=int, default=10)
     parser.add_argument("--queued", type=int, default=1000)
+    parser.add_argument("--kubernetes", action="store_true")
     options = parser.parse_args()
+    if options.kubernetes:
+        import page_kubernetes  # noqa: PLC0415 (it needs what the tests need)
+
+        page_kubernetes.measure(options.queued)
+        return
     driver = chromium()
     print_conditions(
         "The web page", browser=driver.capabilities["browserVersion"], pages=options.pages,
@@ -107,7 +105,7 @@ def event_to_pixel(client: Client, driver: webdriver.Chrome) -> float:
         time.sleep(1.0)  # people do not click ten times a second
         began = time.time()
         (client.resume_job if i % 2 == 0 else client.suspend_job)("team", "job")
-        took.append(driver.execute_async_script(WATCH, f"job-{job.uid}", word) / 1e3 - began)
+        took.append(drawn_at(driver, f"job-{job.uid}", word) - began)
     return round(statistics.median(took) * 1e3, 1)
 
 
@@ -121,26 +119,7 @@ def first_paint(client: Client, driver: webdriver.Chrome, queued: int) -> dict[s
         spec = JobSpec(name=f"job-{number:05}", project=f"team-{number % 20}", command=("true",))
         client.submit(spec)
     base = enter(client, driver)
-    took, sizes = [], []
-    for _ in range(LOADS):
-        driver.get("about:blank")
-        driver.execute_cdp_cmd("Network.clearBrowserCache", {})
-        driver.get(f"{base}/queue")
-        rows = driver.execute_script("return document.querySelectorAll('#jobs tr').length")
-        assert rows == queued, rows
-        while not (paints := driver.execute_script(PAINTS)):
-            time.sleep(0.05)
-        took.append(float(paints[0]))
-        sizes.append(driver.execute_script(
-            "const all = [...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')];"
-            "const sum = (field) => all.reduce((n, e) => n + e[field], 0);"
-            "return [sum('encodedBodySize'), sum('decodedBodySize')]"
-        ))  # fmt: skip
-    return {
-        "first_paint_ms": round(statistics.median(took), 1),
-        "page_kib": round(max(size[0] for size in sizes) / 1024, 1),
-        "page_plain_kib": round(max(size[1] for size in sizes) / 1024, 1),
-    }
+    return painted(driver, f"{base}/queue", queued)
 
 
 def cost(client: Client, driver: webdriver.Chrome, pid: int, pages: int, reporting: int) -> dict[str, float]:
@@ -244,17 +223,6 @@ def enter(client: Client, driver: webdriver.Chrome) -> str:
     while not driver.current_url.endswith("/teams"):
         time.sleep(0.05)
     return link.partition("/enter")[0]
-
-
-def chromium() -> webdriver.Chrome:
-    """Start a headless Chromium."""
-    options = webdriver.ChromeOptions()
-    options.binary_location = "/usr/bin/chromium"
-    for option in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(option)
-    driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
-    driver.set_script_timeout(60)
-    return driver
 
 
 @contextmanager

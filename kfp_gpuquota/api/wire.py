@@ -164,9 +164,22 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason | None = None
 
 
+class OtherTeams(msgspec.Struct, frozen=True, kw_only=True):
+    """The effects on jobs that the asking user may not see: how many of them, and the GPUs that they would release."""
+
+    starts: int = 0
+    no_longer_starts: int = 0
+    grows: int = 0
+    shrinks: int = 0
+    stops: int = 0
+    released_gpus: int | float = 0
+
+
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """The difference of the next plan under a supposition. `waits`: jobs of the supposition that would not
     start; `starts` and `grows` count those that would as soon as others have left.
+
+    `others` sums up jobs that are not listed; it is zero where the user sees every job.
     """
 
     starts: tuple[Effect, ...] = ()
@@ -175,6 +188,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     grows: tuple[Effect, ...] = ()
     shrinks: tuple[Effect, ...] = ()
     stops: tuple[Effect, ...] = ()
+    others: OtherTeams = OtherTeams()
 
     def effects(self) -> tuple[tuple[str, Effect], ...]:
         """Return all effects with their verbs ("would start"), in the order in which people read them."""

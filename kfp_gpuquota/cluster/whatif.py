@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kfp_gpuquota import scheduler
-from kfp_gpuquota.api.wire import Effect, Outlook
+from kfp_gpuquota.api import Reason
+from kfp_gpuquota.api.quantity import as_number
+from kfp_gpuquota.api.wire import Effect, OtherTeams, Outlook
 from kfp_gpuquota.errors import NotFoundError
+from kfp_gpuquota.scheduler.state.copying import copied
+from kfp_gpuquota.scheduler.state.model import GPU
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from kfp_gpuquota.api.wire import JobName, Supposition
 
 _PREFIX = "what-if-"
+OTHERS = "other teams' jobs"
 
 
 def outlook(state: scheduler.State, supposed: Supposition, now: float) -> Outlook:
@@ -22,7 +29,29 @@ def outlook(state: scheduler.State, supposed: Supposition, now: float) -> Outloo
     Jobs that would lose workers are listed at once, although they would hold the GPUs until the workers have exited.
     Raises NotFoundError for a job or node that does not exist.
     """
-    answer = scheduler.what_if(state, list(_events(state, supposed, now)), now)
+    return _outlook(state, scheduler.what_if(state, list(_events(state, supposed, now)), now), supposed)
+
+
+def outlook_for_user(
+    state: scheduler.State, supposed: Supposition, now: float, visible: Collection[str] | None
+) -> Outlook:
+    """Return what `outlook` does for a user who may see the jobs of the `visible` projects only, None: of all.
+
+    Effects on other jobs are summed up in `others`, and no reason names such a job. Raises what `outlook` raises.
+    """
+    if visible is None:
+        return outlook(state, supposed, now)
+    own = copied(state)
+    hidden = {uid for uid, job in own.jobs.items() if job.queue.name not in visible}
+    for uid in hidden:
+        own.jobs[uid].name = OTHERS  # sentences name jobs, and the plan does not depend on names
+    answer = scheduler.what_if(own, list(_events(own, supposed, now)), now)
+    found = _outlook(own, answer, supposed)
+    effects = {name: _shown(getattr(found, name), visible, hidden) for name in Outlook.__struct_fields__[:-1]}
+    return Outlook(**effects, others=_other_teams(own, answer, hidden))
+
+
+def _outlook(state: scheduler.State, answer: scheduler.WhatIf, supposed: Supposition) -> Outlook:
     names = {uid: (job.queue.name, job.name) for uid, job in state.jobs.items()}
     names |= {f"{_PREFIX}{i}": (spec.project, spec.name) for i, spec in enumerate(supposed.submit)}
     waits = [uid for uid in names if uid.startswith(_PREFIX) and uid not in answer.starts]
@@ -39,6 +68,37 @@ def outlook(state: scheduler.State, supposed: Supposition, now: float) -> Outloo
         grows=effects(answer.grows),
         shrinks=effects(answer.shrinks),
         stops=effects(answer.stops),
+    )
+
+
+def _shown(effects: Iterable[Effect], visible: Collection[str], hidden: Collection[str]) -> tuple[Effect, ...]:
+    """Return the effects on visible jobs, with reasons that are reduced to their sentences."""
+    return tuple(
+        msgspec.structs.replace(effect, reason=_sentence(effect.reason, hidden))
+        for effect in effects
+        if effect.project in visible
+    )
+
+
+def _sentence(reason: Reason | None, hidden: Collection[str]) -> Reason | None:
+    """Return the reason without its details; None where it is that another team's job needs the GPUs."""
+    if reason is None or reason.beneficiary in hidden:
+        return None
+    return Reason(code=reason.code, message=reason.message)
+
+
+def _other_teams(state: scheduler.State, answer: scheduler.WhatIf, hidden: set[str]) -> OtherTeams:
+    shrinks, stops = set(answer.shrinks).intersection(hidden), set(answer.stops).intersection(hidden)
+    released = [worker for resize in answer.after.resize if resize.job in shrinks for worker in resize.remove]
+    released += [worker for evict in answer.after.evict if evict.job in stops for worker in evict.workers]
+    requests = [state.workers[worker].request for worker in released]
+    return OtherTeams(
+        starts=len(hidden.intersection(answer.starts)),
+        no_longer_starts=len(hidden.intersection(answer.no_longer_starts)),
+        grows=len(hidden.intersection(answer.grows)),
+        shrinks=len(shrinks),
+        stops=len(stops),
+        released_gpus=as_number(sum(request.devices * request.share for request in requests) / GPU),
     )
 
 

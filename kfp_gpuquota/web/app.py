@@ -109,8 +109,10 @@ class _Site:
         """Answer with the page, or with its stream."""
         visit = self._door.visit(request)
         page = visit.pages.at(request.path, request.match_info, request.query)
+        await page.live.prepared()
         if _wants_stream(request):
             return await self._stream(request, visit.live, page)
+        later = await page.later() if page.later is not None else {}
         revision = visit.source.revision()
         elements = page.live.render()
         lists = {name: Markup("").join(Markup(row) for row in rows.values()) for name, rows in elements.lists.items()}  # noqa: S704
@@ -124,7 +126,7 @@ class _Site:
             parts=elements.parts,
             lists=lists,
             token=self._door.form_token(request),
-            **page.values,
+            **{**page.values, **later},
         )
         return _html(html)
 

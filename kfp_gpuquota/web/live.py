@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 
     from kfp_gpuquota.web.source import Source
 
@@ -42,12 +42,19 @@ class LivePage:
     """How to render a page, and how often it changes although nothing in the cluster does (a chart that moves on).
 
     `inputs` returns what else the page depends on, where that is cheaper than to render it: while it is equal to what
-    it was before, the page is not rendered again.
+    it was before, the page is not rendered again. `prepare` is awaited before the page is rendered or compared: it
+    reads what is not in memory, and raises nothing.
     """
 
     render: Callable[[], Elements]
     every_s: float = 3600.0
     inputs: Callable[[], object] | None = None
+    prepare: Callable[[], Awaitable[None]] | None = None
+
+    async def prepared(self) -> None:
+        """Read what is not in memory."""
+        if self.prepare is not None:
+            await self.prepare()
 
 
 class Live:
@@ -145,6 +152,7 @@ class _Topic:
                 await asyncio.sleep(max(PAUSE_S, REST * took_s))
                 await self._source.changed(revision, max(0.1, self._due - time.monotonic()))
                 revision = self._source.revision()
+                await self._page.prepared()
                 took_s = self._take() if self._is_outdated() else 0.0
         finally:
             self._changed.set()

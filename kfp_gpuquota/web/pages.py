@@ -10,7 +10,7 @@ from kfp_gpuquota.web.live import LivePage
 from kfp_gpuquota.web.views import job, nodes, pipelines, queue, supposing, teams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from kfp_gpuquota.web.setting import Setting
     from kfp_gpuquota.web.source import Source
@@ -23,13 +23,17 @@ _SECOND_S: Final = 5.0
 
 @dataclass(frozen=True)
 class Page:
-    """One address: what of it is live, and the values that its template needs besides."""
+    """One address: what of it is live, and the values that its template needs besides.
+
+    `later` returns further values, which take time and are not part of the stream.
+    """
 
     title: str
     active: str
     template: str
     live: LivePage
     values: Mapping[str, Any] = field(default_factory=dict)
+    later: Callable[[], Awaitable[Mapping[str, Any]]] | None = None
 
 
 class Pages:
@@ -74,9 +78,14 @@ class Pages:
             "earlier": _other_page(query, wanted.page - 1) if wanted.page else "",
             "later": _other_page(query, wanted.page + 1) if (wanted.page + 1) * queue.PAGE < shown else "",
             "supposed": supposed,
-            "outlook": supposing.lines(self._source, supposed) if supposed.given else None,
+            "outlook": None,
         }
-        return Page("Queue", "queue", "queue.html", live, values)
+
+        async def outlook() -> Mapping[str, Any]:
+            return {"outlook": await supposing.lines(self._source, supposed)}
+
+        later = outlook if supposed.given and self._setting.what_if else None
+        return Page("Queue", "queue", "queue.html", live, values, later)
 
     def _pipelines(self, chosen: str) -> Page:
         live = LivePage(lambda: pipelines.elements(self._source, self._setting, chosen), _MEASURED_S)
@@ -102,6 +111,7 @@ class Pages:
             lambda: job.elements(self._source, project, name, here),
             _SECOND_S if running else _MEASURED_S,
             lambda: job.inputs(self._source, project, name),
+            lambda: self._source.look_up(project, name),
         )
         return Page(name, "queue", "job.html", live, {"job": found, "here": here})
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api import Job
     from kfp_gpuquota.api.history import Report, Usage
     from kfp_gpuquota.api.wire import Event, JobUpdate, LogChunk, NodeView, Outlook, ProjectView, Supposition
+    from kfp_gpuquota.web.notice import Notice
 
 
 class Source(Protocol):
@@ -49,6 +50,12 @@ class Source(Protocol):
     def events_of(self, uid: str) -> tuple[Event, ...]:
         """Return the history of a job, oldest first."""
 
+    def notices_of(self, uid: str) -> tuple[Notice, ...]:
+        """Return what other programs reported about a job and its workers, in no order; as of the last `look_up`."""
+
+    async def look_up(self, project: str, name: str) -> None:
+        """Read what the page of a job shows and the memory does not hold; does nothing for a job that is not there."""
+
     def sizes_of(self, job: Job) -> Sequence[tuple[float, float]]:
         """Return (time, GPUs that the job held from then on), oldest first."""
 
@@ -58,7 +65,7 @@ class Source(Protocol):
     def usage(self, width_s: int, since: float) -> Sequence[Usage]:
         """Return each project's usage in intervals of `width_s` that begin after `since`, oldest first."""
 
-    def what_if(self, supposed: Supposition) -> Outlook:
+    async def what_if(self, supposed: Supposition) -> Outlook:
         """Return what would happen, without doing it."""
 
     async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:

@@ -132,12 +132,15 @@ def test_it_deletes_no_secret_but_those_of_workers(kubeflow_cluster: DevCluster,
 
 def test_it_writes_no_config_map_but_those_of_sharers(controller: Api, team: str) -> None:
     path, name = f"/api/v1/namespaces/{team}/configmaps", "gpuquota-gpu-0123456789abcdef"
-    sentence = "the controller writes the ConfigMaps gpuquota-gpu-* of pods that share GPUs, and no others"
+    sentence = "the controller writes the ConfigMaps gpuquota-gpu-* of pods that share GPUs, and gpuquota-authority"
     owner = [{"apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "1"}]
     fine = {"metadata": {"name": name, "ownerReferences": owner}, "data": {"NVIDIA_VISIBLE_DEVICES": "GPU-1"}}
     assert controller.create(path, fine, dryRun="All")
     for change in ({"metadata": {"name": name}}, {"data": {"x": "y"}}, {"metadata": {"name": "x"}}):
         assert sentence in denied(controller.create, path, {**fine, **change})
+    authority, system = {"metadata": {"name": "gpuquota-authority"}, "data": {"ca.crt": "x"}}, "gpuquota-system"
+    assert controller.create(f"/api/v1/namespaces/{system}/configmaps", authority, dryRun="All")
+    assert sentence in denied(controller.create, path, authority)
 
 
 def test_it_writes_no_network_policy_but_those_of_workers(
@@ -309,6 +312,6 @@ def test_a_server_side_apply_is_looked_at_like_any_write(kubeflow_cluster: DevCl
     controller = kubeflow_cluster.api.as_user(CONTROLLER)
     body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}, "data": {"x": "y"}}
     path = f"/api/v1/namespaces/{team}/configmaps/x"
-    assert "of pods that share GPUs, and no others" in denied(
+    assert "of pods that share GPUs, and gpuquota-authority" in denied(
         controller.patch, path, body, APPLY, fieldManager="x", force="true"
     )

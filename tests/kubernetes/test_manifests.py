@@ -8,15 +8,19 @@ import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
 from kfp_gpuquota.api import annotations as asked
 from kfp_gpuquota.cluster.kubernetes.admission import server
+from kfp_gpuquota.cluster.kubernetes.controller import what_if
 from kfp_gpuquota.cluster.kubernetes.controller.metrics import Metrics
 from kfp_gpuquota.cluster.kubernetes.objects import labels
+from kfp_gpuquota.cluster.kubernetes.objects.what_if import AUDIENCE, AUTHORITY, AUTHORITY_FILE, PATH
 from kfp_gpuquota.cluster.kubernetes.web.options import parsed
+from kfp_gpuquota.cluster.kubernetes.web.planner import TOKEN_FILE
 from tests.kubernetes.conftest import start_or_skip
 from tests.kubernetes.installation import CONTROLLER, MANIFESTS, NAMESPACE, install
 from tests.kubernetes.test_crds import job
@@ -129,6 +133,39 @@ def test_the_page_in_kubeflow_is_reached_through_the_gateway_only(kubeflow_clust
     for one in objects:
         if not one["apiVersion"].partition("/")[0].endswith("istio.io"):
             kubeflow_cluster.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(one))
+
+
+def test_the_page_asks_the_leader_what_ifs_and_nobody_else_reaches_that_port(
+    kubeflow_cluster: DevCluster, tmp_path: Path
+) -> None:
+    objects = rendered(kubeflow_cluster, with_component(tmp_path, "web-page"))
+    pods = {one["metadata"]["name"]: one["spec"]["template"] for one in of_kind(objects, "Deployment")}
+    controller, page = pods["gpuquota-controller"], pods["gpuquota-web-page"]
+    container = page["spec"]["containers"][0]
+    options = parsed(container["args"])
+    url = urlsplit(options.what_if)
+    assert url.hostname in what_if.service_names(NAMESPACE), "a name in the controller's certificate"
+    (service,) = [one for one in of_kind(objects, "Service") if one["metadata"]["name"] == what_if.SERVICE]
+    with_leader = {**controller["metadata"]["labels"], labels.LEADER: "true"}
+    assert service["spec"]["selector"].items() <= with_leader.items()
+    assert service["spec"]["selector"][labels.LEADER] == "true"
+    (port,) = service["spec"]["ports"]
+    assert (port["port"], port["targetPort"]) == (443, 8445)
+    assert "--what-if-port=8445" in controller["spec"]["containers"][0]["args"]
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "NetworkPolicy")}
+    (rule,) = policies["gpuquota-controller-what-if"]["ingress"]
+    assert rule["ports"] == [{"port": 8445}]
+    (source,) = rule["from"]
+    assert source["podSelector"]["matchLabels"].items() <= page["metadata"]["labels"].items()
+    assert "namespaceSelector" not in source
+    (mount,), (volume,) = container["volumeMounts"], page["spec"]["volumes"]
+    assert (mount["name"], mount["mountPath"]) == (volume["name"], options.what_if_files)
+    token, authority = (next(iter(one.values())) for one in volume["projected"]["sources"])
+    assert (token["audience"], token["path"]) == (AUDIENCE, TOKEN_FILE)
+    assert (authority["name"], authority["optional"]) == (AUTHORITY, True)
+    assert [item["path"] for item in authority["items"]] == [AUTHORITY_FILE]
+    (role,) = [one for one in of_kind(objects, "ClusterRole") if one["metadata"]["name"] == what_if.ROLE]
+    assert role["rules"] == [{"nonResourceURLs": [PATH], "verbs": ["post"]}]
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:

@@ -126,6 +126,61 @@ def test_the_pages_show_teams_the_queue_a_job_and_nodes(ours: Team) -> None:
     assert "What if" not in text_of(ours.viewer, "/queue")
 
 
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202etxt"
+
+
+def reported(
+    cluster: DevCluster, namespace: str, kind: str, name: str, minute: int, reason: str, uid: str = "", **more: object
+) -> None:
+    """An Event as the API server stores it."""
+    at = f"2036-01-01T00:{minute:02}:00Z"
+    body = {
+        "metadata": {"name": f"{name}.{uuid.uuid4().hex[:12]}"},
+        "involvedObject": {"kind": kind, "name": name, "namespace": namespace, "uid": uid},
+        "reason": reason, "message": f"{reason} of {name}", "type": "Normal", "lastTimestamp": at, "firstTimestamp": at,
+        "count": 1,
+    }  # fmt: skip
+    cluster.api.create(f"/api/v1/namespaces/{namespace}/events", {**body, **more})
+
+
+def test_a_job_shows_the_events_of_its_object_and_pods_to_who_may_list_events(
+    kubeflow_cluster: DevCluster, ours: Team, theirs: Team
+) -> None:
+    uid = kubeflow_cluster.api.get(f"{jobs_of(ours.namespace)}/train")["metadata"]["uid"]
+    here = (kubeflow_cluster, ours.namespace)
+    reported(*here, "Pod", "train-1", 3, "FailedScheduling", type="Warning", count=7, message=HOSTILE)
+    reported(*here, "ElasticJob", "train", 1, "Nominated", uid)
+    reported(*here, "Pod", "train-0", 2, "Pulled")
+    reported(*here, "ElasticJob", "train", 1, "OfAnEarlierJob", "another-uid")
+    for name in ("train-0-0", "trainer-0", "train", "other"):
+        reported(*here, "Pod", name, 1, "OfAnotherPod")
+    reported(kubeflow_cluster, theirs.namespace, "Pod", "train-0", 1, "OfAnotherTeam")
+
+    reads = {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]}
+    roles = "/apis/rbac.authorization.k8s.io/v1/clusterroles"
+    made = kubeflow_cluster.api.create(roles, {"metadata": {"generateName": "events-"}, "rules": [reads]})
+    role = made["metadata"]["name"]
+    assert "FailedScheduling" not in text_of(ours.viewer, ours.job), "the user may not list events"
+    bind(kubeflow_cluster, ours.editor.name, role, ours.namespace)
+    until(lambda: "FailedScheduling" in text_of(ours.editor, ours.job), "the events are not shown")
+    assert "FailedScheduling" not in text_of(ours.viewer, ours.job)
+
+    html = ours.editor.get(ours.job).text
+    listed = html.partition('id="events"')[2].partition("</section>")[0]
+    order = [listed.index(word) for word in ("FailedScheduling", "Pulled", "Nominated", "job submitted")]
+    assert order == sorted(order), "newest first"
+    shown = " ".join(Tags("<p" + listed).text.split())
+    assert "FailedScheduling (warning) train-1 (7 times): <img src=x onerror=alert(1)>\\x1b[2J\\u202etxt" in shown
+    assert "<img" not in listed
+    for other in ("OfAnotherPod", "OfAnotherTeam", "OfAnEarlierJob"):
+        assert other not in html
+
+    with ours.editor.stream(ours.job) as stream:
+        next(stream.messages())
+        reported(*here, "Pod", "train-0", 4, "Killing")
+        stream.until("Killing")
+
+
 def test_nodes_name_pods_of_the_own_team_only(kubeflow_cluster: DevCluster, ours: Team, theirs: Team) -> None:
     (node,) = kubeflow_cluster.api.items("/api/v1/nodes")
     last = int(node["status"]["allocatable"][labels.GPU_RESOURCE]) - 1

@@ -25,6 +25,7 @@ from kfp_gpuquota.api import (
 )
 from kfp_gpuquota.api.history import Report, Usage
 from kfp_gpuquota.api.wire import Event, EventKind, NodeView, ProjectView, ShareView
+from kfp_gpuquota.web.notice import Notice
 from kfp_gpuquota.web.pages import Pages
 from kfp_gpuquota.web.plain_text import plain_log
 from kfp_gpuquota.web.rendering import render
@@ -113,6 +114,9 @@ class HostileSource:
 
     def events_of(self, uid: str) -> tuple[Event, ...]:
         return (self._event,)
+
+    def notices_of(self, uid: str) -> tuple[Notice, ...]:
+        return (Notice(NOW, HOSTILE, HOSTILE, HOSTILE, warning=True, count=2),)
 
     def sizes_of(self, _job: Job) -> list[tuple[float, float]]:
         return [(NOW - 5, 1), (NOW - 2, 2)]

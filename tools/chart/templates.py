@@ -131,6 +131,7 @@ _SITE: Final = """\
             - --origin=https://kubeflow.example.org
             - --dashboard
             - --run-page=/_/pipeline/?ns={namespace}#/runs/details/{run}
+            - --what-if=https://gpuquota-controller.gpuquota-system.svc
 """
 _SITE_VALUES: Final = """\
             - --base-path={{ .Values.webPage.basePath }}
@@ -150,11 +151,12 @@ _SITE_VALUES: Final = """\
             {{- with .Values.webPage.runPage }}
             - --run-page={{ . }}
             {{- end }}
+            - --what-if=https://gpuquota-controller.gpuquota-system.svc
             {{- with .Values.webPage.extraArgs }}
             {{- toYaml . | nindent 12 }}
             {{- end }}
 """
-_OF_PAGE: Final = ("rbac", "policy", "deployment", "network-policy")
+_OF_PAGE: Final = ("rbac", "policy", "deployment", "network-policy", "what-if")
 _OF_AGENTS: Final = ("namespace", "rbac", "policy", "network-policy", "daemonset")
 
 TEMPLATES: Final = (
@@ -197,6 +199,9 @@ TEMPLATES: Final = (
                 "            {{- end }}\n"
                 "            {{- if and .Values.webPage.enabled .Values.webPage.origins }}\n"
                 "            - --page-url={{ first .Values.webPage.origins }}{{ .Values.webPage.basePath }}\n"
+                "            {{- end }}\n"
+                "            {{- if .Values.webPage.enabled }}\n"
+                "            - --what-if-port=8445\n"
                 "            {{- end }}\n"
                 "            {{- with .Values.controller.extraArgs }}\n"
                 "            {{- toYaml . | nindent 12 }}\n"

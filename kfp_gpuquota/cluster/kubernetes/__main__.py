@@ -74,6 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--metrics-port", type=int, default=0, help="0: any free port")
     parser.add_argument("--membership-port", type=int, default=0, help="0: any free port")
+    parser.add_argument(
+        "--what-if-port", type=int, default=0,
+        help="port on which the web page asks what would happen, over TLS; 0: this is not answered",
+    )  # fmt: skip
     parser.add_argument("--advertise", default="", help="URL at which workers reach the membership port")
     parser.add_argument(
         "--membership-shards", type=_urls, default=(), metavar="URL,URL",

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from kfp_gpuquota.api import Job, Worker
     from kfp_gpuquota.api.history import Report
+    from kfp_gpuquota.api.wire import Event
     from kfp_gpuquota.web.charts import Chart
+    from kfp_gpuquota.web.notice import Notice
     from kfp_gpuquota.web.source import Source
 
 MAX_FIGURES: Final = 8
@@ -36,6 +38,36 @@ class WorkerLine:
     throughput: float | None
 
 
+@dataclass(frozen=True)
+class EventLine:
+    """One line of the list of events; `at` is in seconds since the epoch."""
+
+    at: float
+    what: str
+    more: str
+    warning: bool = False
+
+
+def event_lines(events: Iterable[Event], notices: Iterable[Notice]) -> list[EventLine]:
+    """Return the history of a job and what was reported about it, newest first."""
+    lines = [_line_of_event(event) for event in events] + [_line_of_notice(notice) for notice in notices]
+    lines.reverse()
+    return sorted(lines, key=lambda line: -line.at)
+
+
+def _line_of_event(event: Event) -> EventLine:
+    worker = f" {event.worker.rpartition('-')[2]}" if event.worker else ""
+    gpus = f" ({event.gpus:+g})" if event.gpus else ""
+    why = f": {event.reason.message}" if event.reason is not None else ""
+    return EventLine(event.at, event.kind.value.replace("-", " "), f"{worker}{gpus}{why}")
+
+
+def _line_of_notice(notice: Notice) -> EventLine:
+    times = f" ({notice.count} times)" if notice.count > 1 else ""
+    about = f" {notice.about}" if notice.about else ""
+    return EventLine(notice.at, notice.reason, f"{about}{times}: {notice.message}", notice.warning)
+
+
 def elements(source: Source, project: str, name: str, here: str) -> Elements:
     """Return what the page shows, `here` is its address; of a job that was deleted that it was."""
     try:
@@ -43,7 +75,8 @@ def elements(source: Source, project: str, name: str, here: str) -> Elements:
     except NotFoundError:
         return Elements({"summary": render("job_deleted.html", name=name)})
     place = _place(source, job)
-    events, reports, now = source.events_of(job.uid), source.reports_of(job.uid), source.now()
+    reports, now = source.reports_of(job.uid), source.now()
+    lines = event_lines(source.events_of(job.uid), source.notices_of(job.uid))
     end = job.status.finished_at or now
     size = size_chart(job, source.sizes_of(job), end)
     return Elements(
@@ -55,7 +88,7 @@ def elements(source: Source, project: str, name: str, here: str) -> Elements:
             "figures": render("job_figures.html", charts=list(figure_charts(job, reports, end)), job=job),
             "workers": render("job_workers.html", lines=list(worker_lines(job)), job=job),
             "checkpoints": render("job_checkpoints.html", saved=checkpoints(reports), job=job),
-            "events": render("job_events.html", events=list(reversed(events))[:SHOWN_EVENTS], total=len(events)),
+            "events": render("job_events.html", lines=lines[:SHOWN_EVENTS], total=len(lines)),
         }
     )
 
@@ -66,7 +99,7 @@ def inputs(source: Source, project: str, name: str) -> object:
         job = source.job(project, name)
     except NotFoundError:
         return None
-    return job, _place(source, job)
+    return job, _place(source, job), source.notices_of(job.uid)
 
 
 def facts(job: Job) -> Iterator[tuple[str, str]]:

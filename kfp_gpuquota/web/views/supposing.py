@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kfp_gpuquota.api import JobSpec, Kind
+from kfp_gpuquota.api.quantity import show_gpus
 from kfp_gpuquota.api.wire import Supposition
-from kfp_gpuquota.errors import InvalidFieldError, UsageError
+from kfp_gpuquota.errors import ClusterUnavailableError, InvalidFieldError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from kfp_gpuquota.api.wire import Effect
+    from kfp_gpuquota.api.wire import Effect, OtherTeams
     from kfp_gpuquota.web.source import Source
 
-NAME = "this-job"
+NAME: Final = "this-job"
+MAX_LINES: Final = 100
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Asked:
         return cls(given, query.get("project", ""), query.get("gpus", "1"), query.get("min_gpus", ""), kind)
 
 
-def lines(source: Source, asked: Asked) -> list[str]:
-    """Return what would happen, a sentence for each job; or why the job cannot be."""
+async def lines(source: Source, asked: Asked) -> list[str]:
+    """Return what would happen, a sentence for each job; or why the job cannot be, or why there is no answer."""
     try:
         spec = JobSpec(
             name=NAME,
@@ -47,10 +49,35 @@ def lines(source: Source, asked: Asked) -> list[str]:
             min_gpus=_number("min_gpus", asked.min_gpus) if asked.min_gpus else None,
             kind=Kind(asked.kind),
         )
-        found = [_sentence(*effect) for effect in source.what_if(Supposition(submit=(spec,))).effects()]
-    except UsageError as error:
+        outlook = await source.what_if(Supposition(submit=(spec,)))
+    except (UsageError, ClusterUnavailableError) as error:
         return [error.message]
-    return found or ["Nothing would change."]
+    found = [_sentence(*effect) for effect in outlook.effects()]
+    if len(found) > MAX_LINES:
+        found[MAX_LINES:] = [f"{len(found) - MAX_LINES} further jobs are not listed."]
+    return [*found, *others(outlook.others)] or ["Nothing would change."]
+
+
+def others(effects: OtherTeams) -> Iterator[str]:
+    """Yield a sentence for each kind of effect on jobs that the user may not see."""
+    released = effects.shrinks + effects.stops
+    if released:
+        given = (
+            f" {show_gpus(effects.released_gpus)} that they borrow" if effects.released_gpus else " what they borrow"
+        )
+        stopped = f"; {effects.stops} of them would be stopped" if effects.stops else ""
+        yield f"{_jobs(released)} would give back{given}{stopped}"
+    for number, verb in (
+        (effects.no_longer_starts, "no longer start"),
+        (effects.starts, "start"),
+        (effects.grows, "grow"),
+    ):
+        if number:
+            yield f"{_jobs(number)} would {verb}"
+
+
+def _jobs(number: int) -> str:
+    return "1 job of another team" if number == 1 else f"{number} jobs of other teams"
 
 
 def _sentence(verb: str, effect: Effect) -> str:

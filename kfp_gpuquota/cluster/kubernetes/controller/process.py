@@ -28,7 +28,7 @@ from kfp_gpuquota.cluster.kubernetes.client.leader.leader_election import Leader
 from kfp_gpuquota.cluster.kubernetes.client.process import probes
 from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
 from kfp_gpuquota.cluster.kubernetes.client.reflector import Reflector
-from kfp_gpuquota.cluster.kubernetes.controller import debug_state, metrics
+from kfp_gpuquota.cluster.kubernetes.controller import authority, debug_state, metrics, what_if
 from kfp_gpuquota.cluster.kubernetes.controller.controller import Controller
 from kfp_gpuquota.cluster.kubernetes.elasticjob.membership import service as membership_service
 from kfp_gpuquota.cluster.kubernetes.elasticjob.workers.pod_builder import PodSettings
@@ -57,7 +57,7 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
     With `reviews_only` it never leads. `keys_namespace` has the Secrets of the authority and the key; "": `namespace`,
     with which they are deleted. `cert_dir` has the webhook's certificate; "": the process issues its own.
     `membership_shards` are URLs of the processes that serve workers; (): this process. `page_url` is the address of the
-    web page; "": there is none.
+    web page; "": there is none. `what_if_port` is where the web page asks what-ifs; 0: they are not answered.
     """
 
     kubeconfig: str | None = None
@@ -69,6 +69,7 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
     webhook_port: int = 0
     metrics_port: int = 0
     membership_port: int = 0
+    what_if_port: int = 0
     advertise: str = ""
     membership_shards: tuple[str, ...] = ()
     runtime_image: str = ""
@@ -116,6 +117,11 @@ class Replica:
                 return
             certificates = await self._certificates(connection)
             self._metrics.certificate_expiry.set_function(lambda: certificates.expires_at)
+            if options.what_if_port and not options.reviews_only:
+                answering = what_if.serving(
+                    options.what_if_port, certificates.context, connection, lambda: self._controller
+                )
+                log.info("what-ifs are answered on port %d", await stack.enter_async_context(answering))
             tasks = [] if options.reviews_only else [self._lead(connection, certificates)]
             if options.webhook_port:
                 tasks += self._reviewing(connection, certificates)
@@ -189,12 +195,15 @@ class Replica:
             certificates.renewed = controller.elastic.trust
             holding = election.hold() if options.leader_elect else asyncio.Event().wait()
             keeping = membership_service.keep_key(connection, self._keys_namespace, key)
-            await first_to_end(controller.run(), holding, keeping)
+            tasks = [controller.run(), holding, keeping]
+            if options.what_if_port:
+                tasks.append(authority.keep_published(connection, options.namespace, lambda: _trusted(certificates)))
+            await first_to_end(*tasks)
         finally:
             await election.release()
 
     async def _label(self, connection: Connection, *, leads: bool) -> None:
-        if not self._options.membership_shards:  # with shards no Service selects the leader
+        if not self._options.membership_shards or self._options.what_if_port:  # else no Service selects the leader
             await _label(connection, leads=leads)
 
     @property
@@ -207,7 +216,7 @@ class Replica:
         options = self._options
         settings = PodSettings(
             coordinator=options.advertise or f"https://{socket.gethostname()}:{options.membership_port}",
-            authority=certificates.material.trusted if certificates.material else b"",
+            authority=_trusted(certificates),
             key=key,
             runtime_image=options.runtime_image,
             shards=options.membership_shards,
@@ -233,6 +242,8 @@ class Replica:
 
     async def _certificates(self, connection: Connection) -> server.Certificates:
         names = [*server.service_names(self._options.namespace), "127.0.0.1", "localhost"]
+        if self._options.what_if_port:
+            names += what_if.service_names(self._options.namespace)
         if host := urlsplit(self._options.advertise).hostname:
             names.append(host)
         certificates = server.Certificates(
@@ -265,8 +276,13 @@ class Replica:
             self._metrics.look(self._controller)
 
 
+def _trusted(certificates: server.Certificates) -> bytes:
+    """Return the certificate of the authority; b"" before there is one."""
+    return certificates.material.trusted if certificates.material else b""
+
+
 async def _label(connection: Connection, *, leads: bool) -> None:
-    """Set or remove the label on this pod by which the Service of the membership selects the leader.
+    """Set or remove the label on this pod by which the Services of the membership and of what-ifs select the leader.
 
     A restarted container removes the label of its predecessor until it leads.
     """
@@ -278,4 +294,4 @@ async def _label(connection: Connection, *, leads: bool) -> None:
     try:
         await connection.call("PATCH", f"{path}/{name}", body, content_type=MERGE_PATCH)
     except (ApiError, ClusterUnavailableError) as error:
-        log.error("this pod's label as the leader's could not be set to %s; workers may miss it: %s", leads, error)
+        log.error("this pod's label as the leader's could not be set to %s; it may not be reached: %s", leads, error)

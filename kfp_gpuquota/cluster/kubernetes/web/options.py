@@ -31,6 +31,8 @@ class Options(argparse.Namespace):
     groups_header: str
     dashboard: bool
     run_page: str
+    what_if: str
+    what_if_files: str
     log_format: str
     log_level: str
 
@@ -71,6 +73,13 @@ def _address(text: str) -> str:
     return text
 
 
+def _https(text: str) -> str:
+    parts = urlsplit(text)
+    if text and (parts.scheme != "https" or not parts.netloc or parts.query):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like https://gpuquota-controller.gpuquota-system.svc")
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpuquota-web-page")
     parser.add_argument("--kubeconfig", help="by default $KUBECONFIG, the pod's service account or ~/.kube/config")
@@ -99,6 +108,14 @@ def _parser() -> argparse.ArgumentParser:
         "--run-page", type=_address, default="", metavar="URL",
         help="address of a run in Kubeflow Pipelines, with {namespace} and {run}; "
         "in Kubeflow: /_/pipeline/?ns={namespace}#/runs/details/{run}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--what-if", type=_https, default="", metavar="URL",
+        help="the leading controller's --what-if-port; without it the page has no what-if form",
+    )  # fmt: skip
+    parser.add_argument(
+        "--what-if-files", default="/var/run/secrets/gpuquota-controller", metavar="DIR",
+        help="directory with the controller's ca.crt and a token for it (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--log-format", default="text", choices=logging_setup.FORMATS)
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])

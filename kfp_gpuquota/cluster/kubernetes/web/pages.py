@@ -6,6 +6,7 @@ everybody with the use of each GPU, but of other teams' pods not the names: thei
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
@@ -15,9 +16,17 @@ import msgspec
 from kfp_gpuquota.api.wire import Event, EventKind
 from kfp_gpuquota.cluster.kubernetes.client.http.async_client import JSON, MERGE_PATCH, ApiError
 from kfp_gpuquota.cluster.kubernetes.objects.custom_types import ElasticJob
+from kfp_gpuquota.cluster.kubernetes.objects.what_if import MAX_GPUS, MAX_VISIBLE, Question
 from kfp_gpuquota.cluster.kubernetes.web.objects import GROUP
 from kfp_gpuquota.cluster.kubernetes.web.rights import DENIAL_KEPT_S, KEPT_S, Asked
-from kfp_gpuquota.errors import ConflictError, InvalidFieldError, NotFoundError, UnauthorizedError, UsageError
+from kfp_gpuquota.errors import (
+    ClusterUnavailableError,
+    ConflictError,
+    InvalidFieldError,
+    NotFoundError,
+    UnauthorizedError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,11 +35,16 @@ if TYPE_CHECKING:
     from kfp_gpuquota.api.history import Report, Usage
     from kfp_gpuquota.api.wire import JobUpdate, LogChunk, NodeView, Outlook, ProjectView, Supposition
     from kfp_gpuquota.cluster.kubernetes.client.http.async_client import Connection
+    from kfp_gpuquota.cluster.kubernetes.web.kube_events import KubeEvents
     from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
+    from kfp_gpuquota.cluster.kubernetes.web.planner import Planner
     from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
     from kfp_gpuquota.cluster.kubernetes.web.rights import Identity, Rights
+    from kfp_gpuquota.web.notice import Notice
 
 Json = dict[str, Any]
+
+log = logging.getLogger(__name__)
 
 _REFUSED: Final = {403: UnauthorizedError, 404: NotFoundError, 409: ConflictError}
 
@@ -45,9 +59,20 @@ class ForbiddenError(UsageError):
 class UserPages:
     """`web.source.Source` for one user. `refresh` has to be awaited before it is read."""
 
-    def __init__(self, user: Identity, objects: Objects, rights: Rights, logs: PodLogs, connection: Connection) -> None:
+    def __init__(
+        self,
+        user: Identity,
+        objects: Objects,
+        rights: Rights,
+        logs: PodLogs,
+        events: KubeEvents,
+        planner: Planner,
+        connection: Connection,
+    ) -> None:
         self._user, self._objects, self._rights = user, objects, rights
-        self._logs, self._connection = logs, connection
+        self._logs, self._events, self._planner, self._connection = logs, events, planner, connection
+        self._reads_events: frozenset[str] = frozenset()  # in which namespaces, as of the last `look_up` of each
+        self._asking = False
         self._visible: frozenset[str] | None = frozenset()
         self._valid_until = 0.0
         self._jobs: tuple[object, tuple[Job, ...]] = (None, ())
@@ -124,6 +149,27 @@ class UserPages:
         job = self._objects.job(stored.metadata.namespace, stored.metadata.name)
         return () if job is None else tuple(sorted(_events(job), key=lambda event: event.at))
 
+    def notices_of(self, uid: str) -> tuple[Notice, ...]:
+        """Return the Kubernetes Events of the job and its workers' pods, for a user who may list Events there."""
+        stored = self._objects.stored(uid)
+        if stored is None or stored.metadata.namespace not in self._reads_events:
+            return ()
+        found = self._objects.job(stored.metadata.namespace, stored.metadata.name)
+        return () if found is None or not self._sees(found.spec.project) else self._events.of(found)
+
+    async def look_up(self, project: str, name: str) -> None:
+        """Read the namespace's Events, if the user may list them."""
+        if not self._sees(project) or self._objects.job(project, name) is None:
+            return
+        try:
+            allowed = await self._rights.may(Asked(self._user, "list", "events", project, group=""))
+        except (ApiError, ClusterUnavailableError) as error:
+            log.warning("whether %s may list events in %s is not known: %s", self._user.name, project, error)
+            allowed = False
+        if allowed:
+            await self._events.look_up(project)
+        self._reads_events = self._reads_events | {project} if allowed else self._reads_events - {project}
+
     def sizes_of(self, job: Job) -> list[tuple[float, float]]:
         """Return the sizes that the status has kept: the last ones of a job that has changed often."""
         return list(_sizes(job))
@@ -138,10 +184,33 @@ class UserPages:
         history, now = self._objects.usage, self.now()
         return [one for view in self.projects() for one in history.of(view.project.name, width_s, since, now)]
 
-    def what_if(self, supposed: Supposition) -> Outlook:
-        """Raise UsageError: the scheduler's state is in another process."""
-        del supposed
-        raise UsageError("the page of a Kubernetes cluster does not answer suppositions")
+    async def what_if(self, supposed: Supposition) -> Outlook:
+        """Return what the leading controller answers about one job; it names no job that the user may not see.
+
+        Raises NotFoundError and ForbiddenError for a namespace in which the user may not create jobs, ConflictError
+        while the same user waits for another answer, and what `Planner.ask` raises.
+        """
+        (spec,) = supposed.submit
+        if not self._sees(spec.project) or spec.project not in {view.project.name for view in self._objects.projects()}:
+            raise NotFoundError(f"project {spec.project!r} does not exist, or you may not see it")
+        if not await self._rights.may(Asked(self._user, "create", namespace=spec.project)):
+            raise ForbiddenError(f"{self._user.name} may not create ElasticJobs in namespace {spec.project!r}")
+        if spec.gpus > MAX_GPUS:
+            raise InvalidFieldError("gpus", spec.gpus, f"it must be at most {MAX_GPUS}")
+        if self._asking:
+            raise ConflictError("your last question is still being answered; ask again in a moment")
+        question = Question(
+            namespace=spec.project,
+            gpus=spec.gpus,
+            min_gpus=spec.min_gpus,
+            kind=spec.kind,
+            visible=None if self._visible is None else tuple(sorted(self._visible)[:MAX_VISIBLE]),
+        )
+        self._asking = True
+        try:
+            return await self._planner.ask(question)
+        finally:
+            self._asking = False
 
     async def read_log(self, project: str, name: str, worker: str, offset: int, timeout_s: float) -> LogChunk:
         """Return a piece of a log (offsets are those of `PodLogs`). Raises ForbiddenError."""

@@ -16,8 +16,10 @@ from kfp_gpuquota.cluster.kubernetes.client.process import probes
 from kfp_gpuquota.cluster.kubernetes.client.process.signals import first_to_end
 from kfp_gpuquota.cluster.kubernetes.web.audit import audited
 from kfp_gpuquota.cluster.kubernetes.web.entrance import Entrance
+from kfp_gpuquota.cluster.kubernetes.web.kube_events import KubeEvents
 from kfp_gpuquota.cluster.kubernetes.web.objects import Objects
 from kfp_gpuquota.cluster.kubernetes.web.pages import UserPages
+from kfp_gpuquota.cluster.kubernetes.web.planner import Planner
 from kfp_gpuquota.cluster.kubernetes.web.pod_logs import PodLogs
 from kfp_gpuquota.cluster.kubernetes.web.rights import Identity, Rights
 from kfp_gpuquota.server.transport.connections import LimitedRunner, Limits
@@ -69,16 +71,17 @@ async def serving(options: Options, objects: Objects, connection: Connection) ->
         frozenset(options.origin),
         framed=options.dashboard,
         resizable=False,
-        what_if=False,
+        what_if=bool(options.what_if),
         deletes="The job is stopped and deleted, with its logs; checkpoints in a volume stay.",
         if_lost="not connected; trying again",
         run_page=options.run_page,
     )
     rights = Rights(connection, objects.bindings, objects.namespaces)
-    logs = PodLogs(objects, connection)
+    logs, events = PodLogs(objects, connection), KubeEvents(connection)
+    planner = Planner(options.what_if, options.what_if_files)
 
     def pages_of(user: Identity) -> UserPages:
-        return UserPages(user, objects, rights, logs, connection)
+        return UserPages(user, objects, rights, logs, events, planner, connection)
 
     entrance = Entrance(setting, pages_of, options)
     application = build_pages(entrance, setting, outer=[audited(entrance)])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kfp_gpuquota.cluster.local.home import Home
     from kfp_gpuquota.cluster.local.storage.state import ClusterState
     from kfp_gpuquota.cluster.local.storage.store import Store
+    from kfp_gpuquota.web.notice import Notice
 
 CACHED_EVENTS: Final = 64
 _SIZE_EVENTS: Final = frozenset({EventKind.WORKER_STARTED, EventKind.WORKER_GONE})
@@ -92,6 +93,14 @@ class LocalPages:
             self._events[uid] = (newest, tuple(self._store.load_job_events(uid)))
         return self._events[uid][1]
 
+    def notices_of(self, uid: str) -> tuple[Notice, ...]:
+        """Return nothing: all that happens to a job here is in its history."""
+        del uid
+        return ()
+
+    async def look_up(self, project: str, name: str) -> None:
+        """Do nothing: all is in memory, or in the state file."""
+
     def sizes_of(self, job: Job) -> list[tuple[float, float]]:
         """Return what the job held after each moment at which workers started or exited."""
         held, found = 0.0, []
@@ -114,7 +123,7 @@ class LocalPages:
         """Return the projects' usage."""
         return self._store.load_usage(width_s, since)
 
-    def what_if(self, supposed: Supposition) -> Outlook:
+    async def what_if(self, supposed: Supposition) -> Outlook:
         """Return what would happen. Raises NotFoundError for a project that does not exist."""
         for spec in supposed.submit:
             self._state.project(spec.project)
