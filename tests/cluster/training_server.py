@@ -52,7 +52,7 @@ def watch(connection: socket.socket) -> int:
         os.close(file)
     ended = os.pidfd_open(child)
     while True:
-        readable, _, _ = select.select([ended, connection], [], [])
+        readable, _, _ = select.select([ended, connection.fileno()], [], [])
         if ended in readable:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             with contextlib.suppress(OSError):
