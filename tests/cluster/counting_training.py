@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_runtime
 
-EPOCHS, SAMPLES, GLOBAL_BATCH = 2, 240, 8
+EPOCHS, SAMPLES, GLOBAL_BATCH = 2, 160, 8
 STEPS = EPOCHS * SAMPLES // GLOBAL_BATCH
 STEP_S = 0.02  # long enough that most faults of a history meet the loop
 EVERY_S = 0.1  # a checkpoint

@@ -56,7 +56,8 @@ class Trainings:
             status = job.status
             if status.phase is Phase.SUCCEEDED:
                 assert self.results_of(job.uid), f"{job.spec.name} succeeded without a result: {status}"
-                assert status.progress is None or status.progress.step <= STEPS, status
+                assert status.progress is not None, f"{job.spec.name} succeeded without a report: {status}"
+                assert status.progress.step == STEPS, f"{job.spec.name} succeeded elsewhere: {status}"
             elif status.phase is Phase.FAILED:
                 explained = status.reason is not None and "signal 9" in status.reason.message and self.faults > 0
                 assert explained, f"{job.spec.name} failed without a fault: {status}"

@@ -39,7 +39,8 @@ class History:
     """One cluster, one seed, and what was done to it."""
 
     def __init__(self, cluster: EmbeddedCluster, seed: int, tally: Path, trainings: Trainings) -> None:
-        self.cluster, self.random, self.tally = cluster, random.Random(seed), tally
+        self.cluster, self.seed, self.tally = cluster, seed, tally
+        self.random = random.Random(seed)
         self.trainings = trainings
         self.count = 0
         self.done: list[str] = []
@@ -52,8 +53,8 @@ class History:
     def play(self) -> None:
         """Take all steps, wait for the end of what they began, and check it; print them where that fails."""
         try:
-            for _ in range(ACTIONS):
-                self.step()
+            for number in range(ACTIONS):
+                self.step(number)
             self.settle()
             self.check_results()
         except BaseException:
@@ -67,7 +68,9 @@ class History:
         logs = (self.cluster.home.jobs / job.uid).glob("workers/*/log")
         return [f"{log}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs]
 
-    def step(self) -> None:
+    def step(self, number: int) -> None:
+        """Take the step of this number, drawn for it alone: a replay takes the same, whatever was there to act upon."""
+        self.random = random.Random(f"{self.seed}:{number}")
         action = self.random.choice(self.actions)
         with contextlib.suppress(ConflictError, NotFoundError, StateFileError):  # the last one: the disk is full
             self.done.append(action())
@@ -170,6 +173,10 @@ class History:
         for job in listed:
             assert (job.status.phase.final or job.status.phase is Phase.PENDING) <= (job.status.gpus == 0), job
 
+    def progress(self) -> list[object]:
+        """What changes while the cluster settles: on a slow machine a training takes long, and is not stuck."""
+        return [self.trained(), *((job.uid, job.status.phase, job.status.restarts) for job in self.unended())]
+
     def unended(self) -> list[Job]:
         return [job for job in self.cluster.client.list_jobs().jobs if not ended(job)]
 
@@ -182,7 +189,9 @@ class History:
             elif job.spec.command[0] == "sleep" or job.status.phase in {Phase.SUSPENDED, Phase.STOPPING}:
                 with contextlib.suppress(NotFoundError):
                     self.cluster.client.delete_job(job.spec.project, job.spec.name)
-        until(lambda: not self.unended(), self.unended, SETTLE_S)
+        while self.unended():
+            before = self.progress()
+            until(lambda before=before: self.progress() != before, self.unended, SETTLE_S)  # type: ignore[misc]
         assert all(not view.held for view in self.cluster.client.list_nodes())
 
     def check_results(self) -> None:
