@@ -93,7 +93,7 @@ def sharded_beside_a_count_that_is_not_restored(**init: Any) -> Any:
     return train(init, layers(), count=Forgetful())
 
 
-@script(refused="left parameter '0.weight' unsharded", modes=("fast",))
+@script(rehearsed="left parameter '0.weight' unsharded", modes=("fast",))
 def sharded_in_part(**init: Any) -> Any:
     def only_the_last(model: nn.Module, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
