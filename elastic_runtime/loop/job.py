@@ -200,25 +200,25 @@ class Job:
         if shard is None:
             session.watches.append(FrozenParameters(models))
         if self._member.rehearsed:
-            self._rehearse(session, state, models, loaders[0], sharded=shard is not None)
+            self._rehearse(session, state, models, loaders[0].num_workers)
         self._session, self._state = session, state
         _sessions.add(session)
         several = isinstance(loader, list | tuple)
         found = (model, optimizer, [session.loader, *session.loader.seconds] if several else session.loader)
         return found if scheduler is None else (*found, scheduler)
 
-    def _rehearse(
-        self, session: Session, state: TrainingState, models: list[Any], loader: DataLoader[Any], *, sharded: bool
-    ) -> None:
-        """Attach the rehearsal's observer. UsageError with shard=, where a lost worker's shards are lost with it."""
+    def _rehearse(self, session: Session, state: TrainingState, models: list[Any], processes: int) -> None:
+        """Attach the rehearsal's observer. `processes`: of the loader."""
         from elastic_runtime.rehearsal.observer import Observer  # noqa: PLC0415  (nothing else needs it)
 
-        if sharded:
-            raise UsageError(
-                "ELASTIC_REHEARSE does not rehearse shard=; leave it out for the rehearsal, or run without"
-            )
-        assert self._member.rehearsed is not None
-        session.observe(Observer(self._member.rehearsed, state, lambda: self.world_size, models, loader.num_workers))
+        orders, sharding = self._member.rehearsed, self._member.sharding
+        assert orders is not None
+        if sharding is None:
+            session.observe(Observer(orders, state, lambda: self.world_size, models, processes))
+            return
+        from elastic_runtime.rehearsal.sharded_observer import ShardedObserver  # noqa: PLC0415  (imports FSDP)
+
+        session.observe(ShardedObserver(orders, state, lambda: self.world_size, models, processes, sharding))
 
     def track(self, **objects: Stateful) -> None:
         """Carry more objects with a `state_dict` along (averaged weights, counters): to joiners, in checkpoints.

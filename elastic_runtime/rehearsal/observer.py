@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from elastic_runtime.rehearsal.orders import RehearsedOrders
+    from elastic_runtime.rehearsal.records import Prints
     from elastic_runtime.state.training_state import TrainingState
 
 _SMALLEST_HALF = 2.0**-24
@@ -64,7 +65,7 @@ class Observer:
                 self._save_and_load(step)
             if step > LAST:
                 self._orders.release()
-        self._streams = _streams()
+        self._streams = streams()
 
     def summed(self) -> None:
         """The gradients of the step, those of its last backward pass, are summed over all workers.
@@ -78,8 +79,8 @@ class Observer:
             step=step,
             attempt=attempt,
             workers=workers,
-            prints=prints_of((name, p.grad) for name, p in self._state.parameters()),
-            random=self._processes > 0 or _streams() != self._streams,
+            prints=self._gradients(),
+            random=self._processes > 0 or streams() != self._streams,
             normalised=self._normalised(),
             resolution=self._resolution(),
             exact=self._state.reduction != "reduction='fast'",
@@ -89,6 +90,9 @@ class Observer:
         if step in FAILING and attempt == 0:
             raise CollectiveError(f"the rehearsal lets step {step} fail")
 
+    def _gradients(self) -> Prints:
+        return prints_of((name, p.grad) for name, p in self._state.parameters())
+
     def _record_state(self, step: int) -> None:
         workers = self._workers()
         objects = objects_beside(self._state, self._models) if workers > 1 else []
@@ -97,7 +101,10 @@ class Observer:
 
     def _captured(self) -> dict[str, Any]:
         """Return the state that all workers share; the position in a stream is each worker's own."""
-        captured = self._state.capture()
+        return self._shared(self._state.capture())
+
+    @staticmethod
+    def _shared(captured: dict[str, Any]) -> dict[str, Any]:
         return {"model": captured["model"], "parts": {k: v for k, v in captured["parts"].items() if k != "loader"}}
 
     def _save_and_load(self, step: int) -> None:
@@ -122,7 +129,7 @@ class Observer:
         return any(isinstance(part, kind) and part.training for part in parts)
 
 
-def _streams() -> list[Any]:
+def streams() -> list[Any]:
     """Return the state of the random streams."""
     numpy = sys.modules.get("numpy")
     found: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]

@@ -22,6 +22,12 @@ _STAGES = (
     (SAVED, "a checkpoint written and read"),
 )
 
+NOT_WITH_SHARDS = (
+    "The state is sharded: checksums of the gathered state are compared before each step. Not tried with shard=: a "
+    "worker that leaves and hands its shards over, more than 2 workers, FSDP's own collectives over NCCL, and objects "
+    "that are neither prepared nor tracked."
+)
+
 
 def show(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> None:
     """Print the report."""
@@ -46,6 +52,8 @@ def lines(findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> Iterat
         yield f"The training ended after {reached + 1} of {LAST + 1} steps" + (
             f"; not tried: {missing}." if missing else "."
         )
+    if any(row["what"] == "sharded" for row in rows):
+        yield from textwrap.wrap(NOT_WITH_SHARDS, _WIDTH)
     for number, finding in enumerate(fails, 1):
         yield from _block(f"{number}. {finding.what}", finding)
     for finding in findings:

@@ -18,6 +18,8 @@ REPEATED = 5
 """Two workers repeat it. Where an iteration has several backward passes, the failure is in the last one."""
 LEADER_LOST = 7
 """Computed by two workers, then by the second one alone, which becomes rank 0."""
+SHARDS_SAVED = 6
+"""Before it sharded state is written to a checkpoint, to which the loss of rank 0 leads back."""
 SAVED = 9
 """Before it the state is written to a checkpoint and read again."""
 LAST = 10

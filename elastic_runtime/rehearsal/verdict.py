@@ -41,7 +41,7 @@ class Finding:
 
 def findings_of(rows: Sequence[Row]) -> list[Finding]:
     """All findings, errors first."""
-    rules = (_errors, _repeated_steps, _changed_sizes, _states, _objects, _checkpoint)
+    rules = (_errors, _repeated_steps, _changed_sizes, _states, _objects, _gathered, _checkpoint)
     return [finding for rule in rules for finding in rule(rows)]
 
 
@@ -172,11 +172,34 @@ def _alike(objects: list[Row], kind: str, shape: tuple[str, ...]) -> list[Prints
     return sorted(chosen, key=lambda prints: sum(abs(value[1]) for value in prints.values()))
 
 
+def _gathered(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Sharded state: each step begins with one state, however often it begins and with however many workers."""
+    first: dict[int, Row] = {}
+    for row in sorted(_of(rows, "gathered"), key=lambda row: (int(row["step"]), row["worker"])):
+        before = first.setdefault(row["step"], row)
+        names = _other_sums(before["sums"], row["sums"])
+        if names:
+            sizes = f"with {before['workers']} and with {row['workers']} workers"
+            yield Finding(
+                f"step {row['step']} begins with different sharded states ({sizes}; after a resharding, a repeated "
+                "step or a return to a checkpoint)",
+                _listed(names),
+                "what changes parameters, buffers or optimizer state outside of optimizer.step has to be in an object "
+                "that prepare or job.track carries; its load_state_dict has to restore all that its state_dict returns",
+            )
+            return
+
+
+def _other_sums(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return sorted(name for name in set(one) | set(other) if one.get(name) != other.get(name))
+
+
 def _checkpoint(rows: Sequence[Row]) -> Iterator[Finding]:
     for row in _of(rows, "unsaved"):
         yield Finding("the state cannot be written to a checkpoint and read again", row["message"], "see the message")
-    for row in _of(rows, "loaded"):
-        names = _unlike(row["before"], row["after"])
+    compared = [(row, _unlike(row["before"], row["after"])) for row in _of(rows, "loaded")]
+    compared += [(row, _other_sums(row["before"], row["after"])) for row in _of(rows, "reread")]
+    for _row, names in compared:
         if names:
             yield Finding(
                 "a checkpoint that is read again holds another state",

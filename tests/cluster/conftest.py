@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cluster import real_trainings
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -18,19 +20,44 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", [int(seed) for seed in metafunc.config.getoption("--seeds").split(",")])
 
 
-@pytest.fixture
-def jumping_clock(tmp_path: Path) -> Iterator[Path]:
-    """A library that shifts a process's wall clock by the seconds in a file, and that file."""
-    source = tmp_path / "clock.c"
+@pytest.fixture(scope="session")
+def clock_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that shifts a process's wall clock by the seconds in the file that CLOCK_OFFSET_FILE names."""
+    folder = tmp_path_factory.mktemp("clock")
+    source, library = folder / "clock.c", folder / "clock.so"
     source.write_text(CLOCK)
-    library, offset = tmp_path / "clock.so", tmp_path / "offset"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture
+def jumping_clock(tmp_path: Path, clock_library: Path) -> Iterator[Path]:
+    """The file with the seconds by which the wall clock of the processes that are started meanwhile is shifted."""
+    library, offset = clock_library, tmp_path / "offset"
     offset.write_text("0")
     before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "CLOCK_OFFSET_FILE")}
     os.environ.update(LD_PRELOAD=str(library), CLOCK_OFFSET_FILE=str(offset))
     yield offset
     for name, value in before.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture(scope="session")
+def training_server(tmp_path_factory: pytest.TempPathFactory, clock_library: Path) -> Iterator[tuple[Path, str]]:
+    """The socket of a server of real trainings, and the checksum that they end with."""
+    folder = tmp_path_factory.mktemp("trainings")
+    expected = real_trainings.undisturbed(folder)
+    server = real_trainings.start_server(folder / "socket", {**os.environ, "LD_PRELOAD": str(clock_library)})
+    yield folder / "socket", expected
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture
+def trainings(training_server: tuple[Path, str], tmp_path: Path) -> real_trainings.Trainings:
+    """Real trainings for one history."""
+    (tmp_path / "results").mkdir()
+    return real_trainings.Trainings(training_server[0], tmp_path / "results", training_server[1])
 
 
 CLOCK = """

@@ -19,43 +19,58 @@ from kfp_gpuquota.api import Job, Phase
 from kfp_gpuquota.api.wire import EventKind
 from kfp_gpuquota.cluster.local.devices import ClusterConfig
 from kfp_gpuquota.errors import ConflictError, NotFoundError, StateFileError
+from tests.cluster.real_trainings import MOST
 from tests.conftest import running_cluster
 from tests.polling import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.cluster.real_trainings import Trainings
     from tests.conftest import EmbeddedCluster
 
 ACTIONS = 40
 TEAMS = {"team-a": (2, None), "team-b": (2, 3), "team-c": (0, None)}
-SETTLE_S = 60.0
+SETTLE_S = 120.0
+LET_TRAIN_S = 2.0
 
 
 class History:
     """One cluster, one seed, and what was done to it."""
 
-    def __init__(self, cluster: EmbeddedCluster, seed: int, tally: Path) -> None:
-        self.cluster, self.random, self.tally = cluster, random.Random(seed), tally
+    def __init__(self, cluster: EmbeddedCluster, seed: int, tally: Path, trainings: Trainings) -> None:
+        self.cluster, self.seed, self.tally = cluster, seed, tally
+        self.random = random.Random(seed)
+        self.trainings = trainings
         self.count = 0
         self.done: list[str] = []
         self.actions: list[Callable[[], str]] = [
             self.submit_short, self.submit_short, self.submit_long, self.submit_elastic, self.submit_session,
+            self.submit_training, self.submit_training, self.let_train, self.let_train,
             self.delete, self.suspend, self.resume, self.cancel, self.kill_worker, self.kill_shim, self.kill_daemon,
         ]  # fmt: skip
 
     def play(self) -> None:
         """Take all steps, wait for the end of what they began, and check it; print them where that fails."""
         try:
-            for _ in range(ACTIONS):
-                self.step()
+            for number in range(ACTIONS):
+                self.step(number)
             self.settle()
+            self.check_results()
         except BaseException:
             print("\n".join(self.done))
+            for job in filter(self.trainings.is_one, self.cluster.client.list_jobs().jobs):
+                print(job, *self.logs_of(job), sep="\n")
             raise
-        self.check_results()
 
-    def step(self) -> None:
+    def logs_of(self, job: Job) -> list[str]:
+        """The ends of its workers' logs."""
+        logs = (self.cluster.home.jobs / job.uid).glob("workers/*/log")
+        return [f"{log}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs]
+
+    def step(self, number: int) -> None:
+        """Take the step of this number, drawn for it alone: a replay takes the same, whatever was there to act upon."""
+        self.random = random.Random(f"{self.seed}:{number}")
         action = self.random.choice(self.actions)
         with contextlib.suppress(ConflictError, NotFoundError, StateFileError):  # the last one: the disk is full
             self.done.append(action())
@@ -80,6 +95,25 @@ class History:
 
     def submit_session(self) -> str:
         return self.submit(kind="build")
+
+    def submit_training(self) -> str:
+        """Submit a real training, whose end is checked; a few of them keep two cores busy."""
+        if sum(map(self.trainings.is_one, self.cluster.client.list_jobs().jobs)) >= MOST:
+            return self.let_train()
+        sizes = self.random.choice([{"gpus": 1}, {"gpus": 2}, {"gpus": 1, "max_gpus": 2}, {"gpus": 2, "max_gpus": 3}])
+        return "real training: " + self.submit(*self.trainings.command, min_gpus=1, max_restarts=100, **sizes)
+
+    def let_train(self) -> str:
+        """Let a training proceed by a few steps, if one can: what happens next meets it in its loop."""
+        before = self.trained()
+        with contextlib.suppress(TimeoutError):
+            until(lambda: self.trained() != before, timeout_s=LET_TRAIN_S)
+        return f"trained: {before} -> {self.trained()}"
+
+    def trained(self) -> dict[str, int]:
+        """The steps that trainings have reported, by name."""
+        jobs = [job for job in self.cluster.client.list_jobs().jobs if self.trainings.is_one(job)]
+        return {job.spec.name: job.status.progress.step for job in jobs if job.status.progress}
 
     def delete(self) -> str:
         return self.on_some_job("delete", self.cluster.client.delete_job)
@@ -122,6 +156,7 @@ class History:
         worker = self.random.choice(workers)
         with contextlib.suppress(OSError):
             os.kill(target(worker.pid or 0), signal.SIGKILL)
+            self.trainings.faults += 1
         return f"kill the {what} of {worker.id}"
 
     # What must hold
@@ -138,16 +173,25 @@ class History:
         for job in listed:
             assert (job.status.phase.final or job.status.phase is Phase.PENDING) <= (job.status.gpus == 0), job
 
+    def progress(self) -> list[object]:
+        """What changes while the cluster settles: on a slow machine a training takes long, and is not stuck."""
+        return [self.trained(), *((job.uid, job.status.phase, job.status.restarts) for job in self.unended())]
+
     def unended(self) -> list[Job]:
         return [job for job in self.cluster.client.list_jobs().jobs if not ended(job)]
 
     def settle(self) -> None:
         """Check that finally every job that may run runs, and that stopped workers have exited."""
         for job in self.cluster.client.list_jobs().jobs:
-            if job.spec.command[0] == "sleep" or job.status.phase in {Phase.SUSPENDED, Phase.STOPPING}:
+            if self.trainings.is_one(job):
+                with contextlib.suppress(ConflictError):  # one that ends
+                    self.cluster.client.resume_job(job.spec.project, job.spec.name)
+            elif job.spec.command[0] == "sleep" or job.status.phase in {Phase.SUSPENDED, Phase.STOPPING}:
                 with contextlib.suppress(NotFoundError):
                     self.cluster.client.delete_job(job.spec.project, job.spec.name)
-        until(lambda: not self.unended(), self.unended, SETTLE_S)
+        while self.unended():
+            before = self.progress()
+            until(lambda before=before: self.progress() != before, self.unended, SETTLE_S)  # type: ignore[misc]
         assert all(not view.held for view in self.cluster.client.list_nodes())
 
     def check_results(self) -> None:
@@ -155,8 +199,10 @@ class History:
         ran = Counter(self.tally.read_text().split())
         decided = Counter(e.job_uid for e in self.cluster.client.events().events if e.kind is EventKind.JOB_STARTED)
         listed = self.cluster.client.list_jobs().jobs
-        assert {job.uid for job in listed if job.status.phase is Phase.SUCCEEDED} <= set(ran)
+        succeeded = [job for job in listed if job.status.phase is Phase.SUCCEEDED]
+        assert {job.uid for job in succeeded if not self.trainings.is_one(job)} <= set(ran)
         assert all(ran[uid] <= decided[uid] for uid in ran), (ran, decided)
+        self.trainings.check(list(listed))
 
 
 def ended(job: Job) -> bool:
@@ -168,10 +214,12 @@ def parent_of(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_whatever_happens_no_gpu_is_held_twice_and_every_job_ends(tmp_path: Path, seed: int) -> None:
+def test_whatever_happens_no_gpu_is_held_twice_and_every_job_ends(
+    tmp_path: Path, seed: int, trainings: Trainings
+) -> None:
     tally = tmp_path / "tally"
     tally.touch()
     with running_cluster(tmp_path / "home", ClusterConfig(nodes=2, gpus_per_node=3)) as cluster:
         for name, (guaranteed, limit) in TEAMS.items():
             cluster.project(name, guaranteed, limit=limit)
-        History(cluster, seed, tally).play()
+        History(cluster, seed, tally, trainings).play()

@@ -24,6 +24,7 @@ from tests.security.test_local_sockets import INTRUDER
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.cluster.real_trainings import Trainings
     from tests.conftest import EmbeddedCluster
 
 DAY_S = 86_400
@@ -40,8 +41,10 @@ for name in ("socket", "socket.new"):
 class HostileHistory(History):
     """A history with a small disk, a clock that is set, and another user of the machine."""
 
-    def __init__(self, cluster: EmbeddedCluster, seed: int, tally: Path, disk: Path, clock: Path) -> None:
-        super().__init__(cluster, seed, tally)
+    def __init__(
+        self, cluster: EmbeddedCluster, seed: int, tally: Path, trainings: Trainings, disk: Path, clock: Path
+    ) -> None:
+        super().__init__(cluster, seed, tally, trainings)
         self.disk, self.clock = disk, clock
         self.actions += [
             self.fill_disk, self.take_inodes, self.free_disk, self.set_clock,
@@ -68,6 +71,7 @@ class HostileHistory(History):
 
     def restart_machine(self) -> str:
         """End every process at once, and have what they wrote be of an earlier boot."""
+        self.trainings.faults += 1
         until(self.ended, self.cluster.processes)
         for record in self.cluster.home.jobs.glob("*/workers/*/process.json"):
             identity = json.loads(record.read_text())
@@ -107,7 +111,7 @@ class HostileHistory(History):
 @as_root
 @pytest.mark.slow
 def test_nothing_is_lost_or_held_twice_on_a_machine_that_is_against_it(
-    jumping_clock: Path, tmp_path: Path, seed: int
+    jumping_clock: Path, tmp_path: Path, seed: int, trainings: Trainings
 ) -> None:
     tally = tmp_path / "tally"
     tally.touch()
@@ -120,4 +124,4 @@ def test_nothing_is_lost_or_held_twice_on_a_machine_that_is_against_it(
         open_to_everybody(disk / "home")
         for name, (guaranteed, limit) in TEAMS.items():
             cluster.project(name, guaranteed, limit=limit)
-        HostileHistory(cluster, seed, tally, disk, jumping_clock).play()
+        HostileHistory(cluster, seed, tally, trainings, disk, jumping_clock).play()

@@ -33,6 +33,8 @@ QUICK = [
     ("lazy_layers", "fast"),
     ("loss_that_is_a_sum", "fast"),
     ("log_that_only_the_first_leader_has", "exact"),
+    ("sharded_layers", "fast"),
+    ("sharded_beside_a_count_that_is_not_restored", "fast"),
 ]
 EACH = [(s.name, mode) for s in SCRIPTS.values() for mode in s.modes if (s.name, mode) not in QUICK]
 SAMPLED = EACH if os.environ.get("ELASTIC_REHEARSALS") == "all" else EACH[::5]
@@ -183,6 +185,34 @@ def test_state_that_a_joiner_has_with_other_values_is_named() -> None:
     second = {**row, "worker": SECOND, "prints": {"model.bias": [1.1, 1.0], "model.weight": [2.0, 1.0]}}
     (finding,) = findings_of([first, second])
     assert finding.why == "model.bias"
+
+
+def gathered(worker: str, step: int, workers: int, checksum: str) -> dict[str, Any]:
+    return {"what": "gathered", "worker": worker, "step": step, "workers": workers, "sums": {"model.weight": checksum}}
+
+
+def test_a_step_that_begins_with_other_shards_after_a_change_of_size_is_named() -> None:
+    (finding,) = findings_of([gathered(FIRST, 3, 1, "a"), gathered(FIRST, 3, 2, "a"), gathered(SECOND, 3, 2, "b")])
+    assert finding.fails
+    assert finding.why == "model.weight"
+    assert findings_of([gathered(FIRST, 3, 1, "a"), gathered(SECOND, 3, 2, "a"), gathered(SECOND, 4, 2, "b")]) == []
+
+
+def test_a_tensor_that_a_checkpoint_in_parts_lacks_is_named() -> None:
+    row = {
+        "what": "reread",
+        "worker": SECOND,
+        "step": 9,
+        "before": {"bias": "a", "weight": "b"},
+        "after": {"bias": "a"},
+    }
+    (finding,) = findings_of([row])
+    assert (finding.fails, finding.why) == (True, "weight")
+
+
+def test_a_report_about_shards_names_what_was_not_tried() -> None:
+    report = " ".join(lines([], [gradients(FIRST, 10, 0, 1), {"what": "sharded", "worker": FIRST}]))
+    assert "Not tried with shard=: a worker that leaves and hands its shards over" in report
 
 
 def test_figures_that_are_not_finite_are_equal_where_both_have_them() -> None:

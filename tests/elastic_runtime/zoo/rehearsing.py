@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_runtime.rehearsal import second_worker
-from tests.elastic_runtime.zoo import catalogue, silent
+from tests.elastic_runtime.zoo import catalogue, shards, silent
 from tests.elastic_runtime.zoo.parts import SCRIPTS
 from tests.forked import Completed, preload, run
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["catalogue", "rehearse", "silent"]
+__all__ = ["catalogue", "rehearse", "shards", "silent"]
 
 preload(
     "tests.elastic_runtime.zoo.rehearsing",
