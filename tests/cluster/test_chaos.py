@@ -10,6 +10,7 @@ import os
 import random
 import signal
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -173,6 +174,10 @@ class History:
         for job in listed:
             assert (job.status.phase.final or job.status.phase is Phase.PENDING) <= (job.status.gpus == 0), job
 
+    def settles_from(self, before: list[object]) -> bool:
+        """Whether all jobs have ended, or something has changed since."""
+        return not self.unended() or self.progress() != before
+
     def progress(self) -> list[object]:
         """What changes while the cluster settles: on a slow machine a training takes long, and is not stuck."""
         return [self.trained(), *((job.uid, job.status.phase, job.status.restarts) for job in self.unended())]
@@ -191,7 +196,7 @@ class History:
                     self.cluster.client.delete_job(job.spec.project, job.spec.name)
         while self.unended():
             before = self.progress()
-            until(lambda before=before: self.progress() != before, self.unended, SETTLE_S)  # type: ignore[misc]
+            until(partial(self.settles_from, before), self.unended, SETTLE_S)
         assert all(not view.held for view in self.cluster.client.list_nodes())
 
     def check_results(self) -> None:

@@ -6,6 +6,7 @@ was killed, and reports how it has ended. A new interpreter would spend seconds 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -82,6 +83,7 @@ def begin(request: dict[str, dict[str, str]], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     code = 0
+    atexit._clear()  # what the server itself has registered
     try:
         train(Path(request["arguments"]["results"]))
     except SystemExit as end:
@@ -89,6 +91,7 @@ def begin(request: dict[str, dict[str, str]], files: list[int]) -> None:
     except BaseException as error:  # noqa: BLE001  (what a script does not catch ends it)
         traceback.print_exc()
         code = getattr(error, "exit_code", 1)
+    atexit._run_exitfuncs()  # the last reports are sent there
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
