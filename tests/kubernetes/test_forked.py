@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kfp_gpuquota.cluster.kubernetes.client.process.forked import MEMORY, computed
+from kfp_gpuquota.cluster.kubernetes.client.process.forked import MEMORY, computed, free_memory
 from kfp_gpuquota.errors import ClusterUnavailableError
 from tests.polling import TIMEOUT_S, until
 
@@ -80,6 +80,24 @@ def test_a_child_that_fails_is_an_error_and_not_an_empty_answer() -> None:
 def test_a_child_that_needs_too_much_memory_fails() -> None:
     with pytest.raises(ClusterUnavailableError, match="the computation failed"):
         asyncio.run(computed(lambda: b"x" * (2 * MEMORY), TIMEOUT_S))
+
+
+def control_group(folder: Path, limit: str, used: int = 0, dropped: int = 0) -> Path:
+    """A control group as the kernel shows it."""
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {dropped}\n")
+    return folder
+
+
+def test_no_child_is_started_where_the_container_could_need_more_than_it_may_use(tmp_path: Path) -> None:
+    assert free_memory(tmp_path) is None, "no control group"
+    assert free_memory(control_group(tmp_path, "max", 5)) is None
+    assert free_memory(control_group(tmp_path, "100", 50, 20)) == 70
+    with pytest.raises(ClusterUnavailableError, match="too little memory left"):
+        asyncio.run(computed(lambda: b"x", TIMEOUT_S, control_group(tmp_path, str(1 << 30), (1 << 30) - (1 << 20))))
+    much = control_group(tmp_path, str(1 << 40), 1 << 20)
+    assert asyncio.run(computed(lambda: b"x", TIMEOUT_S, much)) == b"x"
 
 
 def test_a_child_whose_answer_nobody_waits_for_is_ended() -> None:

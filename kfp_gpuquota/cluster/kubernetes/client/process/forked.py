@@ -6,8 +6,9 @@ memory's page tables, and goes on while another core computes. Rejected: a proce
 data would have to be sent.
 
 The child computes and writes, and nothing else: it has closed the connections of this process, and no lock that another
-thread held at the fork is one that it needs. It is killed when its time is over, or when nobody waits for it any more,
-and fails where it needs too much memory.
+thread held at the fork is one that it needs. It is killed when its time is over, or when nobody waits for it any more.
+Pages that it touches are copied, since Python counts references in them. A container that needs more memory than it may
+use ends as a whole, so no child is started where too little is left, and one that allocates too much fails by itself.
 """
 
 from __future__ import annotations
@@ -33,14 +34,20 @@ _LAST_DESCRIPTOR: Final = 1 << 30
 NICENESS: Final = 10
 """A busy machine's processor is the event loop's first."""
 MEMORY: Final = 512 << 20
-"""Bytes that a child may allocate, beside what it shares with its parent."""
+"""Bytes that a child may allocate, beside what it has of its parent's memory."""
+SPARE: Final = 64 << 20
+CGROUP: Final = Path("/sys/fs/cgroup")
 
 log = logging.getLogger(__name__)
 
 
-async def computed(compute: Callable[[], bytes], limit_s: float) -> bytes:
-    """Return what `compute()` returns in a child. Raises TimeoutError, and ClusterUnavailableError where it failed."""
-    pid, pipe = _forked(compute, limit_s)
+async def computed(compute: Callable[[], bytes], limit_s: float, cgroup: Path = CGROUP) -> bytes:
+    """Return what `compute()` returns in a child.
+
+    Raises TimeoutError, and ClusterUnavailableError where it failed or there is too little memory for it. `cgroup` is
+    the folder of this container's control group.
+    """
+    pid, pipe = _forked(compute, limit_s, _allowed(cgroup))
     try:
         async with asyncio.timeout(limit_s):
             content = await _content(pipe)
@@ -53,7 +60,29 @@ async def computed(compute: Callable[[], bytes], limit_s: float) -> bytes:
     return content
 
 
-def _forked(compute: Callable[[], bytes], limit_s: float) -> tuple[int, int]:
+def free_memory(cgroup: Path) -> int | None:
+    """Return the bytes that the container may still use, also in place of cached files; None where it has no limit."""
+    try:
+        limit, used = (cgroup / "memory.max").read_text().strip(), int((cgroup / "memory.current").read_text())
+        stored = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except FileNotFoundError:  # no container, or another kind of control groups
+        return None
+    return None if limit == "max" else int(limit) - used + int(stored.get("inactive_file", 0))
+
+
+def _allowed(cgroup: Path) -> int:
+    """Return how much a child may allocate. Raises ClusterUnavailableError where copied pages may take what is left."""
+    free = free_memory(cgroup)
+    if free is None:
+        return MEMORY
+    left = free - _pages(1) // 2 - SPARE
+    if left <= 0:
+        log.warning("a computation needs a child process, but only %d MiB of memory are free", free >> 20)
+        raise ClusterUnavailableError("the controller has too little memory left for it; raise its limit")
+    return min(MEMORY, left)
+
+
+def _forked(compute: Callable[[], bytes], limit_s: float, allowed: int) -> tuple[int, int]:
     """Fork; return the child's id, and where its answer is read."""
     pipe, answer = os.pipe()
     try:
@@ -63,7 +92,7 @@ def _forked(compute: Callable[[], bytes], limit_s: float) -> tuple[int, int]:
         os.close(answer)
         raise ClusterUnavailableError(f"no process can be started: {error}") from error
     if pid == 0:
-        _compute(compute, answer, limit_s)
+        _compute(compute, answer, limit_s, allowed)
     os.close(answer)
     os.set_blocking(pipe, False)
     return pid, pipe
@@ -88,7 +117,7 @@ async def _content(pipe: int) -> bytes:
     return b"".join(chunks)
 
 
-def _compute(compute: Callable[[], bytes], answer: int, limit_s: float) -> NoReturn:
+def _compute(compute: Callable[[], bytes], answer: int, limit_s: float, allowed: int) -> NoReturn:
     """Compute in the child, write, and end it."""
     try:
         gc.disable()  # a collection would touch, and so copy, all memory
@@ -100,7 +129,7 @@ def _compute(compute: Callable[[], bytes], answer: int, limit_s: float) -> NoRet
         seconds = ceil(limit_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         os.nice(NICENESS)
-        memory = _address_space() + MEMORY
+        memory = _pages(0) + allowed
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         content = memoryview(compute())
         while content:
@@ -111,6 +140,6 @@ def _compute(compute: Callable[[], bytes], answer: int, limit_s: float) -> NoRet
     os._exit(0)
 
 
-def _address_space() -> int:
-    """Return this process's virtual memory in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+def _pages(column: int) -> int:
+    """Return this process's virtual memory (column 0) or resident memory (column 1) in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
