@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from kfp_gpuquota.errors import ClusterUnavailableError
 from tests.polling import TIMEOUT_S, until
 
 
-def children() -> list[str]:
+def children() -> set[str]:
     """The ids of this process's children."""
-    found: list[str] = []
+    found: set[str] = set()
     for thread in Path(f"/proc/{os.getpid()}/task").iterdir():
-        found += (thread / "children").read_text().split()
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            found.update((thread / "children").read_text().split())
     return found
 
 
@@ -35,7 +37,7 @@ def test_a_child_computes_from_this_processs_memory_and_changes_nothing_in_it() 
     assert answer[1 << 20 :].startswith(b"([1, 2, 3, 4], ")
     assert str(os.getpid()).encode() not in answer
     assert content == [1, 2, 3]
-    assert children() == before
+    assert children() <= before
 
 
 def test_the_event_loop_goes_on_while_a_child_computes(tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def test_a_child_that_takes_too_long_is_killed() -> None:
 
     with pytest.raises(TimeoutError):
         asyncio.run(computed(forever, 0.05))
-    assert children() == before
+    assert children() <= before
 
 
 def test_a_child_that_fails_is_an_error_and_not_an_empty_answer() -> None:
@@ -112,7 +114,7 @@ def test_a_child_whose_answer_nobody_waits_for_is_ended() -> None:
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
-    assert children() == before
+    assert children() <= before
 
 
 def test_a_child_has_none_of_this_processs_connections() -> None:
