@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY_S = 1.0
 TIMES_EVERY_S = 5.0
+_SHORTAGES = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE}
 
 _log = logging.getLogger("elastic_runtime")
 
@@ -26,7 +28,8 @@ _log = logging.getLogger("elastic_runtime")
 class Reporter:
     """Appends lines {"event", "at" (seconds since the epoch), "worker", ...} and sends progress once a second.
 
-    `send(event, **fields)` sends to the coordinator. Raises SettingsError if the file cannot be opened.
+    `send(event, **fields)` sends to the coordinator. Raises SettingsError if the file cannot be
+    opened. Where the machine lacks space, inodes or descriptors, training continues without it.
     """
 
     def __init__(self, path: str, worker: str, send: Callable[..., None], shown: Progress) -> None:
@@ -130,8 +133,11 @@ class Reporter:
         )
 
 
-def _opened(path: str) -> TextIOWrapper:
+def _opened(path: str) -> TextIOWrapper | None:
     try:
         return open(path, "a", buffering=1, encoding="utf-8")  # noqa: PTH123
     except OSError as error:
+        if error.errno in _SHORTAGES:
+            _log.warning("ELASTIC_REPORT_FILE cannot be opened (%s); training continues without it", error)
+            return None
         raise SettingsError(f"ELASTIC_REPORT_FILE {path!r} cannot be opened ({error}); make its folder") from error

@@ -13,6 +13,8 @@ from elastic_runtime.process.progress_bar import Progress
 from elastic_runtime.process.reporting import Reporter
 from elastic_runtime.process.timing import StepClock
 from elastic_runtime.state.checkpoint_schedule import Keeper
+from tests.security.other_user import as_root
+from tests.security.test_full_machine import small_disk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +84,17 @@ def test_a_full_disk_does_not_end_the_training(caplog: pytest.LogCaptureFixture)
         "ELASTIC_REPORT_FILE cannot be written to any more ([Errno 28] No space left on device); training continues "
         "without it"
     ]
+
+
+@as_root
+def test_a_worker_that_starts_while_no_inode_is_left_trains_without_its_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk", "size=64k,nr_inodes=2") as disk:
+        (disk / "last").touch()
+        reporter = Reporter(str(disk / "report"), "worker", lambda _, **__: None, Progress(io.StringIO()))
+        reporter.metrics(1, {"loss": 0.5})
+    assert [record.message.partition(" (")[0] for record in caplog.records] == ["ELASTIC_REPORT_FILE cannot be opened"]
 
 
 def test_a_report_file_in_a_folder_that_is_not_there_is_named() -> None:
