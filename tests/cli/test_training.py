@@ -14,8 +14,8 @@ from tests.polling import TIMEOUT_S
 if TYPE_CHECKING:
     from tests.cli.conftest import Cli
 
-SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_digits.py")
-TRAINING = ("--", sys.executable, SCRIPT, "--epochs", "100000")
+SCRIPT = str(Path(__file__).parents[1] / "elastic_runtime" / "paced_training.py")
+TRAINING = ("--", sys.executable, SCRIPT, "100000")
 FEW_STEPS = 30
 
 

@@ -66,7 +66,7 @@ def test_a_pod_is_bound_to_a_fake_node_and_runs(cluster: DevCluster, namespace: 
 
 
 def test_a_pod_created_again_with_its_name_is_not_taken_for_the_one_before(cluster: DevCluster, namespace: str) -> None:
-    fake_nodes.add(cluster.api, count=1, gpus=8)
+    fake_nodes.add(cluster.api, count=1, gpus=16)  # pods that earlier tests have left may take some for a moment
     try:
         pods, names = f"/api/v1/namespaces/{namespace}/pods", [f"a-{number}" for number in range(8)]
         for name in names:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from tools.devcluster import DevCluster
 
 REPOSITORY = Path(__file__).parents[2]
-EPOCHS = 300
-STEPS = EPOCHS * 15  # 1,797 digits in batches of 128
+STEPS = 3000
 
 
 def alive(controlled: Controlled, team: str) -> dict[str, dict[str, Any]]:
@@ -395,17 +394,16 @@ def test_real_training_shrinks_and_grows_for_another_team_and_loses_no_step(
 ) -> None:
     controlled = Controlled(kubelet_system, tmp_path, address=address_of(kubelet_system))
     try:
-        _shrink_and_grow(controlled)
+        _shrink_and_grow(controlled, tmp_path / "go")
     finally:
         controlled.close()
 
 
-def _shrink_and_grow(controlled: Controlled) -> None:
+def _shrink_and_grow(controlled: Controlled, go: Path) -> None:
     team, other = controlled.team(guaranteed=0), controlled.team(guaranteed=1)
     controlled.start()
-    job = controlled.job(
-        team, "digits", training(), gpus=1, minGpus=1, maxGpus=2, coolDownSeconds=1, gracePeriodSeconds=20
-    )
+    size = {"gpus": 1, "minGpus": 1, "maxGpus": 2, "coolDownSeconds": 1, "gracePeriodSeconds": 20}
+    job = controlled.job(team, "digits", training(STEPS, go), **size)
     controlled.until(job, lambda j: _steps(j) > 20 and j["status"]["gpus"] == 2, seconds=150)
     sleeper = {"image": "localhost/base:1", "imagePullPolicy": "Never", "command": ["sleep", "300"]}
     limits = {"limits": {labels.GPU_RESOURCE: "1"}}
@@ -417,6 +415,7 @@ def _shrink_and_grow(controlled: Controlled) -> None:
     controlled.start()
     grown = controlled.until(job, lambda j: _sizes(j)[-1:] == [(1, 2)] and _steps(j) > _steps(shrunk), seconds=120)
     assert grown["status"]["restarts"] == 0
+    go.touch()
     done = controlled.until_phase(job, "Succeeded", seconds=600)
     assert _steps(done) == STEPS
     assert done["status"]["restarts"] == done["status"]["evictions"] == 0
@@ -431,14 +430,18 @@ def _shrink_and_grow(controlled: Controlled) -> None:
     assert f"step {STEPS}" in log, json.dumps(done["status"])
 
 
-def training(epochs: int = EPOCHS) -> dict[str, Any]:
-    """The example script in a pod, with this machine's Python and torch."""
+def training(steps: int, go: Path | None = None) -> dict[str, Any]:
+    """A training in a pod, with this machine's Python and torch; it ends soon once the file `go` exists."""
     volumes, mounts = host_python()
+    if go is not None:
+        volumes.append({"name": "go", "hostPath": {"path": str(go.parent)}})
+        mounts.append({"name": "go", "mountPath": str(go.parent), "readOnly": True})
+    program = ("-u", "-m", "tests.elastic_runtime.paced_training", str(steps), *([str(go)] if go else []))
     container = {
         "name": "main",
         "image": "localhost/base:1",
         "imagePullPolicy": "Never",
-        "command": [sys.executable, "-u", str(REPOSITORY / "examples" / "train_digits.py"), f"--epochs={epochs}"],
+        "command": [sys.executable, *program],
         "env": [
             {"name": "PYTHONPATH", "value": str(REPOSITORY)},
             {"name": "OMP_NUM_THREADS", "value": "1"},

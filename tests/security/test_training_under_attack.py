@@ -70,6 +70,7 @@ def trains(job: Job) -> bool:
     return job.status.progress is not None and job.status.progress.step > 0 and job.status.progress.workers == 2
 
 
+@pytest.mark.slow
 @as_root
 @pytest.mark.parametrize(("connections", "open_files"), [(50, 0), (300, 128)])
 def test_connections_of_another_user_neither_end_a_training_nor_change_its_result(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.xdist_group("chromium")
 
-SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_digits.py")
+SCRIPT = str(Path(__file__).parents[1] / "elastic_runtime" / "paced_training.py")
 PATHS = (
     "/teams",
     "/queue?what-if=1&project=team-a&gpus=1",
@@ -149,7 +149,7 @@ def test_every_page_fits_is_legible_and_has_names_for_all_controls(browser: Brow
 def test_a_training_is_watched_live(driver: webdriver.Chrome, embedded_cluster: EmbeddedCluster) -> None:
     embedded_cluster.project("team-a", 1)
     embedded_cluster.project("team-b", 1)
-    command = (sys.executable, SCRIPT, "--epochs", "100000")
+    command = (sys.executable, SCRIPT, "100000")
     embedded_cluster.submit("train", *command, gpus=1, min_gpus=1, max_gpus=2, cool_down_s=0.0)
     browser = Browser(driver, embedded_cluster)
     browser.open("/jobs/team-a/train")
