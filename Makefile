@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CASES ?=
 PARALLEL ?= -n auto --dist loadgroup
+# Slow tests wait for other processes half of their time.
+SLOW_PARALLEL ?= -n $(shell echo $$(( $$(nproc 2> /dev/null || echo 2) * 3 / 2 ))) --dist loadgroup
 SEEDS ?= 0:200
 HISTORIES ?= 300
 KARPENTER ?= v1.13.0
@@ -32,7 +34,7 @@ test: $(VENV)/.dev  ## Set up, then run the tests, all but the slow ones
 
 test-slow: $(VENV)/.dev  ## The slow tests: whole trainings and examples, real nodes, random histories
 	$(BIN)/python -m tools.devcluster build
-	$(BIN)/python -m pytest $(PARALLEL) -m slow $(CASES)
+	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m slow $(CASES)
 
 test-all: test test-slow  ## Both
 
@@ -58,6 +60,8 @@ soak: $(VENV)/.dev  ## What CI samples, in full: histories (SEEDS=0:200, or ELAS
 	GPUQUOTA_KARPENTER=$(CURDIR)/out/karpenter/kwok \
 	  GPUQUOTA_KARPENTER_CRDS="$$(go env GOMODCACHE)/sigs.k8s.io/karpenter@$(KARPENTER)" \
 	  $(BIN)/python -m pytest -n 0 -m slow tests/kubernetes/test_karpenter.py
+	cd tools/devcluster/kuberay && GOBIN=$(CURDIR)/out/kuberay go install tool
+	GPUQUOTA_KUBERAY=$(CURDIR)/out/kuberay/ray-operator $(BIN)/python -m pytest -n 0 tests/kubernetes/test_kuberay.py
 	ELASTIC_REHEARSALS=all $(BIN)/python -m pytest $(PARALLEL) tests/elastic_runtime/test_rehearsal.py
 
 check: lint types layers  ## Style, types and import layers

@@ -47,9 +47,14 @@ class Check:
         """Return the specification of a RayCluster with one group of workers of one GPU."""
         group = {"groupName": "gpu", "minReplicas": least, "replicas": replicas, "maxReplicas": most}
         return {
-            "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": self._template("ray-head", gpus=0)},
-            "workerGroupSpecs": [{**group, "rayStartParams": {}, "template": self._template("ray-worker", gpus=1)}],
+            "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": self.template("ray-head", gpus=0)},
+            "workerGroupSpecs": [{**group, "rayStartParams": {}, "template": self.template("ray-worker", gpus=1)}],
         }
+
+    def template(self, name: str, *, gpus: int) -> Json:
+        """Return the template of a pod."""
+        limits = {"resources": {"limits": {labels.GPU_RESOURCE: gpus}}} if gpus else {}
+        return {"spec": {"containers": [{"name": name, "image": self._image, **limits}]}}
 
     def workers(self, namespace: str) -> set[str]:
         """Return the names of the running GPU workers."""
@@ -89,10 +94,6 @@ class Check:
         found = self._calls.get(f"/api/v1/namespaces/{namespace}/pods", labelSelector="ray.io/group")
         ours = (pod for pod in found["items"] if pod["metadata"]["labels"]["ray.io/cluster"].startswith(NAME))
         return {pod["metadata"]["name"]: pod for pod in ours}
-
-    def _template(self, name: str, *, gpus: int) -> Json:
-        limits = {"resources": {"limits": {labels.GPU_RESOURCE: gpus}}} if gpus else {}
-        return {"spec": {"containers": [{"name": name, "image": self._image, **limits}]}}
 
 
 def check_cluster(check: Check, lender: str, borrower: str, most: int) -> None:

@@ -1,13 +1,16 @@
-"""A double of KubeRay's operator, and of Ray's autoscaler, on a real API server with KubeRay's own definitions.
+"""KubeRay's operator, a double of it, and one of Ray's autoscaler, on a real API server with KubeRay's own definitions.
 
-It does what KubeRay's API documents, and no more: it creates a head pod and the workers of each group with KubeRay's
-labels, deletes the pods of `workersToDelete`, and arbitrary ones where `replicas` falls without them; with Ray's
-autoscaler only that deletes workers. `suspend` of a RayJob deletes its RayCluster. The head of a RayJob is not created
-again: the job fails. `docs/ray.md` names the script that runs the same against a real operator.
+The double does what KubeRay's API documents, and no more: it creates a head pod and the workers of each group with
+KubeRay's labels, deletes the pods of `workersToDelete`, and arbitrary ones where `replicas` falls without them; with
+Ray's autoscaler only that deletes workers. `suspend` of a RayJob deletes its RayCluster. The head of a RayJob is not
+created again: the job fails. The same tests run with KubeRay's operator (test_kuberay.py). The autoscaler runs in Ray's
+head, which these clusters do not have.
 """
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import threading
 import uuid
 from contextlib import suppress
@@ -15,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from kfp_gpuquota.cluster.kubernetes.objects import labels
 from tools.devcluster import ApiError
+from tools.devcluster.layout import free_port
 
 if TYPE_CHECKING:
-    from tools.devcluster import Api
+    from pathlib import Path
+
+    from tools.devcluster import Api, DevCluster
 
 Object = dict[str, Any]
 RAY = "/apis/ray.io/v1"
@@ -31,10 +37,11 @@ def ray_path(team: str, plural: str, name: str = "") -> str:
 
 
 def group(name: str, replicas: int, *, gpus: int = 1, **more: Any) -> Object:
-    """A worker group."""
+    """A worker group; its pods are gated as the webhook would gate them."""
     limits = {"limits": {labels.GPU_RESOURCE: str(gpus)}} if gpus else {}
     container = {"name": "ray-worker", "image": "none", "resources": limits}
-    spec = {"containers": [container], "terminationGracePeriodSeconds": 1}
+    gates = {"schedulingGates": [{"name": labels.QUOTA_GATE}]} if gpus else {}
+    spec = {"containers": [container], "terminationGracePeriodSeconds": 1, **gates}
     sizes = {"replicas": replicas, "minReplicas": replicas, "maxReplicas": replicas, **more}
     return {"groupName": name, **sizes, "template": {"spec": spec}}
 
@@ -50,14 +57,32 @@ def elastic(**more: str) -> Object:
     return {labels.ELASTIC: "true", **more}
 
 
-class Operator:
-    """KubeRay's operator for one namespace, in a thread; `close` ends it. `deleted` are workers that it deleted."""
+class RealOperator:
+    """KubeRay's operator itself for one namespace, as a process; `program` is the one that `make soak` builds."""
+
+    def __init__(self, program: str, cluster: DevCluster, team: str, folder: Path) -> None:
+        self.log = folder / f"kuberay-{team}.log"
+        flags = (f"--kubeconfig={cluster.kubeconfig}", f"--watch-namespace={team}", "--enable-leader-election=false")
+        ports = ("--metrics-addr=0", f"--health-probe-bind-address=127.0.0.1:{free_port()}")
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen((program, *flags, *ports), stdout=output, stderr=output)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        """Do nothing from now on, as an operator that is down."""
+        self._process.send_signal(signal.SIGSTOP)
+
+
+class Repeating:
+    """Repeats `_reconcile` for one namespace in a thread; `close` ends it."""
 
     def __init__(self, api: Api, team: str) -> None:
         self._api, self._team = api, team
-        self._stop, self._paused = threading.Event(), threading.Event()
-        self._heads: set[str] = set()
-        self.arbitrary: list[str] = []
+        self._stop, self._round, self._paused = threading.Event(), threading.Lock(), False
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -71,13 +96,15 @@ class Operator:
 
     def pause(self) -> None:
         """Do nothing from now on, as an operator that is down."""
-        self._paused.set()
+        with self._round:
+            self._paused = True
 
     def _run(self) -> None:
         while not self._stop.wait(PAUSE_S):
             try:
-                if not self._paused.is_set():
-                    self._reconcile()
+                with self._round:
+                    if not self._paused:
+                        self._reconcile()
             except ApiError as error:
                 if error.status not in {404, 409, 422}:  # somebody was quicker: the next round sees it
                     self.failure = error
@@ -85,6 +112,37 @@ class Operator:
             except Exception as error:  # noqa: BLE001 - reported by close
                 self.failure = error
                 return
+
+    def _reconcile(self) -> None:
+        raise NotImplementedError
+
+
+class Autoscaler(Repeating):
+    """Ray's autoscaler: lowers `replicas` to `maxReplicas` by workers of its own choice, the first ones."""
+
+    def _reconcile(self) -> None:
+        for cluster in self._api.items(ray_path(self._team, "rayclusters")):
+            if cluster["spec"].get(IN_TREE):
+                self._lower(cluster)
+
+    def _lower(self, cluster: Object) -> None:
+        path = ray_path(self._team, "rayclusters", cluster["metadata"]["name"])
+        for one in cluster["spec"]["workerGroupSpecs"]:
+            excess = one["replicas"] - one["maxReplicas"]
+            if excess > 0:
+                workers = self._api.items(f"/api/v1/namespaces/{self._team}/pods")
+                names = sorted(pod["metadata"]["name"] for pod in workers if _group(pod) == one["groupName"])
+                one["replicas"], one["scaleStrategy"] = one["maxReplicas"], {"workersToDelete": names[:excess]}
+                self._api.patch(path, {"spec": {"workerGroupSpecs": cluster["spec"]["workerGroupSpecs"]}})
+
+
+class Operator(Repeating):
+    """A double of KubeRay's operator. `arbitrary` are workers that it chose itself to delete."""
+
+    def __init__(self, api: Api, team: str) -> None:
+        self._heads: set[str] = set()
+        self.arbitrary: list[str] = []
+        super().__init__(api, team)
 
     def _reconcile(self) -> None:
         for job in self._api.items(ray_path(self._team, "rayjobs")):
@@ -147,8 +205,6 @@ class Operator:
                 return
             self._heads.add(uid)
             self._create(cluster, "headgroup", cluster["spec"]["headGroupSpec"], "head")
-        if cluster["spec"].get(IN_TREE):
-            self._autoscale(cluster)
         for one in cluster["spec"].get("workerGroupSpecs", []):
             self._group(cluster, one, [pod for pod in pods if _group(pod) == one["groupName"]])
 
@@ -173,32 +229,19 @@ class Operator:
                 self.arbitrary.append(pod["metadata"]["name"])
                 self._delete(pod)
 
-    def _autoscale(self, cluster: Object) -> None:
-        """Lower `replicas` to `maxReplicas` by workers of the autoscaler's own choice: the first ones."""
-        path = ray_path(self._team, "rayclusters", cluster["metadata"]["name"])
-        for one in cluster["spec"]["workerGroupSpecs"]:
-            excess = one["replicas"] - one["maxReplicas"]
-            if excess > 0:
-                workers = self._api.items(f"/api/v1/namespaces/{self._team}/pods")
-                names = sorted(pod["metadata"]["name"] for pod in workers if _group(pod) == one["groupName"])
-                one["replicas"], one["scaleStrategy"] = one["maxReplicas"], {"workersToDelete": names[:excess]}
-                self._api.patch(path, {"spec": {"workerGroupSpecs": cluster["spec"]["workerGroupSpecs"]}})
-
     # Pods
 
     def _create(self, cluster: Object, name: str, spec: Object, kind: str) -> None:
         template = spec["template"]
         meta = template.get("metadata", {})
         written = {"ray.io/cluster": cluster["metadata"]["name"], "ray.io/group": name, "ray.io/node-type": kind}
-        gpus = template["spec"]["containers"][0].get("resources", {}).get("limits", {})
-        gates = {"schedulingGates": [{"name": labels.QUOTA_GATE}]} if labels.GPU_RESOURCE in gpus else {}
         body = {
             "metadata": {
                 "name": f"{cluster['metadata']['name']}-{name}-{kind}-{uuid.uuid4().hex[:5]}",
                 "labels": {**meta.get("labels", {}), **written},
                 "ownerReferences": [_reference("RayCluster", cluster)],
             },
-            "spec": {**template["spec"], **gates},
+            "spec": template["spec"],
         }
         self._api.create(f"/api/v1/namespaces/{self._team}/pods", body)
 
