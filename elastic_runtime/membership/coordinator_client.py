@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_runtime.errors import CoordinatorError, ElasticError
 from elastic_runtime.membership.orders import Order
+from elastic_runtime.membership.peer_interface import choose_interface
 
 if TYPE_CHECKING:
     import http.client
@@ -123,6 +124,7 @@ class Coordinator:
     def _connected(self) -> http.client.HTTPResponse:
         connection, path = self._environment.connect(SILENCE_S)
         connection.connect()
+        choose_interface(connection.sock)
         connection.putrequest("POST", f"{path}/workers/{self.worker}?incarnation={self._incarnation}")
         connection.putheader("Authorization", f"Bearer {self._environment.token()}")
         connection.putheader("Transfer-Encoding", "chunked")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +13,7 @@ import pytest
 from tests.elastic_runtime.relay import Relay
 from tests.polling import until
 from tests.ray.conftest import log_of
-from tests.ray.cut_off_training import STEPS
+from tests.ray.cut_off_training import check_result, is_alive, pids, steps_applied, workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,30 +36,6 @@ def relay(cluster: EmbeddedCluster) -> Iterator[Relay]:
         yield relay
 
 
-def steps(directory: Path) -> list[tuple[int, int]]:
-    """The steps that were applied, in order, with the number of workers."""
-    file = directory / "steps"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [(int(step), int(workers)) for step, workers in map(str.split, lines)]
-
-
-def workers_of(directory: Path) -> int:
-    """How many workers applied the last step."""
-    return steps(directory)[-1][1] if steps(directory) else 0
-
-
-def pids(directory: Path) -> dict[str, int]:
-    """The workers' processes by number."""
-    return {path.name.removeprefix("pid-"): int(path.read_text()) for path in directory.glob("pid-*")}
-
-
-def is_alive(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
-
-
 def test_a_short_cut_costs_nothing_and_a_worker_that_stays_cut_off_is_ended_before_it_is_replaced(
     cluster: EmbeddedCluster, relay: Relay, tmp_path: Path
 ) -> None:
@@ -75,8 +49,8 @@ def test_a_short_cut_costs_nothing_and_a_worker_that_stays_cut_off_is_ended_befo
     workers, generation = pids(tmp_path), cluster.job("train").status.generation
 
     relay.hold([CUT_OFF], FOR_EVER_S)
-    at = len(steps(tmp_path))
-    until(lambda: len(steps(tmp_path)) > at + 60, "the training goes on: its workers still reach each other")
+    at = len(steps_applied(tmp_path))
+    until(lambda: len(steps_applied(tmp_path)) > at + 60, "the training goes on: its workers still reach each other")
     relay.heal()
     assert pids(tmp_path) == workers
     assert cluster.job("train").status.generation == generation
@@ -96,6 +70,5 @@ def test_a_short_cut_costs_nothing_and_a_worker_that_stays_cut_off_is_ended_befo
     (tmp_path / "go").touch()
     job = cluster.wait_for("train", lambda job: job.status.phase.final)
     assert job.status.phase == "Succeeded", job.status
-    assert [step for step, _ in steps(tmp_path)] == list(range(STEPS)), "no step is lost or repeated"
-    assert f"weight {-float(STEPS)} after {STEPS}" in log_of(cluster, "train")
+    check_result(tmp_path, log_of(cluster, "train"))
     assert job.status.restarts == 1
