@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from math import ceil, inf
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -84,6 +84,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     value of the label `required_topology` (a rack, a zone), and of `preferred_topology` where that is possible. With
     `spread` they run on as many nodes as possible instead of as few.
 
+    `runtime_env` is Ray's, on a cluster that runs on Ray: what is set up for its workers before they start.
+
     After it has grown, it is not grown again for `cool_down_s`; shrinking for others is never delayed.
     Before it has run for `min_run_time_s` it is not stopped for others; what it holds above its minimum may be taken.
     """
@@ -123,6 +125,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cool_down_s: Seconds = DEFAULT_COOL_DOWN_S
     min_run_time_s: Seconds = 0.0
     labels: dict[str, str] = {}
+    runtime_env: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         check_name("name", self.name)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from math import isfinite
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from msgspec import Meta
 
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MAX_NAME_LENGTH: Final = 63
 MAX_NODE_NAME_LENGTH: Final = 253
@@ -99,3 +102,10 @@ def check_environment(field: str, environment: dict[str, str]) -> None:
             )
         if "\0" in value:
             raise InvalidFieldError(f"{field}.{name}", value, "a value cannot hold a NUL character")
+
+
+def check_no_runtime_env(runtime_env: Mapping[str, Any], *, instead: str) -> None:
+    """No runtime environment, on a cluster without Ray; `instead` is what its user can do."""
+    if runtime_env:
+        why = "only a cluster that runs on Ray sets up runtime environments"
+        raise InvalidFieldError("runtime_env", ", ".join(sorted(runtime_env)), why, hint=instead)

@@ -146,6 +146,8 @@ def submit(
         shared = {"gpu_memory_mib": parse_gpu_memory("gpu_memory", gpu_memory)}
     if elastic:
         fields = {"min_gpus": 1, "max_gpus": max(int(gpus), most_gpus(reached, project)), **fields}
+    if "runtime_env" in fields:
+        fields = {**fields, "runtime_env": with_absolute_paths(fields["runtime_env"])}
     given = {
         "name": name or generated_name(words),
         "project": project,
@@ -175,6 +177,24 @@ def generated_name(command: Sequence[str]) -> str:
     program = Path(command[0]).name.lower() if command else "job"
     stem = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in program)
     return f"{stem.strip('-')[:_NAME_LENGTH] or 'job'}-{secrets.token_hex(3)}"
+
+
+def with_absolute_paths(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Ray's runtime environment with the absolute paths of its local directories and lists of packages."""
+    given = dict(runtime_env)
+    for name in ("working_dir", "pip", "uv", "conda"):
+        value = given.get(name)
+        named = name == "conda" and not str(value).endswith((".yaml", ".yml"))  # an environment, by its name
+        if isinstance(value, str | Path) and not named:
+            given[name] = _absolute(value)
+    if isinstance(given.get("py_modules"), list):
+        given["py_modules"] = [_absolute(one) for one in given["py_modules"]]
+    return given
+
+
+def _absolute(path: object) -> object:
+    local = isinstance(path, Path) or (isinstance(path, str) and "://" not in path)
+    return str(Path(str(path)).absolute()) if local else path
 
 
 def forwarded_environment() -> dict[str, str]:

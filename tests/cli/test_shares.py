@@ -196,6 +196,11 @@ MISTAKES = [
     ("--cpu 5", "--cpu is 5, but one worker runs on one node, and the largest has 4 cores"),
     ("--memory 9Gi", "--memory is 9Gi, but one worker runs on one node, and the largest has 8192 MiB"),
     ("--node-selector zone=a", "--node-selector is zone=a, but no node has these labels"),
+    ('--runtime-env-json {"pip":["einops"]}', "--runtime-env is 'pip', but only a cluster that runs on Ray sets up"),
+    ("--runtime-env-json [1]", "the runtime environment must be an object, as"),
+    ("--runtime-env-json {", "the runtime environment is neither YAML nor JSON"),
+    ("--runtime-env no-such.yaml", "--runtime-env no-such.yaml cannot be read: No such file or directory"),
+    ("--runtime-env a --runtime-env-json {}", "mean the same; give one of them"),
     ("--toleration gpu:Never", "what follows ':' must be one of PreferNoSchedule, NoSchedule, NoExecute"),
 ]
 

@@ -171,6 +171,12 @@ def test_a_job_that_a_client_submits_is_the_job_that_the_controller_plans() -> N
     assert planned == msgspec.structs.replace(asked, command=planned.command)
 
 
+def test_rays_runtime_environment_is_refused_with_what_to_do_instead() -> None:
+    asked = JobSpec(name="digits", project="team-a", command=("true",), runtime_env={"pip": ["einops"]})
+    with pytest.raises(InvalidFieldError, match=r"runtime_env is 'pip', but only .* Ray .*; use an image"):
+        views.pod_template(asked, "image:1")
+
+
 def test_nodes_to_be_avoided_are_left_out_of_every_alternative() -> None:
     linux = {"matchExpressions": [{"key": "os", "operator": "In", "values": ["linux"]}]}
     anywhere = {"matchExpressions": [{"key": "os", "operator": "Exists"}]}

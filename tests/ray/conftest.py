@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -22,24 +23,35 @@ if TYPE_CHECKING:
 
 pytest.importorskip("ray")
 
+os.environ.setdefault("RAY_worker_niceness", "0")
+"""Ray's 15 leaves its workers a tenth of a core while other tests run beside them."""
+
 STORE_BYTES = 80 << 20
+FEW_PROCESSES = {
+    "object_store_memory": STORE_BYTES,
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+}
+"""Arguments of a node without Ray's dashboard, its collector of logs and its autoscaler."""
 SILENCE_S = 20.0
 WARM_S = 5.0
 
 
 class RayCluster:
-    """A head without GPUs and CPUs, and raylets with fake GPUs."""
+    """A head without GPUs and CPUs, and raylets with fake GPUs; `everywhere` are arguments of all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, **everywhere: Any) -> None:
         from ray.cluster_utils import Cluster  # noqa: PLC0415 (takes a second)
 
         # `shutdown_at_exit` also makes the kernel end Ray's processes with this one, however it ends.
         self.cluster = Cluster(shutdown_at_exit=True)
         self.raylets: list[Any] = []
+        self._everywhere = everywhere
 
-    def start(self, *gpus: int, port: int | None = None) -> None:
-        """Start the head, and a raylet for each number of GPUs."""
-        self.cluster.add_node(**self._shape(0), **({} if port is None else {"gcs_server_port": port}))
+    def start(self, *gpus: int, **head: Any) -> None:
+        """Start the head with more arguments, and a raylet for each number of GPUs."""
+        self.cluster.add_node(**self._shape(0), **head)
         self.raylets = [self.cluster.add_node(wait=False, **self._shape(each)) for each in gpus]
         self.cluster.wait_for_nodes()
 
@@ -60,9 +72,8 @@ class RayCluster:
         """End all raylets and the head."""
         self.cluster.shutdown()
 
-    @staticmethod
-    def _shape(gpus: int) -> dict[str, Any]:
-        return {"num_cpus": 0, "num_gpus": gpus, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+    def _shape(self, gpus: int) -> dict[str, Any]:
+        return {"num_cpus": 0, "num_gpus": gpus, **FEW_PROCESSES, **self._everywhere}
 
 
 @contextlib.contextmanager
@@ -70,7 +81,7 @@ def ray_nodes(*gpus: int, port: int | None = None) -> Iterator[RayCluster]:
     """A Ray cluster whose raylets have these numbers of GPUs, and whose head listens on `port`."""
     cluster = RayCluster()
     try:
-        cluster.start(*gpus, port=port)
+        cluster.start(*gpus, **({} if port is None else {"gcs_server_port": port}))
         yield cluster
     finally:
         cluster.close()

@@ -21,7 +21,7 @@ from elastic_runtime.errors import UsageError
 from elastic_runtime.integrations.ray import ElasticTorchTrainer, current_workers, limit_workers
 from elastic_runtime.integrations.ray.leave import drain, is_empty
 from tests.polling import until
-from tests.ray.conftest import STORE_BYTES
+from tests.ray.conftest import FEW_PROCESSES
 from tests.ray.train_loops import STEPS_PER_EPOCH, Seen, fail, over_rows, train
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.xdist_group("ray-train"), pytest.mark.timeout(600)]
 
 EPOCHS = 20
-NODE = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+NODE = {"num_cpus": 1, **FEW_PROCESSES}
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kfp_gpuquota.cluster.local.workers.shim import EXIT_CANNOT_EXECUTE
 from kfp_gpuquota.cluster.ray import messages
 from kfp_gpuquota.cluster.ray.config import RayConfig
 
@@ -253,14 +254,19 @@ class Bridge:
 
     async def _followed(self, wanted: messages.Follow) -> messages.FromBridge:
         from kfp_gpuquota.cluster.ray.hosts import NotPlacedError  # noqa: PLC0415
+        from kfp_gpuquota.cluster.ray.runtime_environments import NotSetUpError  # noqa: PLC0415
 
         worker = wanted.task.worker
         if not wanted.start and self._hosts.of(worker) is None:
             return await self._ended_by_agent(wanted, "it was not started")
         try:
-            host = await self._hosts.take(worker, wanted.node_id, wanted.gpus)
+            host = await self._hosts.take(worker, wanted.node_id, wanted.gpus, wanted.task.runtime_env)
         except NotPlacedError as error:
             return await self._ended_by_agent(wanted, str(error))
+        except NotSetUpError as error:
+            why = f"Ray could not set up its runtime environment: {error}"
+            fails = messages.WorkerEnded(worker=worker, code=EXIT_CANNOT_EXECUTE, why=why)
+            return await self._ended_by_agent(wanted, why, fails)
         state, number, why = await self._ensured(host.actor, wanted, start=wanted.start)
         if state == "running":
             self._link.send(messages.WorkerStarted(worker=worker, pid=number))
@@ -274,8 +280,10 @@ class Bridge:
             return _end(worker, number, why)
         return messages.WorkerNotStarted(worker=worker, why=why)
 
-    async def _ended_by_agent(self, wanted: messages.Follow, why: str) -> messages.FromBridge:
-        """Make sure, without holding GPUs, that the worker does not run any more."""
+    async def _ended_by_agent(
+        self, wanted: messages.Follow, why: str, never: messages.FromBridge | None = None
+    ) -> messages.FromBridge:
+        """Make sure, without holding GPUs, that the worker does not run any more. Returns `never` if it never did."""
         worker = wanted.task.worker
         agent = await self._hosts.agent(wanted.node_id)
         state, number, lost = await self._ensured(agent, wanted, start=False)
@@ -285,6 +293,8 @@ class Bridge:
             await agent.stop.remote(worker, kill=self._stopping.get(worker, False))
             number, lost = await agent.wait_end.remote(worker)
         await agent.release.remote(worker)
+        if state == "never" and never is not None:
+            return never
         if state == "never" or (state == "running" and wanted.start):
             return messages.WorkerLost(worker=worker, why=why)
         return _end(worker, number, lost)

@@ -24,6 +24,7 @@ from kfp_gpuquota.cluster.local.home import Home, write_private
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.environment import INHERITED
 from kfp_gpuquota.cluster.local.workers.runtime import read_from
+from kfp_gpuquota.cluster.ray import runtime_environments
 from kfp_gpuquota.cluster.ray.messages import Task
 from kfp_gpuquota.errors import StateFileError
 from kfp_gpuquota.version import __version__
@@ -157,12 +158,12 @@ class WorkerHost:
 
     def _command(self, task: Task) -> shims.WorkerCommand:
         environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        environment |= task.environment
+        environment = runtime_environments.inside(task.runtime_env, environment | task.environment)
         environment[GPUS_VARIABLE] = os.environ.get(GPUS_VARIABLE, "")
         return shims.WorkerCommand(
             command=task.command,
             environment=environment,
-            working_directory=task.working_directory,
+            working_directory=runtime_environments.directory(task.runtime_env, task.working_directory),
             grace_period_s=task.grace_period_s,
             open_files=task.open_files,
             log_limit=task.log_limit,

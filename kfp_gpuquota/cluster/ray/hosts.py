@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from kfp_gpuquota.cluster.ray import runtime_environments
 from kfp_gpuquota.cluster.ray.host import WorkerHost
+from kfp_gpuquota.cluster.ray.runtime_environments import SURVIVE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,8 +29,7 @@ HELLO_S: Final = 20.0
 PLACEMENT_S: Final = 60.0
 """How long an actor may wait for its GPUs, which other Ray work may have taken in the meantime, and for its process."""
 CALLS_AT_ONCE: Final = 100
-SURVIVE: Final = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""The shim is the actor's child, and must outlive it."""
+PLAIN: Final = {"env_vars": SURVIVE}
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,16 @@ class NotPlacedError(Exception):
 
 @dataclass(eq=False)
 class Host:
-    """An actor that holds GPUs; `worker` is "" while it is warm, `warm_since` in monotonic seconds then."""
+    """An actor that holds GPUs; `worker` is "" while it is warm, `warm_since` in monotonic seconds then.
+
+    `environment` identifies the runtime environment that it runs in.
+    """
 
     name: str
     actor: Any
     node_id: str
     gpus: int
+    environment: str = ""
     worker: str = ""
     warm_since: float = 0.0
     ready: bool = False
@@ -64,26 +69,35 @@ class Hosts:
         names = [each["name"] for each in named if each["namespace"] == self._namespace]
         await asyncio.gather(*(self._discover(name) for name in names))
 
-    async def take(self, worker: str, node_id: str, gpus: int) -> Host:
-        """Return the actor that has the worker, else a warm one, else a new one. Raises NotPlacedError, RayError."""
+    async def take(self, worker: str, node_id: str, gpus: int, runtime_env: dict[str, Any]) -> Host:
+        """Return the actor that has the worker, else a warm one in the same runtime environment, else a new one.
+
+        Raises NotPlacedError, NotSetUpError, RayError.
+        """
         if (host := self.of(worker)) is not None:
             return host
+        prepared = PLAIN if not runtime_env else await asyncio.to_thread(runtime_environments.uploaded, runtime_env)
+        environment = runtime_environments.digest(prepared) if runtime_env else ""
         warm = [host for host in self._hosts if not host.worker and host.node_id == node_id]
-        if fitting := [host for host in warm if host.gpus == gpus]:
+        if fitting := [host for host in warm if (host.gpus, host.environment) == (gpus, environment)]:
             fitting[0].worker = worker
             return fitting[0]
         for host in warm:  # it holds GPUs that the new one may need
             self.drop(host)
-        name = f"{node_id}-{gpus}-{uuid.uuid4().hex}"
-        host = Host(name=name, actor=None, node_id=node_id, gpus=gpus, worker=worker)
+        name = f"{node_id}-{gpus}-{uuid.uuid4().hex}-{environment}"
+        host = Host(name=name, actor=None, node_id=node_id, gpus=gpus, environment=environment, worker=worker)
         self._hosts.append(host)
+        within_s = PLACEMENT_S + runtime_environments.setup_s(runtime_env)
         try:
-            host.actor = await asyncio.to_thread(self._create, node_id, gpus, name)
-            await asyncio.wait_for(_result(host.actor.hello.remote(self.epoch)), PLACEMENT_S)
+            host.actor = await asyncio.to_thread(self._create, node_id, gpus, name, prepared)
+            await asyncio.wait_for(_result(host.actor.hello.remote(self.epoch)), within_s)
             host.ready = True
+        except ray.exceptions.RuntimeEnvSetupError as error:
+            self.drop(host)
+            raise runtime_environments.NotSetUpError(_sentence(error)) from None
         except TimeoutError:
             self.drop(host)
-            raise NotPlacedError(f"its GPUs were not free for Ray within {PLACEMENT_S:g} s") from None
+            raise NotPlacedError(f"its GPUs were not free for Ray within {within_s:g} s") from None
         except BaseException:
             self.drop(host)
             raise
@@ -96,7 +110,7 @@ class Hosts:
     async def agent(self, node_id: str) -> Any:
         """Return the agent of a live node."""
         if node_id not in self._agents:
-            self._agents[node_id] = await asyncio.to_thread(self._create, node_id, 0, None)
+            self._agents[node_id] = await asyncio.to_thread(self._create, node_id, 0, None, PLAIN)
         return self._agents[node_id]
 
     def release(self, host: Host) -> None:
@@ -147,7 +161,7 @@ class Hosts:
         return {host.worker for host in self._hosts if host.worker}
 
     async def _discover(self, name: str) -> None:
-        node_id, gpus, _ = name.split("-", 2)
+        node_id, gpus, _, environment = [*name.split("-"), ""][:4]
         actor: Any = await asyncio.to_thread(ray.get_actor, name, self._namespace)
         try:
             found = await asyncio.wait_for(_result(actor.hello.remote(self.epoch)), HELLO_S)
@@ -155,21 +169,28 @@ class Hosts:
             log.warning("an actor of an earlier connection does not answer, and is ended: %s", error)
             ray.kill(actor)
             return
-        host = Host(name=name, actor=actor, node_id=node_id, gpus=int(gpus), worker=found["worker"])
+        host = Host(name=name, actor=actor, node_id=node_id, gpus=int(gpus), environment=environment)
+        host.worker = found["worker"]
         host.warm_since, host.ready = time.monotonic(), True
         self._hosts.append(host)
 
-    def _create(self, node_id: str, gpus: int, name: str | None) -> Any:
+    def _create(self, node_id: str, gpus: int, name: str | None, runtime_env: dict[str, Any]) -> Any:
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": gpus,
             "max_concurrency": CALLS_AT_ONCE,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-            "runtime_env": {"env_vars": SURVIVE},
+            "runtime_env": runtime_env,
         }
         if name is not None:
             options |= {"name": name, "namespace": self._namespace, "lifetime": "detached"}
         return ray.remote(WorkerHost).options(**options).remote(self._config.silence_s, gpus)
+
+
+def _sentence(error: Exception) -> str:
+    """What Ray says of it, without the traceback of its agent."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 async def _result(reference: Any) -> Any:

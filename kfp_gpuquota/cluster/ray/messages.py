@@ -37,6 +37,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     grace_period_s: float = 0.0
     open_files: int = 0
     log_limit: int = 0
+    runtime_env: dict[str, Any] = {}
 
 
 # From the daemon
@@ -151,10 +152,11 @@ class WorkerStarted(_Tagged, frozen=True):
 
 
 class WorkerEnded(_Tagged, frozen=True):
-    """The worker's process has ended."""
+    """The worker's process has ended, or `why` it cannot run at all."""
 
     worker: str
     code: int
+    why: str = ""
 
 
 class WorkerNotStarted(_Tagged, frozen=True):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.backoff import Backoff
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.runtime import refuse_limits
@@ -39,7 +40,7 @@ from kfp_gpuquota.errors import ClusterStartError, InvalidFieldError, NotFoundEr
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Iterable
 
-    from kfp_gpuquota.api import JobSpec, Node, Reason, Worker
+    from kfp_gpuquota.api import JobSpec, Node, Worker
     from kfp_gpuquota.cluster.jobs.records import JobRecord
     from kfp_gpuquota.cluster.local.driver import Settings
     from kfp_gpuquota.cluster.local.home import Home
@@ -83,6 +84,7 @@ class RayRuntime:
         self._devices: dict[str, Worker] = {}
         self._signals: dict[str, messages.Signal] = {}
         self._pids: dict[str, int] = {}
+        self._cannot_run: dict[str, str] = {}
         self._tracked: Collection[str] | None = None
         self._fence = Fence(config.silence_s, tracked={node.labels[NODE_ID] for node in self.nodes.values()})
         self._used: dict[str, Steady] = {}
@@ -170,8 +172,9 @@ class RayRuntime:
         return shims.EXIT_SHIM_LOST
 
     def why_ended(self, spec: JobSpec, worker: Worker) -> Reason | None:  # noqa: ARG002 (the protocol's)
-        """Return None: no limits of the machine are enforced on Ray."""
-        return None
+        """Return why the worker could not run, if Ray said so: no limits of the machine are enforced."""
+        why = self._cannot_run.pop(worker.id, "")
+        return Reason(code=ReasonCode.WORKER_FAILED, message=why) if why else None
 
     def process_id(self, worker: Worker) -> int | None:
         """Return the process id on the worker's node."""
@@ -217,7 +220,6 @@ class RayRuntime:
             checkpoints=checkpoints_of(self._config, self._home, job.uid),
             coordinates=self._coordinates,
             token=self._home.job_token_file(job.uid).read_text(),
-            one_machine=len({node.address for node in self._seen}) == 1,
             open_files=self._settings.open_files,
             log_limit=self._settings.log_limit,
         )
@@ -330,6 +332,8 @@ class RayRuntime:
         self._forget(worker)
         match message:
             case messages.WorkerEnded():
+                if message.why:
+                    self._cannot_run[worker] = message.why
                 reports.worker_ended(worker, message.code)
             case messages.WorkerNotStarted():
                 reports.worker_not_started(worker, message.why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -23,6 +24,12 @@ class Coordinates(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     authority: str
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        host = urlsplit(self.url).hostname or ""
+        return host == "::1" or host.startswith("127.")
 
 
 def node_home(config: RayConfig, cluster: str) -> Home:
@@ -45,7 +52,6 @@ def task_of(
     checkpoints: str,
     coordinates: Coordinates,
     token: str,
-    one_machine: bool,
     open_files: int = 0,
     log_limit: int = 0,
 ) -> Task:
@@ -55,7 +61,7 @@ def task_of(
     environment = {
         "PYTHONUNBUFFERED": "1",
         **job.spec.environment,
-        **({"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK} if one_machine else {}),
+        **({"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK} if coordinates.on_loopback else {}),
         "JOB_NAME": job.spec.name,
         "JOB_UUID": job.uid,
         "POD_INDEX": str(worker.index),
@@ -79,4 +85,5 @@ def task_of(
         grace_period_s=job.spec.grace_period_s,
         open_files=open_files,
         log_limit=log_limit,
+        runtime_env=job.spec.runtime_env,
     )

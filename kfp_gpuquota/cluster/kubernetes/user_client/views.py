@@ -14,6 +14,7 @@ import msgspec
 from kfp_gpuquota.api import Eviction, Job, JobStatus, Phase, Reason, ReasonCode, Worker, WorkerPhase
 from kfp_gpuquota.api.quantity import as_number
 from kfp_gpuquota.api.queue import Queued
+from kfp_gpuquota.api.validation import check_no_runtime_env
 from kfp_gpuquota.api.wire import NodeView, ProjectView
 from kfp_gpuquota.cluster.kubernetes.convert import nodes
 from kfp_gpuquota.cluster.kubernetes.convert import pods as translate
@@ -80,7 +81,8 @@ def elastic_job(spec: JobSpec, template: Json, *, request_id: str, lease: Lease 
 
 
 def pod_template(spec: JobSpec, image: str) -> Json:
-    """Return a pod template for a command in an image, with the job's other pod fields."""
+    """Return a pod template for a command in an image, with the job's other pod fields. Raises InvalidFieldError."""
+    check_no_runtime_env(spec.runtime_env, instead="use an image (-i) that has what the job needs")
     container: Json = {"name": MAIN, "image": image, "command": list(spec.command)}
     if spec.environment:
         container["env"] = [{"name": name, "value": value} for name, value in sorted(spec.environment.items())]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kfp_gpuquota.api import Reason, ReasonCode
 from kfp_gpuquota.api.quantity import show_mib
+from kfp_gpuquota.api.validation import check_no_runtime_env
 from kfp_gpuquota.cluster.local.workers import shims
 from kfp_gpuquota.cluster.local.workers.cgroups import NONE
 from kfp_gpuquota.cluster.local.workers.environment import worker_environment
@@ -113,6 +114,7 @@ class LocalRuntime:
     def check(self, spec: JobSpec) -> None:
         """Raise InvalidFieldError for a limit that cannot be enforced, or a directory that a job could not start in."""
         refuse_limits(spec, self._cgroups.unavailable)
+        check_no_runtime_env(spec.runtime_env, instead="install what the job needs on this machine")
         directory = spec.working_directory
         if directory and not Path(directory).is_absolute():
             raise InvalidFieldError("working_directory", directory, "it must be an absolute path")
